@@ -174,17 +174,26 @@ class SpecDecoder:
         if isinstance(prompt, str):
             return self._ids_of(prompt, add_special_tokens=add_special_tokens is not False) if prompt else token_ids([])
         if prompt and isinstance(prompt[0], dict):
-            if not getattr(self.tokenizer, "chat_template", None):
-                raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
-            messages = for_template(readable(prompt), self.tokenizer)
-            try:
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
-            except Exception as error:  # a template may raise whatever it likes
-                raise InvalidInputError(
-                    f"the chat template of {self.verifier.name!r} refuses these messages: {one_line(error, 300)}"
-                ) from error
-            return self._ids_of(text, add_special_tokens=bool(add_special_tokens))
+            return self._ids_of(self.chat_text(prompt, template), add_special_tokens=bool(add_special_tokens))
         return token_ids(prompt)
+
+    def chat_text(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> str:
+        """The text that the chat template makes of messages.
+
+        Raises:
+            InvalidInputError: the tokenizer has no template, or it refuses the messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
+        known = for_template(readable(messages), self.tokenizer)
+        try:
+            text = self.tokenizer.apply_chat_template(known, tokenize=False, **template)
+        except Exception as error:  # a template may raise whatever it likes
+            raise InvalidInputError(
+                f"the chat template of {self.verifier.name!r} refuses these messages: {one_line(error, 300)}"
+            ) from error
+        assert isinstance(text, str)
+        return text
 
     def _ids_of(self, text: str, **options: bool) -> list[int]:
         try:

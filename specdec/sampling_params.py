@@ -4,17 +4,22 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from numbers import Real
 from typing import Any
 
 from specdec.grammar.grammar import Grammar
-from specdec.validation import as_integer, flags, integers, numbers, require, sequence
+from specdec.validation import as_float, as_integer, flags, integers, numbers, require, sequence
 
 MOST_EDITS = 1024
 """Tokens that the bias and the least length of a request may name together."""
 
 MOST_TOP_LOGPROBS = 64
 """Log-probabilities per position at most."""
+
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 2048
+"""Stop strings of a request, and their characters together: each new token is compared with all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,15 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else sequence(self, "stop", "strings")
         wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
         require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
+        length = sum(map(len, stop))
+        require(
+            len(stop) <= MOST_STOPS and length <= MOST_STOP_CHARACTERS,
+            f"stop has {len(stop):,} strings of {length:,} characters together; the most are {MOST_STOPS} of"
+            f" {MOST_STOP_CHARACTERS:,}, so give fewer or shorter ones",
+        )
         object.__setattr__(self, "stop", stop)
         ids = sequence(self, "stop_token_ids", "token ids")
+        require(len(ids) <= MOST_EDITS, f"stop_token_ids has {len(ids):,} entries and the limit is {MOST_EDITS}; give fewer")
         object.__setattr__(self, "stop_token_ids", tuple(as_integer("one of stop_token_ids", token) for token in ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         least = 1 if self.prompt_logprobs is None else 0
@@ -202,13 +214,16 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     pairs = given.items() if isinstance(given, Mapping) else given
     right = isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes)
     require(right, f"logit_bias is {reprlib.repr(given)}; it must map token ids to numbers")
+    pairs = list(islice(pairs, MOST_EDITS + 1))
+    require(len(pairs) <= MOST_EDITS, f"logit_bias names more than {MOST_EDITS} tokens, which is the limit; name fewer")
     found: dict[int, float] = {}
     for pair in pairs:
         right = isinstance(pair, tuple | list) and len(pair) == 2
         require(right, f"logit_bias holds {reprlib.repr(pair)}; it must map token ids to numbers")
         token, value = pair
-        token = int(token) if isinstance(token, str) and token.isdecimal() else as_integer("a token of logit_bias", token)
-        right = isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= 1e6
+        by_text = isinstance(token, str) and token.isdecimal() and len(token) < 20
+        token = int(token) if by_text else as_integer("a token of logit_bias", token)
+        right = isinstance(value, Real) and not isinstance(value, bool) and abs(as_float(value)) <= 1e6
         require(right, f"logit_bias of token {token} is {reprlib.repr(value)}; it must be a number in [-1e6, 1e6]")
         require(token not in found, f"logit_bias names token {token} twice; name it once")
         found[token] = float(value)

@@ -35,8 +35,18 @@ def as_integer(name: str, value: Any) -> int:
     """
     if not isinstance(value, bool):
         with suppress(TypeError):
-            return operator.index(value)
+            found = operator.index(value)
+            require(found.bit_length() <= 256, f"{name} has {found.bit_length():,} bits; it must be an integer of 256 bits at most")
+            return found
     raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be an integer")
+
+
+def as_float(value: Real) -> float:
+    """A number of any kind, infinite where it is too large."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def integers(config: Any, *names: str) -> None:
@@ -55,10 +65,7 @@ def numbers(config: Any, *names: str) -> None:
             continue
         right = isinstance(value, Real) and not isinstance(value, bool)
         require(right, f"{name} is {reprlib.repr(value)}; it must be a number")
-        try:
-            object.__setattr__(config, name, float(value))
-        except OverflowError:
-            object.__setattr__(config, name, math.inf)
+        object.__setattr__(config, name, as_float(value))
 
 
 def flags(config: Any, *names: str) -> None:

@@ -51,6 +51,11 @@ class Admission:
         self._told_crossing = False
         self._seeds = random.Random(seed)
 
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of prompt and output together that the model and the cache allow one request."""
+        return min(self.max_model_len, self._num_blocks * self._block_size - self._overshoot)
+
     def new_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None) -> Request:
         """A request that is not queued yet.
 

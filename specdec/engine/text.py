@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from specdec.engine.stops import stop_strings
 from specdec.errors import InvalidInputError
 from specdec.validation import as_integer
 
@@ -107,8 +108,9 @@ class IncrementalDecoder:
         self._tokenizer, self._byte_tokens = tokenizer, _byte_tokens(tokenizer)
         self._stop = tuple(stop)
         self._stop_ids = _stop_ids(tokenizer, self._stop) if skip_special_tokens else frozenset[int]()
-        self._longest_stop = max(map(len, self._stop), default=0)
-        self._num_exempt, self._search_from = min_tokens, 0  # tokens before the search begins, and where it will
+        self._stops = stop_strings(self._stop)
+        self._num_exempt = min_tokens  # tokens before the search begins
+        self._node = self._searched = 0  # where the search is, and how much settled text it has seen
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # the context, then the pending tokens
         self._num_context = 0  # tokens whose text is settled, kept for what they do to the next ones
@@ -142,11 +144,10 @@ class IncrementalDecoder:
             self._append(token_ids)
             return None
         for num_kept, token_id in enumerate(token_ids, start=1):
-            search_from = max(self._search_from, len(self._text) - self._longest_stop + 1)
             self._append([token_id])
             if self._num_exempt:
-                self._num_exempt, self._search_from = self._num_exempt - 1, len(self._text)
-            elif self._cut_at_stop(search_from):
+                self._num_exempt, self._searched = self._num_exempt - 1, len(self._text)
+            elif self._cut_at_stop():
                 return num_kept
             elif token_id in self._stop_ids:  # which has no text that would have to be cut
                 self._stopped = True
@@ -155,7 +156,7 @@ class IncrementalDecoder:
 
     def take(self) -> str:
         """New settled text, except for an ending that could grow into a stop string."""
-        return self._take_until(len(self._text) - (0 if self._stopped else self._stop_prefix_length()))
+        return self._take_until(len(self._text) - (0 if self._stopped else self._stops.depth[self._node]))
 
     def finish(self) -> str:
         """Ends the output: settles what is pending and returns all text not yet taken."""
@@ -196,24 +197,20 @@ class IncrementalDecoder:
             self._num_settled = len(self._decode(self._window))
         self._num_context, self._context_length = len(self._window), self._num_settled
 
-    def _cut_at_stop(self, search_from: int) -> bool:
-        search_from = max(search_from, 0)
-        text = self._text[search_from:] + self._pending_text.rstrip(_REPLACEMENT)
-        starts = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if not starts:
-            return False
-        self._text = self._text[:search_from] + text[: min(starts)[1]]
+    def _cut_at_stop(self) -> bool:
+        """Looks through what is new, and through what is pending as it would read if nothing followed."""
+        begin = self._searched
+        self._node, end, length = self._stops.search(self._node, self._text[begin:])
+        self._searched = len(self._text)
+        if not length:
+            begin = self._searched
+            _, end, length = self._stops.search(self._node, self._pending_text.rstrip(_REPLACEMENT))
+            if not length:
+                return False
+        self._text = (self._text + self._pending_text)[: begin + end - length]
         self._pending_text = ""
         self._stopped = True
         return True
-
-    def _stop_prefix_length(self) -> int:
-        """Length of the longest ending of the settled text that begins a stop string."""
-        for length in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
-            ending = self._text[-length:]
-            if any(stop.startswith(ending) for stop in self._stop):
-                return length
-        return 0
 
     def _take_until(self, end: int) -> str:
         assert end >= self._num_taken, "text was handed out that a stop string has cut"

@@ -60,6 +60,14 @@ class Answer:
                 choices[-1]["token_ids"] = result.token_ids
         return {**self._framed(self.kind, choices), **self._figures(results)}
 
+    def num_logprobs(self, results: Sequence[GenerationResult]) -> int:
+        """How many log-probabilities the answer has, about."""
+        count = 0
+        for result in results:
+            for values, tops in ((result.logprobs, result.top_logprobs), (result.prompt_logprobs, result.prompt_top_logprobs)):
+                count += len(values or ()) * (1 + max(map(len, filter(None, tops or ())), default=0))
+        return count
+
     def openings(self) -> Iterator[dict[str, Any]]:
         """Events before the first token."""
         for index in range(self.n * len(self.prompts)):

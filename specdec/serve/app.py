@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,17 +17,22 @@ from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.sampling_params import SamplingParams
 from specdec.serve.answer import Answer
-from specdec.serve.chat import ChatCompletion, chat_tokens
+from specdec.serve.chat import ChatCompletion, chat_text
 from specdec.serve.completion import Completion
 from specdec.serve.errors import RequestError, malformed, refused
 from specdec.serve.front import Front, Outputs
 from specdec.serve.guard import Guard
+from specdec.serve.limits import MOST_PROMPT_LOGPROBS, TOKENIZED
 from specdec.serve.metrics import CONTENT_TYPE, Metrics
-from specdec.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from specdec.serve.protocol import Chat, ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from specdec.serve.sampling import sampling_params
 from specdec.serve.status import PAGE, Status
+from specdec.serve.texts import characters
 from specdec.serve.token_bytes import TokenBytes
-from specdec.serve.transport import ClientGone, Defects, EventStream, unless_gone
+from specdec.serve.transport import ClientGone, Defects, EventStream, Whole, unless_gone
+
+FEW_LOGPROBS = 4096
+"""Log-probabilities that an answer is made of in the event loop."""
 
 
 def make_app(front: Front) -> FastAPI:
@@ -38,7 +44,7 @@ def make_app(front: Front) -> FastAPI:
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    _add_errors(app)
+    _add_errors(app, front)
     _add_generation(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
@@ -51,55 +57,65 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, http: Request) -> Response:
-        _check(front, asked)
-        prompts = _prompts(asked.prompt)
-        made = [await _completion_tokens(front, prompt, asked) for prompt in prompts]
-        sampling = sampling_params(asked, decoder.verifier.defaults, most=decoder.engine.max_model_len)
-        echoes = None
-        if asked.echo:
-            decode = decoder.tokenizer.decode
-            echoes = [one if isinstance(one, str) else str(await front.in_thread(decode, one)) for one in prompts]
+        prompts = asked.prompt
+        _check(front, asked, len(prompts))
+        sampling = sampling_params(asked, decoder.verifier.defaults, most=front.most_tokens)
+        for prompt in prompts:
+            front.texts.check_length(len(prompt) if isinstance(prompt, str) else 0, decoder.engine.max_model_len)
+        made, echoes = await unless_gone(http.receive, _completion_tokens(front, asked))
+        _check_prompt_logprobs(sampling, made)
         answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
         return await _respond(front, http, answer, sampling)
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, http: Request) -> Response:
-        _check(front, asked)
-        tokens = await front.in_thread(chat_tokens, decoder, asked)
-        sampling = sampling_params(asked, decoder.verifier.defaults, most=max(1, decoder.engine.max_model_len - len(tokens)))
+        _check(front, asked, 1)
+        sampling = sampling_params(asked, decoder.verifier.defaults, most=front.most_tokens)
+        front.texts.check_length(characters(asked.messages), decoder.engine.max_model_len)
+        tokens = await unless_gone(http.receive, _chat_tokens(front, asked, decoder.engine.max_model_len))
+        if asked.most_output is None:
+            sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
         return await _respond(front, http, ChatCompletion(asked, front.names[0], [tokens], tokens_of), sampling)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
     decoder, tokenizer = front.decoder, front.decoder.tokenizer
+    most = max(decoder.engine.max_model_len, TOKENIZED)
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(asked: TokenizeRequest) -> Response:
         front.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError(400, "give either prompt or messages", param="prompt")
         if asked.prompt is None:
-            tokens = await front.in_thread(chat_tokens, decoder, asked)
+            front.texts.check_length(characters(asked.messages), most)
+            tokens = await _chat_tokens(front, asked, most)
         elif asked.prompt:
-            tokens = await front.in_thread(decoder.tokenize, asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+            tokens = await front.texts.tokens(asked.prompt, special=asked.add_special_tokens is not False, most=most)
         else:
             tokens = []
-        names = {"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if asked.return_token_strs else {}
-        return {"count": len(tokens), "max_model_len": decoder.engine.max_model_len, "tokens": tokens, **names}
+        made = {"count": len(tokens), "max_model_len": front.most_tokens, "tokens": tokens}
+        if asked.return_token_strs:
+            made["token_strs"] = await front.texts.run(len(tokens), tokenizer.convert_ids_to_tokens, tokens)
+        return JSONResponse(made)
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
         front.check_model(asked.model)
+        if len(asked.tokens) > most:
+            raise RequestError(
+                400, f"tokens has {len(asked.tokens):,} entries and the limit is {most:,}; give fewer", param="tokens"
+            )
         if asked.tokens:
             decoder.engine.admission.check_tokens(asked.tokens)
-        return {"prompt": await front.in_thread(tokenizer.decode, asked.tokens)}
+        return {"prompt": await front.texts.run(len(asked.tokens), tokenizer.decode, asked.tokens)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         return {
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": decoder.verifier.vocab_size,
-            "max_model_len": decoder.engine.max_model_len,
+            "max_model_len": front.most_tokens,
             **{name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
             "chat_template": getattr(tokenizer, "chat_template", None),
         }
@@ -110,8 +126,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     status = Status(front)
 
     def described(name: str) -> dict[str, Any]:
-        most = front.decoder.engine.max_model_len
-        own = {"owned_by": "specdec", "root": front.names[0], "parent": None, "max_model_len": most}
+        own = {"owned_by": "specdec", "root": front.names[0], "parent": None, "max_model_len": front.most_tokens}
         return {"id": name, "object": "model", "created": front.created, **own}
 
     @app.get("/v1/models")
@@ -150,7 +165,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, front: Front) -> None:
     def answer(error: RequestError) -> Response:
         return JSONResponse(error.body, error.status, error.headers)
 
@@ -160,7 +175,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(SpecDecError)
     async def refuse_value(http: Request, error: SpecDecError) -> Response:
-        return answer(refused(error))
+        made = refused(error)
+        made.message = front.without_folder(made.message)
+        return answer(made)
 
     @app.exception_handler(RequestValidationError)
     async def refuse_form(http: Request, error: RequestValidationError) -> Response:
@@ -175,25 +192,40 @@ def _add_errors(app: FastAPI) -> None:
         return Response(status_code=499)  # which nobody reads
 
 
-def _check(front: Front, asked: Generation) -> None:
+def _check(front: Front, asked: Generation, num_prompts: int) -> None:
+    """What costs nothing to know, before anything is made of the request."""
     front.check_open()
     front.check_model(asked.model)
     asked.check_others()
+    front.check_choices(num_prompts * (asked.n or 1))
 
 
-def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """The prompts of a completion one by one."""
-    if isinstance(given, str):
-        return [given]
-    if not given or isinstance(given[0], int):
-        return [given]  # type: ignore[list-item]
-    return list(given)
+def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -> None:
+    """Raises:
+    RequestError: they would be too many.
+    """
+    count = 0 if sampling.prompt_logprobs is None else (sampling.prompt_logprobs + 1) * sum(map(len, prompts))
+    if count > MOST_PROMPT_LOGPROBS:
+        message = f"{count:,} log-probabilities of prompts are asked for and the limit is {MOST_PROMPT_LOGPROBS:,}"
+        raise RequestError(400, f"{message}; give fewer prompts at once, or lower logprobs", param="logprobs")
 
 
-async def _completion_tokens(front: Front, prompt: str | list[int], asked: CompletionRequest) -> list[int]:
-    decoder = front.decoder
-    tokens: list[int] = await front.in_thread(decoder.tokenize, prompt, add_special_tokens=asked.add_special_tokens)
-    return tokens
+async def _completion_tokens(front: Front, asked: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
+    """Tokens of the prompts, and their texts where they are wanted."""
+    texts, decoder = front.texts, front.decoder
+    most, special = decoder.engine.max_model_len, asked.add_special_tokens
+    made = [await texts.tokens(prompt, special=special, most=most) for prompt in asked.prompt]
+    if not asked.echo:
+        return made, None
+    decode = decoder.tokenizer.decode
+    return made, [one if isinstance(one, str) else str(await texts.run(len(one), decode, one)) for one in asked.prompt]
+
+
+async def _chat_tokens(front: Front, asked: Chat | TokenizeRequest, most: int) -> list[int]:
+    """Tokens of a chat."""
+    size = characters([asked.messages, asked.chat_template_kwargs])
+    text = await front.texts.run(size, chat_text(front.decoder, asked))
+    return await front.texts.tokens(text, special=bool(asked.add_special_tokens), most=most)
 
 
 async def _respond(front: Front, http: Request, answer: Answer, sampling: SamplingParams) -> Response:
@@ -208,7 +240,10 @@ async def _respond(front: Front, http: Request, answer: Answer, sampling: Sampli
         return EventStream(_events(outputs, answer, usage=options is not None and options.include_usage), outputs.close)
     outputs = front.submit(asked, incremental=False)
     try:
-        return JSONResponse(answer.whole(await unless_gone(http.receive, outputs.results())))
+        results = await unless_gone(http.receive, outputs.results())
+        if answer.num_logprobs(results) <= FEW_LOGPROBS:
+            return JSONResponse(answer.whole(results))
+        return await front.texts.run(answer.num_logprobs(results), lambda: Whole(answer.whole(results)))
     finally:
         outputs.close()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from specdec.decoder import SpecDecoder
@@ -16,12 +17,11 @@ from specdec.serve.errors import RequestError
 from specdec.serve.protocol import Chat, ChatRequest, TokenizeRequest
 
 
-def chat_tokens(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> list[int]:
-    """The prompt that the model's template makes of messages.
+def chat_text(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> Callable[[], str]:
+    """What makes the prompt of messages, by the model's template.
 
     Raises:
         RequestError: a message is of no use to a text model, or an option of the template is not one.
-        SpecDecError: see `SpecDecoder.tokenize`.
     """
     try:
         messages = readable(asked.messages or [])
@@ -35,10 +35,10 @@ def chat_tokens(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> list[int
     if asked.continue_final_message and asked.add_generation_prompt and "add_generation_prompt" in asked.model_fields_set:
         message = "continue_final_message goes on with the last message; set add_generation_prompt to false"
         raise RequestError(400, message, param="continue_final_message")
-    return decoder.tokenize(
+    return partial(
+        decoder.chat_text,
         messages,
-        add_special_tokens=bool(asked.add_special_tokens),
-        template={
+        {
             "add_generation_prompt": asked.add_generation_prompt and not asked.continue_final_message,
             "continue_final_message": asked.continue_final_message,
             **options,

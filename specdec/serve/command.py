@@ -10,6 +10,7 @@ import sys
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.errors import InvalidInputError
+from specdec.packages import install_command
 from specdec.registry import drafter_name
 from specdec.serve.config import ServeConfig
 
@@ -55,10 +56,12 @@ def run(args: argparse.Namespace) -> int:
     decoder = load_decoder(args, args.drafter, engine_config(args))
     try:
         front = Front(decoder, config, unpinned(args.model), drafter)
-        server = Server(front, sock)
+        server = Server(front, sock, own_process=True)
         if sampled := dict(decoder.verifier.defaults.sampled):
             says = ", ".join(f"{name} {value:g}" for name, value in sampled.items())
             print(f"specdec: requests that do not say have {says}, as the model's generation_config.json says", file=sys.stderr)
+        if line := front.short_cache:
+            print(f"specdec: {line}", file=sys.stderr)
         print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
         asyncio.run(server.serve_until_stopped())
     finally:

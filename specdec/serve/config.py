@@ -25,9 +25,17 @@ class ServeConfig:
         max_queued_tokens: prompt tokens of all unfinished outputs, above which new requests get status 503.
         max_choices: outputs of one request, n times its prompts.
         max_body_bytes: size of a request.
+        max_body_values: values of JSON in a request, where an object or an entry of one counts as four.
+        max_open_body_bytes: what unfinished requests may hold together, by their bytes and 64 for each value; 64 KiB of one are
+            always taken. Where it is too much, the largest that still comes gives way.
+        max_connections: above it those are closed that have waited longest without asking anything.
+        header_seconds: how long the head of a request may take, from the connection on or from its first byte.
+        body_seconds: how long the body of a request may take, and a client that reads nothing of its answer.
         keep_alive_seconds: how long a connection stays open without a request.
+        allowed_hosts: names by which the server may be asked; addresses and localhost are always right. Nothing else is looked at
+            unless names are given, or the server listens on this machine alone and has no key.
         allowed_origins: web pages from elsewhere that may ask, by scheme and host such as https://chat.example, or * for all.
-        drain_seconds: how long unfinished outputs go on after SIGTERM or SIGINT.
+        drain_seconds: how long unfinished outputs go on after SIGTERM, SIGINT or SIGHUP.
         vllm_metrics: give the metrics under vLLM's names, too.
     """
 
@@ -38,15 +46,24 @@ class ServeConfig:
     max_queue: int = 1024
     max_queued_tokens: int = 4_194_304
     max_choices: int = 256
-    max_body_bytes: int = 16_777_216
+    max_body_bytes: int = 8_388_608
+    max_body_values: int = 524_288
+    max_open_body_bytes: int = 67_108_864
+    max_connections: int = 1024
+    header_seconds: float = 30.0
+    body_seconds: float = 60.0
     keep_alive_seconds: int = 65
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     vllm_metrics: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "served_model_name", tuple(self.served_model_name))
-        object.__setattr__(self, "allowed_origins", tuple(self.allowed_origins))
+        for name in ("served_model_name", "allowed_hosts", "allowed_origins"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        wrong = [one for one in self.allowed_hosts if not re.fullmatch(r"[A-Za-z0-9._-]+", one)]
+        if wrong:
+            raise InvalidInputError(f"allowed_hosts has {wrong[0]!r}; give a name alone, such as chat.example")
         wrong = [one for one in self.allowed_origins if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one)]
         if wrong:
             raise InvalidInputError(
@@ -54,12 +71,17 @@ class ServeConfig:
             )
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get(KEY_VARIABLE) or None)
-        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-            raise InvalidInputError("the API key is empty or holds what no header can; give printable ASCII characters")
+        key = self.api_key
+        if key is not None and not (key.strip() == key != "" and key.isascii() and key.isprintable()):
+            raise InvalidInputError(
+                "the API key is empty, begins or ends with a blank, or holds what no header can; give printable ASCII characters"
+            )
         if not 0 <= self.port < 2**16:
             raise InvalidInputError(f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one")
-        for name in ("max_queue", "max_queued_tokens", "max_choices", "max_body_bytes", "keep_alive_seconds"):
+        for name in ("keep_alive_seconds", *(name for name in self.__dataclass_fields__ if name.startswith("max_"))):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not (math.isfinite(self.drain_seconds) and self.drain_seconds >= 0):
-            raise InvalidInputError(f"drain_seconds is {self.drain_seconds}; it must be 0 or a positive finite number")
+        for name in ("header_seconds", "body_seconds", "drain_seconds"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and (seconds > 0 or (name == "drain_seconds" and seconds == 0))):
+                raise InvalidInputError(f"{name} is {seconds}; it must be a positive finite number")

@@ -20,11 +20,14 @@ class RequestError(Exception):
         message: one line: the value, the limit, the way out.
         param: the field that it is about.
         code: a word for programs.
+        close: the connection ends with the answer, since the rest of the request is not waited for.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, close: bool = False
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.close = status, message, param, code, close
 
     @property
     def body(self) -> dict[str, Any]:
@@ -35,14 +38,13 @@ class RequestError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Those of the answer."""
-        if self.status == 401:
-            return {"WWW-Authenticate": "Bearer"}
-        return {"Retry-After": str(RETRY_SECONDS)} if self.status == 503 else {}
+        more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(RETRY_SECONDS)}}.get(self.status, {})
+        return more | {"Connection": "close"} if self.close else more
 
 
-def busy(message: str) -> RequestError:
+def busy(message: str, *, close: bool = False) -> RequestError:
     """The server takes nothing now and may later."""
-    return RequestError(503, message, code="server_busy")
+    return RequestError(503, message, code="server_busy", close=close)
 
 
 def engine_failed(error: Exception) -> RequestError:
@@ -72,5 +74,7 @@ def malformed(problems: Sequence[Any]) -> RequestError:
     if problem["type"] == "missing":
         return RequestError(400, f"{'.'.join(place)} is missing; give it", param=name)
     where = name if problem["type"] != "missing" else ".".join(place)
-    what = "; ".join(dict.fromkeys(one["msg"].lower() for one in problems if one["loc"][1:2] == (name,)))
+    what = "; ".join(
+        dict.fromkeys(one["msg"].lower().removeprefix("value error, ") for one in problems if one["loc"][1:2] == (name,))
+    )
     return RequestError(400, f"{where} is {reprlib.repr(problem['input'])}: {what or problem['msg'].lower()}", param=name)

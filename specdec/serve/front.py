@@ -7,9 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from pathlib import Path
 
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle, Stream
@@ -18,9 +16,11 @@ from specdec.engine.request import Request
 from specdec.errors import CapacityError
 from specdec.metrics import AcceptanceStats
 from specdec.parallel.mirror import mirror_of
+from specdec.registry import parts_of
 from specdec.sampling_params import SamplingParams
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy, engine_failed
+from specdec.serve.texts import Texts
 from specdec.serve.totals import Totals
 
 logger = logging.getLogger(__name__)
@@ -32,19 +32,24 @@ class Front:
     Args:
         decoder: serves.
         config: limits.
-        model: name of the model where the config has none.
+        model: name of the model where the config has none; of a folder, clients are told its last part alone.
         drafter: name of what drafts; None where nothing does.
 
     Attributes:
         names: by which the model is called.
+        texts: makes tokens of texts.
+        most_tokens: of prompt and output of one request together.
         totals: what was done so far.
         draining: nothing new is taken on.
         dead: the engine failed, and then failed a probe, or one of the ranks that compute its target has ended.
     """
 
     def __init__(self, decoder: SpecDecoder, config: ServeConfig, model: str, drafter: str | None = None) -> None:
-        self.decoder, self.config, self.drafter = decoder, config, drafter
-        self.names = config.served_model_name or (model,)
+        self.decoder, self.config = decoder, config
+        self.drafter = "+".join(map(_last_part, parts_of(drafter))) if drafter is not None else None
+        self.names = config.served_model_name or (_last_part(model),)
+        self._model = model
+        self.texts, self.most_tokens = Texts(decoder), decoder.engine.admission.most_tokens
         self.created = int(time.time())
         self.totals = Totals()
         self.draining = self.dead = False
@@ -52,8 +57,6 @@ class Front:
         self._open: set[Outputs] = set()
         self._probe: asyncio.Task[None] | None = None
         self._ranks = mirror_of(decoder.verifier)
-        # One thread: texts become tokens outside the event loop, and never two at once, which tokenizers do not all stand.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="specdec tokenizer")
 
     @property
     def idle(self) -> bool:
@@ -74,13 +77,32 @@ class Front:
         """Raises:
         RequestError: a request names another model.
         """
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and name != self._model:
             known = ", ".join(self.names)
             raise RequestError(404, f"there is no model {name[:200]!r} (known: {known})", param="model", code="model_not_found")
 
-    async def in_thread(self, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Does what takes the tokenizer, without holding up others."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(work, *arguments, **options))
+    @property
+    def short_cache(self) -> str | None:
+        """Says so where the cache holds less than the context."""
+        context = self.decoder.engine.max_model_len
+        if self.most_tokens >= context:
+            return None
+        return (
+            f"the cache holds {self.most_tokens:,} tokens of one request and the context has {context:,}; a larger --kv-memory"
+            " allows more, and --max-model-len says less"
+        )
+
+    def without_folder(self, text: str) -> str:
+        """The same without the folder that the model comes from."""
+        return text.replace(repr(self.decoder.verifier.name), repr(self.names[0]))
+
+    def check_choices(self, count: int) -> None:
+        """Raises:
+        RequestError: a request asks for too many outputs.
+        """
+        most = self.config.max_choices
+        if count > most:
+            raise RequestError(400, f"the request asks for {count:,} outputs and the limit is {most}; ask for fewer at once")
 
     def check_open(self) -> None:
         """Raises:
@@ -114,14 +136,11 @@ class Front:
         """
         self.check_open()
         limits, session = self.config, self.decoder.session
-        if len(asked) > limits.max_choices:
-            message = f"the request asks for {len(asked)} outputs and the limit is {limits.max_choices}; ask for fewer at once"
-            raise RequestError(400, message)
-        for tokens, sampling in asked:
-            self.decoder.engine.admission.check(tokens, sampling)
         tokens_asked, tokens_open = sum(len(tokens) for tokens, _ in asked), sum(some.num_prompt_tokens for some in self._open)
         self._check_room("outputs", len(asked), self.num_open, limits.max_queue)
         self._check_room("prompt tokens", tokens_asked, tokens_open, limits.max_queued_tokens)
+        for tokens, sampling in {id(tokens): (tokens, sampling) for tokens, sampling in reversed(asked)}.values():
+            self.decoder.engine.admission.check(tokens, sampling)
         outputs = Outputs(self, incremental=incremental)
         try:
             for tokens, sampling in asked:
@@ -172,6 +191,7 @@ class Front:
         until = time.monotonic() + self.config.drain_seconds
         while not self.idle and not self.dead and time.monotonic() < until:
             await asyncio.sleep(0.02)
+        self.texts.close()
         await asyncio.to_thread(self.decoder.session.close)
 
     def _check_room(self, what: str, more: int, now: int, limit: int) -> None:
@@ -298,6 +318,12 @@ class Outputs:
         begun, tokens = self._first.get(index, (now, 0))
         if index in self._first and len(request.output_token_ids) > tokens:
             totals.per_token.add((now - begun) / (len(request.output_token_ids) - tokens))
+
+
+def _last_part(name: str) -> str:
+    """Of the path of a folder; any other name as it is."""
+    path = Path(name).expanduser()
+    return path.resolve().name or name if path.exists() else name
 
 
 def _check_result(result: GenerationResult) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 from hashlib import sha256
+from ipaddress import ip_address
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.serve.bodies import Bodies
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError
 
@@ -16,34 +18,50 @@ OPEN_PATHS = {"/", "/health", "/version"}
 
 
 class Guard:
-    """Lets requests through whose key is right and whose body is not too large; it reads the body first.
+    """Lets requests through whose host and key are right and whose body is not too large; it reads the body first.
 
     Args:
         app: serves what comes through.
-        config: key and limits.
+        config: hosts, key and limits.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app, self._limit = app, config.max_body_bytes
+        self._app, self._bodies = app, Bodies(config)
         self._key = _digest(config.api_key.encode()) if config.api_key is not None else None
+        self._hosts = {host.lower() for host in (*config.allowed_hosts, config.host, "localhost", "")}
+        self._by_host = bool(config.allowed_hosts) or (self._key is None and _local(config.host))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            self._check_key(scope)
-            body = await self._body(scope, receive)
-        except RequestError as error:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+        with self._bodies.place() as place:
+            try:
+                self._check_host(scope)
+                self._check_key(scope)
+                body = await self._bodies.read(place, scope, receive)
+            except RequestError as error:
+                await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+                return
+            if body is None:
+                return
+            waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def replay() -> Message:
+                return waiting.pop() if waiting else await receive()
+
+            await self._app(scope, replay, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """A name that another's DNS may have led here, so that a page of theirs reads what is served without a key, is no host."""
+        if not self._by_host:
             return
-        waiting: list[Message] = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return waiting.pop() if waiting else await receive()
-
-        await self._app(scope, replay, send)
+        given = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1").lower()
+        host = given[: given.find("]") + 1] if given.startswith("[") else given.partition(":")[0]
+        if not (host in self._hosts or host.endswith(".localhost") or _is_address(host)):
+            message = f"the host {host[:200]!r} is not this server's; ask for localhost, or name it with --allowed-hosts"
+            raise RequestError(403, message)
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
@@ -53,24 +71,17 @@ class Guard:
         if scheme.lower() != b"bearer" or not secrets.compare_digest(_digest(key.strip()), self._key):
             raise RequestError(401, "the API key is wrong or missing; send Authorization: Bearer KEY", code="invalid_api_key")
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body, None where the client is gone."""
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if length.isdigit() and int(length) > self._limit:
-            raise self._too_large()
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self._limit:
-                raise self._too_large()
-            more = message.get("more_body", False)
-        return bytes(body)
 
-    def _too_large(self) -> RequestError:
-        return RequestError(413, f"the request has more than {self._limit:,} bytes, which is the limit; send less at once")
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host.strip("[]")))
+    except ValueError:
+        return False
+
+
+def _local(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
 
 
 def _digest(key: bytes) -> bytes:

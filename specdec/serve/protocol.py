@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from specdec.grammar.fields import unknown_keys
 from specdec.serve.errors import RequestError
+from specdec.serve.limits import MOST_CHARACTERS, MOST_ENTRIES, MOST_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +71,48 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Null is what many clients write for a field that is not set."""
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        """Null is what many clients write for a field that is not set. Before anything is made of fields, they are counted."""
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MOST_FIELDS:
+            raise RequestError(400, f"the request has {len(given):,} fields and the limit is {MOST_FIELDS:,}; give fewer")
+        for name, value in given.items():
+            most = (MOST_CHARACTERS if isinstance(value, str) else MOST_ENTRIES).get(name)
+            if most is not None and isinstance(value, str | list | dict) and len(value) > most:
+                what = "characters" if isinstance(value, str) else "entries"
+                raise RequestError(400, f"{name} has {len(value):,} {what} and the limit is {most:,}; give fewer", param=name)
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def _warn(name: str) -> None:
-    if name not in _warned and len(_warned) < 1000:
+    if name not in _warned and len(_warned) < 100:
         _warned.add(name)
         logger.warning("a request has the field %r, which is not known and is left alone", name[:80])
+
+
+def _token_ids(given: Any) -> list[int]:
+    """Token ids; one word for all that are none, since a list may be long."""
+    if not _are(int, given):
+        raise ValueError("input should be a list of integers")
+    return given
+
+
+def _prompts(given: Any) -> list[str] | list[list[int]]:
+    """The prompts of a completion one by one."""
+    if isinstance(given, str):
+        return [given]
+    if _are(int, given):
+        return [given]
+    if _are(str, given) or (_are(list, given) and all(_are(int, one) for one in given)):
+        return given
+    raise ValueError("input should be a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _are(kind: type, given: Any) -> bool:
+    return isinstance(given, list) and set(map(type, given)) <= {kind}
+
+
+Prompts = Annotated[Any, AfterValidator(_prompts)]
 
 
 class StreamOptions(Body):
@@ -93,8 +128,8 @@ class Generation(Body):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1)
-    best_of: int | None = None
+    n: int | None = Field(None, ge=1, lt=2**31)
+    best_of: int | None = Field(None, ge=-(2**31), lt=2**31)
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -138,7 +173,7 @@ class Generation(Body):
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     add_special_tokens: bool = True
@@ -161,6 +196,11 @@ class ChatRequest(Chat, Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
 
+    @property
+    def most_output(self) -> int | None:
+        """The limit that the request names, if it does."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
 
 class TokenizeRequest(Body):
     """`POST /tokenize`: a text, or a chat."""
@@ -179,4 +219,4 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[Any, AfterValidator(_token_ids)]

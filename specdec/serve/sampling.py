@@ -37,7 +37,7 @@ def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int)
     Args:
         asked: the request.
         defaults: of the checkpoint.
-        most: tokens that an output can have.
+        most: tokens that prompt and output can have together, which a chat gets that names no limit.
 
     Raises:
         RequestError: a field that cannot be honored.
@@ -62,8 +62,7 @@ def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int)
         values["max_tokens"] = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         values |= _completion_logprobs(asked)
     elif isinstance(asked, ChatRequest):
-        limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-        values["max_tokens"] = most if limit is None else limit
+        values["max_tokens"] = most if asked.most_output is None else asked.most_output
         values |= {"logprobs": bool(asked.logprobs), "top_logprobs": asked.top_logprobs or 0 if asked.logprobs else 0}
         if asked.top_logprobs and not asked.logprobs:
             raise RequestError(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")

@@ -1,0 +1,111 @@
+"""The bodies of requests: how long one may take, how much it may hold, and how much all may together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope
+
+from specdec.serve.config import ServeConfig
+from specdec.serve.errors import RequestError, busy
+
+SMALL = 65_536
+"""Bytes of a body that is taken whatever others hold: connections bound how many there are."""
+
+VALUE_BYTES = 64
+"""What a value of JSON takes in memory, about; an object or an entry of one counts as four, for what it takes to read."""
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """What one request holds."""
+
+    size: int = 0
+    limit: asyncio.Timeout | None = None
+    gave_way: bool = False
+
+
+class Bodies:
+    """Reads bodies. Where all together hold too much, the largest of those that still come gives way.
+
+    Args:
+        config: limits.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config, self._total = config, 0
+        self._coming: set[Place] = set()
+
+    @contextmanager
+    def place(self) -> Iterator[Place]:
+        """For one request, from its first byte to its answer."""
+        place = Place()
+        try:
+            yield place
+        finally:
+            self._total -= place.size
+
+    async def read(self, place: Place, scope: Scope, receive: Receive) -> bytes | None:
+        """A body, None where the client is gone.
+
+        Raises:
+            RequestError: it is too large, does not come, or there is no room for it.
+        """
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if len(length) > 18 or (length.isdigit() and int(length) > self._config.max_body_bytes):
+            raise self._too_large("bytes", self._config.max_body_bytes)
+        self._coming.add(place)
+        try:
+            async with asyncio.timeout(self._config.body_seconds) as place.limit:
+                body = await self._read(place, receive)
+        except TimeoutError:
+            if place.gave_way:
+                raise busy("unfinished requests hold too much, and this one most; try again later", close=True) from None
+            seconds = f"{self._config.body_seconds:g}"
+            raise RequestError(408, f"the body has not come within {seconds} seconds; send it faster", close=True) from None
+        finally:
+            self._coming.discard(place)
+        if body:
+            self._weigh(place, body)
+        return body
+
+    async def _read(self, place: Place, receive: Receive) -> bytes | None:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            body += part
+            if len(body) > self._config.max_body_bytes:
+                raise self._too_large("bytes", self._config.max_body_bytes)
+            self._charge(place, len(part))
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    def _weigh(self, place: Place, body: bytes) -> None:
+        """Reading JSON takes time and memory by its values, so they are counted before: by their signs, those in texts as well."""
+        values = body.count(b",") + 4 * sum(body.count(sign) for sign in (b"[", b"{", b":"))
+        if values > self._config.max_body_values:
+            raise self._too_large("values", self._config.max_body_values)
+        if len(body) + VALUE_BYTES * values > self._config.max_open_body_bytes:
+            raise self._too_large("bytes and values together", self._config.max_open_body_bytes)
+        self._charge(place, VALUE_BYTES * values)
+
+    def _charge(self, place: Place, more: int) -> None:
+        place.size += more
+        self._total += more
+        while self._total > self._config.max_open_body_bytes and place.size > SMALL:
+            largest = max(self._coming, key=lambda one: one.size, default=place)
+            if largest.size <= place.size:
+                raise busy("unfinished requests hold too much; try again later", close=place in self._coming)
+            self._coming.remove(largest)
+            self._total, largest.size, largest.gave_way = self._total - largest.size, 0, True
+            assert largest.limit is not None, "it is being read"
+            largest.limit.reschedule(0)
+
+    def _too_large(self, what: str, limit: int) -> RequestError:
+        return RequestError(413, f"the request has more than {limit:,} {what}, which is the limit; send less at once")

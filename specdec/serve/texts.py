@@ -1,0 +1,152 @@
+"""Texts become tokens outside the event loop: short ones first, and none beyond what the context needs."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from threading import Lock
+from typing import Any
+
+from specdec.decoder import SpecDecoder
+from specdec.errors import CapacityError
+from specdec.serve.limits import CHARACTERS_PER_TOKEN
+
+SHORT = 16_384
+"""Characters that are worth a few milliseconds, and so never wait for a longer text; also those of one piece of a text."""
+
+PLAUSIBLE = 8
+"""Characters per token, above which the tokens of a text are counted piece by piece before it becomes tokens as a whole."""
+
+SLACK = 16
+"""Tokens that the two ends of a piece can add to those it has within the text."""
+
+
+class Lane:
+    """A thread that does what waits, the smallest first."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"specdec {name}")
+        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
+        self._numbers, self._lock = count(), Lock()
+
+    def submit(self, size: int, work: Callable[[], Any]) -> Future[Any]:
+        """What becomes of the work; canceled, it is not begun."""
+        made: Future[Any] = Future()
+        with self._lock:
+            heapq.heappush(self._waiting, (size, next(self._numbers), made, work))
+        self._thread.submit(self._do_next)
+        return made
+
+    def close(self) -> None:
+        """Cancels what waits."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for _, _, made, _ in self._waiting:
+                made.cancel()
+            self._waiting.clear()
+
+    def _do_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            _, _, made, work = heapq.heappop(self._waiting)
+        if made.set_running_or_notify_cancel():
+            try:
+                made.set_result(work())
+            except Exception as error:
+                made.set_exception(error)
+            except BaseException as error:  # a panic of a library in Rust, which is no Exception and ours to survive
+                made.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+class Texts:
+    """Makes tokens of texts, and texts of tokens.
+
+    Args:
+        decoder: whose tokenizer it is.
+    """
+
+    def __init__(self, decoder: SpecDecoder) -> None:
+        self._decoder = decoder
+        self._short = Lane("tokenizer")
+        # Never two at once, which tokenizers do not all stand; those in Rust do, once they have been asked the first time.
+        self._long = Lane("tokenizer of long texts") if getattr(decoder.tokenizer, "is_fast", False) else self._short
+        decoder.tokenizer("a")
+
+    async def run(self, size: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Does what takes the tokenizer, for about so many characters."""
+        lane = self._short if size <= SHORT else self._long
+        return await asyncio.wrap_future(lane.submit(size, partial(work, *arguments, **options)))
+
+    async def tokens(self, prompt: str | list[int], *, special: bool, most: int) -> list[int]:
+        """Tokens of a prompt.
+
+        Args:
+            prompt: text, or tokens.
+            special: add special tokens to a text.
+            most: tokens that it may have; a text that has clearly more is refused before all of it is looked at.
+
+        Raises:
+            SpecDecError: it does; or see `SpecDecoder.tokenize`.
+        """
+        if isinstance(prompt, str):
+            await self._check(prompt, most)
+        tokens: list[int] = await self.run(len(prompt), self._decoder.tokenize, prompt, add_special_tokens=special)
+        return tokens
+
+    def check_length(self, characters: int, most: int) -> None:
+        """Raises:
+        CapacityError: no text of so many characters has so few tokens.
+        """
+        if characters > most * CHARACTERS_PER_TOKEN:
+            raise self._too_long(f"{characters:,} characters", most)
+
+    async def _check(self, text: str, most: int) -> None:
+        self.check_length(len(text), most)
+        if len(text) <= PLAUSIBLE * most:
+            return
+        found = 0
+        for start in range(0, len(text), SHORT):
+            piece = text[start : start + SHORT]
+            found += await asyncio.wrap_future(self._long.submit(len(text) - start, partial(self._count, piece))) - SLACK
+            if found > most:
+                raise self._too_long(f"more than {most:,} tokens in its first {start + len(piece):,} characters", most)
+
+    def _count(self, piece: str) -> int:
+        text = piece.encode(errors="replace").decode()  # a lone surrogate is told of with its place, once all is looked at
+        return len(self._decoder.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _too_long(self, what: str, most: int) -> CapacityError:
+        return CapacityError(
+            f"the text has {what} and the limit is {most:,} tokens, of {CHARACTERS_PER_TOKEN} characters at most; shorten it"
+        )
+
+    def close(self) -> None:
+        """Cancels what waits."""
+        self._short.close()
+        self._long.close()
+
+
+def characters(given: Any) -> int:
+    """Characters of all texts in what was JSON.
+
+    >>> characters([{"role": "user", "content": [{"text": "abc"}]}])
+    18
+    """
+    return sum(len(one) for one in _strings(given))
+
+
+def _strings(given: Any) -> Iterator[str]:
+    waiting = [given]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
