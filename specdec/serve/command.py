@@ -10,7 +10,6 @@ import sys
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.errors import InvalidInputError
-from specdec.packages import install_command
 from specdec.registry import drafter_name
 from specdec.serve.config import ServeConfig
 
