@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 from torch import distributed as dist
 
+from specdec.parallel.sockets import rank_sockets
+
 
 @contextmanager
 def termination() -> Iterator[list[int]]:
@@ -47,7 +49,8 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not joined:  # one that has no answers left to write waits for the others, and torchrun ends all where one fails
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
+        with rank_sockets():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
     try:
         yield device
     finally:

@@ -4,10 +4,12 @@ import atexit
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +18,12 @@ import torch.distributed as dist
 
 from specdec.errors import CapacityError, InvalidInputError
 from specdec.parallel import mirror as mirrors
+from specdec.parallel import siblings as watched
 from specdec.parallel.group import WITHOUT_MULTICAST, join_group
 from specdec.parallel.mirror import Mirror, Ranks
 from specdec.parallel.rank import Settings, one_line, quieten
 from specdec.parallel.siblings import PATIENCE, Siblings
-from specdec.parallel.sockets import check_loopback, rank_sockets
+from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
 
 MEETING = timedelta(minutes=5)
 """How long ranks wait for each other at the start, where one may have to import more than another."""
@@ -161,7 +164,7 @@ def _start(size: int, device: torch.device) -> Mirror:
         siblings.end(kill=True)
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    siblings.on_loss = lambda line: _lost(mirror, line)
+    siblings.on_loss = lambda line: _lost(mirror, line, folder)
     return _lead(mirror)
 
 
@@ -198,7 +201,12 @@ def _join_torchrun(device: torch.device) -> Mirror:
         group = join_group(device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
         assert group is not None, "torchrun has started several ranks"
         mirror = mirrors.install(Mirror(group))
+    processes = torch.zeros(size, dtype=torch.int64)
+    processes[group.rank] = os.getpid()
+    dist.all_reduce(processes, group=group.host_group)
     if mirror.leads:
+        if on_one_machine():
+            threading.Thread(target=_watch, args=(mirror, processes.tolist()), name="specdec ranks", daemon=True).start()
         return _lead(mirror)
     quieten()
     try:
@@ -214,7 +222,19 @@ def _lead(mirror: Mirror) -> Mirror:
     return mirror
 
 
-def _lost(mirror: Mirror, line: str) -> None:
+def _watch(mirror: Mirror, processes: Sequence[int]) -> None:
+    """Ends a rank of `torchrun` that is stopped, as `Siblings` does those of rank 0; `torchrun` ends the others then."""
+    looks = [0] * len(processes)
+    while mirror.ended is None:
+        time.sleep(watched.LOOK)
+        for rank, process in enumerate(processes):
+            looks[rank] = (looks[rank] + 1) * watched.is_stopped(process)
+            if looks[rank] == watched.STOPPED:
+                os.kill(process, signal.SIGKILL)
+                _lost(mirror, watched.stopped(rank))
+
+
+def _lost(mirror: Mirror, line: str, folder: Path | None = None) -> None:
     """A rank has ended unasked: whatever rank 0 waits for will not come. By the thread that has found out."""
     mirror.lose(line)
     group = mirror.group.device_group
@@ -225,4 +245,6 @@ def _lost(mirror: Mirror, line: str) -> None:
         time.sleep(0.05)
     if mirror.busy:
         print(f"specdec: error: {line}", file=sys.stderr, flush=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

@@ -219,6 +219,8 @@ class Mirror:
             return None
         if self._ranks is not None:
             return self._ranks.why_ended()
+        if self._ended not in (None, _INTERRUPTED):
+            return self._ended
         lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
         return "another rank of the tensor-parallel group has ended; torchrun says which" if lost else None
 

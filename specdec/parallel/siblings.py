@@ -83,8 +83,8 @@ class Sibling(threading.Thread):
         assert self._process is not None
         code = self._process.returncode
         if self._stopped >= STOPPED:
-            why = f"was stopped for {STOPPED * LOOK:g} s, as by SIGSTOP, and has been ended"
-        elif self.by_signal:
+            return stopped(self.rank)
+        if self.by_signal:
             why = f"was ended by {signal.Signals(-code).name}"
         else:
             why = f"failed: {self._words.splitlines()[-1]}" if self._words else f"ended with status {code}"
@@ -93,7 +93,7 @@ class Sibling(threading.Thread):
     def look(self) -> None:
         """Ends it if it has been stopped for long, for it would leave all others waiting."""
         if self._process is not None and self._stopped < STOPPED:
-            self._stopped = self._stopped + 1 if is_stopped(self._process.pid) else 0
+            self._stopped = (self._stopped + 1) * is_stopped(self._process.pid)
             if self._stopped == STOPPED:
                 self.kill()
 
@@ -179,3 +179,8 @@ def is_stopped(process: int) -> bool:
             return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except OSError:
         return False
+
+
+def stopped(rank: int) -> str:
+    """One line about a rank that was stopped for too long."""
+    return f"rank {rank} of the tensor-parallel group was stopped for {STOPPED * LOOK:g} s, as by SIGSTOP, and has been ended"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from specdec.drafter_choice import find_drafter
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
 from specdec.parallel import launch, siblings
-from specdec.parallel.mirror import current, everywhere
+from specdec.parallel import mirror as mirrors
+from specdec.parallel.group import Group
+from specdec.parallel.mirror import Mirror, current, everywhere
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.tiny_models import random_prompts
-from tests.helpers.waiting import HANG, wait_until
+from tests.helpers.waiting import HANG, in_time, wait_until
 
 PROMPTS = [*random_prompts(3, seed=4, longest=20), [5, 6, 7, 5, 6, 7, 5, 6]]
 LOAD: dict[str, Any] = {"drafter": "ngram", "device": "cpu", "dtype": "float32"}
@@ -232,6 +235,34 @@ def test_a_rank_that_ends_in_a_step_ends_the_group(
     assert "\n" not in str(error.value)
     with pytest.raises(SpecDecError, match="load the target again"):
         decoder.generate(PROMPTS, max_tokens=3)
+
+
+def test_a_rank_of_torchrun_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those who wait for it are told."""
+    monkeypatch.setattr(siblings, "LOOK", 0.01)
+    mirror: Any = SimpleNamespace(ended=None)
+    with subprocess.Popen(["sleep", "600"]) as stopped, subprocess.Popen(["sleep", "600"]) as other:
+        monkeypatch.setattr(launch, "_lost", lambda mirror, line: vars(mirror).update(ended=line))
+        stopped.send_signal(signal.SIGSTOP)
+        in_time(lambda: launch._watch(mirror, [other.pid, stopped.pid]))
+        assert stopped.wait() == -signal.SIGKILL and other.poll() is None
+        other.kill()
+    assert mirror.ended == "rank 1 of the tensor-parallel group was stopped for 0.2 s, as by SIGSTOP, and has been ended"
+
+
+def test_two_interrupts_of_a_call_end_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes while the first is dealt with; the other ranks are in the midst of a call, so nothing goes on."""
+    monkeypatch.setattr(mirrors, "Wire", lambda *_: SimpleNamespace(say=lambda *_: None))
+    mirror = Mirror(Group(0, 2, None, None))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mirror, "_fail", interrupted)
+    with pytest.raises(KeyboardInterrupt), mirror.together():
+        interrupted()
+    with pytest.raises(SpecDecError, match="ended after an interruption; load the target again"), mirror.together():
+        pytest.fail("went on")
 
 
 _ALONE = """
