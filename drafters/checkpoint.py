@@ -2,24 +2,25 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from drafters.keys import require, section
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, one_line
+from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
+from specdec.files import parse_json
 from specdec.hub import CONFIG, checkpoint_folder
 from specdec.kinds import checkpoint_config
 from specdec.registry import WEIGHT_READERS, resolve
 from specdec.tensor_files import TensorFiles
+from specdec.writing import disk_errors, fill_folder
 
 
 def find_folder(path: str | Path) -> Path:
@@ -66,9 +67,9 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     require(file.is_file(), f"{file.name} is missing; a checkpoint folder holds it beside the safetensors")
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name} is not valid JSON ({one_line(error)}); download or write it again") from error
+        content = parse_json(file.read_bytes(), strict=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file.name} is not valid JSON ({error}); download or write it again") from error
     require(isinstance(content, dict), f"{file.name} holds no JSON object")
     return dict(content)
 
@@ -206,20 +207,16 @@ def check_target(
         raise CheckpointError(f"the drafter{origin} does not fit {verifier.name}: {'; '.join(problems)}; choose one made for it")
 
 
-def write_folder(path: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes `config.json` and `model.safetensors` to a new folder that appears whole or not at all.
+def write_folder(path: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], *, over: bool = False) -> None:
+    """Writes `model.safetensors` and `config.json` to a folder that is new or empty, or `over` an earlier checkpoint.
 
     Raises:
-        CheckpointError: a taken path, or a failed write.
+        CheckpointError: a taken path.
+        CapacityError, InvalidInputError: see `specdec.writing.fill_folder`.
     """
-    require(not path.exists() or (path.is_dir() and not any(path.iterdir())), f"{str(path)!r} exists already; choose a new folder")
-    unfinished = path.parent / f".{path.name}.{os.getpid()}.unfinished"
-    try:
-        unfinished.mkdir(parents=True)
-        (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
-        unfinished.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"could not write {str(path)!r}: {one_line(error)}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with disk_errors(path):
+        free = not os.path.lexists(path) or (path.is_dir() and (over or not any(path.iterdir())))
+    require(free, f"{str(path)!r} exists already; choose a new folder")
+    content = save(tensors, metadata={"format": "pt"})
+    text = json.dumps(config, indent=2) + "\n"
+    fill_folder(path, {"model.safetensors": partial(Path.write_bytes, data=content), CONFIG: partial(Path.write_text, data=text)})

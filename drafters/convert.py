@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.options import revision_option
 from specdec.errors import CheckpointError, InvalidInputError
+from specdec.files import user_path
+from specdec.writing import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +78,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
 
     if layout not in LAYOUTS:
         raise InvalidInputError(f"unknown layout {layout!r} (known: {', '.join(LAYOUTS)})")
-    found, made = find_folder(source), Path(folder).expanduser()
+    found, made = find_folder(source), user_path(folder)
     note = None
     with naming(source):
         raw = read_json(found / CONFIG)
@@ -88,7 +91,7 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         else:
             raise CheckpointError(f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are")
     if (found / CARD).is_file():
-        shutil.copy(found / CARD, made / CARD)
+        write_atomically(made / CARD, partial(shutil.copyfile, found / CARD))
     return "\n".join(filter(None, [note, license_note(found / CARD, raw)])) or None
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,6 +23,7 @@ from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
 from specdec.core import Verifier
 from specdec.errors import CheckpointError, SpecDecError, one_line
+from specdec.files import user_path
 from specdec.hub import checkpoint_file
 from specdec.kinds import check_adapter, checkpoint_config
 from specdec.registry import DRAFTERS, PARTS, resolve
@@ -95,7 +95,7 @@ def read_fit(name: str, target: TargetShape) -> Fit:
     raw = checkpoint_config(where, what="drafter")
     card = checkpoint_file(where, CARD, what="drafter")
     fit = fit_of(raw, target)
-    folder = Path(where).expanduser()
+    folder = user_path(where)
     if folder.is_dir() and (refusal := first_eagle(folder, fit.algorithm)):
         fit = Fit("unknown", problems=(refusal,))
     if fit.algorithm == "draft-model":

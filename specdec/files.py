@@ -1,21 +1,40 @@
-"""Files of a user: text and JSON lines read with messages that name the line, and files that appear whole or not at all."""
+"""Files of a user: text and JSON, read with messages that name the file and the line. `specdec.writing` writes them."""
 
-import errno
+import io
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from specdec.errors import CapacityError, InvalidInputError
-
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from specdec.errors import InvalidInputError, one_line
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept: `$SPECDEC_CACHE`, or `~/.cache/specdec`."""
-    return Path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec").expanduser()
+    """Where what can be made again is kept: `$SPECDEC_CACHE`, or `~/.cache/specdec`.
+
+    Raises:
+        InvalidInputError: there is no such home.
+    """
+    return user_path(os.environ.get("SPECDEC_CACHE") or "~/.cache/specdec", "SPECDEC_CACHE")
+
+
+def user_path(name: str | Path, option: str | None = None) -> Path:
+    """A path as a user writes it, `~` for a home included.
+
+    Args:
+        name: of a file or folder.
+        option: what sets it, for the message.
+
+    Raises:
+        InvalidInputError: the system knows no such home.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        way_out = f"set {option} to a whole path" if option else "write the path without ~"
+        raise InvalidInputError(f"{str(name)!r} begins with a home that the system does not know; {way_out}") from error
 
 
 def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
@@ -30,17 +49,36 @@ def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
         InvalidInputError: the file cannot be read, is not UTF-8, or holds blank lines alone.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = io.TextIOWrapper(io.BytesIO(_content(path, way_out)), encoding="utf-8-sig").read()  # any end of line
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it") from error
-    except (OSError, ValueError) as error:  # a ValueError: a name with a NUL byte
-        reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        raise InvalidInputError(f"cannot read {str(path)!r}: {reason}; {way_out}") from error
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
     lines = [(f"{path}:{number}", line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise InvalidInputError(f"{str(path)!r} holds no {what}; {way_out}")
     return lines
+
+
+def parse_json(content: str | bytes, *, strict: bool = True) -> Any:
+    """The value that JSON text holds.
+
+    Args:
+        content: the text, in UTF-8 where it is bytes.
+        strict: refuse NaN and infinities, which JSON does not have, though Python writes them.
+
+    Raises:
+        ValueError: there is none, or it is nested more deeply than can be read; in a few words.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite) if strict else json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text, byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"{error.msg} at {line}column {error.colno}") from error
 
 
 def parse_object(line: str, place: str) -> dict[str, Any]:
@@ -49,14 +87,56 @@ def parse_object(line: str, place: str) -> dict[str, Any]:
     Raises:
         InvalidInputError: the line is not JSON, or another kind of JSON value.
     """
+    return _object(line, f"{place} is", "write one object per line")
+
+
+def read_json(path: Path, *, way_out: str, strict: bool = True) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Args:
+        path: the file.
+        way_out: what to give instead, at the end of a message.
+        strict: see `parse_json`.
+
+    Raises:
+        InvalidInputError: the file cannot be read, is not JSON, or holds another kind of JSON value.
+    """
+    return _object(_content(path, way_out), f"{str(path)!r} is", way_out, strict)
+
+
+def read_toml(path: Path, *, way_out: str) -> dict[str, Any]:
+    """The table that a TOML file holds; see `read_json`."""
     try:
-        value = json.loads(line)
+        return tomllib.loads(_content(path, way_out).decode())
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise InvalidInputError(f"{place} is not JSON ({reason}); write one object per line") from error
+        raise InvalidInputError(f"{str(path)!r} is not TOML ({one_line(error)}); {way_out}") from error
+
+
+def _content(path: Path, way_out: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # a ValueError: a name with a NUL byte
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise InvalidInputError(f"cannot read {str(path)!r}: {reason}; {way_out}") from error
+
+
+def _object(content: str | bytes, begin: str, way_out: str, strict: bool = True) -> dict[str, Any]:
+    try:
+        value = parse_json(content, strict=strict)
+    except ValueError as error:
+        raise InvalidInputError(f"{begin} not JSON ({error}); {way_out}") from error
     if not isinstance(value, dict):
-        raise InvalidInputError(f"{place} is a JSON {type(value).__name__}; write one object per line")
+        raise InvalidInputError(f"{begin} a JSON {type(value).__name__}; {way_out}")
     return value
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    return number if math.isfinite(number) else _no_number(word)
 
 
 def read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -76,78 +156,3 @@ def reason_of(error: OSError) -> str:
     'no such file or directory'
     """
     return (error.strerror or str(error)).lower()
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what goes wrong while `path` is written into one line.
-
-    Raises:
-        CapacityError: the disk has no room.
-        InvalidInputError: the system refuses to write there.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        # torch.save reports a full disk as a RuntimeError of its archive writer.
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
-            raise
-        full = isinstance(error, RuntimeError) or error.errno in _NO_ROOM
-        reason = str(error).splitlines()[0] if isinstance(error, RuntimeError) else error.strerror or str(error)
-        kind, way_out = (CapacityError, "make room") if full else (InvalidInputError, "choose another place")
-        raise kind(f"cannot write {str(path)!r} ({reason}); what was written before is kept, so {way_out} and run again") from error
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write(temporary path)` and moves the result to `path`; what stood there before survives any failure.
-
-    Raises:
-        CapacityError, InvalidInputError: see `disk_errors`.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")  # always the same, so that kills leave no more than one
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(unfinished)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file as a whole or not at all.
-
-    Raises:
-        CapacityError, InvalidInputError: see `disk_errors`.
-    """
-    write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
-
-
-def check_writable(*paths: str | None) -> None:
-    """Refuses output files that could not be written, before hours of work and not after.
-
-    Raises:
-        InvalidInputError: the folder is missing or closed, or the name is that of a folder.
-    """
-    for path in filter(None, paths):
-        folder = Path(path).parent
-        if Path(path).is_dir():
-            raise InvalidInputError(f"cannot write {path!r}: it is a folder; name a file in it")
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise InvalidInputError(f"cannot write {path!r}: folder {str(folder)!r} is missing or closed; make it first")
-
-
-def make_folder(name: str) -> Path:
-    """The folder `name`, made if it is missing.
-
-    Raises:
-        InvalidInputError: it cannot be made, or nothing can be written there.
-    """
-    folder = Path(name).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(f"cannot make folder {name!r}: {reason_of(error)}; choose another with --out") from error
-    if not os.access(folder, os.W_OK):
-        raise InvalidInputError(f"cannot write to folder {name!r}; choose another with --out")
-    return folder

@@ -1,72 +1,94 @@
 """Finished answers on disk, so that a run that died goes on where it stopped."""
 
 import json
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from specdec.errors import InvalidInputError
-from specdec.files import disk_errors, reason_of
+from specdec.errors import InvalidInputError, one_line
+from specdec.files import parse_json
+from specdec.writing import append, check_writable, reading_alone
+
+Made = TypeVar("Made")
 
 
 class Journal:
     """One JSON object per line: first the settings, then a record per finished answer.
 
     Args:
-        path: the file, made on the first record; None keeps records in memory only.
+        path: the file, made on the first record; a device or /dev/stdout is written alone; None keeps records in memory only.
         settings: what the records depend on, beside what their keys say.
         command: of specdec, whose journal it is.
 
     Raises:
-        InvalidInputError: the file was made with other settings, or is damaged elsewhere than at its end, where a killed run may
-            leave half a line.
+        InvalidInputError: the file was made with other settings, is damaged elsewhere than at its end, where a killed run may
+            leave half a line, or cannot be written.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any], *, command: str = "eval") -> None:
         self._path, self._settings, self._command = path, settings, command
-        self._records: dict[str, dict[str, Any]] = {}
-        if path is not None and path.exists():
-            self._read(path)
+        self._records: dict[str, tuple[int, dict[str, Any]]] = {}  # with the lines of the file, 0 for records of this run
+        self._head = json.dumps({"schema": _schema(command), "settings": settings}) + "\n"
+        if path is not None:
+            check_writable(path)
+            with reading_alone(path) as file:
+                if file is not None:
+                    self._read(path, file)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The record under `key`, if that answer is finished."""
-        return self._records.get(key)
+        found = self._records.get(key)
+        return found and found[1]
+
+    def read(self, key: str, parse: Callable[[dict[str, Any]], Made]) -> Made | None:
+        """What `parse` makes of the record under `key`, if that answer is finished.
+
+        Raises:
+            InvalidInputError: the record does not hold what `parse` asks for.
+        """
+        if key not in self._records:
+            return None
+        line, record = self._records[key]
+        try:
+            return parse(record)
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"{self._path}:{line} is damaged, or of another version of specdec ({one_line(error)});"
+                " delete that line to run its sample again"
+            ) from error
 
     def add(self, key: str, record: dict[str, Any]) -> None:
         """Stores a finished answer at once.
 
         Raises:
-            CapacityError, InvalidInputError: see `specdec.files.disk_errors`.
+            CapacityError, InvalidInputError: see `specdec.writing.append`.
         """
-        self._records[key] = record
-        if self._path is None:
-            return
-        lines = [] if self._path.exists() else [{"schema": _schema(self._command), "settings": self._settings}]
-        with disk_errors(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in [*lines, {"key": key, **record}])
+        self._records[key] = 0, record
+        if self._path is not None:
+            append(self._path, json.dumps({"key": key, **record}) + "\n", head=self._head)
 
-    def _read(self, path: Path) -> None:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise InvalidInputError(f"cannot read {str(path)!r}: {reason_of(error)}; choose another place with --out") from error
-        whole, _, cut = content.rpartition(b"\n")
+    def _read(self, path: Path, file: FileIO) -> None:
         opening = f'{{"schema": "{_schema(self._command)}"'.encode()
-        lines = whole.decode(errors="replace").split("\n") if whole else []
-        entries = [self._parse(path, number, line) for number, line in enumerate(lines, start=1)]
-        if entries:
-            self._check(path, entries[0])
-        elif cut[: len(opening)] != opening[: len(cut)]:
+        content = file.read(len(opening))
+        if content != opening[: len(content)]:  # said before all of a large file is read
             raise self._foreign(path)
-        for entry in entries[1:]:
-            self._records[entry.pop("key")] = entry
+        content += file.readall()
+        whole, _, cut = content.rpartition(b"\n")
+        lines = whole.split(b"\n") if whole else []
+        for number, line in enumerate(lines, start=1):
+            entry = self._parse(path, number, line)
+            if number == 1:
+                self._check(path, entry)
+            else:
+                self._records[entry.pop("key")] = number, entry
         if cut:  # the answer that was being written when the run died
-            with path.open("r+b") as file:
-                file.truncate(len(content) - len(cut))
-        if not entries:
-            path.unlink()
+            file.truncate(len(content) - len(cut))
 
     def _check(self, path: Path, head: dict[str, Any]) -> None:
         if head.get("schema") != _schema(self._command) or not isinstance(head.get("settings"), dict):
@@ -80,15 +102,14 @@ class Journal:
                 " run with the settings it was begun with, or choose another place with --out"
             )
 
-    def _parse(self, path: Path, number: int, line: str) -> dict[str, Any]:
+    def _parse(self, path: Path, number: int, line: bytes) -> dict[str, Any]:
+        way_out = "delete that line to run its sample again" if number > 1 else "choose another place with --out"
         try:
-            entry = json.loads(line)
+            entry = parse_json(line, strict=False)  # log-probabilities may be infinite
         except ValueError as error:
-            raise InvalidInputError(f"{path}:{number} is damaged ({error}); delete that line to run its sample again") from error
-        if not isinstance(entry, dict) or (number > 1 and "key" not in entry):
-            raise InvalidInputError(
-                f"{path}:{number} holds no sample of specdec {self._command}; delete that line to run its sample again"
-            )
+            raise InvalidInputError(f"{path}:{number} is damaged ({error}); {way_out}") from error
+        if not isinstance(entry, dict) or (number > 1 and not isinstance(entry.get("key"), str)):
+            raise InvalidInputError(f"{path}:{number} holds no sample of specdec {self._command}; {way_out}")
         return entry
 
     def _foreign(self, path: Path) -> InvalidInputError:
@@ -96,13 +117,59 @@ class Journal:
 
 
 def settings_of(path: Path | None) -> dict[str, Any]:
-    """Settings that the journal at `path` was begun with; none where there is no journal, or not a whole line of one."""
+    """Settings that the journal at `path` was begun with; none where there is no journal, or not a whole line of one.
+
+    Raises:
+        InvalidInputError: nothing can be kept there.
+    """
+    if path is None:
+        return {}
+    with reading_alone(path) as file:
+        first = b"" if file is None else file.read(_LONGEST_HEAD)
     try:
-        with open(path or "") as file:
-            settings = json.loads(file.readline())["settings"]
-    except (OSError, ValueError, KeyError, TypeError):
+        settings = parse_json(first.partition(b"\n")[0], strict=False)["settings"]
+    except (ValueError, KeyError, TypeError):
         return {}  # what is wrong with it, `Journal` says
     return settings if isinstance(settings, dict) else {}
+
+
+_LONGEST_HEAD = 1 << 20
+
+
+def made(kind: type[Made], given: Any) -> Made:
+    """A dataclass from the object that `dataclasses.asdict` and JSON made of it.
+
+    Raises:
+        TypeError, ValueError: a field is missing, unknown or of another type.
+    """
+    if not isinstance(given, dict):
+        raise TypeError(f"{kind.__name__} is a JSON {type(given).__name__}")
+    hints, values = get_type_hints(kind), dict(given)
+    for name, value in values.items():
+        if is_dataclass(hints.get(name)):
+            values[name] = made(hints[name], value)
+        elif name not in hints or not _fits(value, hints[name]):
+            raise TypeError(f"{name} is a JSON {type(value).__name__}")
+    return kind(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is what an annotation says.
+
+    >>> _fits([1, None], list[int | None]), _fits({"7": 0.5}, dict[int, float]), _fits([True], list[int])
+    (True, True, False)
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if hint in (None, NoneType):
+        return value is None
+    kinds = (int, float) if hint is float else hint
+    return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))
 
 
 def _schema(command: str) -> str:

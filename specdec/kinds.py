@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.files import user_path
 from specdec.hub import CONFIG, checkpoint_file, files_of, json_file, json_object
 from specdec.registry import PARTS, resolve
 from specdec.tensor_files import weight_files
@@ -76,7 +77,7 @@ def missing_config(name: str | Path, what: str) -> CheckpointError:
 
 def _inside(name: str, folder: str) -> str:
     """How a checkpoint in a folder of another one is called."""
-    if Path(name).expanduser().is_dir():
+    if user_path(name).is_dir():
         return f"{name}/{folder}"
     repo, at, revision = name.partition("@")
     return f"{repo}:{folder}{at}{revision}"

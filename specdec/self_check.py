@@ -30,7 +30,8 @@ import specdec.device
 from specdec import __version__
 from specdec.deviation import Deviation
 from specdec.errors import InvalidInputError, SpecDecError
-from specdec.files import cache_folder, write_text
+from specdec.files import cache_folder, parse_json
+from specdec.writing import remove, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +234,11 @@ def _asked_for() -> dict[str, bool]:
 def _folder(device: torch.device) -> Path:
     """Where the verdicts of this machine are kept."""
     digest = sha256(json.dumps(machine(device), sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "self-check" / digest[:16]
+    try:
+        folder = cache_folder()
+    except InvalidInputError:
+        folder = Path(os.devnull)  # no home: nothing can be kept
+    return folder / "self-check" / digest[:16]
 
 
 def _kept_or_run(path: Path, check: Check, again: bool) -> Verdict:
@@ -268,7 +273,7 @@ def _decided(path: Path, check: Check, again: bool) -> Verdict:
         try:
             verdict = run(check)
         except BaseException:  # stopped from outside, which says nothing about the kernels
-            path.unlink(missing_ok=True)
+            remove(path)
             raise
     _write(path, asdict(verdict))
     return verdict
@@ -277,7 +282,7 @@ def _decided(path: Path, check: Check, again: bool) -> Verdict:
 def _read(path: Path) -> Verdict | str | None:
     """What a file holds: a verdict, "started" of a check that has not come to an end, or nothing that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes(), strict=False)
         return "started" if content == STARTED else Verdict(**content)
     except (OSError, ValueError, TypeError):
         return None

@@ -1,6 +1,5 @@
 """The weights of a local checkpoint, target or drafter: safetensors or pickles, from which tensors are read one by one."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.errors import CheckpointError, one_line
+from specdec.files import parse_json
 
 _KINDS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 """Endings of files of weights, those that are taken first before others, and how a file alone is called."""
@@ -223,9 +223,9 @@ def _read_index(path: Path) -> dict[str, str]:
         CheckpointError: it is no index, or names something else than files beside it.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name!r} is not valid JSON ({one_line(error)}); fetch it again") from error
+        content = parse_json(path.read_bytes(), strict=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name!r} is not valid JSON ({error}); fetch it again") from error
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files or not all(map(_is_beside, files.values())):
         raise CheckpointError(f"{path.name!r} does not name a file beside it for each tensor; fetch it again")

@@ -20,9 +20,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 FLOORS: dict[str, list[set[str]]] = {
     "specdec": [
         {"errors", "sizes", "deviation", "blocks"},
-        {"packages", "validation", "tensor_files", "messages"},
+        {"files"},
+        {"packages", "validation", "tensor_files", "messages", "writing"},
         {"grammar"},
-        {"amd_gpus", "config", "sampling_params", "metrics", "registry", "files", "hub"},
+        {"amd_gpus", "config", "sampling_params", "metrics", "registry", "hub"},
         {"device", "kinds", "kv_cache", "parallel"},
         {"self_check"},
         {"kernels"},

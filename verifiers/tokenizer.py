@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from specdec.errors import UnsupportedModelError
+from specdec.files import user_path
 from specdec.hub import checkpoint_folder, files_of, json_file, json_object, unpinned
 from verifiers.embedded import EMBEDDED, embedded_model_path
 from verifiers.reading import NO_FOREIGN_CODE, read
@@ -63,7 +64,7 @@ def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
 
 def tokenizer_reasons(name: str) -> list[str]:
     """Why the tokenizer of a target cannot be read, told from the names of its files; empty when nothing speaks against it."""
-    files, folder = files_of(name), Path(name).expanduser()
+    files, folder = files_of(name), user_path(name)
     if WHOLE in files:
         return []
     stated = json_file(name, STATED, what="target") or {} if STATED in files else {}

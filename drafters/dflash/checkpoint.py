@@ -64,18 +64,20 @@ def write_checkpoint(
     *,
     layout: Layout = "z-lab",
     dtype: torch.dtype | None = None,
+    over: bool = False,
 ) -> None:
     """Writes a drafter as a new folder that appears whole or not at all.
 
     Args:
-        path: folder to make; it must not exist yet, or be empty.
+        path: folder to make; it must not exist yet, or be empty, or hold an earlier checkpoint that is to be written `over`.
         config: what goes to `config.json`.
         tensors: as `read_checkpoint` returns them.
         layout: "z-lab" or "speculators".
         dtype: floating-point type on disk; None keeps that of `fc.weight`.
 
     Raises:
-        CheckpointError: incomplete tensors, a configuration that the layout cannot express, a taken path, or a failed write.
+        CheckpointError: incomplete tensors, a configuration that the layout cannot express, or a taken path.
+        CapacityError, InvalidInputError: it cannot be written.
     """
     require("mask_embedding" not in tensors, f"a drafter with its own {_MASK} can be read, but not written")
     _check_tensors(config, tensors)
@@ -83,7 +85,7 @@ def write_checkpoint(
     stored = {name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous() for name, t in tensors.items()}
     if "d2t" in stored:
         stored["t2d"] = drafted(stored["d2t"], config.vocab_size)
-    write_folder(Path(path), config_json(config, layout, dtype=str(dtype).removeprefix("torch.")), stored)
+    write_folder(Path(path), config_json(config, layout, dtype=str(dtype).removeprefix("torch.")), stored, over=over)
 
 
 def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:

@@ -8,6 +8,7 @@ from drafters.training.config import TrainConfig, add_flags, build_config
 from specdec.cli.fields import whole_number
 from specdec.cli.options import ray_option, say_gpu
 from specdec.errors import InvalidInputError
+from specdec.writing import make_folder
 
 STAGES = ("answers", "train", "finish")
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.workers is not None and (args.ray is None or args.workers < 1):
         raise InvalidInputError(f"workers is {args.workers}; give 1 or more, together with --ray")
     ordered = tuple(stage for stage in STAGES if stage in stages)
+    make_folder(config.folder)
     try:
         return 0 if (_run_here(ordered, config) if args.ray is None else _run_there(ordered, config, args)) else 1
     except KeyboardInterrupt:
@@ -71,7 +73,6 @@ def _run_there(stages: tuple[str, ...], config: TrainConfig, args: argparse.Name
     from specdec.cluster.train import run_workers
 
     shared, last = tuple(stage for stage in stages if stage != "finish"), tuple(stage for stage in stages if stage == "finish")
-    config.folder.mkdir(parents=True, exist_ok=True)
     return all(
         run_workers(args.ray, run_stages, some, config, workers=workers, folder=config.folder)
         for some, workers in ((shared, args.workers), (last, 1))

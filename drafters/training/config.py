@@ -1,8 +1,6 @@
 """Everything `specdec train` can be told: one frozen dataclass whose fields are the flags and the keys of the config file."""
 
 import argparse
-import json
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -11,7 +9,7 @@ from typing import Any
 
 from specdec.cli.fields import add_options, kinds_of
 from specdec.errors import InvalidInputError
-from specdec.files import reason_of
+from specdec.files import read_json, read_toml, user_path
 
 
 def _option(default: Any, group: str, text: str, **more: str) -> Any:
@@ -149,7 +147,7 @@ class TrainConfig:
     @property
     def folder(self) -> Path:
         """Folder of the run."""
-        return Path(self.out).expanduser()
+        return user_path(self.out)
 
     @property
     def uses_teacher(self) -> bool:
@@ -194,13 +192,6 @@ def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        content = path.read_bytes()
-        values = json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
-    except OSError as error:
-        raise InvalidInputError(f"cannot read {str(path)!r}: {reason_of(error)}; check --config") from error
-    except ValueError as error:
-        raise InvalidInputError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidInputError(f"{path} has no keys at its top level; write a table of options")
+    read = read_json if path.suffix == ".json" else read_toml
+    values = read(path, way_out="give --config a table of options")
     return {name.replace("-", "_"): value for name, value in values.items()}

@@ -15,8 +15,9 @@ from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import load_decoder, revision_option
 from specdec.config import EngineConfig, LoadConfig
 from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
-from specdec.files import write_text
+from specdec.files import user_path
 from specdec.sampling_params import SamplingParams
+from specdec.writing import check_writable, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
     from drafters.dflash.drafter import check_fit
 
     config, load = CoupleConfig(**from_options(CoupleConfig, args)), LoadConfig(**from_options(LoadConfig, args))
-    folder = Path(args.drafter).expanduser()
+    folder = user_path(args.drafter)
     shape, tensors = read_checkpoint(folder)
+    check_writable(folder / CONFIG)
     own = (
         shape.output_multiplier != 1 or shape.final_logit_softcapping or {"lm_head.weight", "embed_tokens.weight"} & tensors.keys()
     )
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(config: CoupleConfig) -> list[TrainingPrompt]:
     from drafters.training.prompts import read_prompts
 
-    prompts = [prompt for file in config.prompts for prompt in read_prompts(Path(file).expanduser())]
+    prompts = [prompt for file in config.prompts for prompt in read_prompts(user_path(file))]
     if not prompts:
         raise InvalidInputError("there is no prompt to answer; name files with --prompts")
     Random(config.seed).shuffle(prompts)

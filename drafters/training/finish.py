@@ -26,9 +26,9 @@ from specdec.config import EngineConfig
 from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
 from specdec.errors import CheckpointError, SpecDecError
-from specdec.files import write_text
 from specdec.metrics import pooled
 from specdec.sampling_params import SamplingParams
+from specdec.writing import remove, write_text
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
 """Folder of each layout."""
@@ -83,13 +83,13 @@ def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
     own = {name: state[key].detach().cpu() for name, key in checkpoint_names(model).items()}
     for layout, name in LAYOUTS.items():
         folder, shape, tensors = config.folder / name, model.config, own
-        for file in ("config.json", "model.safetensors"):
-            (folder / file).unlink(missing_ok=True)
         if layout not in ARCHITECTURES[shape.algorithm] or misreading(shape, layout):
+            for file in ("config.json", "model.safetensors"):  # of an earlier run, whose shape it could say
+                remove(folder / file)
             continue
         if shape.tied_tables and layout == "speculators":
             shape, tensors = replace(shape, tied_tables=False), {n: x.cpu() for n, x in expanded(own, target).items()}
-        write_checkpoint(folder, shape, tensors, layout=layout)
+        write_checkpoint(folder, shape, tensors, layout=layout, over=True)
         _, back = read_checkpoint(folder)
         if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
             raise CheckpointError(f"{folder} does not read back as it was written; the disk may be damaged")

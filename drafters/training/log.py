@@ -1,14 +1,16 @@
 """What training reports: a CSV file, a plot, a progress bar or lines."""
 
 import csv
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from specdec.files import disk_errors, write_atomically
+from specdec.errors import CheckpointError, one_line
 from specdec.packages import install_command
+from specdec.writing import append, check_writable, write_atomically, write_text
 
 COLUMNS = (
     "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau", "tree", "sampled",
@@ -28,13 +30,12 @@ class TrainLog:
     def __init__(self, folder: Path, *, last_step: int, quiet: bool = False) -> None:
         self._path, self._quiet = folder / "log.csv", quiet
         self.rows: list[dict[str, str]] = []
-        if self._path.exists():
-            with self._path.open(newline="") as file:
-                known = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit() and int(row["step"]) <= last_step]
-                self.rows = [{name: row.get(name) or "" for name in COLUMNS} for row in known]
         self._bar: Any = None
+        check_writable(*([] if quiet else [self._path]))
+        if self._path.is_file():
+            self.rows = [row for row in _read(self._path) if row["step"].isdigit() and int(row["step"]) <= last_step]
         if not quiet:
-            write_atomically(self._path, self._write_all)
+            write_text(self._path, "".join(map(_line, [dict(zip(COLUMNS, COLUMNS, strict=True)), *self.rows])))
             self._bar = _progress_bar()
 
     def write(self, row: dict[str, Any], progress: float) -> None:
@@ -43,8 +44,7 @@ class TrainLog:
             return
         texts = {name: _text(row.get(name)) for name in COLUMNS}
         self.rows.append(texts)
-        with disk_errors(self._path), self._path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(texts)
+        append(self._path, _line(texts))
         words = " ".join(f"{name} {texts[name]}" for name in ("step", "loss", "train_tau", "tau") if texts[name])
         if self._bar is not None:
             self._bar.n = round(100 * progress, 1)
@@ -71,12 +71,6 @@ class TrainLog:
             self._bar = None
         self._plot()
 
-    def _write_all(self, path: Path) -> None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(self.rows)
-
     def _plot(self) -> None:
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -97,6 +91,26 @@ class TrainLog:
                 axes.legend()
         canvas = FigureCanvasAgg(figure)
         write_atomically(self._path.with_name("curves.png"), lambda path: canvas.print_png(str(path)))
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    """Rows of a file, of whichever columns it has.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with path.open(newline="") as file:
+            return [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
+    except (OSError, ValueError, csv.Error) as error:
+        raise CheckpointError(f"{path} cannot be read ({one_line(error)}); move it away to begin another") from error
+
+
+def _line(row: dict[str, str]) -> str:
+    """A row of the file."""
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, COLUMNS).writerow(row)
+    return text.getvalue()
 
 
 def _draw(axes: Any, rows: list[dict[str, str]], name: str, label: str, **style: Any) -> None:

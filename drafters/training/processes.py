@@ -42,7 +42,7 @@ def termination() -> Iterator[list[int]]:
 def process_group(device: torch.device) -> Iterator[torch.device]:
     """Joins the processes that torchrun started, if it did; yields the device of this one. A group that exists is left as it is."""
     joined = dist.is_initialized()
-    if not joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not joined and ("RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1"):
         yield device
         return
     if device.type == "cuda":

@@ -10,7 +10,7 @@ from typing import Any
 from drafters.training.config import TrainConfig
 from drafters.training.names import FIRST_NAMES
 from specdec.errors import InvalidInputError
-from specdec.files import parse_object, read_lines
+from specdec.files import parse_object, read_lines, user_path
 
 FIELDS = ("question", "prompt", "messages", "turns")
 """Where a JSON line may hold its prompt; of `turns`, the first one is asked."""
@@ -60,7 +60,7 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
         InvalidInputError: no prompt, too few to hold some out, a malformed line, or a file that is a test split by its name.
     """
     random = Random(config.seed)
-    prompts = [prompt for file in config.prompts for prompt in read_prompts(Path(file).expanduser())]
+    prompts = [prompt for file in config.prompts for prompt in read_prompts(user_path(file))]
     random.shuffle(prompts)
     prompts = prompts[: config.max_prompts]
     prompts += [TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in enumerate(written)]

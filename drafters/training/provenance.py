@@ -9,8 +9,9 @@ from typing import Any
 from drafters.training.config import TrainConfig
 from specdec.decoder import SpecDecoder
 from specdec.errors import CheckpointError, InvalidInputError
-from specdec.files import write_text
+from specdec.files import parse_json, user_path
 from specdec.provenance import origin_of_run, sha256_of
+from specdec.writing import write_text
 
 PROVENANCE = "provenance.json"
 _TARGET = r"verifier_name=('[^']*'|\"[^\"]*\"), "  # in a drafter's config, as it was spelled
@@ -18,7 +19,7 @@ _TARGET = r"verifier_name=('[^']*'|\"[^\"]*\"), "  # in a drafter's config, as i
 
 def origin_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, Any]:
     """What decides a stage's files: the named settings and the content of the prompt files."""
-    hashes = {Path(file).name: sha256_of(Path(file).expanduser()) for file in config.prompts}
+    hashes = {Path(file).name: sha256_of(user_path(file)) for file in config.prompts}
     origin: dict[str, Any] = json.loads(json.dumps({"settings": {n: getattr(config, n) for n in settings}, "prompt_files": hashes}))
     return origin
 
@@ -34,9 +35,9 @@ def check_origin(folder: Path, origin: dict[str, Any]) -> None:
     if not path.exists():
         return
     try:
-        then = json.loads(path.read_text())
-        settings, files = then["settings"], then["prompt_files"]
-    except (ValueError, KeyError) as error:
+        then = parse_json(path.read_bytes(), strict=False)
+        settings, files = dict(then["settings"]), then["prompt_files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); delete {folder} to write its files again") from error
     changed = [name for name, value in origin["settings"].items() if not alike(name, value, settings.get(name))]
     if files != origin["prompt_files"]:
@@ -58,7 +59,7 @@ def write_origin(folder: Path, origin: dict[str, Any], decoder: SpecDecoder) -> 
 def alike(name: str, one: Any, other: Any) -> bool:
     """Whether two runs have the same setting, however the target's folder is spelled."""
     if name == "model" and isinstance(other, str):
-        return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+        return user_path(one).resolve() == user_path(other).resolve()
     if name == "drafter" and isinstance(other, str):
         return re.sub(_TARGET, "", one) == re.sub(_TARGET, "", other)
     return bool(one == other)

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.session import Session
 from specdec.errors import CheckpointError, SpecDecError
-from specdec.files import write_atomically
+from specdec.files import parse_json
 from specdec.sampling_params import SamplingParams
+from specdec.writing import write_atomically
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")
@@ -138,7 +140,8 @@ def write_shards(
     started, done, tokens = time.monotonic(), 0, 0
     for name, records, num_tokens in finished:
         lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-        write_atomically(folder / name, partial(_write_bytes, gzip.compress(lines.encode(), compresslevel=3, mtime=0)))
+        content = gzip.compress(lines.encode(), compresslevel=3, mtime=0)
+        write_atomically(folder / name, partial(Path.write_bytes, data=content))
         done += len(shards[name])
         tokens += num_tokens
         seconds = time.monotonic() - started
@@ -157,8 +160,8 @@ def read_shard(path: Path, parse: Callable[[dict[str, Any]], Record], *, stage: 
     """
     try:
         with gzip.open(path, "rt") as file:
-            return [parse(json.loads(line)) for line in file]
-    except (OSError, EOFError, ValueError, KeyError) as error:
+            return [parse(parse_json(line, strict=False)) for line in file]
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); delete it and run the {stage} stage again") from error
 
 
@@ -166,7 +169,3 @@ def stable_seed(*parts: object) -> int:
     """A seed in [0, 2**63) of these parts, the same in every process."""
     digest = hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _write_bytes(content: bytes, path: Path) -> None:
-    path.write_bytes(content)

@@ -8,9 +8,10 @@ import torch
 from drafters.dflash.model import DFlashModel
 from drafters.training.provenance import alike
 from specdec.errors import CheckpointError, one_line
-from specdec.files import write_atomically
+from specdec.writing import check_writable, write_atomically
 
 STATE_FILE = "state.pt"
+_PARTS = ("identity", "optimizer", "step", "seconds", "tau", "complete")
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
@@ -23,14 +24,19 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
 
     Raises:
         CheckpointError: the file is damaged.
+        InvalidInputError: it is none that a state can be written to.
     """
     path = folder / STATE_FILE
     if not path.exists():
         return None
+    check_writable(path)
     try:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        missing = [name for name in _PARTS if name not in state]
     except Exception as error:  # the kinds of errors a damaged archive raises are many
         raise CheckpointError(f"{path} is damaged ({one_line(error)}); delete it to train from the start") from error
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}; delete it to train from the start")
     return state
 
 

@@ -20,9 +20,9 @@ from specdec.cli.options import (
     sampling_options,
 )
 from specdec.errors import InvalidInputError
-from specdec.files import check_writable, make_folder, write_text
 from specdec.packages import install_command
 from specdec.registry import TOKENIZERS, drafter_name, resolve
+from specdec.writing import check_writable, make_folder, write_text
 
 if TYPE_CHECKING:
     from evals.system import System
@@ -108,10 +108,12 @@ def run(args: argparse.Namespace) -> int:
     from evals.report.table import format_report
 
     data = parse_data(args.data, args.tasks, "--tasks")
+    folder = make_folder(args.out) if args.out else None
     check_writable(args.html)
     if args.html:
         check_plotting()
-    folder = make_folder(args.out) if args.out else None
+    if folder is not None:
+        check_writable(*(folder / name for name in ("report.json", "plain.jsonl", "speculative.jsonl")))
     from evals.accuracy.evaluation import EvalConfig, evaluate
 
     drafter = drafter_name(args.drafter, args.model)
@@ -134,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
         if folder:
             print(f"\nspecdec: finished samples are kept in {folder}; the same command goes on from there", file=sys.stderr)
         raise
-    print(format_report(report))
-    if args.html:
+    if args.html:  # first: standard output may be closed
         write_text(Path(args.html), html_report(report))
+    print(format_report(report))
     return 0
 
 

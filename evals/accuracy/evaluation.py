@@ -17,6 +17,7 @@ from evals.speed import Speed
 from evals.system import Parting, System
 from specdec.journal import Journal
 from specdec.metrics import mean_tau, pooled
+from specdec.writing import write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,5 +185,4 @@ def _differences(system: System, pairs: list[tuple[Sample, Sample]]) -> list[dic
 def _write_samples(results: dict[str, Any], folder: Path, side: str) -> None:
     for task, records in results["samples"].items():
         lines = (json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
-        with (folder / f"samples_{task}_{side}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(lines)
+        write_text(folder / f"samples_{task}_{side}.jsonl", "".join(lines))

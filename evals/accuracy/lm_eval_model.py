@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -190,9 +191,9 @@ class SpecdecLM(TemplateLM):
         keys = [key_of(request, sampling) for request, sampling in zip(requests, samplings, strict=True)]
         done: dict[int, Sample] = {}
         for index, key in enumerate(keys):
-            record = self._journal.get(key)
-            if record is not None:
-                done[index] = sample_of(requests[index], samplings[index], record)
+            found = self._journal.read(key, partial(sample_of, requests[index], samplings[index]))
+            if found is not None:
+                done[index] = found
         missing = [index for index in range(len(requests)) if index not in done]
         bar = ProgressBar(self._title, len(requests))
         prompts = [self._prompt(requests[index].args[0], samplings[index]) for index in missing]

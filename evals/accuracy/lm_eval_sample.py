@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from evals.system import Timed
+from specdec.journal import made
 from specdec.metrics import AcceptanceStats, pooled
 from specdec.sampling_params import SamplingParams
 
@@ -52,18 +53,16 @@ def record_of(answer: Timed) -> dict[str, Any]:
 
 
 def sample_of(request: Instance, sampling: SamplingParams, record: Mapping[str, Any]) -> Sample:
-    """The sample whose answer left this record."""
-    return Sample(
-        task=request.task_name or "",
-        doc_id=request.doc_id or 0,
-        prompt_token_ids=record["prompt_token_ids"],
-        token_ids=record["token_ids"],
-        text=record["text"],
-        greedy=sampling.temperature == 0,
-        seconds=record["seconds"],
-        # Journals of before trees lack some.
-        stats=AcceptanceStats(**{one.name: record[one.name] for one in fields(AcceptanceStats) if one.name in record}),
-    )
+    """The sample whose answer left this record.
+
+    Raises:
+        LookupError, TypeError, ValueError: see `specdec.journal.made`.
+    """
+    own = {name: record[name] for name in ("prompt_token_ids", "token_ids", "text", "seconds")}
+    # Journals of before trees lack some.
+    stats = {one.name: record[one.name] for one in fields(AcceptanceStats) if one.name in record}
+    asked = {"task": request.task_name or "", "doc_id": request.doc_id or 0, "greedy": sampling.temperature == 0}
+    return made(Sample, asked | own | {"stats": stats})
 
 
 def note(samples: Iterable[Sample]) -> str:

@@ -17,6 +17,7 @@ from evals.accuracy.bundled_task import bundled_task
 from evals.prompt_sets import BUNDLED
 from specdec.errors import InvalidInputError, one_line
 from specdec.files import read_jsonl
+from specdec.writing import write_text
 
 
 class Tasks:
@@ -94,7 +95,7 @@ class Tasks:
             "dataset_name": None,
             "dataset_kwargs": {"data_files": _splits(Path(data)), "cache_dir": str(folder / "datasets")},
         }
-        override.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML, too
+        write_text(override, json.dumps(content))  # JSON is YAML, too
         return str(override)
 
 

@@ -26,7 +26,7 @@ from specdec.cluster.rows import Row
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
-from specdec.journal import Journal
+from specdec.journal import Journal, made
 from specdec.provenance import command_line
 from specdec.sampling_params import SamplingParams
 
@@ -141,12 +141,16 @@ class ClusterBench:
                 self._progress(title, done, len(rows))
         if wrong:  # after all others, which the journal now has
             raise SpecDecError(wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""))
-        records = [record for row in rows if (record := self._journal.get(row.key))]
-        side.k = records[0]["k"]
-        turns = [[GenerationResult.from_dict(one) for one in record["results"]] for record in records]
-        results = [one[turn] for turn in range(prompts.num_turns) for one in turns if turn < len(one)]
+        kept = [found for row in rows if (found := self._journal.read(row.key, _kept))]
+        side.k = kept[0][2]
+        results = [turns[turn] for turn in range(prompts.num_turns) for turns, _, _ in kept if turn < len(turns)]
         answers = [Answer(one.prompt_token_ids, one.token_ids, one.stats) for one in results]
-        return Pass(answers, sum(record["seconds"] for record in records))
+        return Pass(answers, sum(seconds for _, seconds, _ in kept))
 
     def _pool_of(self, side: _Side) -> Pool:
         return replace(self._pool, spec=side.spec)
+
+
+def _kept(record: dict[str, Any]) -> tuple[list[GenerationResult], float, int | str]:
+    """Turns, seconds of an engine, and its k."""
+    return [made(GenerationResult, one) for one in record["results"]], float(record["seconds"]), record["k"]

@@ -19,7 +19,7 @@ from specdec.cli.options import (
 )
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError
-from specdec.files import check_writable, write_text
+from specdec.writing import check_writable, place_of, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,19 +117,24 @@ def run(args: argparse.Namespace) -> int:
     if action == "measure":
         return _measure(args)
     from evals.report.html import check_plotting
-    from evals.report.report import read_report
+    from evals.report.report import of_files, read_report
 
     if action == "compare":
         from evals.report.compare import compare_reports
 
         # The first sets the kind, so that a bench report and one of eval are refused as a pair.
         one = read_report(Path(files[0]))
-        print(compare_reports(one, read_report(Path(files[1]), one["schema"])))
+        other = read_report(Path(files[1]), one["schema"])
+        with of_files(*files):
+            text = compare_reports(one, other)
+        print(text)
         return 0
     check_writable(args.html)
     if args.html:
         check_plotting()
-    return _finish(read_report(Path(files[0])), args.html)
+    report = read_report(Path(files[0]))
+    with of_files(*files):
+        return _finish(report, args.html)
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -154,7 +159,7 @@ def _measure(args: argparse.Namespace) -> int:
     else:
         if config.peers:
             raise InvalidInputError("peers are measured beside one engine of this process; leave out --peer or --ray")
-        path = Path(args.out).with_suffix(".answers.jsonl") if args.out else None
+        path = _answers_file(args.out)
         reports = ClusterBench(load_pool(args, None, smallest), config, path=path, progress=_cluster_progress()).run()
     report: Report | None = None
     try:
@@ -168,6 +173,15 @@ def _measure(args: argparse.Namespace) -> int:
         raise
     assert report is not None, "a sweep has at least one part"
     return _finish(report, args.html)
+
+
+def _answers_file(out: str | None) -> Path | None:
+    """Where answers are kept beside a report; nowhere beside a device."""
+    if out is None or place_of(Path(out)).is_stream:
+        return None
+    path = Path(out).with_suffix(".answers.jsonl")
+    check_writable(path)
+    return path
 
 
 def bench_config(args: argparse.Namespace) -> BenchConfig:
@@ -199,11 +213,12 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
 def _finish(report: Report, html: str | None) -> int:
     from evals.report.table import format_report
 
-    print(format_report(report))
-    if html:
+    text = format_report(report)
+    if html:  # first: standard output may be closed
         from evals.report.html import html_report
 
         write_text(Path(html), html_report(report))
+    print(text)
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from specdec.cli.options import say_gpu
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.errors import InvalidInputError
-from specdec.files import check_writable
+from specdec.writing import check_writable
 
 
 def measure_dummy(args: argparse.Namespace) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import InvalidInputError
+from specdec.files import read_json, user_path
 
 FOLDER = Path(__file__).parent / "shapes"
 
@@ -22,7 +22,7 @@ def config_file(name: str) -> Path:
     Raises:
         InvalidInputError: there is none.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
@@ -34,5 +34,4 @@ def config_file(name: str) -> Path:
 
 def entries(path: Path) -> dict[str, Any]:
     """What the file says."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return read_json(path, way_out="give a config.json", strict=False)

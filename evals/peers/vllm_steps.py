@@ -17,6 +17,7 @@ import torch
 from evals.peers.vllm import import_vllm
 from specdec.errors import InvalidInputError
 from specdec.parallel.group import WITHOUT_MULTICAST
+from specdec.writing import write_text
 
 OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that tell a process which rank of which group it is."""
@@ -76,7 +77,7 @@ class VllmSteps:
         self._folder = None if weights else TemporaryDirectory(prefix="specdec-vllm-")
         folder = Path(self._folder.name) if self._folder else weights
         assert folder is not None
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        write_text(folder / "config.json", json.dumps(config))
         free, total = torch.cuda.mem_get_info(device)
         self._engine: Any = self._library.LLM(
             model=str(folder),

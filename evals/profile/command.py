@@ -8,8 +8,8 @@ from pathlib import Path
 from specdec.cli.fields import whole_number
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.cli.summary import describe_drafts
-from specdec.files import check_writable
 from specdec.registry import drafter_name
+from specdec.writing import check_writable
 
 _EXAMPLES = """\
 examples:

@@ -20,8 +20,8 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.session import Session
 from specdec.errors import CapacityError, InvalidInputError
-from specdec.files import check_writable
 from specdec.sampling_params import SamplingParams
+from specdec.writing import check_writable, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ def profile_steps(
         )
     if steps < 1 or warmup < 0:
         raise InvalidInputError(f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more")
-    check_writable(None if trace is None else str(trace))
+    check_writable(trace)
     window = _measure(decoder, prompts, steps, warmup)
     while window.num_captures:  # every pass knows more graphs, so that in the end none is left to capture
         window = _measure(decoder, prompts, steps, warmup)
     if trace is not None:
-        window.profiler.export_chrome_trace(str(trace))
+        write_atomically(trace, lambda path: window.profiler.export_chrome_trace(str(path)))
     on_device = decoder.verifier.device.type == "cuda"
     return StepProfile(
         num_reqs=len(prompts),

@@ -5,11 +5,14 @@ not raise it.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import InvalidInputError
-from specdec.files import reason_of, write_text
+from specdec.errors import InvalidInputError, SpecDecError, one_line
+from specdec.files import read_json
+from specdec.writing import place_of, write_text
 
 SCHEMA_VERSIONS = {"specdec-bench": 2, "specdec-dummy-bench": 1, "specdec-eval": 1}
 
@@ -28,12 +31,13 @@ def new_report(schema: str, provenance: dict[str, Any], settings: dict[str, Any]
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Writes a report as a whole or not at all, over an earlier one.
+    """Writes a report as a whole or not at all, over an earlier one; a device or a pipe is told a complete one alone.
 
     Raises:
-        CapacityError, InvalidInputError: see `specdec.files.disk_errors`.
+        CapacityError, InvalidInputError: see `specdec.writing.write_atomically`.
     """
-    write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    if report["complete"] or not place_of(path).is_stream:
+        write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def read_report(path: Path, schema: str | None = None) -> Report:
@@ -46,14 +50,9 @@ def read_report(path: Path, schema: str | None = None) -> Report:
     Raises:
         InvalidInputError: missing, not a report, of another schema, or of a version that this code does not read.
     """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInputError(f"cannot read report {str(path)!r}: {reason_of(error)}") from error
-    except ValueError as error:
-        raise InvalidInputError(f"{str(path)!r} is not JSON ({error}); give a report that specdec bench or eval wrote") from error
-    name = report.get("schema") if isinstance(report, dict) else None
-    if name not in SCHEMA_VERSIONS:
+    report = read_json(path, way_out="give a report that specdec bench or eval wrote")
+    name = report.get("schema")
+    if not isinstance(name, str) or name not in SCHEMA_VERSIONS:
         raise InvalidInputError(f"{str(path)!r} was not written by specdec; give a file that specdec bench or eval wrote")
     if schema is not None and name != schema:
         raise InvalidInputError(f"{str(path)!r} follows schema {name!r}, not {schema!r}; give a report of the same kind")
@@ -67,3 +66,19 @@ def read_report(path: Path, schema: str | None = None) -> Report:
     if missing:
         raise InvalidInputError(f"{str(path)!r} lacks {', '.join(missing)}; it was cut or edited, so measure again")
     return report
+
+
+@contextmanager
+def of_files(*files: str) -> Iterator[None]:
+    """Turns what goes wrong while reports of these files are shown into one line: they hold something else than was written.
+
+    Raises:
+        InvalidInputError: a field is missing, or of another type.
+    """
+    try:
+        yield
+    except SpecDecError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        names = " or ".join(map(repr, files))
+        raise InvalidInputError(f"{names} was cut or edited ({type(error).__name__}: {one_line(error)}); measure again") from error

@@ -21,7 +21,7 @@ from specdec.registry import TOKENIZERS, drafter_name, resolve
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specdec.engine.outputs import StreamChunk
+    from specdec.engine.outputs import GenerationResult, StreamChunk
 
 COMMAND = "generate"
 
@@ -58,8 +58,8 @@ class LocalAnswers:
         for index, key in enumerate(self._keys):
             if self._empty[index]:
                 yield _refused(index)
-            elif record := self._journal.get(key):
-                yield _stored(index, record)
+            elif result := self._journal.read(key, _first_result):
+                yield _chunk(index, result)
             else:
                 missing.append(index)
         if not missing:
@@ -124,10 +124,11 @@ def _keys(inputs: Sequence[Any], samplings: Sequence[SamplingParams]) -> list[st
     return [hashlib.sha256(part.encode()).hexdigest()[:32] for part in parts]
 
 
-def _stored(index: int, record: dict[str, Any]) -> StreamChunk:
+def _first_result(record: dict[str, Any]) -> GenerationResult:
     from specdec.engine.outputs import GenerationResult
+    from specdec.journal import made
 
-    return _chunk(index, GenerationResult.from_dict(record["results"][0]))
+    return made(GenerationResult, record["results"][0])
 
 
 def _chunk(index: int, result: Any) -> StreamChunk:

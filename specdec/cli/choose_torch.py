@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from specdec import amd_gpus
 from specdec.errors import InvalidInputError
+from specdec.writing import write_text
 
 _ROOT = Path(__file__).parents[2]
 _NEEDED = re.compile(r'"torch>=([\d.]+)"')
@@ -53,7 +54,7 @@ def link(environment: Path, build: TorchBuild | None) -> None:
     if build is not None and build.hip:
         packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
         # As a folder of packages in its own right, since a ROCm build may come with path files.
-        (packages / "rocm_torch.pth").write_text(f"import site; site.addsitedir({str(build.folder)!r})\n")
+        write_text(packages / "rocm_torch.pth", f"import site; site.addsitedir({str(build.folder)!r})\n")
 
 
 def pins(constraints: str, build: TorchBuild | None, *, named: bool, needed: str, gpus: list[str]) -> str:

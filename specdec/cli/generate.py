@@ -23,9 +23,9 @@ from specdec.cli.prompts import Prompt, read_prompts
 from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import format_summary, format_timing
 from specdec.errors import InvalidInputError
-from specdec.files import check_writable
 from specdec.packages import require_ours
 from specdec.registry import PARTS, resolve
+from specdec.writing import check_writable
 
 _EXAMPLES = """\
 examples:

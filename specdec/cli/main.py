@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
@@ -19,9 +20,13 @@ from specdec.errors import InvalidInputError, SpecDecError
 from specdec.files import reason_of
 from specdec.packages import require_ours
 from specdec.registry import VERBS, unknown_name
+from specdec.writing import NO_ROOM
 
 _SMALLER = ("--max-num-seqs", "--max-model-len", "--kv-memory", "--batch-size", "--anchors", "--loss-rows")
 """Options that save memory by smaller values, as far as a command has them."""
+
+_OF_OUTPUT = NO_ROOM | {errno.EBADF, errno.EIO}
+"""Why standard output may not be written."""
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # part of the work failed
@@ -33,9 +38,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `specdec` with `argv` (default: the arguments of the process) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the caller has closed it
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it stays open as long as the process
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?", not a traceback
     try:
@@ -45,27 +48,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpecDecError as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"specdec: error: {error}", file=sys.stderr)
+        _complain(f"error: {error}")
         return EXIT_USAGE
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"specdec: error: out of memory ({_first_line(error)}); {_less_memory(arguments[0])}", file=sys.stderr)
+        _complain(f"error: out of memory ({_first_line(error)}); {_less_memory(arguments[0])}")
         return EXIT_USAGE
     except KeyboardInterrupt:
-        print("specdec: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _drop_output()  # nobody reads any more
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno not in _OF_OUTPUT or error.filename is not None:
             raise
         _drop_output()
-        print(f"specdec: error: cannot write standard output: {reason_of(error)}; make room and run again", file=sys.stderr)
+        _complain(f"error: cannot write standard output: {reason_of(error)}; make room or choose another, and run again")
         return EXIT_USAGE
+
+
+def _open_closed_streams() -> None:
+    """Gives standard streams that the caller has closed to the null device; else the next file takes a stream's place."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it stays open as long as the process
+
+
+def _complain(text: str) -> None:
+    """A last line for the user; where it cannot be written, the exit status says enough."""
+    with suppress(OSError):
+        print(f"specdec: {text}", file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:
@@ -132,6 +151,7 @@ def _dispatch(arguments: list[str]) -> int:
         _overview().print_help(sys.stderr)
         return EXIT_USAGE
     name = arguments[0]
+    _check_torchrun()
     try:
         if name.startswith("-"):
             _overview().parse(arguments)
@@ -163,9 +183,23 @@ def _pin(namespace: argparse.Namespace) -> None:
     namespace.model, namespace.revision = pinned(namespace.model, namespace.revision), None
 
 
+def _check_torchrun() -> None:
+    """Takes variables of `torchrun` that are empty for missing ones, as everything that reads them does.
+
+    Raises:
+        InvalidInputError: one of a rank is no number.
+    """
+    given = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in os.environ}
+    for name, text in given.items():
+        if not text:
+            del os.environ[name]
+        elif given.get("RANK") and given.get("WORLD_SIZE") and not (text.isascii() and text.isdigit()):
+            raise InvalidInputError(f"{name} is {text!r}; torchrun sets it to a number, so start with torchrun, or unset it")
+
+
 def _join_torchrun(namespace: argparse.Namespace) -> None:
     """Under `torchrun` only rank 0 runs the command; this ends the other processes with it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     from specdec.device import resolve_device
     from specdec.parallel.launch import follow_torchrun

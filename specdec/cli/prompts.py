@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.cli.line_fields import parted, unpacked
 from specdec.errors import InvalidInputError
-from specdec.files import parse_object, read_lines
+from specdec.files import parse_object, read_lines, reason_of
 from specdec.messages import readable
 
 Messages = list[dict[str, Any]]
@@ -92,6 +92,8 @@ def _read_stdin() -> Prompt:
         return _prompt("standard input", sys.stdin.read().rstrip("\n"))
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start}); convert it") from error
+    except OSError as error:
+        raise InvalidInputError(f"cannot read standard input: {reason_of(error)}; pipe text in, or name a file") from error
 
 
 def _prompt(source: str, text: str) -> Prompt:

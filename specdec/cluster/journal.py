@@ -9,7 +9,7 @@ from typing import Any
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Answer, Row
 from specdec.engine.outputs import GenerationResult
-from specdec.journal import Journal, settings_of
+from specdec.journal import Journal, made, settings_of
 
 
 class ClusterJournal:
@@ -31,8 +31,7 @@ class ClusterJournal:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The record under `key`: `results`, and the `seconds` of the engines."""
-        found = self._journal.get(key)
-        return found and {**found, "results": [GenerationResult.from_dict(one) for one in found["results"]]}
+        return self._journal.read(key, _with_results)
 
     def run(self, pool: Pool, rows: Sequence[Row]) -> Iterator[Answer]:
         """Answers of the rows that have no record, stored at once; one with an error is not, so the next run asks it again.
@@ -48,3 +47,10 @@ class ClusterJournal:
             if answer.error is None:
                 self._journal.add(answer.key, answer.record)
             yield answer
+
+
+def _with_results(record: dict[str, Any]) -> dict[str, Any]:
+    results = [made(GenerationResult, one) for one in record["results"]]
+    if not results:
+        raise ValueError("no result")
+    return {**record, "results": results}

@@ -1,12 +1,11 @@
-"""Files of a user: what is read, what a message names, and what survives a failed write."""
+"""Files of a user: what is read, and what a message names."""
 
-import errno
 from pathlib import Path
 
 import pytest
 
-from specdec.errors import CapacityError, InvalidInputError
-from specdec.files import check_writable, make_folder, read_jsonl, read_lines, write_atomically, write_text
+from specdec.errors import InvalidInputError
+from specdec.files import cache_folder, parse_json, read_json, read_jsonl, read_lines, read_toml, user_path
 
 
 def test_lines_of_any_editor(tmp_path: Path) -> None:
@@ -37,46 +36,58 @@ def test_what_cannot_be_read_is_named(content: bytes | None, message: str, tmp_p
         read_lines(Path("a\0b"), what="row", way_out="write text")
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), CapacityError, r"\(No space left on device\).*make room and run again"),
-        (OSError(errno.EROFS, "Read-only file system"), InvalidInputError, "choose another place"),
-        (RuntimeError("PytorchStreamWriter failed writing file"), CapacityError, "make room"),
-        (KeyboardInterrupt(), KeyboardInterrupt, None),
-    ],
-)
-def test_a_failed_write_leaves_what_was_there(
-    error: BaseException, kind: type[BaseException], message: str | None, tmp_path: Path
-) -> None:
-    """Catches a file written in place, a remainder that fills the disk, and a full disk that reads like a wrong name."""
-    path = tmp_path / "report.json"
-    write_text(path, "before")
-
-    def half(unfinished: Path) -> None:
-        unfinished.write_text("half")
-        raise error
-
-    with pytest.raises(kind, match=message):
-        write_atomically(path, half)
-    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("report.json", "before")]
+DEEP = "[" * 100_000
+ODD = {
+    DEEP: "nested too deeply",
+    '{"a": ' * 100_000: "nested too deeply",
+    '{"a": NaN}': "NaN is no number of JSON",
+    '{"a": -Infinity}': "-Infinity is no number of JSON",
+    '{"a": 1e999}': "1e999 is no number of JSON",
+    '{"a": 1' + "0" * 5000 + "}": "digits",
+    "{\n": r"at line 2, column 1",
+    "": "at column 1",
+    "5": "is a JSON int",
+    "null": "is a JSON NoneType",
+    '"a"': "is a JSON str",
+}
 
 
-def test_a_defect_while_writing_is_not_a_full_disk(tmp_path: Path) -> None:
-    def broken(unfinished: Path) -> None:
-        raise RuntimeError("bug")
+@pytest.mark.parametrize("text", ODD, ids=lambda text: text[:10])
+def test_odd_json_is_one_line(text: str, tmp_path: Path) -> None:
+    """Catches a RecursionError, and numbers that are none."""
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(InvalidInputError, match=ODD[text]) as caught:
+        read_json(tmp_path / "x.json", way_out="give a report")
+    assert str(caught.value).endswith("; give a report") and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
 
-    with pytest.raises(RuntimeError, match="bug"):
-        write_atomically(tmp_path / "x", broken)
+
+def test_python_s_own_json_is_read_where_it_is_meant_to_be() -> None:
+    """Journals keep log-probabilities, which may be infinite, and configs of public models have them."""
+    assert parse_json('[-Infinity, "\\ud800"]', strict=False) == [-float("inf"), "\ud800"]
+    assert parse_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+    with pytest.raises(ValueError, match="not UTF-8 text, byte 1"):
+        parse_json(b'"\xff"')
 
 
-def test_outputs_are_looked_at_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    check_writable(None, str(tmp_path / "new.json"))
-    with pytest.raises(InvalidInputError, match="it is a folder"):
-        check_writable(str(tmp_path))
-    with pytest.raises(InvalidInputError, match="missing or closed"):
-        check_writable(str(tmp_path / "nowhere" / "x.json"))
-    with pytest.raises(InvalidInputError, match="file exists; choose another with --out"):
-        make_folder(str(tmp_path / "file"))
-    assert make_folder(str(tmp_path / "a" / "b")).is_dir()
+@pytest.mark.parametrize("text", ["a = " + DEEP, "a", "a = 1\na = 2", b"a = '\xff'"], ids=["deep", "half", "twice", "bytes"])
+def test_odd_toml_is_one_line(text: str | bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidInputError, match=r"'.*x.toml' is not TOML \(.*\); write options") as caught:
+        read_toml(tmp_path / "x.toml", way_out="write options")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["SPECDEC_CACHE", "HOME"])
+def test_a_home_that_nobody_has_is_one_line(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With HOME unset for a user without a name, which a container's number is."""
+    monkeypatch.delenv("SPECDEC_CACHE", raising=False)
+    if variable == "HOME":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    else:
+        monkeypatch.setenv("SPECDEC_CACHE", "~nobody9/x")
+    with pytest.raises(InvalidInputError, match="home that the system does not know; set SPECDEC_CACHE to a whole path"):
+        cache_folder()
+    with pytest.raises(InvalidInputError, match="write the path without ~"):
+        user_path("~nobody9/x")

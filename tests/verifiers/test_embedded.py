@@ -187,11 +187,23 @@ def test_cache_folder_from_the_environment(small_model: list[Path], tmp_path: Pa
     assert embedded_model_path().parent == tmp_path / "new" / "cache"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "removed", "no manifest", "empty manifest"])
-def test_damaged_folder_is_made_again(small_model: list[Path], tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["truncated", "removed", "in its full size", "no manifest", "empty manifest", "odd manifest", "deep manifest"]
+)
+def test_damaged_folder_is_made_again(
+    small_model: list[Path], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = embedded_model_path(tmp_path)
     weights, manifest = folder / "model.safetensors", folder / embedded.MANIFEST
     match damage:
+        case "in its full size":
+            with weights.open("r+b") as file:
+                file.write(b"\1")
+            os.utime(weights, ns=(0, 0))  # as a later write, whatever the clock of the disk
+        case "odd manifest":
+            manifest.write_text('{"model.safetensors": 300000}')  # as of an earlier version
+        case "deep manifest":
+            manifest.write_text("[" * 100_000)
         case "truncated":
             os.truncate(weights, 1_000)
         case "removed":
@@ -203,6 +215,27 @@ def test_damaged_folder_is_made_again(small_model: list[Path], tmp_path: Path, d
     assert embedded_model_path(tmp_path) == folder
     assert len(small_model) == 2
     assert weights.read_bytes() == SMALL_FILES["model.safetensors"]
+    assert f"the embedded model in {folder} is damaged, and is made again" in caplog.text
+
+
+def test_a_copy_is_read_once(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files whose times have changed and whose bytes have not, as in a container's image."""
+    folder = embedded_model_path(tmp_path)
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    assert embedded_model_path(tmp_path) == folder
+    monkeypatch.setattr(embedded, "_sha256", lambda path: pytest.fail("read it again"))
+    assert embedded_model_path(tmp_path) == folder
+    assert len(small_model) == 1
+
+
+def test_a_linked_folder_stays_a_link(small_model: list[Path], tmp_path: Path) -> None:
+    """To a larger disk, say; what lies there is made again, damaged or not."""
+    folder = embedded_model_path(tmp_path)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to("elsewhere")
+    (folder / "config.json").unlink()
+    assert embedded_model_path(tmp_path) == folder
+    assert folder.is_symlink() and {path.name for path in folder.iterdir()} == {*SMALL_FILES, embedded.MANIFEST}
 
 
 def test_simultaneous_calls_make_it_once(small_model: list[Path], tmp_path: Path) -> None:
@@ -225,7 +258,7 @@ def test_interruption_leaves_nothing(
 ) -> None:
     """Ctrl-C in the middle of the files, at the manifest, and when the folder is put in place."""
 
-    def interrupted(path: Path, *args: object) -> None:
+    def interrupted(path: Path, *args: object, **options: object) -> None:
         raise interruption
 
     with monkeypatch.context() as patch, pytest.raises(interruption):
@@ -237,13 +270,13 @@ def test_interruption_leaves_nothing(
 
 def test_leftovers_of_a_killed_process_are_removed(small_model: list[Path], tmp_path: Path) -> None:
     folder = embedded_model_path(tmp_path)
-    folder.rename(folder.with_name(folder.name + ".partial"))
+    folder.rename(folder.with_name(".unfinished-" + folder.name[-40:]))
     embedded_model_path(tmp_path)
     assert entries(tmp_path) == [folder.name]
 
 
 def test_full_disk(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, content: bytes) -> int:
+    def full(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)

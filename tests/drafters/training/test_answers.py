@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from drafters.training import answers, self_prompts
-from drafters.training import shards as shards_module
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import read_answers
 from drafters.training.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
 from drafters.training.provenance import PROVENANCE
+from drafters.training.shards import stable_seed
 from drafters.training.stages import run_stages
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
@@ -156,16 +156,16 @@ def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
 
 def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches shards written in part, and answers that depend on what was written before."""
-    write = shards_module._write_bytes
+    write = Path.write_bytes
 
-    def interrupted(content: bytes, path: Path) -> None:
+    def interrupted(path: Path, data: bytes) -> int:
         if "train-00002" in path.name:
-            path.write_bytes(content[:20])
+            write(path, data[:20])
             raise KeyboardInterrupt
-        write(content, path)
+        return write(path, data)
 
     config = small_config(tmp_path)
-    monkeypatch.setattr(shards_module, "_write_bytes", interrupted)
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_stages(("answers",), config)
     assert 1 <= len(shards(tmp_path)) < 6
@@ -193,14 +193,14 @@ def test_processes_share_the_shards(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = shards_module._write_bytes
+    write = Path.write_bytes
 
-    def full(content: bytes, path: Path) -> None:
+    def full(path: Path, data: bytes) -> int:
         if "train-00001" in path.name:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(content, path)
+        return write(path, data)
 
-    monkeypatch.setattr(shards_module, "_write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(CapacityError, match=r"train-00001.*No space left on device.*make room and run again"):
         run_stages(("answers",), small_config(tmp_path))
     assert "heldout-00000.jsonl.gz" in shards(tmp_path)
@@ -269,7 +269,7 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
     prefix, stop = self_prompts.user_turn(decoder)
     assert (decoder.tokenizer.decode(prefix), decoder.tokenizer.decode(stop)) == ("<bos> w4 w5", "<eos>")
     for record in records:
-        seed = shards_module.stable_seed(config.seed, "prompt", record["index"])
+        seed = stable_seed(config.seed, "prompt", record["index"])
         sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
         result = decoder.generate(prefix, sampling)
         assert not isinstance(result, list) and result.finish_reason == "stop"
@@ -301,7 +301,7 @@ def test_the_target_goes_on_with_prompts_that_are_begun_for_it(tmp_path: Path, m
     decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
     prefix, _ = self_prompts.user_turn(decoder)
     for record in begun[:4]:
-        seed = shards_module.stable_seed(config.seed, "prompt", record["index"])
+        seed = stable_seed(config.seed, "prompt", record["index"])
         sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
         result = decoder.generate([*prefix, 7, 8], sampling)
         assert not isinstance(result, list)
