@@ -7,13 +7,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.request import Request
 from specdec.errors import CapacityError
+from specdec.files import user_path
 from specdec.metrics import AcceptanceStats
 from specdec.parallel.mirror import mirror_of
 from specdec.registry import parts_of
@@ -322,7 +322,7 @@ class Outputs:
 
 def _last_part(name: str) -> str:
     """Of the path of a folder; any other name as it is."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     return path.resolve().name or name if path.exists() else name
 
 
