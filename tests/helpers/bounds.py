@@ -10,6 +10,9 @@ from torch.overrides import TorchFunctionMode
 FLOOR = 1
 """Units in the last place that are always allowed; see `assert_as_exact`."""
 
+LUCK = 100
+"""How many times the plain version's error a single row of a whole model may have."""
+
 
 def assert_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, *, factor: float = 2) -> None:
     """Checks that the error of `actual` is at most `factor` times that of `plain`, plus `FLOOR` units in the last place.
@@ -37,6 +40,22 @@ def assert_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, *, factor: flo
         f"off by {error.found:.2e} (the plain version by {error.usual:.2e}, {error.most:.2e} allowed at numbers of about "
         f"{error.size:.3g}), most at "
         f"{[int(i) for i in torch.unravel_index((actual.detach().double() - exact.detach()).abs().argmax(), exact.shape)]}"
+    )
+
+
+def assert_rows_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, *, factor: float = 2) -> None:
+    """`assert_as_exact` of the outputs of a whole model, [T, V], row by row.
+
+    A model multiplies the roundings of some rows by a thousand, as where two experts or keys are all
+    but equal, so that few rows make up the root mean square of all and luck decides about them. The
+    geometric mean of the rows' ratios is to be `factor` at most; none may be `LUCK`, of which 17 was seen.
+    """
+    rows = [error_of(*parts) for parts in zip(actual, plain, exact, strict=True)]
+    unit = torch.finfo(actual.dtype).eps
+    ratios = torch.tensor([row.found / (row.usual + FLOOR * unit * row.size) for row in rows])
+    mean, worst = float(ratios.log().mean().exp()), int(ratios.argmax())
+    assert mean <= factor and ratios[worst] < LUCK, (  # false for NaN, too
+        f"rows are off by {mean:.2g} times as much as of the plain version, and row {worst} by {float(ratios[worst]):.2g}"
     )
 
 

@@ -51,8 +51,6 @@ def test_blocks_packed_in_a_row() -> None:
     torch.manual_seed(1)
     features = torch.randn(5, TINY.feature_size)
     blocks = torch.randn(3, TINY.block_size, TINY.hidden_size)
-    alone = torch.stack([dense_hidden(model, features, block) for block in blocks])
-
     keys, values = model.context_kv(features, torch.arange(5))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -63,7 +61,9 @@ def test_blocks_packed_in_a_row() -> None:
 
     positions = (5 + torch.arange(TINY.block_size)).repeat(3)
     packed = model.block_forward(blocks.flatten(0, 1), positions, attend)
-    torch.testing.assert_close(packed.view_as(alone), alone, atol=1e-5, rtol=1e-5)
+    alone = [dense_hidden(model, features, block) for block in blocks]
+    exact = [dense_hidden(model.double(), features.double(), block.double()) for block in blocks]
+    assert_as_exact(packed, torch.cat(alone), torch.cat(exact))
 
 
 def test_what_trains_is_what_drafts() -> None:
