@@ -25,8 +25,10 @@ def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
 
     Raises:
         ArithmeticError: `plain` has less than half of its digits right, and so proves nothing.
+        ValueError: they are of different shapes or types.
     """
-    assert actual.shape == plain.shape == exact.shape and actual.dtype == plain.dtype and exact.dtype == torch.float64
+    _alike(actual, plain)
+    _alike(plain.double(), exact)
     unit = torch.finfo(actual.dtype).eps
     error, usual, size = (_size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0)))
     if not usual <= unit**0.5 * size:
@@ -45,14 +47,24 @@ def worst(deviations: Iterable[Deviation]) -> Deviation:
 
 
 def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
-    """How many numbers differ, of which none may."""
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    """How many numbers differ, of which none may.
+
+    Raises:
+        ValueError: they are of different shapes or types.
+    """
+    _alike(actual, expected)
     return Deviation(float((actual.cpu() != expected.cpu()).sum()), 0.0)
 
 
 def normal(*shape: int) -> Tensor:
     """Standard normal numbers in float32 on the CPU, always the same for a shape: what a kernel's check computes from."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _alike(actual: Tensor, expected: Tensor) -> None:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        kinds = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (actual, expected))
+        raise ValueError(" where belongs ".join(kinds))
 
 
 def _size(numbers: Tensor) -> float:

@@ -7,6 +7,7 @@ from itertools import chain, count, zip_longest
 from typing import Any
 
 from specdec.blocks import BlockShape
+from specdec.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,11 @@ class AcceptanceStats:
             object.__setattr__(self, "tree_sizes", [0] * len(self.num_drafted))
         if not self.parts:
             object.__setattr__(self, "parts", [0] * len(self.num_drafted))
-        assert len(self.num_drafted) == len(self.num_accepted) == len(self.num_emitted) == len(self.tree_sizes) == len(self.parts)
+        steps = {len(of) for of in (self.num_drafted, self.num_accepted, self.num_emitted, self.tree_sizes, self.parts)}
+        if len(steps) > 1:
+            raise InvalidInputError(
+                f"statistics are of {' and '.join(map(str, sorted(steps)))} steps; all lists have an entry for each"
+            )
 
     @property
     def num_steps(self) -> int:

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,10 @@ from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
 from specdec.cli import main as main_module
 from specdec.cli.main import main
 from specdec.errors import InvalidInputError
+from specdec.packages import ROOT
 from specdec.registry import VERBS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
+from tests.helpers.waiting import HANG
 
 Capture = pytest.CaptureFixture[str]
 Damage = Callable[[Path], None]
@@ -413,3 +417,14 @@ def test_half_the_vocabulary_nan_is_reported(folders: Path, tmp_path: Path, caps
     save_file(tensors, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
     assert main(["generate", "abc", "--raw", "--model", str(tmp_path / "target")]) != 0
     assert "NaN" in capsys.readouterr().err
+
+
+def test_no_refusal_is_an_assert() -> None:
+    """`python -O` runs none of them; here it runs tables of bad files and values."""
+    files = ("specdec/test_tensor_files", "specdec/test_deviation", "specdec/test_metrics", "specdec/layers/test_packed")
+    tables = [f"tests/{file}.py" for file in (*files, "drafters/dflash/test_layout", "verifiers/formats/test_integers")]
+    chosen = ["-k", "damage or refus or deviations or scales"]
+    command = [sys.executable, "-O", "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tables, *chosen]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert run.returncode == 0 and passed is not None and int(passed[1]) > 50, run.stdout[-2000:]

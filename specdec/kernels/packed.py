@@ -50,8 +50,10 @@ class PackedWeight:
 
     def __post_init__(self) -> None:
         groups = -(-self.in_features // self.group)
-        assert self.scale.shape == (*self.codes.shape[:-1], groups), "a scale for every group of every output"
-        assert self.zero is None or self.zero.shape == self.scale.shape, "a zero for every scale"
+        if self.scale.shape != (*self.codes.shape[:-1], groups):
+            raise ValueError(f"scales are {list(self.scale.shape)} for {groups} groups of outputs {list(self.codes.shape[:-1])}")
+        if self.zero is not None and self.zero.shape != self.scale.shape:
+            raise ValueError(f"zeros are {list(self.zero.shape)} for scales {list(self.scale.shape)}")
 
     @property
     def halves(self) -> bool:

@@ -21,5 +21,9 @@ def test_deviations() -> None:
     assert worst([Deviation(0.0, 0.0), near]) is near and worst([near, Deviation(1.0, 0.0)]) == (1.0, 0.0)
     with pytest.raises(ArithmeticError, match=r"^plain torch is off by 4\.\de-01 at numbers of about 1\.5$"):
         deviation(plain, (exact * 1.3).bfloat16(), exact)
+    with pytest.raises(ValueError, match="where belongs"):  # and does not spread over the others
+        deviation(plain[:1], plain, exact)
+    with pytest.raises(ValueError, match="where belongs"):
+        mismatches(exact, plain)
     one, other = torch.tensor([1, 2, 3]), torch.tensor([1, 5, 3])
     assert mismatches(one, one) == (0.0, 0.0) and mismatches(one, other) == (1.0, 0.0)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from specdec.errors import InvalidInputError
 from specdec.metrics import AcceptanceStats, mean_tau, pooled
 
 # Four steps of up to three drafts: all accepted; one accepted; none offered; two accepted, but a stop kept only one of them.
@@ -59,5 +60,5 @@ def test_to_dict_holds_the_totals_it_is_made_of() -> None:
 
 
 def test_statistics_of_different_length_are_refused() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvalidInputError, match="statistics are of 1 and 2 steps"):
         AcceptanceStats([1], [1, 1], [2])

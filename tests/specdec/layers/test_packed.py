@@ -83,6 +83,14 @@ def test_rows_are_chosen_and_joined(code: Code, arranged: bool) -> None:
     assert not PackedWeight.alike([first, packed(code, (3, 8, 96), 48)])
 
 
+def test_scales_and_zeros_of_other_groups_are_refused() -> None:
+    codes, scale = torch.zeros(2, 8, dtype=torch.uint8), torch.ones(2, 2)
+    with pytest.raises(ValueError, match="scales are "):
+        PackedWeight(codes, scale[:, :1], None, 8, "int4", torch.float32)
+    with pytest.raises(ValueError, match="zeros are "):
+        PackedWeight(codes, scale, scale[:1], 8, "int4", torch.float32)
+
+
 def test_bytes_and_places() -> None:
     """Codes, scales and zeros count; a type is that of rows, and codes stay."""
     weight = packed("int4", (20, 96), 32, zero=torch.rand(20, 3))
