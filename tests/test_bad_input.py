@@ -144,7 +144,7 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         (set_key(rope_parameters=LONGROPE), ("cannot read the weights of target", "torch.Size([8])")),
         (
             set_key(rope_parameters=LONGROPE | {"original_max_position_embeddings": 0}),
-            ("cannot read the weights of target", "division by zero"),
+            ("cannot read the config of target", "original_max_position_embeddings is 0"),
         ),
         (remove("config.json"), ("target", "has no config.json")),
         (remove("model.safetensors"), ("cannot read the weights of target", "there are no weights")),
@@ -152,8 +152,8 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         (write("tokenizer_config.json", "[]"), ("cannot read the tokenizer of target", "write it again")),
         (set_key(vocab_size="97"), ("cannot read the config of target", "vocab_size")),
         (set_key(num_key_value_heads=0), ("target", "fetch it again")),
-        (set_key(num_hidden_layers=0), ("num_hidden_layers of target", "is 0", "[1, 2**31)")),
-        (set_key(max_position_embeddings=10**18), ("max_position_embeddings of target", "[1, 2**31)")),
+        (set_key(num_hidden_layers=0), ("num_hidden_layers is 0", "[1, 2**31)")),
+        (set_key(max_position_embeddings=10**18), ("max_position_embeddings is 1000", "[1, 2**31)")),
     ],
 )
 def test_damaged_target(folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]) -> None:

@@ -129,7 +129,7 @@ def _understood(
 
     def judge(whole: Any) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
         config = text_config(whole)
-        check_sizes(name, config)
+        check_sizes(config)
         check_supported(name, whole)
         share = None if group is None else _share(config, group, name, fuse)
         context_limits(config, own=True)

@@ -180,7 +180,7 @@ def needs_of(
         return Needs(name=name, model_type=str(model_type), gpus=gpus, missing=missing)
     config = config_of(dict(entries))
     text = text_config(config)
-    check_sizes(name, text)
+    check_sizes(text)
     reasons = unsupported_reasons(config)
     common = {
         "name": name,

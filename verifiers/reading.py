@@ -28,6 +28,10 @@ RANGES: dict[str, tuple[float, float]] = {
 norms add, a tokenizer's longest text, and bases of RoPE."""
 
 
+_COUNTS = re.compile(r"^(num|n)_|(?<!_all)_dim$|_(embeddings|experts|groups?|heads|layers|length|rank|size|topk|window)$")
+"""Entries that are integers, or lists of them; mscale_all_dim is none."""
+
+
 def read(name: str, what: str, load: Callable[[], Read], blame: Callable[[BaseException], str] | None = None) -> Read:
     """Calls `load`, turning what a bad path or damaged file raises into one line.
 
@@ -127,12 +131,14 @@ def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
             check_numbers(value, of_rope=of_rope or str(key).startswith("rope_"))
         usual = (-(2**63), 2**63 - 1) if isinstance(value, int) else (-LARGEST, LARGEST)
         least, most = RANGES.get(re.split(r"[_.]", str(key))[-1], usual)
+        if isinstance(value, float) and value % 1 and _COUNTS.search(str(key)):  # inf % 1 is NaN
+            raise CheckpointError(f"{key} is {value!r}; it must be an integer, so fetch config.json again")
         if isinstance(value, int | float) and not least <= value <= most:  # as NaN never does
             limits = f"it must lie in [{least:,g}, {most:,g}], so fetch config.json again"
             raise CheckpointError(f"{key} is {reprlib.repr(value)}; {limits}")
 
 
-def check_sizes(name: str, config: Any) -> None:
+def check_sizes(config: Any) -> None:
     """Refuses what no model can have, before anything is allocated for it.
 
     Raises:
@@ -140,5 +146,6 @@ def check_sizes(name: str, config: Any) -> None:
     """
     for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
         value = getattr(config, key, None)
-        if isinstance(value, int) and not 1 <= value < 2**31:
-            raise CheckpointError(f"{key} of target {name!r} is {value}; it must lie in [1, 2**31), so fetch config.json again")
+        if value is not None and not (type(value) is int and 1 <= value < 2**31):
+            limits = "an integer in [1, 2**31), so fetch config.json again"
+            raise CheckpointError(f"{key} is {reprlib.repr(value)}; it must be {limits}")

@@ -108,7 +108,7 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-        for name in (*sizes, "max_position_embeddings"):
+        for name in (*sizes, "max_position_embeddings", *(["target_hidden_size"] if self.target_hidden_size is not None else [])):
             require(1 <= getattr(self, name) < 2**31, f"{name} is {getattr(self, name)}; it must be positive and below 2**31")
         require(self.max_draft_tokens >= 1, f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2")
         require(self.max_draft_tokens <= MOST_DRAFTS, f"block_size is {self.block_size}; it must be at most {MOST_DRAFTS:,}")
