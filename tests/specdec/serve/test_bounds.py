@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from specdec.config import CacheConfig
+from specdec.grammar import limits as grammars
 from specdec.serve import app, limits, texts
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front
@@ -233,8 +234,11 @@ def test_the_page_has_every_limit() -> None:
         "characters of a text per token it may have": f"{limits.CHARACTERS_PER_TOKEN}",
         "tokens of `/tokenize` and `/detokenize`, where the context is shorter": f"{limits.TOKENIZED:,}",
         "log-probabilities per token": f"{limits.MOST_LOGPROBS}",
+        "grammars that wait to be compiled": f"{grammars.MOST_WAITING}",
+        "characters of a grammar": f"{grammars.MOST_CHARACTERS:,}",
+        "characters of a regular expression": f"{grammars.MOST_PATTERN_CHARACTERS:,}",
         "log-probabilities of prompts": f"{limits.MOST_PROMPT_LOGPROBS:,}",
     }
     found = dict(re.findall(r"^\| .*?(`--[a-z-]+`) \| ([\d,.]+) \|", PAGE, re.MULTILINE))
-    found |= dict(re.findall(r"^\| ((?:entries|characters|fields|tokens|log-prob)[^|]*?) \| ([\d,.]+) \|", PAGE, re.MULTILINE))
+    found |= dict(re.findall(r"^\| ((?:entries|characters|fields|tokens|log-prob|grammars)[^|]*?) \| ([\d,.]+) \|", PAGE, re.MULTILINE))
     assert found == options | entries | lengths | others
