@@ -8,7 +8,6 @@ MOST_ENTRIES = {
     "logit_bias": MOST_EDITS,
     "messages": 4096,
     "chat_template_kwargs": 256,
-    "guided_choice": 4096,
 }
 """Entries of lists and objects, by the field."""
 

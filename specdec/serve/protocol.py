@@ -97,6 +97,12 @@ def _token_ids(given: Any) -> list[int]:
     return given
 
 
+def _texts(given: Any) -> list[str]:
+    if not _are(str, given):
+        raise ValueError("input should be a list of texts")
+    return given
+
+
 def _prompts(given: Any) -> list[str] | list[list[int]]:
     """The prompts of a completion one by one."""
     if isinstance(given, str):
@@ -153,7 +159,7 @@ class Generation(Body):
     guided_json: Any = None
     guided_json_object: bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[Any, AfterValidator(_texts)] = None
     guided_grammar: str | None = None
     json_schema: Any = None
     regex: Any = None

@@ -76,7 +76,7 @@ def refusal(live: Live, path: str, body: Any, status: int = 400) -> str:
         ({"messages": CHAT * 4097}, "messages has 4,097 entries"),
         ({"messages": CHAT, "n": 257}, "asks for 257 outputs"),
         ({"messages": CHAT, "chat_template_kwargs": {str(i): 1 for i in range(257)}}, "chat_template_kwargs has 257 entries"),
-        ({"guided_choice": ["a"] * 4097}, "guided_choice has 4,097 entries"),
+        ({"guided_choice": [1] * 1000}, "guided_choice is [1, 1, 1, 1, 1, 1, ...]: input should be a list of texts"),
         ({"cache_salt": "a" * 1025}, "cache_salt has 1,025 characters"),
         ({str(i): 1 for i in range(1024)}, "the request has 1,025 fields and the limit is 1,024"),
         ({"prompt": "a" * (16 * CONTEXT + 1)}, "has 8,193 characters and the limit is 512 tokens"),
