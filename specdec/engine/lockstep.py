@@ -9,6 +9,8 @@ where an output ends at a stop string; on an accelerator the device has the next
 
 from __future__ import annotations
 
+from array import array
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -211,22 +213,22 @@ def _told(request: Request) -> list[Any]:
     """A request that is new, for `_request`."""
     asks = request.on_tokens is not None
     numbers = [request.request_id, request.seed, request.max_total_len, request.rope_len]
-    return [numbers, request.prompt_token_ids, sorted(request.stop_ids), request.sampling, asks]
+    prompt = b64encode(array("i", request.prompt_token_ids).tobytes()).decode()  # long ones would take JSON milliseconds
+    return [numbers, prompt, sorted(request.stop_ids), request.sampling, asks]
 
 
-def _request(
-    numbers: list[int], prompt: list[int], stop_ids: list[int], sampling: SamplingParams, asks: bool
-) -> tuple[Request, bool]:
+def _request(numbers: list[int], prompt: str, stop_ids: list[int], sampling: SamplingParams, asks: bool) -> tuple[Request, bool]:
     """What rank 0 tells of a request, and whether it looks for stop strings.
 
     Raises:
         RuntimeError: it is no request.
     """
-    whole = all(type(number) is int for number in (*numbers, *prompt, *stop_ids))
+    whole = all(type(number) is int for number in (*numbers, *stop_ids))
     if not (whole and len(numbers) == 4 and isinstance(sampling, SamplingParams)):
         raise RuntimeError("a message between ranks tells of no request")
     number, seed, total, rope_len = numbers
-    request = Request(number, prompt, sampling, seed, total, stop_ids=frozenset(stop_ids), rope_len=rope_len)
+    tokens = array("i", b64decode(prompt)).tolist()
+    request = Request(number, tokens, sampling, seed, total, stop_ids=frozenset(stop_ids), rope_len=rope_len)
     return request, asks
 
 

@@ -5,7 +5,7 @@ What is received makes nothing else, and names no code but functions that are ma
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +18,10 @@ from specdec.sampling_params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-RECORDS: dict[str, type] = {kind.__name__: kind for kind in (CacheConfig, EngineConfig, Grammar, LoadConfig, SamplingParams)}
+RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (CacheConfig, EngineConfig, Grammar, LoadConfig, SamplingParams)}
 """Each checks its fields when it is made."""
 
+_DEFAULTS = {kind: [(one.name, one.default) for one in fields(kind)] for kind in RECORDS.values()}
 _MODULES = (*PACKAGES, "tests")
 _marked: dict[Callable[..., Any], str] = {}
 
@@ -50,9 +51,9 @@ def pack(value: Any, numbers: Mapping[int, int]) -> bytes:
             return {"kept": number}
         if isinstance(one, Path):
             return {"path": str(one)}
-        if type(one).__name__ in RECORDS and is_dataclass(one):
-            told = {field.name: getattr(one, field.name) for field in fields(one)}
-            return {"record": type(one).__name__, "fields": [[k, v] for k, v in told.items() if v != _default(one, k)]}
+        if (defaults := _DEFAULTS.get(type(one))) is not None:
+            told = [[name, own] for name, default in defaults if (own := getattr(one, name)) != default]
+            return {"record": type(one).__name__, "fields": told}
         if callable(one) and one in _marked:
             return {"function": _marked[one]}
         raise TypeError(f"a {type(one).__name__} has no plain form")
@@ -87,11 +88,6 @@ def unpack(data: bytes, kept: Mapping[int, Any]) -> Any:
         return json.loads(data, object_hook=made)
     except (ValueError, TypeError, KeyError, RecursionError, ImportError, AttributeError) as error:
         raise RuntimeError(f"a message between ranks is none of specdec's: {one_line(error)}") from error
-
-
-def _default(one: Any, name: str) -> Any:
-    default = type(one).__dataclass_fields__[name].default
-    return object() if default is MISSING else default
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -242,7 +242,7 @@ def test_a_rank_of_torchrun_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(siblings, "LOOK", 0.01)
     mirror: Any = SimpleNamespace(ended=None)
     with subprocess.Popen(["sleep", "600"]) as stopped, subprocess.Popen(["sleep", "600"]) as other:
-        monkeypatch.setattr(launch, "_lost", lambda mirror, line: vars(mirror).update(ended=line))
+        monkeypatch.setattr(launch, "_lost", lambda mirror, line: mirror.__dict__.update(ended=line))
         stopped.send_signal(signal.SIGSTOP)
         in_time(lambda: launch._watch(mirror, [other.pid, stopped.pid]))
         assert stopped.wait() == -signal.SIGKILL and other.poll() is None
