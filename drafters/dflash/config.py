@@ -11,8 +11,8 @@ from drafters.keys import require
 from specdec.core import Verifier
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
-MOST_LAYERS = MOST_DRAFTS = 1024
-"""More layers, or drafts per block, than any drafter has: a number beyond comes from a damaged file."""
+MOST_DRAFTS = 1024
+"""More drafts per block than any drafter has: a number beyond comes from a damaged file."""
 
 
 AttentionGate = Literal["per-head", "per-element"]

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from drafters.algorithms import algorithm_of, unsupported
-from drafters.dflash.config import MOST_LAYERS, DFlashConfig, default_taps
+from drafters.dflash.config import DFlashConfig, default_taps
 from drafters.dflash.coupling import parse_coupling
 from drafters.dflash.families import Family, family_of
 from drafters.dflash.heads import ALGORITHMS, HEAD_KEYS, parse_head, predicts_from_anchor
 from drafters.dflash.rope import rope_parameters
-from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
+from drafters.keys import MOST_LAYERS, PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from drafters.keys import MOST_LAYERS
 from specdec.cli.fields import add_options, kinds_of
 from specdec.errors import InvalidInputError
 from specdec.files import read_json, read_toml, user_path
+from specdec.validation import is_number
 
 
 def _option(default: Any, group: str, text: str, **more: str) -> Any:
@@ -120,8 +122,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for one in fields(self):
             value, rule = getattr(self, one.name), one.metadata.get("rule")
+            for number in value if isinstance(value, tuple) else (value,):
+                right = is_number(number) or not isinstance(number, int | float) or isinstance(number, bool)
+                self._check(one.name, right, "a number that float32 or int64 holds")
             if rule is not None and value is not None:
                 self._check(one.name, _RULES[rule](value), rule)
+        self._check("layers", self.layers <= MOST_LAYERS, f"at most {MOST_LAYERS:,}")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")

@@ -78,6 +78,11 @@ class MasterOptimizer:
         return norm
 
     @torch.no_grad()
+    def finite(self) -> bool:
+        """Whether all weights are; the last step's are in no loss yet."""
+        return bool(torch.stack(torch._foreach_norm(self.masters)).isfinite().all())
+
+    @torch.no_grad()
     def publish(self) -> None:
         """Casts the masters into the model."""
         torch._foreach_copy_(self._weights, self.masters)

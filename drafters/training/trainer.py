@@ -26,6 +26,7 @@ from drafters.training.provenance import alike
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target
 from specdec.errors import InvalidInputError, SpecDecError
+from specdec.writing import make_folder
 
 FREE_TO_CHANGE = {
     "out", "device", "stop_after", "mask_path", "compile", "loss_rows", "log_every", "eval_every", "save_every", "attention",
@@ -111,6 +112,7 @@ class Trainer:
         if self.progress >= 1:
             return True
         config = self.config
+        make_folder(self._folder)
         log = TrainLog(self._folder, last_step=self.step, quiet=self.rank > 0)
         self._seconds_before, self._clock = self.seconds, time.perf_counter()
         stop_at = math.inf if config.stop_after is None else self.seconds + 60 * config.stop_after
@@ -161,7 +163,7 @@ class Trainer:
         loss, weight, blocks, accepted = totals.tolist()
         grad_norm = norm.item()
         self.seconds = self._from_first(self._seconds_before + time.perf_counter() - self._clock)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm) and self.optimizer.finite()):
             raise SpecDecError(
                 f"the loss is not finite after step {self.step}; the state of the last save is kept, so run again with a lower --lr"
                 " or --dtype float32"

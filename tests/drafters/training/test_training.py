@@ -320,9 +320,11 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(answered: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 40])
+def test_a_loss_that_is_not_finite_ends_the_run(answered: Path, steps: int) -> None:
+    """After one step no loss has seen the weights yet."""
     with pytest.raises(SpecDecError, match="the loss is not finite after step"):
-        run_stages(("train",), toy_config(answered, lr=1e30, clip=1e30, max_steps=40))
+        run_stages(("train",), toy_config(answered, lr=1e30, clip=1e30, max_steps=steps))
     assert (answered / "run" / "training" / state.STATE_FILE).exists()
 
 
@@ -398,6 +400,11 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
         ("steps = 5", "unknown key 'steps'"),
         ('out = "x"\nlr = "high"', "lr is 'high'; it must be a float"),
         ('out = "x"\nlr = -1', "lr is -1.0; it must be positive"),
+        ('out = "x"\nlr = inf', "lr is inf; it must be a number that float32 or int64 holds"),
+        ('out = "x"\nepochs = inf', "epochs is inf; it must be a number"),
+        ('out = "x"\ntemperatures = [0.5, nan]', "temperatures is (0.5, nan); it must be a number"),
+        (f'out = "x"\nseed = {10**30}', "seed is 1000000000000000000000000000000; it must be a number"),
+        ('out = "x"\nlayers = 1000000', "layers is 1000000; it must be at most 1,024"),
         ('out = "x"\nbucket = 0', "bucket is 0; it must be at least 1"),
         ('out = "x"\nkl = -0.5', "kl is -0.5; it must be 0 or more"),
         ('out = "x"\nwarmup = 1.5', "warmup is 1.5; it must be between 0 and 1"),
