@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in _OF_OUTPUT or error.filename is not None:
             raise
         _drop_output()
-        _complain(f"error: cannot write standard output: {reason_of(error)}; make room or choose another, and run again")
+        way_out = "make room" if error.errno in NO_ROOM else "send it elsewhere"
+        _complain(f"error: cannot write standard output: {reason_of(error)}; {way_out} and run again")
         return EXIT_USAGE
 
 
