@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from specdec import __version__
 from specdec.engine.outputs import GenerationResult
 from specdec.errors import SpecDecError
+from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling_params import SamplingParams
 from specdec.serve.answer import Answer
 from specdec.serve.chat import ChatCompletion, chat_text
@@ -27,7 +30,7 @@ from specdec.serve.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.protocol import Chat, ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from specdec.serve.sampling import sampling_params
 from specdec.serve.status import PAGE, Status
-from specdec.serve.texts import characters
+from specdec.serve.texts import SHORT, characters
 from specdec.serve.token_bytes import TokenBytes
 from specdec.serve.transport import ClientGone, Defects, EventStream, Whole, unless_gone
 
@@ -59,7 +62,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def completions(asked: CompletionRequest, http: Request) -> Response:
         prompts = asked.prompt
         _check(front, asked, len(prompts))
-        sampling = sampling_params(asked, decoder.verifier.defaults, most=front.most_tokens)
+        sampling = await _sampling(front, asked)
         for prompt in prompts:
             front.texts.check_length(len(prompt) if isinstance(prompt, str) else 0, decoder.engine.max_model_len)
         made, echoes = await unless_gone(http.receive, _completion_tokens(front, asked))
@@ -70,7 +73,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, http: Request) -> Response:
         _check(front, asked, 1)
-        sampling = sampling_params(asked, decoder.verifier.defaults, most=front.most_tokens)
+        sampling = await _sampling(front, asked)
         front.texts.check_length(characters(asked.messages), decoder.engine.max_model_len)
         tokens = await unless_gone(http.receive, _chat_tokens(front, asked, decoder.engine.max_model_len))
         if asked.most_output is None:
@@ -208,6 +211,15 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -
     if count > MOST_PROMPT_LOGPROBS:
         message = f"{count:,} log-probabilities of prompts are asked for and the limit is {MOST_PROMPT_LOGPROBS:,}"
         raise RequestError(400, f"{message}; give fewer prompts at once, or lower logprobs", param="logprobs")
+
+
+async def _sampling(front: Front, asked: Generation) -> SamplingParams:
+    """How to decode a request. A schema, or what is as long, is looked at in a thread."""
+    make = partial(sampling_params, asked, front.decoder.verifier.defaults, most=front.most_tokens)
+    asked_for = (getattr(asked, name) for name in GRAMMAR_FIELDS)
+    if all(value is None or (isinstance(value, str) and len(value) <= SHORT) for value in asked_for):
+        return make()
+    return await asyncio.to_thread(make)
 
 
 async def _completion_tokens(front: Front, asked: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:

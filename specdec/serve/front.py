@@ -55,6 +55,7 @@ class Front:
         self.draining = self.dead = False
         self.on_death: Callable[[], object] = lambda: None
         self._open: set[Outputs] = set()
+        self._waiting: set[asyncio.Future[object]] = set()  # for grammars
         self._probe: asyncio.Task[None] | None = None
         self._ranks = mirror_of(decoder.verifier)
 
@@ -124,8 +125,17 @@ class Front:
             compiled = self.decoder.engine.admission.compiled_grammar(sampling)
         except CapacityError as error:
             raise busy(str(error)) from error
-        if compiled is not None:
-            await asyncio.wrap_future(compiled)  # cancelled, it waits no longer, and others may
+        if compiled is None:
+            return
+        waiting = asyncio.wrap_future(compiled)  # cancelled, it waits no longer, and others may
+        self._waiting.add(waiting)
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            self.check_open()
+            raise
+        finally:
+            self._waiting.discard(waiting)
 
     def submit(self, asked: Sequence[tuple[list[int], SamplingParams]], *, incremental: bool) -> Outputs:
         """Queues the outputs of one request, all or none.
@@ -188,6 +198,8 @@ class Front:
     async def drain(self) -> None:
         """Takes nothing new on, and waits for what is unfinished, as long as the config allows; then ends it."""
         self.draining = True
+        for waiting in list(self._waiting):  # what they are for would be refused
+            waiting.cancel()
         until = time.monotonic() + self.config.drain_seconds
         while not self.idle and not self.dead and time.monotonic() < until:
             await asyncio.sleep(0.02)

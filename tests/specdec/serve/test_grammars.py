@@ -1,0 +1,70 @@
+"""Grammars of clients: looked at and compiled beside the event loop, for no longer than somebody waits for them."""
+
+import json
+import threading
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from specdec.grammar import lanes as lanes_module
+from specdec.serve import app
+from specdec.serve.sampling import sampling_params
+from tests.helpers.live_server import live_server
+from tests.helpers.waiting import HANG, wait_until
+from tests.specdec.grammar.test_compiler import compiling
+
+URL = "/v1/completions"
+LONG = {"prompt": "abc", "max_tokens": 1, "guided_grammar": f"root ::= {'|'.join(map(json.dumps, map(str, range(99_000))))}"}
+"""Takes seconds of a processor."""
+
+
+def test_schemas_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def make(*about: Any, **more: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return sampling_params(*about, **more)
+
+    monkeypatch.setattr(app, "sampling_params", make)
+    with live_server() as live, httpx.Client(base_url=live.url) as client:
+        for asked in ({}, {"guided_json": {"type": "null"}}, {"guided_grammar": 'root ::= "a"' + " " * 20_000}):
+            assert client.post(URL, json={"prompt": "abc", "max_tokens": 9, **asked}).status_code == 200
+    assert len(names) == 3 and names[0] not in names[1:]
+
+
+def test_a_client_that_leaves_ends_its_compiling() -> None:
+    with live_server() as live, httpx.Client(base_url=live.url) as client:
+        other = httpx.Client(base_url=live.url, timeout=httpx.Timeout(HANG, read=1.0))
+        with other, pytest.raises(httpx.ReadTimeout):
+            other.post(URL, json=LONG)
+        wait_until(lambda: not compiling())
+        answer = client.post(URL, json={"prompt": "abc", "max_tokens": 9, "guided_regex": "a+b"})
+        assert answer.status_code == 200
+
+
+def test_a_server_that_ends_waits_for_no_grammar() -> None:
+    with live_server() as live:
+        asking = threading.Thread(target=_ask, args=(live.url,))
+        asking.start()
+        wait_until(lambda: bool(compiling()))
+        live.server.stop()
+        live.join()
+        wait_until(lambda: not compiling())
+        asking.join(HANG)
+
+
+def _ask(url: str) -> None:
+    with suppress(httpx.HTTPError):
+        assert httpx.post(url + URL, json=LONG, timeout=HANG).status_code == 503
+
+
+def test_too_many_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again later: no mistake of the client's."""
+    monkeypatch.setattr(lanes_module, "MOST_WAITING", 0)
+    with live_server() as live:
+        answer = httpx.post(live.url + URL, json={"prompt": "abc", "guided_regex": "a+"})
+    assert answer.status_code == 503 and "grammars wait" in answer.json()["error"]["message"]
