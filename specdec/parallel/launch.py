@@ -3,10 +3,8 @@
 import atexit
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from specdec.errors import CapacityError, InvalidInputError
 from specdec.parallel import mirror as mirrors
 from specdec.parallel import siblings as watched
 from specdec.parallel.group import WITHOUT_MULTICAST, join_group
+from specdec.parallel.meeting import MeetingPlace
 from specdec.parallel.mirror import Mirror, Ranks
 from specdec.parallel.rank import Settings, one_line, quieten
 from specdec.parallel.siblings import PATIENCE, Siblings
@@ -114,16 +113,16 @@ class Started(Ranks):
         folder: where the ranks have met.
     """
 
-    def __init__(self, siblings: Siblings, threads: int, folder: Path) -> None:
+    def __init__(self, siblings: Siblings, threads: int, folder: MeetingPlace) -> None:
         self._siblings, self._threads, self._folder = siblings, threads, folder
 
     def end(self, *, kill: bool) -> None:
         """See `Ranks.end`."""
         self._siblings.end(kill=kill)
-        shutil.rmtree(self._folder, ignore_errors=True)
         torch.set_num_threads(self._threads)
         if dist.get_backend() == "gloo":  # NCCL would wait for captured graphs, which refer to its communicator
             dist.destroy_process_group()
+            self._folder.remove()
 
     def why_ended(self) -> str | None:
         """See `Ranks.why_ended`."""
@@ -138,7 +137,7 @@ def _check_size(size: int, found: int, who: str) -> None:
 def _start(size: int, device: torch.device) -> Mirror:
     where = device_of_rank(device, 0, size)
     check_loopback()
-    folder, secret = _private_folder(), secrets.token_hex(16)
+    folder, secret = MeetingPlace(), secrets.token_hex(16)
     threads = torch.get_num_threads()
     each = threads if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ else max(1, threads // size)
     siblings = Siblings(
@@ -147,7 +146,7 @@ def _start(size: int, device: torch.device) -> Mirror:
                 path=sys.path,
                 rank=rank,
                 size=size,
-                folder=str(folder),
+                folder=str(folder.path),
                 secret=secret,
                 device=where.type,
                 threads=each,
@@ -159,21 +158,13 @@ def _start(size: int, device: torch.device) -> Mirror:
     try:
         siblings.wait()
         torch.set_num_threads(each)
-        mirror = _meet(0, size, folder, where, Started(siblings, threads, folder), bytes.fromhex(secret))
+        mirror = _meet(0, size, folder.path, where, Started(siblings, threads, folder), bytes.fromhex(secret))
     except BaseException:
         siblings.end(kill=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
         raise
-    siblings.on_loss = lambda line: _lost(mirror, line, folder)
+    siblings.on_loss = lambda line: _lost(mirror, line)
     return _lead(mirror)
-
-
-def _private_folder() -> Path:
-    """A folder that no other user may look into; ranks tell each other there at which ports they listen."""
-    try:
-        return Path(tempfile.mkdtemp(prefix="specdec-ranks-"))
-    except OSError as error:
-        raise CapacityError(f"ranks need a folder to meet in, and there is none: {error}; set TMPDIR to one") from error
 
 
 def _meet(rank: int, size: int, folder: Path, device: torch.device, ranks: Ranks | None, secret: bytes) -> Mirror:
@@ -234,7 +225,7 @@ def _watch(mirror: Mirror, processes: Sequence[int]) -> None:
                 _lost(mirror, watched.stopped(rank))
 
 
-def _lost(mirror: Mirror, line: str, folder: Path | None = None) -> None:
+def _lost(mirror: Mirror, line: str) -> None:
     """A rank has ended unasked: whatever rank 0 waits for will not come. By the thread that has found out."""
     mirror.lose(line)
     group = mirror.group.device_group
@@ -245,6 +236,4 @@ def _lost(mirror: Mirror, line: str, folder: Path | None = None) -> None:
         time.sleep(0.05)
     if mirror.busy:
         print(f"specdec: error: {line}", file=sys.stderr, flush=True)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

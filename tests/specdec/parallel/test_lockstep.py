@@ -205,7 +205,7 @@ def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
 def test_ranks_listen_on_loopback_alone(two: SpecDecoder) -> None:
     """And where they have met, nobody else may look."""
     assert everywhere(two.verifier, parts.listens_on_loopback)
-    folder = current()._ranks._folder  # type: ignore[union-attr]
+    folder = current()._ranks._folder.path  # type: ignore[union-attr]
     assert folder.stat().st_mode & 0o777 == 0o700
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from specdec.errors import CapacityError
 from specdec.parallel import launch, sockets
+from specdec.parallel.meeting import MeetingPlace
 from specdec.parallel.sockets import INTERFACES, check_loopback, listening, rank_sockets
 
 ONE: list[dict[str, str]] = [
@@ -52,6 +54,21 @@ def test_ranks_of_several_machines_say_what_they_open(environment: pytest.Monkey
     [line] = [record.getMessage() for record in caplog.records]
     found = ", ".join(f"127.0.0.1:{port}" for port in sorted(ports))
     assert line.startswith(f"ranks on several machines meet at 10.1.2.3:29400, and this one listens on {found}, without a secret;")
+
+
+def test_a_meeting_place_that_was_left_goes_with_the_next(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that are held stay."""
+    environment.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = MeetingPlace(), MeetingPlace()
+    first._held.close()  # as when its process has ended
+    third = MeetingPlace()
+    assert {path.name for path in tmp_path.iterdir()} == {second.path.name, third.path.name}
+    third.remove()
+    assert [path.name for path in tmp_path.iterdir()] == [second.path.name]
+    environment.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(CapacityError, match=r"ranks need a folder to meet in, and there is none: .*; set TMPDIR to one"):
+        MeetingPlace()
+    second.remove()
 
 
 def test_without_loopback_the_start_says_so(environment: pytest.MonkeyPatch) -> None:

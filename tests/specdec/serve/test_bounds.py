@@ -240,5 +240,7 @@ def test_the_page_has_every_limit() -> None:
         "log-probabilities of prompts": f"{limits.MOST_PROMPT_LOGPROBS:,}",
     }
     found = dict(re.findall(r"^\| .*?(`--[a-z-]+`) \| ([\d,.]+) \|", PAGE, re.MULTILINE))
-    found |= dict(re.findall(r"^\| ((?:entries|characters|fields|tokens|log-prob|grammars)[^|]*?) \| ([\d,.]+) \|", PAGE, re.MULTILINE))
+    found |= dict(
+        re.findall(r"^\| ((?:entries|characters|fields|tokens|log-prob|grammars)[^|]*?) \| ([\d,.]+) \|", PAGE, re.MULTILINE)
+    )
     assert found == options | entries | lengths | others
