@@ -197,8 +197,8 @@ def start_gguf(folder: Path) -> Check:
 
 
 KINDS = {
-    "targets": Kind(target, start_targets, 40),
-    "drafters": Kind(drafter, start_drafters, 40),
-    "safetensors": Kind(safetensors, start_safetensors, 30),
-    "gguf": Kind(gguf, start_gguf, 30),
+    "targets": Kind(target, start_targets, 30),
+    "drafters": Kind(drafter, start_drafters, 25),
+    "safetensors": Kind(safetensors, start_safetensors, 20),
+    "gguf": Kind(gguf, start_gguf, 20),
 }

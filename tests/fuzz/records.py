@@ -123,8 +123,8 @@ def start_prompts(folder: Path) -> Check:
 
 
 KINDS = {
-    "journals": Kind(journal, start_journals, 0),
-    "reports": Kind(report, start_reports, 0),
+    "journals": Kind(journal, start_journals, 12),
+    "reports": Kind(report, start_reports, 60),
     "training": Kind(training, start_training, 0),
     "prompts": Kind(prompts, start_prompts, 25),
 }

@@ -135,6 +135,6 @@ def start_sampling(folder: Path) -> Check:
 
 KNOWN = set(SamplingParams.__dataclass_fields__)
 KINDS = {
-    "bodies": Kind(body, start_bodies, 0),
+    "bodies": Kind(body, start_bodies, 60),
     "sampling": Kind(sampling, start_sampling, 80),
 }
