@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from verifiers.reading import blamed, check_numbers, check_sizes, read
 from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
 from verifiers.sizes import weight_bytes
 from verifiers.support import unsupported_reasons
-from verifiers.tokenizer import tokenizer_reasons
+from verifiers.tokenizer import WHOLE, tokenizer_in, tokenizer_reasons
 from verifiers.wrappers import READ_AS, config_of, text_config
 
 ROOM = 0.9
@@ -117,8 +118,11 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     if not needs.vocab_size:
         return needs
     try:
+        here = needs.would_run and (Path(where).expanduser() / WHOLE).is_file()  # and not far away
+        tokenizer = tokenizer_in(Path(where).expanduser(), name) if here else None
         file = json_file(where, FILE, what="target")
-        return replace(needs, notes=tuple(generation_of(name, file, entries, vocab_size=needs.vocab_size).notes))
+        asked = generation_of(name, file, entries, vocab_size=needs.vocab_size, tokenizer=tokenizer)
+        return replace(needs, notes=tuple(asked.notes))
     except CheckpointError as error:
         return replace(needs, missing=(*needs.missing, str(error)))
 

@@ -11,6 +11,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from specdec import hub
 from specdec.cli.main import main
 from specdec.errors import CheckpointError
+from tests.helpers.tiny_models import tiny_tokenizer
 from verifiers import needs
 
 GB = 10**9
@@ -197,6 +198,7 @@ def test_the_context_and_how_far_it_goes(capsys: pytest.CaptureFixture[str], tmp
     assert doctor(capsys, folder(tmp_path / "table", {"model_type": "gpt2"}))["context"].endswith(", and no more")
 
 
+WHOLE = tiny_tokenizer().backend_tokenizer.to_str()
 KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
 
 
@@ -213,7 +215,8 @@ KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["
         ({"tokenizer.model": "I+/Q== 0\nIg== 1\n"}, "its tokenizer is tokenizer.model of tiktoken alone"),
         ({"model.safetensors": ""}, "it has no tokenizer: neither tokenizer.json nor another vocabulary"),
         ({"tokenizer.model": "\n\x0e\n\x05", "model.safetensors": ""}, None),
-        ({"tokenizer_config.json": json.dumps(KIMI), "tiktoken.model": "IQ== 0", "tokenizer.json": "{}"}, None),
+        ({"tokenizer_config.json": json.dumps(KIMI), "tiktoken.model": "IQ== 0", "tokenizer.json": WHOLE}, None),
+        ({"tokenizer.json": "{}"}, "cannot read the tokenizer of target "),
         ({"tokenizer_config.json": '{"tokenizer_class": "Qwen2TokenizerFast"}', "vocab.json": "{}", "model.safetensors": ""}, None),
     ],
 )
