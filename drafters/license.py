@@ -6,6 +6,8 @@ from typing import Any
 
 from huggingface_hub.repocard import metadata_load
 
+from specdec.errors import one_line
+
 CARD = "README.md"
 
 _FREE = {
@@ -31,7 +33,8 @@ def license_note(card: Path | None, config: Mapping[str, Any]) -> str | None:
     names = stated.get("license") or []
     for name in names if isinstance(names, list) else [names]:
         if isinstance(name, str) and name.lower() not in _FREE:
-            return _note(str(stated.get("license_name") or name) if name == "other" else str(name))
+            own = stated.get("license_name")
+            return _note(one_line(ValueError(own if name == "other" and isinstance(own, str) else name), 100))
     return None
 
 

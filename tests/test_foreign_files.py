@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafters.dflash.checkpoint import write_checkpoint
 from drafters.fit import read_fit
@@ -15,7 +16,7 @@ from drafters.load import load_drafter
 from specdec import SpecDecoder
 from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
-from specdec.errors import SpecDecError
+from specdec.errors import CheckpointError, SpecDecError
 from specdec.sampling_params import SamplingParams
 from tests.drafters.eagle3.heads import SGLANG, SPECULATORS, write_head
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
@@ -102,6 +103,18 @@ def test_a_target(file: str, target: Path, tmp_path: Path, monkeypatch: pytest.M
             assert would_run, f"{name}: loading takes what doctor refuses"
             assert found == expected or name in TELLING, f"{name} {entries}"
     assert lines > 20, "so many cannot be read"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_small_tensors_of_a_target_are_finite(value: float, target: Path, tmp_path: Path) -> None:
+    """As a bias that chooses experts, which would choose others without a word."""
+    folder = written(tmp_path / "changed", target, "config.json", json.loads((target / "config.json").read_text()))
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"'model.norm.weight' holds NaN or infinite numbers"):
+        loaded(folder)
 
 
 @pytest.fixture(scope="module")

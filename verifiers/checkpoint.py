@@ -257,6 +257,9 @@ class _Reader:
         if not tensor.is_floating_point():
             return tensor.to(self._device)
         check_floats({name: tensor})
+        # One that is not finite in a matrix ends in logits that are not; a bias of experts would choose others without a word.
+        if tensor.ndim < 2 and not (tensor < torch.inf).all():
+            raise CheckpointError(f"{name!r} holds NaN or infinite numbers; fetch the whole checkpoint again")
         wide = self._wide is not None and self._wide.search(name)
         return tensor.to(self._device, torch.float32 if wide else self._dtype)
 
