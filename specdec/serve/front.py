@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from specdec.decoder import SpecDecoder
@@ -225,6 +225,9 @@ class Outputs:
         self._front, self._incremental = front, incremental
         self._stream = Stream(front.decoder.session)
         self._handles: list[Handle] = []
+        self._waiting: deque[tuple[list[int], SamplingParams]] = deque()
+        seats = front.decoder.engine.config.max_num_seqs
+        self._share = seats + max(1, seats // 4)  # in the engine at once, and its queue: others come between the rest
         self._arrived = time.perf_counter()
         self._first: dict[int, tuple[float, int]] = {}  # when the first chunk of an output came, and its tokens
         self._last: dict[int, float] = {}  # when the last one did
@@ -236,7 +239,7 @@ class Outputs:
     @property
     def num_open(self) -> int:
         """Outputs that have not ended."""
-        return len(self._handles) - len(self._counted)
+        return len(self._handles) + len(self._waiting) - len(self._counted)
 
     def add(self, tokens: list[int], sampling: SamplingParams) -> None:
         """Queues one.
@@ -244,11 +247,17 @@ class Outputs:
         Raises:
             SpecDecError: see `Session.submit`.
         """
-        index = len(self._handles)
-        session = self._front.decoder.session
-        handle = session.submit(tokens, sampling, index=index, incremental=self._incremental, stream=self._stream, wait=False)
-        self._handles.append(handle)
+        self._waiting.append((tokens, sampling))
         self.num_prompt_tokens += len(tokens)
+        self._submit()
+
+    def _submit(self) -> None:
+        """Gives the session what has its turn."""
+        session = self._front.decoder.session
+        while self._waiting and len(self._handles) - len(self._counted) < self._share:
+            (tokens, sampling), index = self._waiting.popleft(), len(self._handles)
+            handle = session.submit(tokens, sampling, index=index, incremental=self._incremental, stream=self._stream, wait=False)
+            self._handles.append(handle)
 
     async def chunks(self) -> AsyncIterator[StreamChunk]:
         """Chunks of all outputs as they come.
@@ -261,7 +270,10 @@ class Outputs:
                 self._count(chunk)
                 if chunk.result is not None:
                     _check_result(chunk.result)
+                    self._submit()
                 yield chunk
+        except CapacityError as error:  # the session was closed meanwhile
+            raise busy(str(error)) from error
         except RuntimeError as error:
             if not self._stream.failed:
                 raise
@@ -281,6 +293,8 @@ class Outputs:
 
     def close(self) -> None:
         """Cancels what is unfinished."""
+        self._front.totals.finished["cancelled"] += len(self._waiting)
+        self._waiting.clear()
         for handle in self._handles:
             if not handle.done:
                 handle.cancel()

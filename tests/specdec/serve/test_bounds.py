@@ -15,12 +15,13 @@ import pytest
 
 from specdec.config import CacheConfig
 from specdec.grammar import limits as grammars
+from specdec.sampling_params import SamplingParams
 from specdec.serve import app, limits, texts
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front
 from specdec.serve.texts import Lane
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
-from tests.helpers.waiting import HANG
+from tests.helpers.waiting import HANG, gated, wait_until
 
 CHAT: Any = [{"role": "user", "content": "hello"}]
 CONTEXT = 512
@@ -142,6 +143,34 @@ def test_a_long_text_never_holds_up_a_short_one(live: Live, monkeypatch: pytest.
     go.set()
     waiting.join()
     assert answers[0].status_code == 200
+
+
+def test_outputs_of_others_come_between_those_of_one_request(live: Live) -> None:
+    """Few of many are in the engine at once; all come, in their order."""
+    session, seeds = live.front.decoder.session, 30
+    many = {"prompt": "abc", "n": seeds, "max_tokens": 3, "seed": 5, "temperature": 1, "ignore_eos": True}
+    made: list[Any] = []
+    waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=many)))
+    with gated(live.front.decoder.engine):
+        waiting.start()
+        wait_until(lambda: live.front.num_open == seeds)
+        assert len(session._callers) == 5, "four seats, and one that is ready to follow"
+    waiting.join()
+    texts = [choice["text"] for choice in made[0].json()["choices"]]
+    own = {name: many[name] for name in ("max_tokens", "temperature", "ignore_eos")}
+    assert texts == [
+        one.text for one in live.front.decoder.generate(["abc"] * seeds, [SamplingParams(seed=5 + i, **own) for i in range(seeds)])
+    ]
+
+
+def test_outputs_that_had_no_turn_are_canceled_as_well() -> None:
+    with live_server() as live:
+        with gated(live.front.decoder.engine), httpx.Client() as client:
+            body = {"prompt": "abc", "n": 30, "max_tokens": 9, "stream": True}
+            with client.stream("POST", live.url + "/v1/completions", json=body):
+                wait_until(lambda: live.front.num_open == 30)
+            wait_until(lambda: live.front.idle)
+        assert live.front.totals.finished == {"cancelled": 30}
 
 
 def test_a_lane_does_the_smallest_first_and_survives_all() -> None:

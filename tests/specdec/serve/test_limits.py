@@ -83,12 +83,12 @@ def test_a_client_that_leaves_while_it_waits_cancels_it(monkeypatch: pytest.Monk
         reasons = ends_in_engine(live, monkeypatch)
         with gated(live.front.decoder.engine, FEW) as gate:
             client = http.client.HTTPConnection(live.url.removeprefix("http://"))
-            client.request("POST", "/v1/completions", json.dumps({**LONG, "n": 6}), {"Content-Type": "application/json"})
-            wait_until(lambda: live.front.num_open == 6 and gate.stands)
+            client.request("POST", "/v1/completions", json.dumps({**LONG, "n": 5}), {"Content-Type": "application/json"})
+            wait_until(lambda: live.front.num_open == 5 and gate.stands)
             client.close()
-            wait_until(lambda: cancelled(live) == 6)
+            wait_until(lambda: cancelled(live) == 5)
         assert_nothing_is_left(live)
-        assert reasons == ["cancelled"] * 6
+        assert reasons == ["cancelled"] * 5
 
 
 def test_a_full_queue_is_told_and_room_is_found_again() -> None:
