@@ -1,6 +1,7 @@
 """How the ranks of a group come to be: started by rank 0 itself, or all of them by `torchrun`."""
 
 import atexit
+import faulthandler
 import os
 import secrets
 import signal
@@ -209,8 +210,15 @@ def _join_torchrun(device: torch.device) -> Mirror:
 
 
 def _lead(mirror: Mirror) -> Mirror:
-    atexit.register(mirror.end)
+    atexit.register(_leave, mirror)
     return mirror
+
+
+def _leave(mirror: Mirror) -> None:
+    """At the end of the program. A device that waits for a lost rank would keep the process for ever, which is ended then."""
+    mirror.end()
+    if mirror.failed and torch.cuda.is_initialized():
+        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY))  # with status 1
 
 
 def _watch(mirror: Mirror, processes: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ from specdec.parallel.wire import Message, Wire
 
 Result = TypeVar("Result")
 
+_CLOSED = "the tensor-parallel group has been closed"
 _INTERRUPTED = "the tensor-parallel group has ended after an interruption"
 
 END, CALL, STEP = range(3)
@@ -90,6 +91,11 @@ class Mirror:
     def ended(self) -> str | None:
         """Why the group has ended; None while it lives."""
         return self._ended
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended otherwise than by `end`."""
+        return self._ended not in (None, _CLOSED)
 
     def run(self, function: Callable[..., Result], *args: Any, keep: bool = False) -> Result:
         """Calls a function on every rank.
@@ -188,7 +194,7 @@ class Mirror:
         """Ends the group; does nothing when it has ended. On rank 0."""
         with self._lock:
             if self._ended is None and not self._forked:
-                self._ended = "the tensor-parallel group has been closed"
+                self._ended = _CLOSED
                 try:
                     self._wire.close([END])
                 except RuntimeError:

@@ -265,6 +265,19 @@ def test_two_interrupts_of_a_call_end_the_group(monkeypatch: pytest.MonkeyPatch)
         pytest.fail("went on")
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_device_that_waits_for_a_lost_rank_does_not_keep_the_process(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+    monkeypatch.setattr(mirrors, "Wire", lambda *_: SimpleNamespace(close=lambda *_: None))
+    mirror = Mirror(Group(0, 2, None, None))
+    if failed:
+        mirror.lose("rank 1 has ended")
+    launch._leave(mirror)
+    assert armed == [launch.PATIENCE] * failed and mirror.ended is not None
+
+
 _ALONE = """
 import sys
 from specdec import EngineConfig, SpecDecoder
