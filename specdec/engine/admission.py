@@ -172,7 +172,7 @@ class Admission:
                 raise InvalidInputError(f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0, {size})")
         if len({*ends}) == size:
             raise InvalidInputError(
-                f"stop_token_ids name all {size} tokens of this model, and min_tokens says none of them may begin; name fewer"
+                f"stop_token_ids name all {size} tokens of this model, and min_tokens lets none of them be the first; name fewer"
             )
         most = max(sampling.top_logprobs, sampling.prompt_logprobs or 0)
         if most > size:

@@ -16,8 +16,8 @@ from specdec.grammar.text_rules import Text
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
 
-QUICK_CHARACTERS = 4096
-"""Of a schema without counts or patterns of its own, or of choices: fuzzed ones of this length compile in a tenth of a second."""
+QUICK_CHARACTERS = 8192
+"""Of a schema without counts or patterns of its own, or of choices: fuzzed ones of this length compile in a fifth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class Grammar:
 
 @lru_cache(16)
 def _said(text: str) -> tuple[list[str], list[str], bool]:
-    """Of a schema the reasons and notes, and whether it has counts or strings of our own."""
+    """Of a schema the reasons and notes, and whether it has counts or patterns of its own."""
     found = reading(text)
-    return found.reasons, found.notes, found.counts or bool(found.texts)
+    return found.reasons, found.notes, found.counts or any(one.patterns for one in found.texts)
 
 
 def _parsed(what: str, text: str) -> Any:

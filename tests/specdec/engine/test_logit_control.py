@@ -144,9 +144,10 @@ def test_the_models_own_ends_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"logit_bias": {VOCAB: 1.0}}, f"token {VOCAB}; ids of this model lie in"),
         ({"min_tokens": 2, "stop_token_ids": (VOCAB + 3,)}, f"token {VOCAB + 3}; ids"),
+        ({"min_tokens": 1, "stop_token_ids": range(VOCAB)}, f"name all {VOCAB} tokens of this model, and min_tokens"),
     ],
 )
-def test_tokens_that_the_target_lacks(sampling: dict[str, Any], message: str) -> None:
+def test_tokens_that_cannot_be_held_to(sampling: dict[str, Any], message: str) -> None:
     engine = SpecEngine(target(), None, EngineConfig(cache=CacheConfig(memory_bytes=2**20), num_draft_tokens=0))
     with pytest.raises(InvalidInputError, match=message):
         engine.add_request([1], SamplingParams(**sampling))
