@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
@@ -17,7 +17,10 @@ from evals.accuracy.bundled_task import bundled_task
 from evals.prompt_sets import BUNDLED
 from specdec.errors import InvalidInputError, one_line
 from specdec.files import read_jsonl
+from specdec.provenance import commit
 from specdec.writing import write_text
+
+evaluator.get_git_commit_hash = commit  # lm-eval's own asks git about the current folder, and git complains to the user
 
 
 class Tasks:

@@ -404,6 +404,15 @@ def test_a_package_that_a_task_needs_is_named(tmp_path: Path, monkeypatch: Patch
         Tasks(["bundled"], data={}, limit=None, folder=tmp_path)
 
 
+def test_the_harness_does_not_make_git_complain(tmp_path: Path, monkeypatch: Patch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Outside of a checkout: "fatal: not a git repository", once per evaluation."""
+    from evals.accuracy import lm_eval_tasks
+
+    monkeypatch.chdir(tmp_path)
+    lm_eval_tasks.evaluator.get_git_commit_hash()
+    assert capfd.readouterr().err == ""
+
+
 def test_tasks_that_score_given_texts_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     """Catches an evaluation of drafts that never draft."""
     from evals.accuracy import lm_eval_tasks
