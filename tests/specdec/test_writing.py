@@ -1,6 +1,7 @@
 """The one way of writing: what it never replaces, what survives a failure, and who writes at the same time."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from specdec.writing import (
     fill_folder,
     make_folder,
     place_of,
+    reading_alone,
     remove,
     write_atomically,
     write_text,
@@ -234,9 +236,10 @@ def test_rights_stay(tmp_path: Path) -> None:
     write_text(path, "a")
     (tmp_path / "usual").touch()
     assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
-    path.chmod(0o640)
-    write_text(path, "b")
-    assert path.stat().st_mode & 0o777 == 0o640
+    for rights in (0o600, 0o666):
+        path.chmod(rights)
+        write_text(path, "b")
+        assert path.stat().st_mode & 0o777 == rights
 
 
 def test_ends_of_names_stay(tmp_path: Path) -> None:
@@ -319,6 +322,25 @@ def test_lines_of_many_writers_are_whole_behind_one_head(tmp_path: Path) -> None
         list(pool.map(write, range(4)))
     head, *lines = map(json.loads, path.read_text().splitlines())
     assert head == "head" and sorted(line[:2] for line in lines) == [[n, i] for n in range(4) for i in range(50)]
+
+
+def test_nobody_adds_while_a_line_is_written_or_a_journal_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a head that two runs write, and half a line that one of them cuts off while the other writes it."""
+    path, seen = tmp_path / "x", list[str]()
+    write = writing._write_all
+
+    def locked(file: writing.FileIO, content: bytes) -> None:
+        with path.open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen.append("written")
+        write(file, content)
+
+    monkeypatch.setattr(writing, "_write_all", locked)
+    append(path, "line\n")
+    with reading_alone(path) as file, path.open() as other, pytest.raises(BlockingIOError):
+        seen.append(str(file is not None))
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert seen == ["written", "True"]
 
 
 KILLED = """
