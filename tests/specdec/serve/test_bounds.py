@@ -148,7 +148,7 @@ def test_a_long_text_never_holds_up_a_short_one(live: Live, monkeypatch: pytest.
 def test_outputs_of_others_come_between_those_of_one_request(live: Live) -> None:
     """Few of many are in the engine at once; all come, in their order."""
     session, seeds = live.front.decoder.session, 30
-    many = {"prompt": "abc", "n": seeds, "max_tokens": 3, "seed": 5, "temperature": 1, "ignore_eos": True}
+    many: dict[str, Any] = {"prompt": "abc", "n": seeds, "max_tokens": 3, "seed": 5, "temperature": 1, "ignore_eos": True}
     made: list[Any] = []
     waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=many)))
     with gated(live.front.decoder.engine):
