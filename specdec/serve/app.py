@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -33,6 +33,8 @@ from specdec.serve.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
 from specdec.serve.token_bytes import TokenBytes
 from specdec.serve.transport import ClientGone, Defects, EventStream, Whole, unless_gone
+
+T = TypeVar("T")
 
 FEW_LOGPROBS = 4096
 """Log-probabilities that an answer is made of in the event loop."""
@@ -65,7 +67,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         sampling = await _sampling(front, asked)
         for prompt in prompts:
             front.texts.check_length(len(prompt) if isinstance(prompt, str) else 0, decoder.engine.max_model_len)
-        made, echoes = await unless_gone(http.receive, _completion_tokens(front, asked))
+        made, echoes = await _while_there(http, sum(map(len, prompts)), _completion_tokens(front, asked))
         _check_prompt_logprobs(sampling, made)
         answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
         return await _respond(front, http, answer, sampling)
@@ -74,8 +76,9 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def chat(asked: ChatRequest, http: Request) -> Response:
         _check(front, asked, 1)
         sampling = await _sampling(front, asked)
-        front.texts.check_length(characters(asked.messages), decoder.engine.max_model_len)
-        tokens = await unless_gone(http.receive, _chat_tokens(front, asked, decoder.engine.max_model_len))
+        size = characters(asked.messages)
+        front.texts.check_length(size, decoder.engine.max_model_len)
+        tokens = await _while_there(http, size, _chat_tokens(front, asked, decoder.engine.max_model_len))
         if asked.most_output is None:
             sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
         return await _respond(front, http, ChatCompletion(asked, front.names[0], [tokens], tokens_of), sampling)
@@ -222,6 +225,11 @@ async def _sampling(front: Front, asked: Generation) -> SamplingParams:
     return await asyncio.to_thread(make)
 
 
+async def _while_there(http: Request, size: int, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of a text, unless it is long and the client goes meanwhile."""
+    return await (work if size <= SHORT else unless_gone(http.receive, work))
+
+
 async def _completion_tokens(front: Front, asked: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
     """Tokens of the prompts, and their texts where they are wanted."""
     texts, decoder = front.texts, front.decoder
@@ -236,8 +244,7 @@ async def _completion_tokens(front: Front, asked: CompletionRequest) -> tuple[li
 async def _chat_tokens(front: Front, asked: Chat | TokenizeRequest, most: int) -> list[int]:
     """Tokens of a chat."""
     size = characters([asked.messages, asked.chat_template_kwargs])
-    text = await front.texts.run(size, chat_text(front.decoder, asked))
-    return await front.texts.tokens(text, special=bool(asked.add_special_tokens), most=most)
+    return await front.texts.chat(size, chat_text(front.decoder, asked), special=bool(asked.add_special_tokens), most=most)
 
 
 async def _respond(front: Front, http: Request, answer: Answer, sampling: SamplingParams) -> Response:

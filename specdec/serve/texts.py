@@ -98,6 +98,16 @@ class Texts:
         tokens: list[int] = await self.run(len(prompt), self._decoder.tokenize, prompt, add_special_tokens=special)
         return tokens
 
+    async def chat(self, size: int, render: Callable[[], str], *, special: bool, most: int) -> list[int]:
+        """Tokens of what a template makes of so many characters; where that is short, in one go."""
+
+        def work() -> str | list[int]:
+            text = render()
+            return text if len(text) > SHORT else self._decoder.tokenize(text, add_special_tokens=special)
+
+        made = await self.run(size, work)
+        return await self.tokens(made, special=special, most=most) if isinstance(made, str) else made
+
     def check_length(self, characters: int, most: int) -> None:
         """Raises:
         CapacityError: no text of so many characters has so few tokens.
