@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from drafters.training.stages import run_stages
 from drafters.training.trainer import Trainer
 from specdec.cli.main import main
 from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from tests.drafters.tiny import write_tiny_dflash
 from tests.drafters.training.toy import MASK, VOCAB, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 from tests.helpers.guards import no_host_sync
+from tests.helpers.nodes import REFUSED
 from tests.helpers.waiting import HANG
 
 pytestmark = pytest.mark.slow
@@ -354,6 +357,71 @@ def test_a_damaged_state_is_named(answered: Path) -> None:
     (folder / state.STATE_FILE).write_bytes(b"PK\x03\x04 cut short")
     with pytest.raises(CheckpointError, match=r"is damaged .* delete it to train from the start"):
         run_stages(("train",), toy_config(answered))
+
+
+def written(content: Any) -> Callable[[Path], object]:
+    return lambda path: torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.write_bytes(b"PK cut short"), "state.pt is damaged .* delete it"),
+        (written({"step": 1}), "state.pt lacks identity, optimizer, seconds, tau, complete; delete it"),
+        (written([1]), "state.pt lacks identity"),
+        (written(5), "state.pt is damaged"),
+        *((REFUSED[kind], f"cannot write .*state.pt.*{kind}") for kind in ("a FIFO", "a socket", "a folder")),
+    ],
+)
+def test_states_that_nobody_saved_are_one_line(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    """Catches a FIFO that is read for ever, too."""
+    make(tmp_path / state.STATE_FILE)
+    with pytest.raises(SpecDecError, match=message):
+        state.load_state(tmp_path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"step\n" + b"x" * 200_000, b"a,b\n1,2\n"])
+def test_a_log_of_another_kind_is_one_line_or_has_no_rows(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(content)
+    if content.startswith(b"a"):
+        assert TrainLog(tmp_path, last_step=5).rows == []
+    else:
+        with pytest.raises(CheckpointError, match=r"log\.csv cannot be read \(.*\); move it away"):
+            TrainLog(tmp_path, last_step=5)
+        assert (tmp_path / "log.csv").read_bytes() == content
+
+
+def test_a_log_goes_on_behind_the_saved_step(tmp_path: Path) -> None:
+    """And through a link, which stays."""
+    (tmp_path / "log.csv").symlink_to("far.csv")
+    log = TrainLog(tmp_path, last_step=0)
+    for step in (0, 10, 20):
+        log.write({"step": step, "loss": 1.5}, 0.0)
+    again = TrainLog(tmp_path, last_step=10)
+    assert [row["step"] for row in again.rows] == ["0", "10"]
+    again.write({"step": 15}, 0.0)
+    assert (tmp_path / "log.csv").is_symlink()
+    rows = list(csv.DictReader((tmp_path / "far.csv").open(newline="")))
+    assert [row["step"] for row in rows] == ["0", "10", "15"] and rows[1]["loss"] == "1.5"
+
+
+def test_an_earlier_export_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a drafter that is removed before there is another; and what else the folder holds stays."""
+    path = write_tiny_dflash(tmp_path / "d")
+    (path / "README.md").write_text("own")
+    before = {one.name: one.read_bytes() for one in path.iterdir()}
+    config, tensors = read_checkpoint(path)
+
+    def full(file: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CapacityError, match="No space left"):
+        write_checkpoint(path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True)
+    assert {one.name: one.read_bytes() for one in path.iterdir()} == before
+    monkeypatch.undo()
+    write_checkpoint(path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True)
+    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"] and len(list(path.iterdir())) == 3
 
 
 @pytest.mark.parametrize(
