@@ -1,6 +1,7 @@
 """Everything `specdec train` can be told: one frozen dataclass whose fields are the flags and the keys of the config file."""
 
 import argparse
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -148,7 +149,7 @@ class TrainConfig:
 
     def _check(self, name: str, ok: bool, rule: str) -> None:
         if not ok:
-            raise InvalidInputError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {rule}")
+            raise InvalidInputError(f"{name.replace('_', '-')} is {reprlib.repr(getattr(self, name))}; it must be {rule}")
 
     @property
     def folder(self) -> Path:

@@ -7,6 +7,7 @@ or the first sentence about it under `Attributes` in the docstring of the class.
 import argparse
 import inspect
 import re
+import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from decimal import Decimal
@@ -14,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specdec.errors import InvalidInputError
+from specdec.validation import is_number
 
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
 
@@ -75,10 +77,10 @@ class Kind:
                 return byte_size(value)
             except argparse.ArgumentTypeError as error:
                 raise InvalidInputError(f"{place}: {error}") from error
-        if self.type is float and isinstance(value, int) and not isinstance(value, bool):
+        if self.type is float and isinstance(value, int) and is_number(value):
             return float(value)
         if value not in self.words and (not isinstance(value, self.type) or (self.type is not bool and isinstance(value, bool))):
-            raise InvalidInputError(f"{place} is {value!r}; it must be a {self.type.__name__}")
+            raise InvalidInputError(f"{place} is {reprlib.repr(value)}; it must be a {self.type.__name__}")
         return value
 
 

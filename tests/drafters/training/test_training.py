@@ -470,6 +470,8 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
         ('out = "x"\nlr = -1', "lr is -1.0; it must be positive"),
         ('out = "x"\nlr = inf', "lr is inf; it must be a number that float32 or int64 holds"),
         ('out = "x"\nepochs = inf', "epochs is inf; it must be a number"),
+        (f'out = "x"\nlr = {10**400}', "lr is 1000"),
+        ('out = "x"\nhead = "a\\nb"', r"head is 'a\nb'; it must be one of none"),
         ('out = "x"\ntemperatures = [0.5, nan]', "temperatures is (0.5, nan); it must be a number"),
         (f'out = "x"\nseed = {10**30}', "seed is 1000000000000000000000000000000; it must be a number"),
         ('out = "x"\nlayers = 1000000', "layers is 1000000; it must be at most 1,024"),
