@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from specdec.attention.selector import refusals, select_backend
 from specdec.config import DEFAULT_BLOCK_SIZE
 from specdec.core import ContextLimits
 from specdec.errors import CheckpointError
+from specdec.files import user_path
 from specdec.hub import json_file
 from specdec.kinds import check_adapter, checkpoint_config
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
@@ -118,8 +118,8 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     if not needs.vocab_size:
         return needs
     try:
-        here = needs.would_run and (Path(where).expanduser() / WHOLE).is_file()  # and not far away
-        tokenizer = tokenizer_in(Path(where).expanduser(), name) if here else None
+        here = needs.would_run and (user_path(where) / WHOLE).is_file()  # and not far away
+        tokenizer = tokenizer_in(user_path(where), name) if here else None
         file = json_file(where, FILE, what="target")
         asked = generation_of(name, file, entries, vocab_size=needs.vocab_size, tokenizer=tokenizer)
         return replace(needs, notes=tuple(asked.notes))

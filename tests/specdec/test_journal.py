@@ -135,7 +135,7 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "logprobs": (changed(logprobs={"a": 1}), "logprobs is a JSON dict"),
     "stats": (changed(stats=5), "AcceptanceStats is a JSON int"),
     "parts of stats": (changed(stats={"num_drafted": [1.5]}), "num_drafted is a JSON list"),
-    "stats of other lengths": (changed(stats={"num_drafted": [1], "num_accepted": [1, 2]}), "AssertionError"),
+    "stats of other lengths": (changed(stats={"num_drafted": [1], "num_accepted": [1, 2]}), "statistics are of"),
 }
 
 
