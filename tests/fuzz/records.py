@@ -125,6 +125,6 @@ def start_prompts(folder: Path) -> Check:
 KINDS = {
     "journals": Kind(journal, start_journals, 12),
     "reports": Kind(report, start_reports, 60),
-    "training": Kind(training, start_training, 0),
+    "training": Kind(training, start_training, 60),
     "prompts": Kind(prompts, start_prompts, 25),
 }
