@@ -29,7 +29,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.checks.hostile_inputs import RAW, Asked, connect, drip, generated, half_open, known, leave, malformed, unread
+from tests.checks.hostile_inputs import (
+    RAW,
+    Asked,
+    connect,
+    drip,
+    generated,
+    half_open,
+    known,
+    leave,
+    malformed,
+    unread,
+)
 from tests.evals.tiny import save_tiny
 from tests.fuzz.notation import written
 from tests.helpers.processes import below, memory
@@ -81,9 +92,21 @@ def ask(address: tuple[str, int], path: str, body: Any = None, patience: float =
 
 
 @contextmanager
-def served(options: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int], list[str]]]:
+def served(
+    options: Sequence[str],
+) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int], list[str]]]:
     """A server, where it listens, and the lines that it writes."""
-    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--drain-seconds", str(DRAIN), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "specdec",
+        "serve",
+        "--port",
+        "0",
+        "--drain-seconds",
+        str(DRAIN),
+        *options,
+    ]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     lines: list[str] = []
     try:
@@ -154,7 +177,11 @@ def send(address: tuple[str, int], one: Asked, notes: Notes) -> None:
             message = json.loads(text)["error"]["message"]
             right = bool(message) and "\n" not in message
     except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-        status, text, right = 0, f"{type(error).__name__} after {time.monotonic() - began:.0f} s: {error}", False
+        status, text, right = (
+            0,
+            f"{type(error).__name__} after {time.monotonic() - began:.0f} s: {error}",
+            False,
+        )
     notes.statuses[str(status or "no answer")] += 1
     if not right:
         notes.wrong.append(_shown(one, f"{status} {text[:200]!r}"))
@@ -211,12 +238,26 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         model = args.model or str(save_tiny(Path(name)))
-        options = ["--model", model, "--drafter", "ngram", "--kv-memory", "64M", "--max-num-seqs", "16"]
+        options = [
+            "--model",
+            model,
+            "--drafter",
+            "ngram",
+            "--kv-memory",
+            "64M",
+            "--max-num-seqs",
+            "16",
+        ]
         with served(options) as (server, address, lines):
             return _judge(args, server, address, lines)
 
 
-def _judge(args: argparse.Namespace, server: subprocess.Popen[str], address: tuple[str, int], lines: list[str]) -> int:
+def _judge(
+    args: argparse.Namespace,
+    server: subprocess.Popen[str],
+    address: tuple[str, int],
+    lines: list[str],
+) -> int:
     with ordinary(address, args.clients) as seen:
         time.sleep(5)
     alone = median(one.seconds for client in seen[1:] for one in client)
@@ -241,13 +282,33 @@ def _judge(args: argparse.Namespace, server: subprocess.Popen[str], address: tup
     rows = [
         ("ordinary requests", f"{len(clients):,}, median {alone:.3f} s alone", True),
         ("of these failed", f"{len(failed)}", not failed),
-        ("greatest extra wait", f"{waited.seconds - alone:.2f} s ({_when(notes, waited)})", waited.seconds - alone < MOST_WAIT),
-        ("slowest /health", f"{slow.seconds:.2f} s ({_when(notes, slow)})", slow.seconds < MOST_WAIT),
-        ("memory", f"{before / 2**20:.0f} MB before, {after / 2**20:.0f} MB after", after - before < MOST_BYTES),
-        ("hostile answers", ", ".join(f"{count} x {status}" for status, count in sorted(notes.statuses.items())), True),
+        (
+            "greatest extra wait",
+            f"{waited.seconds - alone:.2f} s ({_when(notes, waited)})",
+            waited.seconds - alone < MOST_WAIT,
+        ),
+        (
+            "slowest /health",
+            f"{slow.seconds:.2f} s ({_when(notes, slow)})",
+            slow.seconds < MOST_WAIT,
+        ),
+        (
+            "memory",
+            f"{before / 2**20:.0f} MB before, {after / 2**20:.0f} MB after",
+            after - before < MOST_BYTES,
+        ),
+        (
+            "hostile answers",
+            ", ".join(f"{count} x {status}" for status, count in sorted(notes.statuses.items())),
+            True,
+        ),
         ("of these wrong", f"{len(notes.wrong)}", not notes.wrong),
         ("alive until told to end", str(alive), alive),
-        ("from SIGTERM to the end", f"{seconds:.1f} s of {DRAIN + LEEWAY:.0f}", seconds < DRAIN + LEEWAY),
+        (
+            "from SIGTERM to the end",
+            f"{seconds:.1f} s of {DRAIN + LEEWAY:.0f}",
+            seconds < DRAIN + LEEWAY,
+        ),
         ("tracebacks in its log", f"{traces}", not traces),
     ]
     for what, found, holds in rows:

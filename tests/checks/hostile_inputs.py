@@ -113,7 +113,17 @@ _AROUND: list[Callable[[Any], Any]] = [
     lambda one: {"anyOf": [one, one]},
 ]
 _PATTERNS = ["(", ")", "[", "a{5,2}", "(?=a)b", r"\1", "*", "a**", "[z-a]", "\\"]
-_RULES = ["root ::=", "root ::= a", "a ::= root", 'root ::= "', "root ::= [", "root ::= (", "root = x", "::=", "root ::= |"]
+_RULES = [
+    "root ::=",
+    "root ::= a",
+    "a ::= root",
+    'root ::= "',
+    "root ::= [",
+    "root ::= (",
+    "root = x",
+    "::=",
+    "root ::= |",
+]
 _RULES += ["root ::= {2}", 'root ::= "a" ::= "b"']
 
 
@@ -121,7 +131,10 @@ def malformed() -> list[Asked]:
     """Schemas and grammars that are none, at any depth: over 200."""
     schemas = [{name: value} for name, values in _WRONG.items() for value in values]
     made = [("guided_json", around(one)) for around in _AROUND for one in schemas]
-    made += [("guided_json", {"type": "integer", "minimum": 5, "maximum": 2}), ("guided_json", {"$ref": "#"})]
+    made += [
+        ("guided_json", {"type": "integer", "minimum": 5, "maximum": 2}),
+        ("guided_json", {"$ref": "#"}),
+    ]
     made += [("guided_regex", one) for one in _PATTERNS] + [("guided_grammar", one) for one in _RULES]
     return [Asked(f"{name} {one}", COMPLETIONS, _short({name: one}), True) for name, one in made]
 

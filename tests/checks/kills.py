@@ -28,7 +28,15 @@ from random import Random
 from typing import Any, NoReturn
 
 from specdec.cli.main import main as specdec
-from tests.checks.kills_commands import Command, Damage, State, check_places, commands, make_places, prepare
+from tests.checks.kills_commands import (
+    Command,
+    Damage,
+    State,
+    check_places,
+    commands,
+    make_places,
+    prepare,
+)
 from tests.helpers.processes import below
 
 PATIENCE = 40.0
@@ -36,7 +44,13 @@ PATIENCE = 40.0
 MOST_UNFINISHED = 2
 """Files that a kill may leave, which the next run takes away."""
 ADOPT = 36  # PR_SET_CHILD_SUBREAPER: orphans become our children, so none goes unseen
-IMPORTED = ("lm_eval.api.model", "uvicorn", "drafters.training.stages", "evals.accuracy.evaluation", "specdec.serve.server")
+IMPORTED = (
+    "lm_eval.api.model",
+    "uvicorn",
+    "drafters.training.stages",
+    "evals.accuracy.evaluation",
+    "specdec.serve.server",
+)
 WAYS = ("kill -9", "SIGTERM", "SIGINT twice", "SIGSTOP, kill -9")
 
 

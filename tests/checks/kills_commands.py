@@ -130,7 +130,18 @@ def _hashes(paths: Sequence[Path]) -> State:
 
 
 def _shared(root: Path) -> list[str]:
-    return ["--model", str(root / "tiny"), "--drafter", "ngram", "--device", "cpu", "--dtype", "float32", "--kv-memory", "2M"]
+    return [
+        "--model",
+        str(root / "tiny"),
+        "--drafter",
+        "ngram",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--kv-memory",
+        "2M",
+    ]
 
 
 def _journals(folder: Path) -> State:
@@ -169,10 +180,28 @@ def commands(root: Path) -> dict[str, Command]:
     generate += ["--max-tokens", "24", "--max-num-seqs", "2", "--out", "link"]
     bench = ["bench", *shared, "--sets", "tiny", "--data", f"tiny={root / 'set.jsonl'}", "-k", "2"]
     bench += ["--max-tokens", "8", "--repeats", "1", "--raw", "--out", "link"]
-    evaluate = ["eval", *shared, "--tasks", "bundled", "--limit", "3", "--max-tokens", "12", "--out", "eval"]
+    evaluate = [
+        "eval",
+        *shared,
+        "--tasks",
+        "bundled",
+        "--limit",
+        "3",
+        "--max-tokens",
+        "12",
+        "--out",
+        "eval",
+    ]
 
     def train(folder: Path) -> list[str]:
-        changes = {"out": "run", "max_steps": 30, "max_tokens": 16, "heldout": 4, "max_prompts": 60, "shard_size": 20}
+        changes = {
+            "out": "run",
+            "max_steps": 30,
+            "max_tokens": 16,
+            "heldout": 4,
+            "max_prompts": 60,
+            "shard_size": 20,
+        }
         return ["train", *as_flags(toy_config(root / "toy", **changes, save_every=0.01))]
 
     def trained(folder: Path) -> Any:

@@ -27,19 +27,48 @@ from tests.evals.tiny import save_tiny
 from tests.fuzz.draw import changed, damaged, damaged_json
 from tests.fuzz.kind import Check, Kind, attempt, line
 from tests.fuzz.notation import meant, written
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_dflash
+from tests.helpers.tiny_models import (
+    CONFIGS,
+    LATENT_CONFIGS,
+    paged_verifier,
+    plain_model,
+    random_dflash,
+)
 from verifiers.needs import read_needs
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 ENGINE = EngineConfig(max_num_seqs=1, num_draft_tokens=2, cache=CacheConfig(memory_bytes=2**20))
-ENTRIES = ["num_hidden_layers", "layer_types", "sliding_window", "quantization_config", "text_config"]
+ENTRIES = [
+    "num_hidden_layers",
+    "layer_types",
+    "sliding_window",
+    "quantization_config",
+    "text_config",
+]
 ENTRIES += ["rope_parameters", "rope_scaling", "auto_map", "eos_token_id", "head_dim", "vocab_size"]
-ENTRIES += ["num_kv_shared_layers", "num_attention_heads_per_layer", "attn_implementation", "license"]
-OTHERS = ["qwen3", "gemma3", "gpt_oss", "qwen3_moe", "mimo_v2_flash", "llama4", "phi3_long", "deepseek_v32"]
+ENTRIES += [
+    "num_kv_shared_layers",
+    "num_attention_heads_per_layer",
+    "attn_implementation",
+    "license",
+]
+OTHERS = [
+    "qwen3",
+    "gemma3",
+    "gpt_oss",
+    "qwen3_moe",
+    "mimo_v2_flash",
+    "llama4",
+    "phi3_long",
+    "deepseek_v32",
+]
 BESIDE: dict[str, Any] = {
     "generation_config.json": {"eos_token_id": 2, "temperature": 0.7, "min_new_tokens": 1},
     "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"},
-    "model.safetensors.index.json": {"metadata": {"total_size": 9}, "weight_map": {"a": "model.safetensors"}},
+    "model.safetensors.index.json": {
+        "metadata": {"total_size": 9},
+        "weight_map": {"a": "model.safetensors"},
+    },
 }
 TARGET = SimpleNamespace(name="t", hidden_size=32, num_layers=4, vocab_size=97, predicts=False)
 
@@ -72,7 +101,14 @@ def drafter(draw: Random) -> dict[str, Any]:
         card = changed(draw, {"license": "mit", "base_model": ["a/b"]}, ["license_name", "tags"])
         return {"README.md": {"$raw": f"---\n{written(card)}\n---\n"}}
     config = config_json(sound().config, "z-lab", dtype="float32")
-    names = [*ENTRIES, "block_size", "dflash_config", "mask_token_id", "target_layer_ids", "architectures"]
+    names = [
+        *ENTRIES,
+        "block_size",
+        "dflash_config",
+        "mask_token_id",
+        "target_layer_ids",
+        "architectures",
+    ]
     return {"config.json": changed(draw, config, names)}
 
 
@@ -80,7 +116,11 @@ def safetensors(draw: Random) -> dict[str, Any]:
     """A header: its text, how long it says it is, and the bytes behind it."""
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     other = {"dtype": "I64", "shape": [1], "data_offsets": [24, 32]}
-    header: Any = {"__metadata__": {"format": "pt"}, "model.norm.weight": entry, "lm_head.weight": other}
+    header: Any = {
+        "__metadata__": {"format": "pt"},
+        "model.norm.weight": entry,
+        "lm_head.weight": other,
+    }
     if draw.random() < 0.8:
         header = changed(draw, header, ["model.embed_tokens.weight", "dtype", "shape", "data_offsets"])
     if draw.random() < 0.3:

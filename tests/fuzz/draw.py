@@ -11,15 +11,53 @@ from tests.fuzz.notation import written
 
 _NUMBERS = [0, -1, 1, 2, 3, 97, 2**31, 2**63, -(2**63) - 1, 10**30, 10**400, 0.5, -0.0, 1e-320]
 _NUMBERS += [1e30, 1e308, float("nan"), float("inf"), -float("inf")]
-_TEXTS: list[Any] = ["", "x", "1", "2048", "true", "\ud800", "\0", "é\u202e", "a\nb", "../../x", "{{"]
+_TEXTS: list[Any] = [
+    "",
+    "x",
+    "1",
+    "2048",
+    "true",
+    "\ud800",
+    "\0",
+    "é\u202e",
+    "a\nb",
+    "../../x",
+    "{{",
+]
 _LONG: list[Any] = [{"$times": ["x", 10_000]}, {"$times": [[0], 3_000]}, {"$each": ["%d", 3_000]}]
-_DEEP = [["[", 1, "]", 200], ["[", 1, "]", 20_000], ['{"a": ', 1, "}", 200], ['{"a": ', 1, "}", 5_000]]
-_PLAIN: list[Any] = [None, True, False, [], {}, [[]], [{}], [None], ["a"], [1], [-1.5], {"a": 1}, {"": None}]
+_DEEP = [
+    ["[", 1, "]", 200],
+    ["[", 1, "]", 20_000],
+    ['{"a": ', 1, "}", 200],
+    ['{"a": ', 1, "}", 5_000],
+]
+_PLAIN: list[Any] = [
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [{}],
+    [None],
+    ["a"],
+    [1],
+    [-1.5],
+    {"a": 1},
+    {"": None},
+]
 
 
 def any_value(draw: Random) -> Any:
     """One of any type."""
-    pools: list[list[Any]] = [_NUMBERS, _TEXTS, _PLAIN, _PLAIN, _LONG, [{"$deep": deep} for deep in _DEEP]]
+    pools: list[list[Any]] = [
+        _NUMBERS,
+        _TEXTS,
+        _PLAIN,
+        _PLAIN,
+        _LONG,
+        [{"$deep": deep} for deep in _DEEP],
+    ]
     return deepcopy(draw.choice(draw.choices(pools, [4, 3, 3, 3, 1, 1])[0]))
 
 
@@ -38,7 +76,13 @@ def damaged(draw: Random, data: bytes) -> bytes:
         start = draw.randrange(len(made) + 1)
         end = min(len(made), start + draw.choice([1, 1, 2, 4, 8, 64]))
         other = draw.randrange(len(made) + 1)
-        news = [b"", draw.randbytes(end - start), b"\xff" * 8, b"\0" * (end - start), bytes(made[other:])]
+        news = [
+            b"",
+            draw.randbytes(end - start),
+            b"\xff" * 8,
+            b"\0" * (end - start),
+            bytes(made[other:]),
+        ]
         made[start:end] = draw.choice(news)
         if draw.random() < 0.1:
             del made[draw.randrange(len(made) + 1) :]

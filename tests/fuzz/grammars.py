@@ -15,9 +15,38 @@ from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
 from tests.helpers.waiting import HANG
 from tests.helpers.wild_schemas import wild_schema
 
-WORDS = ["type", "enum", "const", "properties", "required", "items", "prefixItems", "anyOf", "oneOf", "allOf"]
-WORDS += ["$ref", "$defs", "minimum", "maximum", "minLength", "maxLength", "pattern", "format", "multipleOf"]
-WORDS += ["minItems", "maxItems", "minProperties", "patternProperties", "additionalProperties", "not", "if"]
+WORDS = [
+    "type",
+    "enum",
+    "const",
+    "properties",
+    "required",
+    "items",
+    "prefixItems",
+    "anyOf",
+    "oneOf",
+    "allOf",
+]
+WORDS += [
+    "$ref",
+    "$defs",
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "multipleOf",
+]
+WORDS += [
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "patternProperties",
+    "additionalProperties",
+    "not",
+    "if",
+]
 LARGE: list[Any] = [
     {"oneOf": {"$times": [[{"const": "a"}], 2_000]}},
     {"enum": {"$each": ["v%d", 20_000]}},
@@ -29,9 +58,50 @@ LARGE: list[Any] = [
     {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/A"},
 ]
-ATOMS = ["a", "b", "é", ".", r"\d", "[a-z]", "[^a]", "[]", "x y", r"\n", r"\u0041", "(?:a)", "[a-z0-9_.-]"]
-ODD = ["(", ")", "]", "}", "\\", "\0", "\ud800", "(?=a)", r"\1", r"\p{L}", "[^\\s\\S]", "^", "$", "a{5,2}"]
-COUNTS = ["*", "+", "?", "{3}", "{2,}", "{0,40}", "{1,5000}", "{65536}", "{1000000}", "{99999999999999999999}", "*?"]
+ATOMS = [
+    "a",
+    "b",
+    "é",
+    ".",
+    r"\d",
+    "[a-z]",
+    "[^a]",
+    "[]",
+    "x y",
+    r"\n",
+    r"\u0041",
+    "(?:a)",
+    "[a-z0-9_.-]",
+]
+ODD = [
+    "(",
+    ")",
+    "]",
+    "}",
+    "\\",
+    "\0",
+    "\ud800",
+    "(?=a)",
+    r"\1",
+    r"\p{L}",
+    "[^\\s\\S]",
+    "^",
+    "$",
+    "a{5,2}",
+]
+COUNTS = [
+    "*",
+    "+",
+    "?",
+    "{3}",
+    "{2,}",
+    "{0,40}",
+    "{1,5000}",
+    "{65536}",
+    "{1000000}",
+    "{99999999999999999999}",
+    "*?",
+]
 TERMS = ["root", "a", "b", '"x"', '"\\n"', "[a-z]", "[^a]", '""', "."]
 ODD_TERMS = ["(", ")", "::=", "|", "#", "[", '"', "\\U00110000", "missing", "{", "\0", '"\ud800"']
 

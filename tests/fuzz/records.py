@@ -21,7 +21,14 @@ NUM_PROMPTS = 4
 REPORT = json.loads((Path(__file__).parent / "report.json").read_text())
 TRAIN = {"out": "run", "prompts": ["a.txt"], "temperatures": [0, 0.7], "lr": 1e-3, "layers": 2}
 TRAIN |= {"max_tokens": 64, "kv_memory": "1G", "head": "markov", "skip_long": True, "heldout": 4}
-PROMPT = {"prompt": "abc", "max_tokens": 3, "temperature": 0.5, "stop": ["x"], "seed": 1, "logit_bias": {"5": 1}}
+PROMPT = {
+    "prompt": "abc",
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "stop": ["x"],
+    "seed": 1,
+    "logit_bias": {"5": 1},
+}
 
 
 def journal(draw: Random) -> dict[str, Any]:
@@ -38,7 +45,10 @@ def report(draw: Random) -> dict[str, Any]:
 def training(draw: Random) -> dict[str, Any]:
     """A config file of `specdec train`."""
     made = changed(draw, TRAIN, ["revision", "seed", "taps", "block_size", "x"])
-    return {"text": damaged_json(draw, made) if draw.random() < 0.2 else made, "end": draw.choice(["json", "toml"])}
+    return {
+        "text": damaged_json(draw, made) if draw.random() < 0.2 else made,
+        "end": draw.choice(["json", "toml"]),
+    }
 
 
 def prompts(draw: Random) -> dict[str, Any]:
@@ -67,7 +77,18 @@ def start_journals(folder: Path) -> Check:
     model.mkdir()
     save_tiny(model)
     asked.write_text("".join(f"prompt {number}\n" for number in range(NUM_PROMPTS)))
-    command: list[str | Path] = ["generate", "--model", model, "--file", asked, "--raw", "--out", out, "--max-tokens", "3"]
+    command: list[str | Path] = [
+        "generate",
+        "--model",
+        model,
+        "--file",
+        asked,
+        "--raw",
+        "--out",
+        out,
+        "--max-tokens",
+        "3",
+    ]
     command += ["--max-num-seqs", "2", "--kv-memory", "1M", "--json"]
     told(*command)
     lines = out.read_text().splitlines()
@@ -117,7 +138,18 @@ def start_prompts(folder: Path) -> Check:
 
     def check(one: Mapping[str, Any]) -> None:
         path.write_text(written(one["text"]) + "\n", encoding="utf-8", errors="replace")
-        told("generate", "--model", folder, "--file", path, "--raw", "--max-tokens", "3", "--kv-memory", "1M")
+        told(
+            "generate",
+            "--model",
+            folder,
+            "--file",
+            path,
+            "--raw",
+            "--max-tokens",
+            "3",
+            "--kv-memory",
+            "1M",
+        )
 
     return check
 

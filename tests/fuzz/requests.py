@@ -32,16 +32,39 @@ SAMPLING: dict[str, Any] = {
     "repetition_penalty": 1.1,
     "cache_salt": "a",
 }
-SHARED: dict[str, Any] = {**SAMPLING, "n": 2, "stream": False, "stream_options": {"include_usage": True}}
-MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
+SHARED: dict[str, Any] = {
+    **SAMPLING,
+    "n": 2,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+}
+MESSAGES = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": [{"type": "text", "text": "x"}]},
+]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {**SHARED, "prompt": ["ab", "cd"], "echo": True, "logprobs": 2},
     "/v1/chat/completions": {**SHARED, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
     "/tokenize": {"prompt": "abc", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
-WORDS = ["tools", "response_format", "structured_outputs", "guided_choice", "guided_json", "min_tokens"]
-WORDS += ["ignore_eos", "chat_template_kwargs", "model", "best_of", "suffix", "return_token_ids", "echo"]
+WORDS = [
+    "tools",
+    "response_format",
+    "structured_outputs",
+    "guided_choice",
+    "guided_json",
+    "min_tokens",
+]
+WORDS += [
+    "ignore_eos",
+    "chat_template_kwargs",
+    "model",
+    "best_of",
+    "suffix",
+    "return_token_ids",
+    "echo",
+]
 LARGE: dict[str, Any] = {
     "n": 10**6,
     "prompt": {"$times": ["a b ", 500_000]},
