@@ -3,9 +3,27 @@
 The CLI prints these without a traceback and exits with status 2; anything else is a defect of ours and keeps its traceback.
 """
 
+import re
+
+LONGEST = 2_000
+"""Characters of a message."""
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
 
 class SpecDecError(ValueError):
-    """Base class of every error that a user's input can cause."""
+    """Base class of every error that a user's input can cause.
+
+    Args:
+        message: becomes one line: control characters of a value are escaped, as Python writes them,
+            and of more than `LONGEST` characters those in the middle are left out.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        line = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], message)
+        if len(line) > LONGEST:
+            line = f"{line[: LONGEST * 3 // 4]} ... {line[-LONGEST // 5 :]}"
+        super().__init__(line)
 
 
 class InvalidInputError(SpecDecError):

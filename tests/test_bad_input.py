@@ -20,7 +20,7 @@ from drafters.dflash.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
 from specdec.cli import main as main_module
 from specdec.cli.main import main
-from specdec.errors import InvalidInputError
+from specdec.errors import LONGEST, CheckpointError, InvalidInputError
 from specdec.packages import ROOT
 from specdec.registry import VERBS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
@@ -254,10 +254,10 @@ def test_bad_arguments(folders: Path, capsys: Capture, arguments: Sequence[str],
         ("abc", "--temperature", "1e300", "--seed", "1"),
         ("abc", "--temperature", "1", "--top-p", "1e-12", "--seed", str(2**63 - 1)),
         ("abc", "--repetition-penalty", "1e9"),
-        ("abc", "--max-tokens", "9" * 30, "--kv-memory", "9" * 400),
+        ("abc", "--max-tokens", "9" * 30, "--kv-memory", "9" * 70),
         ("abc", "--stop-token-ids", "9" * 30, "--stop-token-ids", "-5"),
         ("abc", "--block-size", "1", "--max-prefill-tokens", "1"),
-        ("abc", *("--stop", "x" * 100_000) * 3),
+        ("abc", *("--stop", "x" * 680) * 3),
         (*(f"p{i}" for i in range(50)), "--max-num-seqs", "1", "--kv-memory", "64K"),
     ],
     ids=lambda arguments: " ".join(arguments)[:40].encode("ascii", "replace").decode(),
@@ -428,3 +428,13 @@ def test_no_refusal_is_an_assert() -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
     passed = re.search(r"(\d+) passed", run.stdout)
     assert run.returncode == 0 and passed is not None and int(passed[1]) > 50, run.stdout[-2000:]
+
+
+@pytest.mark.parametrize("kind", [SpecDecError, CheckpointError, InvalidInputError])
+@pytest.mark.parametrize("value", ["a\nb", "\r", "\x00\x1b[2J", "\u2028", "\ud800", "x" * 10**5, "\n" * 10**5])
+def test_a_message_is_one_line_whatever_value_it_names(kind: type[SpecDecError], value: str) -> None:
+    """And keeps its beginning and its way out."""
+    message = str(kind(f"there is no model {value}; name another"))
+    assert len(message.splitlines()) == 1 and len(message) <= LONGEST + 5 and message.encode()
+    assert message.startswith("there is no model ") and message.endswith("; name another")
+    assert all(character.isprintable() for character in message)

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.errors import SpecDecError
 
-LONGEST = 30_000
+LONGEST = 2_000
 """Characters of a line at most."""
 
 Check = Callable[[Any], None]
