@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.attention.backend import AttentionMetadata, TreeRows, Visibility
 from specdec.blocks import BlockShape, DraftTree
 from specdec.kv_cache import NULL_BLOCK
-from specdec.layers.block_rows import BlockRows, TreePlaces, block_rows, places_on_triton, tree_places
+from specdec.layers.block_rows import KERNEL, BlockRows, TreePlaces, block_rows, tree_places
 from specdec.sampling.tensors import SamplingTensors
 
 
@@ -127,7 +127,7 @@ class DecodeBatch:
 
     def _rows_of(self, width: int) -> BlockRows | None:
         """All about rows of a width at once; None where that is not one kernel."""
-        if not places_on_triton(self.slots.device):
+        if not KERNEL.runs_on(self.slots.device):
             return None
         if width not in self._rows:
             self._rows[width] = block_rows(self.seq_lens, self.block_table, width, self.block_size)

@@ -23,6 +23,31 @@ MLA_BACKENDS = {
 }
 """For models with latent attention, in order of preference for `auto`."""
 
+KERNELS = {
+    "argmax": "specdec.layers.argmax:KERNEL",
+    "sampler": "specdec.sampling.sampler:KERNEL",
+    "candidates": "specdec.sampling.candidates:KERNEL",
+    "trees": "specdec.sampling.trees:KERNEL",
+    "tries": "specdec.sampling.tries:KERNEL",
+    "matches": "drafters.suffix.search:KERNEL",
+    "forecasts": "drafters.composed.calibration:KERNEL",
+    "edges": "drafters.dflash.edges:KERNEL",
+    "block_rows": "specdec.layers.block_rows:KERNEL",
+    "acceptance": "specdec.engine.acceptance:KERNEL",
+    "angles": "specdec.layers.rotary:KERNEL",
+    "cache_rows": "specdec.layers.cache_rows:KERNEL",
+    "masks": "specdec.sampling.masks:KERNEL",
+    "embedding": "specdec.layers.fused:EMBEDDING",
+    "few_rows": "specdec.layers.fused:FEW_ROWS",
+    "packed": "specdec.layers.packed_check:KERNEL",
+    "experts": "specdec.layers.experts:KERNEL",
+    "recurrence": "specdec.layers.recurrence_check:KERNEL",
+    "grouped_convolution": "specdec.layers.fused:GROUPED_CONVOLUTION",
+    "fused_layers": "specdec.layers.fused:FUSED_LAYERS",
+    "aiter_layers": "specdec.layers.aiter_layers:KERNEL",
+}
+"""Every `specdec.kernels.kernel.Kernel`, each behind those that its check uses."""
+
 DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "ngram": "drafters.ngram:load_ngram",
     "suffix": "drafters.suffix.drafter:load_suffix",
@@ -65,9 +90,6 @@ PARTS = {
     "fit": "drafters.fit:read_fit",  # doctor --drafter
     "quantization": "verifiers.formats.method:check_quantization",  # the same
     "drafter": "drafters.algorithms:drafter_and_target",  # --model, which must not be one
-    "matches": "drafters.suffix.search:check_matches",  # doctor --run
-    "forecasts": "drafters.composed.calibration:check_forecasts",  # the same
-    "edges": "drafters.dflash.edges:check_edges",  # the same
     "prediction": "verifiers.prediction:read_prediction",  # --drafter mtp, whose layers are like those of the target
 }
 """What the command line and drafters take from a package that they do not import."""

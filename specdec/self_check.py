@@ -31,36 +31,12 @@ from specdec import __version__
 from specdec.deviation import Deviation
 from specdec.errors import InvalidInputError, SpecDecError
 from specdec.files import cache_folder, parse_json
+from specdec.registry import KERNELS
 from specdec.writing import remove, write_text
 
 logger = logging.getLogger(__name__)
 
-NAMES = (
-    "rocm_aiter_fa",
-    "triton_fa",
-    "argmax",
-    "sampler",
-    "candidates",
-    "trees",
-    "tries",
-    "matches",
-    "forecasts",
-    "block_rows",
-    "acceptance",
-    "angles",
-    "edges",
-    "cache_rows",
-    "masks",
-    "embedding",
-    "few_rows",
-    "packed",
-    "experts",
-    "recurrence",
-    "grouped_convolution",
-    "fused_layers",
-    "aiter_layers",
-    "captured_step",
-)
+NAMES = ("rocm_aiter_fa", "triton_fa", *KERNELS, "captured_step")
 """What has a check."""
 
 BY_NAME = ("aiter_layers",)

@@ -17,50 +17,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Of this project's own packages; none of them may import the tests."""
 
-FLOORS: dict[str, list[set[str]]] = {
-    "specdec": [
-        {"errors", "sizes", "deviation", "blocks"},
-        {"files"},
-        {"packages", "validation", "tensor_files", "messages", "writing"},
-        {"grammar"},
-        {"amd_gpus", "config", "sampling_params", "metrics", "registry", "hub"},
-        {"device", "kinds", "kv_cache", "parallel"},
-        {"self_check"},
-        {"kernels"},
-        {"attention"},
-        {"layers"},
-        {"sampling"},
-        {"batch"},
-        {"core"},
-        {"scratch", "engine", "loading", "drafter_choice"},
-        {"decoder", "provenance", "journal"},
-        {"cluster"},
-        {"cli"},
-        {"serve"},
-        {"__init__", "__main__"},
-    ],
-    "drafters": [
-        {"copied_keys"},
-        {"keys"},
-        {"algorithms", "attention", "checkpoint", "choice", "head", "license", "vocabulary"},
-        {"dspark", "dflash2", "domino", "sequential", "suffix", "composed"},
-        {"dflash", "draft_model", "eagle3", "mtp", "ngram"},
-        {"load", "shipped"},
-        {"convert", "fit"},
-        {"training"},
-        {"__init__"},
-    ],
-    "evals": [
-        {"divergence", "manual_prompts", "roofline", "speed"},
-        {"prompt_sets"},
-        {"runner", "report", "system"},
-        {"peers", "profile", "accuracy"},
-        {"bench"},
-        {"__init__"},
-    ],
-}
-"""Rooms of a package, files at its root among them, from the ground up. A room imports from its package only what lies below."""
-
 CONFINED = {
     "aiter": "specdec/kernels/aiter*.py",
     "triton": "specdec/kernels/triton_*.py",
@@ -100,41 +56,6 @@ def offending_imports(root: Path) -> list[str]:
                     found.append(f"{name}:{line}: {package} must not import {module}")
                 if top in CONFINED and not fnmatch(name, CONFINED[top]):
                     found.append(f"{name}:{line}: only {CONFINED[top]} may import {module}")
-    return found
-
-
-def rooms(root: Path, package: str) -> dict[str, list[Path]]:
-    """Files by room."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted((root / package).rglob("*.py")):
-        found.setdefault(path.relative_to(root / package).parts[0].removesuffix(".py"), []).append(path)
-    return found
-
-
-def imported_rooms(path: Path, package: str) -> Iterator[tuple[int, str]]:
-    """Line and room of every import from the file's own package; what `package` itself offers is a room called `__init__`."""
-    tree = ast.parse(path.read_text())
-    for line, module in imports(tree):
-        if module.startswith(f"{package}."):
-            yield line, module.split(".")[1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == package:
-            yield from ((node.lineno, alias.name if alias.name.islower() else "__init__") for alias in node.names)
-
-
-def climbing_imports(root: Path) -> list[str]:
-    """One line `file:line: why` for every room without a floor, and for every import from a room that does not lie below."""
-    found = []
-    for package, floors in FLOORS.items():
-        floor_of = {room: number for number, names in enumerate(floors) for room in names}
-        for room, paths in rooms(root, package).items():
-            if room not in floor_of:
-                found.append(f"{package}/{room}: has no floor in FLOORS")
-                continue
-            for path in paths:
-                for line, other in imported_rooms(path, package):
-                    if other != room and floor_of.get(other, 0) >= floor_of[room] and not other.startswith("__version"):
-                        found.append(f"{path.relative_to(root)}:{line}: {room} lies below or beside {other} and must not import it")
     return found
 
 
@@ -180,37 +101,6 @@ def dangling_entries(root: Path) -> list[str]:
 
 def test_packages_import_only_what_they_may() -> None:
     assert offending_imports(ROOT) == []
-
-
-def test_rooms_import_only_from_below() -> None:
-    assert climbing_imports(ROOT) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "offence"),
-    [
-        (
-            "specdec/kernels/x.py",
-            "import torch\nfrom specdec.layers.linear import Linear",
-            ":2: kernels lies below or beside layers",
-        ),
-        (
-            "specdec/core.py",
-            "if TYPE_CHECKING:\n    from specdec.decoder import x",
-            ":2: core lies below or beside decoder",
-        ),
-        ("specdec/attention/a.py", "from specdec import engine", ":1: attention lies below or beside engine"),
-        ("evals/report/x.py", "import evals.bench.bench", ":1: report lies below or beside bench"),
-        ("specdec/attic/x.py", "", "specdec/attic: has no floor in FLOORS"),
-    ],
-)
-def test_a_climbing_import_is_reported_with_its_line(tmp_path: Path, name: str, source: str, offence: str) -> None:
-    """The check itself can fail."""
-    path = tmp_path / name
-    path.parent.mkdir(parents=True)
-    path.write_text(source)
-    (line,) = climbing_imports(tmp_path)
-    assert line.startswith(name + offence if offence.startswith(":") else offence)
 
 
 def test_registry_names_exist() -> None:

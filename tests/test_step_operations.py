@@ -29,7 +29,7 @@ from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.kernels import triton_argmax, triton_candidates, triton_linear, triton_sampler
-from specdec.layers import argmax, decoder, linear
+from specdec.layers import argmax, decoder, fused, linear
 from specdec.sampling import candidates, sampler, scores
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, random_dflash
@@ -112,9 +112,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         made.on = on
         return token_ids, logprobs
 
-    monkeypatch.setattr(argmax, "on_triton", lambda device: True)
-    monkeypatch.setattr(sampler, "draws_on_triton", lambda device: True)
-    monkeypatch.setattr(candidates, "finds_on_triton", lambda device: True)
+    of_layers = fused.FUSED_LAYERS, fused.FEW_ROWS, fused.EMBEDDING, fused.GROUPED_CONVOLUTION
+    for used in (argmax.KERNEL, sampler.KERNEL, candidates.KERNEL, *of_layers):
+        monkeypatch.setattr(used, "runs_on", lambda *where: True)
     monkeypatch.setattr(triton_candidates, "candidates", valid)
     for user in (triton_argmax, triton_sampler):
         monkeypatch.setattr(user, "choose_slice", filled)

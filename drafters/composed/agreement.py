@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from drafters.composed.calibration import calibrates_on_triton
+from drafters.composed.calibration import KERNEL
 from specdec.core import AcceptOutput, DraftOutput
 
 
@@ -18,7 +18,7 @@ def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutp
         accept: of the step.
     """
     output, num_accepted = accept.token_ids, accept.num_accepted
-    if calibrates_on_triton(output.device):
+    if KERNEL.runs_on(output.device):
         from specdec.kernels.triton_forecasts import agree  # it imports Triton
 
         agreed = output.new_zeros(count, len(output)) if len(drafts) < count else output.new_empty(count, len(output))

@@ -1,14 +1,12 @@
 """What forecasts are worth: drafters count their expectations in different ways, and what was accepted lately puts them right."""
 
-from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.deviation import Deviation, deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import passes
+from specdec.kernels.kernel import Kernel
 
 MEMORY = 256
 """Observations after which one weighs 1/e."""
@@ -45,7 +43,7 @@ class Calibration:
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self._on_triton = calibrates_on_triton(device)
+        self._on_triton = KERNEL.runs_on(device)
         self._sums = torch.zeros(2, 2, count * _BUCKETS, device=device)  # of chains and of trees, errors and observations
 
     def correct(self, told: Tensor, *, of_trees: bool) -> Forecasts:
@@ -121,12 +119,6 @@ def _buckets(told: Tensor) -> Tensor:
     return first + (_PER_DOUBLING * (told + 1).log2()).long().clamp(0, _BUCKETS - 1)
 
 
-@lru_cache(maxsize=16)
-def calibrates_on_triton(device: torch.device) -> bool:
-    """Whether our kernels keep account of forecasts on `device`."""
-    return not unavailable_reasons(device) and passes("forecasts", device, partial(check_forecasts, device))
-
-
 def check_forecasts(device: torch.device) -> Deviation:
     """Two steps of three drafters and more requests than a program looks at together, some of which do not count."""
     generator = torch.Generator().manual_seed(0)
@@ -147,3 +139,6 @@ def check_forecasts(device: torch.device) -> Deviation:
         _observe_on_triton(ours, got, agreed.to(device), num_accepted.to(device), counts.to(device), best[1])
         found += [deviation(ours, *sides), mismatches(best[1], best[0])]
     return worst(found)
+
+
+KERNEL = Kernel("forecasts", check_forecasts)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.dflash.coupling import CouplingTable
-from drafters.dflash.edges import edges_of, logprobs_of, multiplies_on_triton
+from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
 from specdec.batch import DecodeBatch
 from specdec.blocks import MOST_NODES
@@ -70,8 +70,6 @@ class Drafts:
         self.draft_sampling, self._coupling, self._target_ids, self._head = draft_sampling, coupling, target_ids, head
         self._correction = None if head is None else linear(head.right.detach())
         self._columns = None if head is None or target_ids is None else _inverse(target_ids)
-        if head is not None:
-            multiplies_on_triton(head.right.device)  # a self-check, if there is one, belongs before the first step
 
     def of(self, batch: DecodeBatch, slots: Slots) -> DraftOutput:
         """The block of each request."""

@@ -1,7 +1,5 @@
 """Scores of every candidate of a slot behind every candidate of the slot before: what a head says, for all paths at once."""
 
-from functools import lru_cache, partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,9 +7,8 @@ from torch.nn import functional as F
 from drafters.choice import Guesses
 from drafters.head import Head
 from specdec.deviation import Deviation, deviation, worst
-from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.kernels.kernel import Kernel
 from specdec.layers.argmax import argmax
-from specdec.self_check import passes
 
 
 def edges_of(
@@ -51,7 +48,7 @@ def edges_of(
         table = _behind_the_best(head, hidden, before, F.embedding(columns, head.right), scores, scale)
         return logprobs_of(table, scores) if as_logprobs else table
     left, _ = head.left(hidden[:, :, None], before, None)
-    if compared is None and left.dtype == head.right.dtype and multiplies_on_triton(left.device):
+    if compared is None and left.dtype == head.right.dtype and KERNEL.runs_on(left.device):
         from specdec.kernels import triton_edges  # it imports Triton
 
         sides = left.contiguous(), columns, head.right.detach().contiguous()
@@ -114,12 +111,6 @@ def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, 
     return torch.stack(tables, dim=1)
 
 
-@lru_cache(maxsize=16)
-def multiplies_on_triton(device: torch.device) -> bool:
-    """Whether our kernel makes tables on `device`."""
-    return not unavailable_reasons(device) and passes("edges", device, partial(check_edges, device))
-
-
 def check_edges(device: torch.device) -> Deviation:
     """Tables of several sizes, with slots that are not corrected, of scores and of log-probabilities."""
     from specdec.kernels import triton_edges
@@ -149,6 +140,9 @@ def check_edges(device: torch.device) -> Deviation:
             ours = triton_edges.edges(*arguments, here, first_slot=first_slot, as_logprobs=as_logprobs)
             found.append(deviation(ours, plain, exact))
     return worst(found)
+
+
+KERNEL = Kernel("edges", check_edges)
 
 
 def _exactly(left: Tensor, right: Tensor, columns: Tensor) -> Tensor:

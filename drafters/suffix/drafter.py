@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.suffix.matches import Found, Limits, Texts
 from drafters.suffix.pool import TextPool
-from drafters.suffix.search import best_chain, search, searches_on_triton, weigh
+from drafters.suffix.search import best_chain, search, weigh
 from specdec.batch import DecodeBatch
 from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
@@ -69,7 +69,6 @@ class SuffixDrafter(Drafter):
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundSuffix":
         """See `specdec.core.Drafter.bind`; copied drafts are point masses under any `draft_sampling`."""
-        searches_on_triton(verifier.device)  # a self-check, if there is one, belongs before the first step
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
         return BoundSuffix(self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device))

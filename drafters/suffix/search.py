@@ -3,8 +3,6 @@
 On a GPU plain torch takes dozens of small kernels for it, whose launches cost more than what they do.
 """
 
-from functools import lru_cache, partial
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,7 @@ from drafters.suffix import choice, matches
 from drafters.suffix.choice import BY_AGE, BY_LENGTH, SHORTEST, Chain, Weighed
 from drafters.suffix.matches import NOTHING, Found, Limits, Texts
 from specdec.deviation import Deviation, deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import passes
+from specdec.kernels.kernel import Kernel
 
 
 def search(texts: Texts, limits: Limits) -> Found:
@@ -48,17 +45,11 @@ def _weigh_on_triton(continuations: Tensor, lengths: Tensor) -> Weighed:
 
 def _fits(device: torch.device, count: int, depth: int) -> bool:
     """Whether our kernels keep so many continuations of such a depth."""
-    if not searches_on_triton(device):
+    if not KERNEL.runs_on(device):
         return False
     from specdec.kernels.triton_matches import MOST_MATCHES, MOST_TOKENS  # it imports Triton
 
     return count <= MOST_MATCHES and depth <= MOST_TOKENS
-
-
-@lru_cache(maxsize=16)
-def searches_on_triton(device: torch.device) -> bool:
-    """Whether our kernels search and choose on `device`."""
-    return not unavailable_reasons(device) and passes("matches", device, partial(check_matches, device))
 
 
 def check_matches(device: torch.device) -> Deviation:
@@ -85,3 +76,6 @@ def check_matches(device: torch.device) -> Deviation:
         found.append(mismatches(tokens, sides[0].tokens))
         found += [deviation(*three) for three in zip(weights, sides[0][1:], sides[1][1:], strict=True)]
     return worst(found)
+
+
+KERNEL = Kernel("matches", check_matches)

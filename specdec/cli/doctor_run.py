@@ -10,26 +10,11 @@ import specdec.device
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.check import check_attention, tiny_spec, types_of
 from specdec.config import DEFAULT_BLOCK_SIZE
-from specdec.engine.acceptance import check_acceptance
 from specdec.engine.capture import has_graphs
 from specdec.engine.graph_check import check_captured_step
 from specdec.errors import SpecDecError
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.layers.aiter_layers import check_aiter_layers, unsupported_reasons
-from specdec.layers.argmax import check_argmax
-from specdec.layers.block_rows import check_block_rows
-from specdec.layers.cache_rows import check_cache_rows
-from specdec.layers.experts import check_experts
-from specdec.layers.fused import check_embedding, check_few_rows, check_fused_layers, check_grouped_convolution
-from specdec.layers.packed_check import check_packed
-from specdec.layers.recurrence_check import check_recurrence
-from specdec.layers.rotary import check_angles
-from specdec.registry import ATTENTION_BACKENDS, PARTS, VERIFIERS, resolve
-from specdec.sampling.candidates import check_candidates
-from specdec.sampling.masks import check_masks
-from specdec.sampling.sampler import check_sampler
-from specdec.sampling.trees import check_trees
-from specdec.sampling.tries import check_tries
+from specdec.kernels.kernel import Kernel
+from specdec.registry import ATTENTION_BACKENDS, KERNELS, VERIFIERS, resolve
 from specdec.self_check import Check, Verdict, run, title, verdict_of
 
 
@@ -76,28 +61,10 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     for name in ATTENTION_BACKENDS:
         backend: type[AttentionBackend] = resolve(ATTENTION_BACKENDS, name, "attention backend")
         yield Kind(name, types_of(spec), backend.unsupported_reasons(spec), partial(check_attention, backend, spec))
-    half = dtype if dtype.itemsize == 2 else torch.float16
-    missing = unavailable_reasons(device)
-    yield Kind("argmax", (), missing, partial(check_argmax, device))
-    yield Kind("sampler", (), missing, partial(check_sampler, device))
-    yield Kind("candidates", (), missing, partial(check_candidates, device))
-    yield Kind("trees", (), missing, partial(check_trees, device))
-    yield Kind("tries", (), missing, partial(check_tries, device))
-    for name in ("matches", "forecasts", "edges"):
-        yield Kind(name, (), missing, partial(resolve(PARTS, name, "part"), device))
-    yield Kind("block_rows", (), missing, partial(check_block_rows, device))
-    yield Kind("acceptance", (), missing, partial(check_acceptance, device))
-    yield Kind("angles", (), missing, partial(check_angles, device))
-    yield Kind("cache_rows", (), missing, partial(check_cache_rows, device))
-    yield Kind("masks", (), missing, partial(check_masks, device))
-    yield Kind("embedding", (), missing, partial(check_embedding, device))
-    yield Kind("few_rows", (half,), missing, partial(check_few_rows, device, half))
-    yield Kind("packed", (half,), missing, partial(check_packed, device, half))
-    yield Kind("experts", (dtype,), missing, partial(check_experts, device, dtype))
-    yield Kind("recurrence", (dtype,), missing, partial(check_recurrence, device, dtype))
-    yield Kind("grouped_convolution", (dtype,), missing, partial(check_grouped_convolution, device, dtype))
-    yield Kind("fused_layers", (dtype,), missing, partial(check_fused_layers, device, dtype))
-    yield Kind("aiter_layers", (dtype,), unsupported_reasons(device, dtype), partial(check_aiter_layers, device, dtype))
+    for name in KERNELS:
+        kernel: Kernel = resolve(KERNELS, name, "kernel")
+        kind = kernel.of(dtype)
+        yield Kind(name, kind, kernel.reasons(device, *kind), kernel.bound(device, *kind))
     yield _captured_step(spec)
 
 

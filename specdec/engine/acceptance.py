@@ -10,15 +10,13 @@ Both rules leave the target's distribution exactly as it is:
   min(1, p/q) (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 """
 
-from functools import lru_cache, partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.deviation import Deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.kernels.kernel import Kernel
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.logprobs import Logprobs, logprobs_of
@@ -28,7 +26,6 @@ from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.scores import scored
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import walk
-from specdec.self_check import passes
 
 
 def accept(
@@ -106,7 +103,7 @@ def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor
 
 def _of_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `specdec.kernels.triton_acceptance.chain_outcome`."""
-    if accepts_on_triton(tokens.device):
+    if KERNEL.runs_on(tokens.device):
         from specdec.kernels.triton_acceptance import chain_outcome  # it imports Triton
 
         return chain_outcome(tokens, token_ids, num_drafts, finite)
@@ -120,7 +117,7 @@ def _plain_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, f
 
 def _of_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `specdec.kernels.triton_acceptance.path_outcome`."""
-    if accepts_on_triton(path.device):
+    if KERNEL.runs_on(path.device):
         from specdec.kernels.triton_acceptance import path_outcome  # it imports Triton
 
         return path_outcome(path, num_accepted, token_ids, finite)
@@ -143,7 +140,7 @@ def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Te
     Returns:
         Their tokens int64 [num_reqs, depth + 1], and features [num_reqs * (depth + 1), F] or None.
     """
-    if accepts_on_triton(path.device):
+    if KERNEL.runs_on(path.device):
         from specdec.kernels import triton_acceptance  # it imports Triton
 
         return triton_acceptance.follow(path, token_ids, features)
@@ -159,12 +156,6 @@ def _plainly_follow(path: Tensor, token_ids: Tensor, features: Tensor | None) ->
 def _last(token_ids: Tensor, num_accepted: Tensor) -> Tensor:
     """int64 [num_reqs], the tokens behind the accepted ones."""
     return token_ids.gather(1, num_accepted[:, None]).squeeze(1)
-
-
-@lru_cache(maxsize=16)
-def accepts_on_triton(device: torch.device) -> bool:
-    """Whether our kernels tell on `device` what steps come to."""
-    return not unavailable_reasons(device) and passes("acceptance", device, partial(check_acceptance, device))
 
 
 def check_acceptance(device: torch.device) -> Deviation:
@@ -192,6 +183,9 @@ def check_acceptance(device: torch.device) -> Deviation:
             assert one is not None and other is not None
             found.append(mismatches(one, other))
     return worst(found)
+
+
+KERNEL = Kernel("acceptance", check_acceptance)
 
 
 def _prefix_length(kept: Tensor, most: Tensor | None = None) -> Tensor:

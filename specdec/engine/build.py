@@ -12,7 +12,6 @@ from specdec.attention import selector
 from specdec.blocks import MOST_NODES, BlockShape
 from specdec.config import EngineConfig
 from specdec.core import Drafter, Verifier
-from specdec.engine import acceptance
 from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.capture import Capture, CudaCapture, captures_graphs
@@ -27,11 +26,10 @@ from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
 from specdec.errors import InvalidInputError
+from specdec.kernels.kernel import check_all
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
-from specdec.layers import argmax, block_rows, cache_rows, rotary
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
-from specdec.sampling import candidates, masks, sampler, trees, tries
 
 logger = logging.getLogger(__name__)
 
@@ -91,19 +89,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size)
 
-    for runs in (
-        argmax.on_triton,
-        sampler.draws_on_triton,
-        candidates.finds_on_triton,
-        trees.builds_on_triton,
-        tries.puts_together_on_triton,
-        cache_rows.moves_on_triton,
-        masks.masks_on_triton,
-        block_rows.places_on_triton,
-        acceptance.accepts_on_triton,
-        rotary.turns_on_triton,
-    ):
-        runs(device)  # a self-check, if there is one, belongs before the first step
+    check_all(device)
     group, wanted = group_of(verifier), config.graphs
     if group is not None and wanted is None and torch.version.hip:
         wanted = False  # the check would have one rank wait for another's lock, and that one for its collectives

@@ -5,7 +5,7 @@ The name is `aiter_layers`; `specdec.layers.aiter_ops` is what it takes.
 
 import logging
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import get_args
 
 import torch
@@ -18,11 +18,11 @@ from specdec.attention.mla import MlaBackend
 from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels import aiter
 from specdec.kernels.aiter_layers import AiterLayers
+from specdec.kernels.kernel import FLOATS, Kernel
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers.activation import gated
 from specdec.layers.norm import Norm, rms_norm
 from specdec.layers.rotary import Angles, rotate
-from specdec.self_check import passes
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ def takes_aiter_layers(backend: AttentionBackend | MlaBackend, *, fused: bool) -
         fused: whether fused layers run around it, of which they take the place.
     """
     device, dtype = backend.spec.device, backend.spec.dtype
-    reasons = unsupported_reasons(device, dtype)
+    reasons = KERNEL.reasons(device, dtype)
     if not fused:
         reasons.append(f"they take the place of fused layers, and there are none around {backend.name}")
     if reasons:
         _stays_out("; ".join(reasons))
-    return not reasons and passes(NAME, device, partial(check_aiter_layers, device, dtype), dtype)
+    return not reasons and KERNEL.runs_on(device, dtype)
 
 
 def unsupported_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -80,6 +80,9 @@ def check_aiter_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
         for layout in get_args(Layout):
             found += _rope_deviations(kernels, layout, device, dtype)
     return worst(found)
+
+
+KERNEL = Kernel(NAME, check_aiter_layers, dtypes=FLOATS, reasons=unsupported_reasons)
 
 
 def _norm_deviations(kernels: AiterLayers, device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:

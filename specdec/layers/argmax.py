@@ -1,14 +1,12 @@
 """The token with the highest logit of every row: by torch, or by our own kernel."""
 
 import math
-from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from specdec.deviation import Deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import passes
+from specdec.kernels.kernel import Kernel
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,18 +15,12 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         int64 [...], of equal logits the first, a NaN above all; bool [...], False for a row that has a NaN or +inf, or only -inf.
     """
-    if not on_triton(logits.device):
+    if not KERNEL.runs_on(logits.device):
         best = logits.max(dim=-1)  # on a CPU faster than argmax
         return best.indices, best.values.abs() < torch.inf  # what isfinite gives, in two operations instead of four
     from specdec.kernels import triton_argmax  # it imports Triton
 
     return triton_argmax.argmax(logits)
-
-
-@lru_cache(maxsize=16)
-def on_triton(device: torch.device) -> bool:
-    """Whether the kernel runs on `device`."""
-    return not unavailable_reasons(device) and passes("argmax", device, partial(check_argmax, device))
 
 
 def check_argmax(device: torch.device) -> Deviation:
@@ -47,3 +39,6 @@ def check_argmax(device: torch.device) -> Deviation:
         return worst([mismatches(indices, expected.indices), mismatches(finite, expected.values.isfinite())])
 
     return worst(map(off, triton_argmax.DTYPES))
+
+
+KERNEL = Kernel("argmax", check_argmax)

@@ -3,7 +3,6 @@
 On a GPU plain torch takes eight small kernels for each width of a block, and seven more for a tree.
 """
 
-from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ from torch.nn import functional as F
 
 from specdec.blocks import DraftTree
 from specdec.deviation import Deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import passes
+from specdec.kernels.kernel import Kernel
 
 
 class BlockRows(NamedTuple):
@@ -56,7 +54,7 @@ def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: in
 
 def tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
     """The rows of trees behind int64 [num_reqs] tokens of each request; position ids are below `most`."""
-    if places_on_triton(seq_lens.device):
+    if KERNEL.runs_on(seq_lens.device):
         from specdec.kernels import triton_block_rows  # it imports Triton
 
         return TreePlaces(*triton_block_rows.tree_places(seq_lens, tree.depths, tree.ancestors, most))
@@ -68,12 +66,6 @@ def _tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
     depths, ancestors = F.pad(tree.depths, (1, 0)), F.pad(tree.ancestors, (1, 0))
     positions = seq_lens[:, None] + depths
     return TreePlaces(positions, positions.clamp(max=most - 1).flatten(), ancestors.flatten(), depths.flatten())
-
-
-@lru_cache(maxsize=16)
-def places_on_triton(device: torch.device) -> bool:
-    """Whether our kernels tell on `device` where rows stand."""
-    return not unavailable_reasons(device) and passes("block_rows", device, partial(check_block_rows, device))
 
 
 def check_block_rows(device: torch.device) -> Deviation:
@@ -92,3 +84,6 @@ def check_block_rows(device: torch.device) -> Deviation:
 
     ours += triton_block_rows.tree_places(seq_lens.to(device), tree.depths.to(device), tree.ancestors.to(device), 44)
     return worst(mismatches(one, other) for one, other in zip(ours, expected, strict=True))
+
+
+KERNEL = Kernel("block_rows", check_block_rows)

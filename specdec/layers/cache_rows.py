@@ -1,15 +1,13 @@
 """Putting the accepted path of a tree where a chain's rows would lie, in the paged caches of all layers."""
 
 from collections.abc import Iterable
-from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from specdec.deviation import Deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.kernels.kernel import Kernel
 from specdec.kv_cache.rows import move_rows, rows_of, side_by_side
-from specdec.self_check import passes
 
 
 class CacheRows:
@@ -22,7 +20,7 @@ class CacheRows:
     def __init__(self, caches: Iterable[object]) -> None:
         self._tensors = rows_of(caches)
         self._table, self._joined = None, side_by_side(self._tensors)
-        if self._tensors and moves_on_triton(self._tensors[0].device):
+        if self._tensors and KERNEL.runs_on(self._tensors[0].device):
             from specdec.kernels import triton_cache_rows  # it imports Triton
 
             self._table = triton_cache_rows.row_table(self._tensors)
@@ -35,12 +33,6 @@ class CacheRows:
         from specdec.kernels import triton_cache_rows  # it imports Triton
 
         triton_cache_rows.move_rows(self._table, slots, path)
-
-
-@lru_cache(maxsize=16)
-def moves_on_triton(device: torch.device) -> bool:
-    """Whether our kernel moves rows on `device`."""
-    return not unavailable_reasons(device) and passes("cache_rows", device, partial(check_cache_rows, device))
 
 
 def check_cache_rows(device: torch.device) -> Deviation:
@@ -58,3 +50,6 @@ def check_cache_rows(device: torch.device) -> Deviation:
         move_rows(side_by_side(tensors), slots, path)
         found += [mismatches(ours, expected) for ours, expected in zip(moved, tensors, strict=True)]
     return worst(found)
+
+
+KERNEL = Kernel("cache_rows", check_cache_rows)

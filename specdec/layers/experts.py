@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,15 +11,10 @@ from torch.nn import functional as F
 
 from specdec.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels.experts import Experts, Routing, SharedExperts
+from specdec.kernels.kernel import FLOATS, Kernel
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.activation import activate
 from specdec.layers.router import route
-from specdec.self_check import passes
-
-
-def experts_on_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our own kernels choose experts and multiply with them."""
-    return passes("experts", device, partial(check_experts, device, dtype), dtype)
 
 
 def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tensor:
@@ -71,6 +65,9 @@ def _product(rows: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, e
 def check_experts(device: torch.device, dtype: torch.dtype) -> Deviation:
     """Both kinds of scores; experts of one row, of a few that share some, and of many that are sorted; one that all rows share."""
     return worst([*_routing_deviations(device), *_expert_deviations(device, dtype)])
+
+
+KERNEL = Kernel("experts", check_experts, dtypes=FLOATS)
 
 
 def _routing_deviations(device: torch.device) -> Iterator[Deviation]:

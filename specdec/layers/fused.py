@@ -1,47 +1,26 @@
 """Which of our Triton kernels compute a model's layers, and the self-checks of those around attention."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.attention.backend import AttentionBackend
 from specdec.deviation import Deviation, deviation, mismatches, normal, worst
+from specdec.kernels.kernel import FLOATS, HALF, Kernel
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers.grouped_convolution import Side
 from specdec.layers.grouped_convolution import mix_rows as plainly_mix_rows
-from specdec.self_check import passes
 
 EPSILON = 1e-5
-
-
-def fuses_layers(attention: AttentionBackend) -> bool:
-    """Whether norms, RoPE and activations around `attention` run as fused kernels."""
-    device, dtype = attention.spec.device, attention.spec.dtype
-    check = partial(check_fused_layers, device, dtype)
-    return attention.fits_fused_layers and passes("fused_layers", device, check, dtype)
-
-
-def multiplies_few_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether fused layers multiply few rows with our own kernel, which is for half precision."""
-    return dtype.itemsize == 2 and passes("few_rows", device, partial(check_few_rows, device, dtype), dtype)
-
-
-def embeds(device: torch.device) -> bool:
-    """Whether fused layers look up embeddings with our own kernel."""
-    return passes("embedding", device, partial(check_embedding, device))
-
-
-def convolves_on_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether fused layers mix the rows of blocks with our own kernel."""
-    return passes("grouped_convolution", device, partial(check_grouped_convolution, device, dtype), dtype)
 
 
 def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
     """Norms of one and of many warps, partial sums, SwiGLU, and RoPE with and without the cache write."""
     return worst([*_norm_deviations(device, dtype), _swiglu_deviation(device, dtype), *_rope_deviations(device, dtype)])
+
+
+FUSED_LAYERS = Kernel("fused_layers", check_fused_layers, dtypes=FLOATS)
 
 
 def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
@@ -61,12 +40,18 @@ def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
     return worst(off(*case) for case in cases)
 
 
-def check_embedding(device: torch.device) -> Deviation:
+FEW_ROWS = Kernel("few_rows", check_few_rows, dtypes=HALF)
+
+
+def check_embedding(device: torch.device, dtype: torch.dtype) -> Deviation:
     """Rows of more columns than a program takes."""
     from specdec.kernels.triton_embedding import embed
 
-    table, ids = normal(9, 1500).half(), torch.tensor([[8, 0, 3], [3, 5, 8]])
+    table, ids = normal(9, 1500).to(dtype), torch.tensor([[8, 0, 3], [3, 5, 8]])
     return mismatches(embed(ids.to(device), table.to(device)), F.embedding(ids, table))
+
+
+EMBEDDING = Kernel("embedding", check_embedding, dtypes=FLOATS)
 
 
 def check_grouped_convolution(device: torch.device, dtype: torch.dtype) -> Deviation:
@@ -81,6 +66,9 @@ def check_grouped_convolution(device: torch.device, dtype: torch.dtype) -> Devia
         return deviation(got, plainly_mix_rows(x, dynamic, base, width, side), exact)
 
     return worst([off(8, 1056, 2, 0), off(3, 96, 3, 1)])
+
+
+GROUPED_CONVOLUTION = Kernel("grouped_convolution", check_grouped_convolution, dtypes=FLOATS)
 
 
 def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:

@@ -2,9 +2,8 @@
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
-from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.exchange import shared_rows
-from specdec.layers.fused import fuses_layers
+from specdec.layers.fused import FUSED_LAYERS
 from specdec.layers.ops import Ops, TorchOps
 from specdec.parallel.group import Group
 from specdec.self_check import named
@@ -33,7 +32,7 @@ def ops_for(
         width: H, of the rows that these add up.
     """
     device, dtype = backend.spec.device, backend.spec.dtype
-    fused = not isinstance(backend, MlaBackend) and fuses_layers(backend)
+    fused = not isinstance(backend, MlaBackend) and backend.fits_fused_layers and FUSED_LAYERS.runs_on(device, dtype)
     if named("aiter_layers"):
         from specdec.layers.aiter_layers import takes_aiter_layers
 
@@ -41,10 +40,10 @@ def ops_for(
             from specdec.layers.aiter_ops import AiterOps  # it imports Triton
 
             return AiterOps(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
-    if isinstance(backend, MlaBackend) and recurs and not unavailable_reasons(device):
-        from specdec.layers.recurrence_check import recurs_on_triton
+    if isinstance(backend, MlaBackend) and recurs:
+        from specdec.layers.recurrence_check import KERNEL
 
-        if recurs_on_triton(device, dtype):
+        if KERNEL.runs_on(device, dtype):
             from specdec.layers.recurrent_ops import RecurrentOps  # it imports Triton
 
             return RecurrentOps()

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import Linear
-from specdec.layers.packed_check import multiplies_packed
+from specdec.layers.packed_check import KERNEL
 
 SLICE_OUTPUTS = 4096
 """Outputs whose weights exist as numbers at a time, where there are no kernels."""
@@ -67,7 +67,7 @@ class PackedLinear(Linear):
     @cached_property
     def _has_kernels(self) -> bool:
         """Whether our kernels run here, are right, and take this weight."""
-        if not multiplies_packed(self.weight.device, self.dtype):
+        if not KERNEL.runs_on(self.weight.device, self.dtype):
             return False
         from specdec.kernels.triton_packed import suits  # it imports Triton
 

@@ -1,7 +1,6 @@
 """The self-check of the kernels that multiply with packed weights; see `specdec.layers.fused` for those of the others."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import get_args
 
 import torch
@@ -10,11 +9,10 @@ from torch.nn import functional as F
 
 from specdec.deviation import Deviation, deviation, normal, worst
 from specdec.kernels.experts import Experts, Routing
+from specdec.kernels.kernel import HALF, Kernel
 from specdec.kernels.packed import Code, PackedWeight
-from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.experts import apply_experts
 from specdec.layers.router import route
-from specdec.self_check import passes
 
 _SIZES: dict[Code, float] = {"e4m3": 1.0, "int8": 74.0, "int4": 4.6, "e2m1": 3.0}
 """About how large the values of codes are."""
@@ -22,25 +20,18 @@ _SIZES: dict[Code, float] = {"e4m3": 1.0, "int8": 74.0, "int4": 4.6, "e2m1": 3.0
 _OF_EXPERTS: tuple[Code, ...] = ("e4m3", "int4")
 """Of bytes and of halves; the kernels of experts read codes as the others do."""
 
-HALF = (torch.bfloat16, torch.float16)
-"""Types of rows that the kernels take."""
-
-
-def multiplies_packed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our own kernels multiply rows of this type with packed weights."""
-    if dtype not in HALF or unavailable_reasons(device):
-        return False
-    return passes("packed", device, partial(check_packed, device, dtype), dtype)
-
 
 def keeps_packed(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether quantized weights of a model in this type stay packed: on a CPU codes cost more than the bytes that they save."""
-    return device.type != "cpu" and multiplies_packed(device, dtype)
+    return device.type != "cpu" and KERNEL.runs_on(device, dtype)
 
 
 def check_packed(device: torch.device, dtype: torch.dtype) -> Deviation:
     """Every kind of code, in products of few rows, plain, gated and split, of more and of many rows, and in experts."""
     return worst([*_product_deviations(device, dtype), *_expert_deviations(device, dtype)])
+
+
+KERNEL = Kernel("packed", check_packed, dtypes=HALF)
 
 
 def _product_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:

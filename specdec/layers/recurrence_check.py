@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,18 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.deviation import Deviation, deviation, normal, worst
+from specdec.kernels.kernel import FLOATS, Kernel
 from specdec.kv_cache.state import StateCache
 from specdec.layers.recurrence import Recurrence, RecurrentRows
-from specdec.self_check import passes
 
 EPSILON = 1e-6
 MOST_ROWS = 4
 """Of a step with drafts."""
-
-
-def recurs_on_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our own kernels compute recurrent layers."""
-    return passes("recurrence", device, partial(check_recurrence, device, dtype), dtype)
 
 
 def check_recurrence(device: torch.device, dtype: torch.dtype) -> Deviation:
@@ -33,6 +27,9 @@ def check_recurrence(device: torch.device, dtype: torch.dtype) -> Deviation:
             *_gate_deviations(device, dtype),
         ]
     )
+
+
+KERNEL = Kernel("recurrence", check_recurrence, dtypes=FLOATS)
 
 
 def _recurrence_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:

@@ -3,7 +3,7 @@
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from specdec.deviation import Deviation, deviation, worst
 from specdec.errors import CheckpointError
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import passes
+from specdec.kernels.kernel import Kernel
 from specdec.validation import is_number
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
@@ -243,7 +242,7 @@ def half_angles(
     Returns:
         Two tensors [..., head_dim / 2].
     """
-    if frequencies.ndim == 1 and not isinstance(amplitude, Tensor) and turns_on_triton(position_ids.device):
+    if frequencies.ndim == 1 and not isinstance(amplitude, Tensor) and KERNEL.runs_on(position_ids.device):
         from specdec.kernels import triton_angles  # it imports Triton
 
         return triton_angles.angles(position_ids, frequencies, dtype, amplitude)
@@ -266,12 +265,6 @@ def _half_angles(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, 
     return rounded(torch.cos), rounded(torch.sin)
 
 
-@lru_cache(maxsize=16)
-def turns_on_triton(device: torch.device) -> bool:
-    """Whether our kernel computes angles on `device`."""
-    return not unavailable_reasons(device) and passes("angles", device, partial(check_angles, device))
-
-
 def check_angles(device: torch.device) -> Deviation:
     """Positions near and far, heads of two sizes, in every type."""
     from specdec.kernels import triton_angles
@@ -288,6 +281,9 @@ def check_angles(device: torch.device) -> Deviation:
             right = exact.cos() * amplitude, exact.sin() * amplitude
             found += [deviation(*sides) for sides in zip(ours, plain, right, strict=True)]
     return worst(found)
+
+
+KERNEL = Kernel("angles", check_angles)
 
 
 _NOT_OF_THE_TYPE = ("partial_rotary_factor", "temperature", "llama_4_scaling_beta", "max_position_embeddings")

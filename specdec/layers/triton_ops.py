@@ -29,15 +29,13 @@ from specdec.kernels.triton_rope import rope, rope_store, rotated_rows
 from specdec.kernels.triton_router import route
 from specdec.kernels.triton_short_convolution import convolve
 from specdec.kv_cache import LayerCache, StateCache
-from specdec.layers.experts import experts_on_triton
-from specdec.layers.fused import convolves_on_triton, embeds, multiplies_few_rows
+from specdec.layers import experts, fused, recurrence_check
 from specdec.layers.grouped_convolution import GroupedConvolution, Side
 from specdec.layers.joined_experts import JoinedExperts
 from specdec.layers.linear import Linear
 from specdec.layers.norm import GroupNorm, Norm
 from specdec.layers.ops import Heads, Join, TorchOps
 from specdec.layers.recurrence import Recurrence, RecurrentRows
-from specdec.layers.recurrence_check import recurs_on_triton
 from specdec.layers.rotary import Angles
 from specdec.layers.router import Router
 from specdec.layers.sharded import SummedLinear
@@ -70,10 +68,10 @@ class TritonOps(TorchOps):
         ranks: SharedRows | None = None,
     ) -> None:
         self._ranks = ranks
-        self._embeds, self._multiplies_few_rows = embeds(device), multiplies_few_rows(device, dtype)
-        self._convolves = convolves and convolves_on_triton(device, dtype)
-        self._mixes = mixes and experts_on_triton(device, dtype)
-        self._recurs = recurs and recurs_on_triton(device, dtype)
+        self._embeds, self._multiplies_few_rows = fused.EMBEDDING.runs_on(device, dtype), fused.FEW_ROWS.runs_on(device, dtype)
+        self._convolves = convolves and fused.GROUPED_CONVOLUTION.runs_on(device, dtype)
+        self._mixes = mixes and experts.KERNEL.runs_on(device, dtype)
+        self._recurs = recurs and recurrence_check.KERNEL.runs_on(device, dtype)
         self._suited: dict[int, bool] = {}  # whether the kernels have these experts, by the object that they are
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

@@ -10,20 +10,18 @@ late positions often hold no right one.
 """
 
 import math
-from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.deviation import Deviation, worst
-from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.kernels.kernel import Kernel
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream
 from specdec.sampling.sampler import CACHED_NUMBERS
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
-from specdec.self_check import passes
 
 _GROUP = 64  # columns; large enough for few groups, and small enough for few columns in those that are looked at
 
@@ -54,7 +52,7 @@ def candidates(
         most 0. A row that is not finite has tokens without meaning, and all or some of its log-probabilities are -inf.
     """
     sampled, filtered = not sampling.plan.all_greedy, sampling.plan.filtered
-    if finds_on_triton(logits.device):
+    if KERNEL.runs_on(logits.device):
         from specdec.kernels import triton_candidates  # it imports Triton
 
         floats, ints = sampling.floats, sampling.ints
@@ -112,12 +110,6 @@ def _first_highest(scores: Tensor, count: int) -> Tensor:
     return 0x7FFFFFFF - (keys.topk(count, dim=-1).values & 0x7FFFFFFF)
 
 
-@lru_cache(maxsize=16)
-def finds_on_triton(device: torch.device) -> bool:
-    """Whether our kernels find candidates on `device`."""
-    return not unavailable_reasons(device) and passes("candidates", device, partial(check_candidates, device))
-
-
 def check_candidates(device: torch.device) -> Deviation:
     """Rows of several slices, greedy and sampled, with filters and weights: how far the log-probabilities are off, in order and of
     the very tokens.
@@ -135,6 +127,9 @@ def check_candidates(device: torch.device) -> Deviation:
     x, floats, ints, places, pairs, ids = (tensor.to(device) for tensor in numbers)
     found = triton_candidates.candidates(x, floats, ints, places, 16, pairs, ids, sampled=True, filtered=True)
     return off(logits, sampling, positions, weights, target_ids, found[0].cpu(), found[1].cpu())
+
+
+KERNEL = Kernel("candidates", check_candidates)
 
 
 def off(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from specdec.deviation import Deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import passes
+from specdec.kernels.kernel import Kernel
 
 
 @dataclass(slots=True)
@@ -42,7 +40,7 @@ def mask_logits(logits: Tensor, masks: TokenMasks) -> None:
         masks: of these requests.
     """
     assert logits.is_contiguous() and logits.shape[:2] == (len(masks.places), masks.words.shape[1])
-    if masks_on_triton(logits.device):
+    if KERNEL.runs_on(logits.device):
         from specdec.kernels import triton_masks  # it imports Triton
 
         triton_masks.mask_logits(logits, masks.words, masks.places)
@@ -56,12 +54,6 @@ def _mask_logits(logits: Tensor, masks: TokenMasks) -> None:
     refused = ((~masks.words).view(torch.uint8)[..., None] >> bits & 1).flatten(-2).bool()[..., : logits.shape[-1]]
     free = (masks.places < 0)[:, None, None]
     logits.masked_fill_(refused.index_select(0, masks.places.clamp(min=0)) & ~free, -torch.inf)
-
-
-@lru_cache(maxsize=16)
-def masks_on_triton(device: torch.device) -> bool:
-    """Whether our kernel masks on `device`."""
-    return not unavailable_reasons(device) and passes("masks", device, partial(check_masks, device))
 
 
 def check_masks(device: torch.device) -> Deviation:
@@ -80,3 +72,6 @@ def check_masks(device: torch.device) -> Deviation:
         _mask_logits(logits, masks)
         found.append(mismatches(masked, logits))
     return worst(found)
+
+
+KERNEL = Kernel("masks", check_masks)

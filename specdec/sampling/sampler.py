@@ -5,19 +5,17 @@ A token is drawn by adding a Gumbel variable of its own to every token's score a
 """
 
 import math
-from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from specdec.deviation import Deviation
-from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.kernels.kernel import Kernel
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling_params import SamplingParams
-from specdec.self_check import passes
 
 CACHED_NUMBERS = 2**18
 """How many numbers a CPU draws from at once: those of more rows would leave its cache between two operations, and of fewer the
@@ -37,7 +35,7 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
     Returns:
         int64 [num_reqs, n], and bool [num_reqs, n]: whether the row has a finite maximum; without one its token has no meaning.
     """
-    if draws_on_triton(logits.device):
+    if KERNEL.runs_on(logits.device):
         from specdec.kernels import triton_sampler  # it imports Triton
 
         return triton_sampler.sample(logits, sampling.floats, sampling.ints, positions, filtered=sampling.plan.filtered)
@@ -48,12 +46,6 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
     parts = zip(rows.split(most), bits.split(most), strict=True)
     drawn = torch.cat([argmax(gumbel_again(part, rows.shape[-1]).add_(scores))[0] for scores, part in parts])
     return torch.where(sampling.temperature[:, None] == 0, best, drawn.view_as(best)), finite
-
-
-@lru_cache(maxsize=16)
-def draws_on_triton(device: torch.device) -> bool:
-    """Whether our kernels draw on `device`."""
-    return not unavailable_reasons(device) and passes("sampler", device, partial(check_sampler, device))
 
 
 def check_sampler(device: torch.device) -> Deviation:
@@ -75,6 +67,9 @@ def check_sampler(device: torch.device) -> Deviation:
     scores = torch.where(sampling.temperature[:, None, None] == 0, logits.float(), filtered_scores(logits, sampling) + noise)
     missing = scores.amax(-1) - scores.gather(-1, token_ids.cpu()[..., None]).squeeze(-1)
     return Deviation(float(missing.max()) if finite.all() else math.inf, 64 * torch.finfo(torch.float32).eps * float(scores.amax()))
+
+
+KERNEL = Kernel("sampler", check_sampler)
 
 
 def sample_from(probs: Tensor, u: Tensor) -> Tensor:

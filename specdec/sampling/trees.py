@@ -4,7 +4,7 @@ A tree is the better the more probable its paths, for the tokens that a step yie
 (DDTree, arXiv 2604.12989). The walk then follows the target's own tokens, so a tree is exact however it was chosen.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from specdec.blocks import MOST_NODES, DraftTree
 from specdec.deviation import Deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import passes
+from specdec.kernels.kernel import Kernel
 
 
 class BestPaths(NamedTuple):
@@ -49,7 +48,7 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
     assert 1 <= num_nodes <= MOST_NODES
     if num_nodes > paths:
         return _filled_up(best_first(scores, paths), num_nodes)
-    if builds_on_triton(scores.device):
+    if KERNEL.runs_on(scores.device):
         from specdec.kernels import triton_trees  # it imports Triton
 
         edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, count, -1)
@@ -85,7 +84,7 @@ def best_chain(edges: Tensor) -> Tensor:
     Returns:
         int64 [num_reqs, K], the candidate of each position.
     """
-    if builds_on_triton(edges.device):
+    if KERNEL.runs_on(edges.device):
         from specdec.kernels import triton_trees  # it imports Triton
 
         return triton_trees.best_chain(edges)
@@ -171,7 +170,7 @@ def walk(
         int64 [num_reqs], how many are accepted. `target_ids` at these rows are the step's tokens, the one behind the last accepted
         draft included.
     """
-    if builds_on_triton(token_ids.device):
+    if KERNEL.runs_on(token_ids.device):
         from specdec.kernels import triton_trees  # it imports Triton
 
         return triton_trees.walk(token_ids, tree, target_ids, depth, num_drafts)
@@ -195,12 +194,6 @@ def _followed(
     return torch.where(depths <= num_accepted[:, None], rows, depths), num_accepted
 
 
-@lru_cache(maxsize=16)
-def builds_on_triton(device: torch.device) -> bool:
-    """Whether our kernels build trees and walk along them on `device`."""
-    return not unavailable_reasons(device) and passes("trees", device, partial(check_trees, device))
-
-
 def check_trees(device: torch.device) -> Deviation:
     """Trees with many equal scores, and conditional ones; drafts that the target mostly agrees with."""
     from specdec.kernels import triton_trees
@@ -221,3 +214,6 @@ def check_trees(device: torch.device) -> Deviation:
         walked = triton_trees.walk(tree.ranks.to(device), tree.to(device), target_ids.to(device), shape[1], num_drafts.to(device))
         found += [mismatches(ours, expected) for ours, expected in zip(walked, _followed(*arguments), strict=True)]
     return worst(found)
+
+
+KERNEL = Kernel("trees", check_trees)

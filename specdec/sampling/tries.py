@@ -3,7 +3,6 @@
 Paths with the same tokens are one. Any union is exact, since the target's own tokens choose among its drafts.
 """
 
-from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from specdec.blocks import MOST_NODES, DraftTree
 from specdec.deviation import Deviation, deviation, mismatches, worst
-from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.kernels.kernel import Kernel
 from specdec.sampling.trees import ancestors_of
-from specdec.self_check import passes
 
 
 class ScoredDrafts(NamedTuple):
@@ -53,7 +51,7 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
         num_nodes: N, at most 64.
         keep: probability that the text goes on as before, per token; one for all, or float32 [num_reqs, M] for each occurrence.
     """
-    if puts_together_on_triton(continuations.device):
+    if KERNEL.runs_on(continuations.device):
         from specdec.kernels import triton_tries  # it imports Triton
 
         keeps = keep if isinstance(keep, Tensor) else torch.full_like(weights, keep)
@@ -94,7 +92,7 @@ def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: i
         num_nodes: N, at most 64.
         depth: most tokens of a path.
     """
-    if puts_together_on_triton(one.token_ids.device):
+    if KERNEL.runs_on(one.token_ids.device):
         from specdec.kernels import triton_tries  # it imports Triton
 
         return ScoredDrafts(*triton_tries.merge(one, other, num_nodes, depth))
@@ -159,12 +157,6 @@ def _best(paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth
     return ScoredDrafts(tree, token_ids, scores, counts.sum(dim=1))
 
 
-@lru_cache(maxsize=16)
-def puts_together_on_triton(device: torch.device) -> bool:
-    """Whether our kernels make trees out of paths on `device`."""
-    return not unavailable_reasons(device) and passes("tries", device, partial(check_tries, device))
-
-
 def check_tries(device: torch.device) -> Deviation:
     """Two tries of few different tokens, and their union."""
     from specdec.kernels import triton_tries
@@ -186,6 +178,9 @@ def check_tries(device: torch.device) -> Deviation:
     one, other = (drafts.to(device) for drafts in plain)
     union, expected = ScoredDrafts(*triton_tries.merge(one, other, 25, 4)), _plain_union(plain[0], plain[1], 25, 4)
     return worst([*found, *_mismatches(union, expected), mismatches(union.scores, expected.scores)])
+
+
+KERNEL = Kernel("tries", check_tries)
 
 
 def _mismatches(ours: ScoredDrafts, expected: ScoredDrafts) -> list[Deviation]:

@@ -3,14 +3,12 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from drafters.dflash import drafts
 from drafters.dflash.coupling import Coupling
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash2.selector import SelectorConfig
@@ -191,13 +189,3 @@ def batch_of(anchors: Tensor, positions: Tensor, sampling: SamplingTensors, k: i
         max_model_len=2**20,
         sampling=sampling,
     )
-
-
-def test_the_kernel_is_checked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When drafts of a head are bound, for a check within a captured step would fail; without a head there is none."""
-    asked: list[torch.device] = []
-    monkeypatch.setattr(drafts, "multiplies_on_triton", asked.append)
-    head: Any = SimpleNamespace(right=torch.zeros(4, 2))
-    drafts.Drafts("greedy", head=head)
-    drafts.Drafts("greedy")
-    assert asked == [torch.device("cpu")]

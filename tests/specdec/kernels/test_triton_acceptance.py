@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec.engine import acceptance
-from specdec.engine.acceptance import accepts_on_triton, check_acceptance
+from specdec.engine.acceptance import KERNEL, check_acceptance
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -16,7 +16,7 @@ from specdec.kernels import triton_acceptance  # noqa: E402 (only where Triton c
 @pytest.mark.parametrize("counted", [False, True])
 def test_chains(rows: int, counted: bool) -> None:
     """None, some and all drafts accepted; rows that are not finite, before and behind the end."""
-    assert accepts_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     generator = torch.Generator().manual_seed(rows)
     target_ids = torch.randint(5, (7, rows), generator=generator)
     tokens = torch.cat([torch.zeros(7, 1, dtype=torch.int64), target_ids[:, :-1]], dim=1)

@@ -97,6 +97,14 @@ class Refusing(Repeat):
         raise BackendError("cuda:0 cannot capture this model's step: operation not permitted; turn graphs off")
 
 
+def next_start() -> None:
+    """Another process would know nothing; of what comes behind the choice of tokens nothing is asked again."""
+    self_check._known.clear()
+    layers = fused.FUSED_LAYERS, fused.FEW_ROWS, fused.EMBEDDING, packed_check.KERNEL
+    for kernel in (argmax.KERNEL, sampler.KERNEL, *layers):
+        kernel.forget()
+
+
 class Amd:
     """Pretends an AMD GPU, with AITER of that version or without."""
 
@@ -111,8 +119,7 @@ class Amd:
         patch.setattr(graph_check, "PROMPTS", (3,))
         patch.setattr(graph_check, "MAX_TOKENS", 3)
         patch.setattr(TritonFaBackend, "captures_prefill", False)
-        argmax.on_triton.cache_clear()
-        sampler.draws_on_triton.cache_clear()
+        next_start()
 
     def __call__(self, architecture: str = "gfx942", aiter: str | None = "0.1.20") -> Machine:
         self.patch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
@@ -124,8 +131,7 @@ class Amd:
 def amd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """See `Amd`."""
     yield Amd(monkeypatch, tmp_path)
-    argmax.on_triton.cache_clear()
-    sampler.draws_on_triton.cache_clear()
+    next_start()
 
 
 class Run:
@@ -140,9 +146,7 @@ class Run:
 
     def __init__(self, caplog: pytest.LogCaptureFixture, attention: str = "auto", *, drafts: bool = False, **config: Any) -> None:
         caplog.clear()
-        self_check._known.clear()
-        argmax.on_triton.cache_clear()
-        sampler.draws_on_triton.cache_clear()
+        next_start()
         with caplog.at_level(logging.INFO):
             verifier: Any = paged_verifier(plain_model("llama", **MODEL), 16, backend=partial(select_backend, attention))
             drafter = random_dflash(verifier, head_dim=16, block_size=3, taps=(0, 1)) if drafts else None
@@ -156,7 +160,7 @@ class Run:
         assert len(set(fused)) == 1, "target and drafter take the same"
         self.captured = engine.runner.graphs is not None
         assert self.captured == (Repeat.replays > 0)
-        self.takes = verifier.attention.name, fused[0], self.captured, argmax.on_triton(DEVICE)
+        self.takes = verifier.attention.name, fused[0], self.captured, argmax.KERNEL.runs_on(DEVICE)
         self.warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -188,7 +192,7 @@ def generate(engine: SpecEngine) -> list[list[int]]:
 def expected() -> list[list[int]]:
     """Tokens of plain torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argmax, "on_triton", lambda device: False)
+        patch.setattr(argmax.KERNEL, "runs_on", lambda device: False)
         return generate(SpecEngine(paged_verifier(plain_model("llama", **MODEL), 16), None, EngineConfig(**LIMITS)))
 
 
@@ -214,7 +218,14 @@ def test_auto_takes_everything_that_passes(
     first = Run(caplog, drafts=True)
     assert first.takes == (attention, True, True, True)
     assert first.tokens == expected and first.warnings == []
-    checked = {f"{attention}-float32", "argmax", "sampler", "embedding", "fused_layers-float32", f"captured_step-{attention}"}
+    checked = {
+        f"{attention}-float32",
+        "argmax",
+        "sampler",
+        "embedding-float32",
+        "fused_layers-float32",
+        f"captured_step-{attention}",
+    }
     assert verdicts() == checked  # float32 has no product of few rows; what comes behind the choice is not asked
     monkeypatch.setattr(self_check, "run", lambda check: pytest.fail("a second start checks nothing"))
     second = Run(caplog)
@@ -288,14 +299,14 @@ def test_a_kernel_that_fails_is_left_out(
 def test_few_rows_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
     """In half precision; torch multiplies."""
     amd(aiter=None)
-    assert fused.multiplies_few_rows(DEVICE, torch.float16) and not caplog.records
-    self_check._known.clear()
-    assert fused.multiplies_few_rows(DEVICE, torch.float16)
+    assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16) and not caplog.records
+    next_start()
+    assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16)
     spoil(amd, "few_rows", wrong)
-    assert fused.multiplies_few_rows(DEVICE, torch.float16)  # as it was when it was checked
+    assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16)  # as it was when it was checked
     self_check.verdict_of("few_rows", DEVICE, partial(fused.check_few_rows, DEVICE, torch.float16), torch.float16, again=True)
-    self_check._known.clear()
-    assert not fused.multiplies_few_rows(DEVICE, torch.float16)
+    next_start()
+    assert not fused.FEW_ROWS.runs_on(DEVICE, torch.float16)
     assert [record.getMessage().split()[0] for record in caplog.records] == ["few_rows-float16"]
 
 
@@ -305,11 +316,11 @@ def test_packed_products_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCapt
     weight, x = packed_weight("e4m3", (40, 64), 32), torch.randn(3, 64).half()
     right = packed.PackedLinear(weight)
     product = right(x)
-    assert right._has_kernels and packed_check.multiplies_packed(DEVICE, torch.float16) and not caplog.records
-    assert not packed_check.multiplies_packed(DEVICE, torch.float32)
+    assert right._has_kernels and packed_check.KERNEL.runs_on(DEVICE, torch.float16) and not caplog.records
+    assert not packed_check.KERNEL.runs_on(DEVICE, torch.float32)
     amd.patch.setattr(triton_packed, "product", wrong(triton_packed.product))
     self_check.verdict_of("packed", DEVICE, partial(packed_check.check_packed, DEVICE, torch.float16), torch.float16, again=True)
-    self_check._known.clear()
+    next_start()
     left = packed.PackedLinear(weight)
     torch.testing.assert_close(left(x), product, rtol=1e-2, atol=1e-2)
     assert not left._has_kernels and left.few_rows(x) is None and left.prefetchable is None
@@ -419,7 +430,7 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "sampler": (lambda: [sampler.check_sampler(DEVICE)], [(triton_sampler, "sample"), (triton_sampler, "least_kept")]),
         "candidates": (lambda: [candidates.check_candidates(DEVICE)], [(triton_candidates, "candidates")]),
         "trees": (lambda: [trees.check_trees(DEVICE)], [(triton_trees, "best_first"), (triton_trees, "walk")]),
-        "embedding": (lambda: [fused.check_embedding(DEVICE)], [(triton_embedding, "embed")]),
+        "embedding": (lambda: [fused.check_embedding(*half)], [(triton_embedding, "embed")]),
         "few_rows": (lambda: [fused.check_few_rows(*half)], [(triton_linear, "few_rows")]),
         "packed products": (
             lambda: packed_check._product_deviations(*half),

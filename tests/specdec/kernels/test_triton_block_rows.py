@@ -5,11 +5,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from specdec import batch as plain
 from specdec.batch import DecodeBatch
 from specdec.blocks import BlockShape
-from specdec.layers import block_rows
-from specdec.layers.block_rows import check_block_rows, places_on_triton
+from specdec.layers.block_rows import KERNEL, check_block_rows
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import best_first
 from tests.helpers.triton_interpreter import require_triton
@@ -40,14 +38,13 @@ def batch_of(shape: BlockShape, max_model_len: int) -> DecodeBatch:
 @pytest.mark.parametrize("max_model_len", [36, 200])
 def test_forwards_are_given_the_same(shape: BlockShape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions, position ids, slots, lengths, and what rows of a tree see."""
-    assert places_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     scores = -torch.rand(3, 5, 16, generator=torch.Generator().manual_seed(2))
     tree = best_first(scores.to(DEVICE), shape.drafts).tree if shape.is_tree else None
     token_ids = torch.zeros(3, shape.rows, dtype=torch.int64, device=DEVICE)
     found = []
     for ours in (True, False):
-        for module in () if ours else (plain, block_rows):
-            monkeypatch.setattr(module, "places_on_triton", lambda device: False)
+        monkeypatch.setattr(KERNEL, "runs_on", lambda device, ours=ours: ours)
         batch = batch_of(shape, max_model_len)
         positions, forward = batch.row_positions(tree), batch.verification(token_ids, tree, max_pending=0)
         metadata = forward.metadata

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.layers.cache_rows import check_cache_rows, moves_on_triton
+from specdec.layers.cache_rows import KERNEL, check_cache_rows
 from tests.helpers.cache_rows_case import SPECS, assert_moves, filled
 from tests.helpers.triton_interpreter import require_triton
 
@@ -15,7 +15,7 @@ from specdec.kernels import triton_cache_rows  # noqa: E402 (only where Triton c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_paths_move_to_the_front(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """In every layer, a shared one once, and nothing else is touched; also rows of more than a piece."""
-    assert moves_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     monkeypatch.setattr(triton_cache_rows, "PIECE", 128)
     assert_moves(filled(SPECS, dtype, DEVICE))
 

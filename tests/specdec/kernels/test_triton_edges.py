@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from drafters.dflash import edges as plain_edges
-from drafters.dflash.edges import check_edges, edges_of, multiplies_on_triton
+from drafters.dflash.edges import check_edges, edges_of
 from specdec.deviation import deviation
 from specdec.layers import rotary
-from specdec.layers.rotary import Angles, Rope, check_angles, turns_on_triton
+from specdec.layers.rotary import Angles, Rope, check_angles
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -27,9 +27,9 @@ def test_tables(count: int, first_slot: int, scaled: bool, as_logprobs: bool, mo
     scores = torch.randn(3, 4, count, generator=generator).log_softmax(-1).sort(dim=-1, descending=True).values
     token_ids, scale = torch.randint(50, (3, 4, count), generator=generator), torch.rand(3, 4, generator=generator)
     found = []
-    assert multiplies_on_triton(DEVICE)
+    assert plain_edges.KERNEL.runs_on(DEVICE)
     for ours, dtype in ((True, torch.float32), (False, torch.float32), (False, torch.float64)):
-        monkeypatch.setattr(plain_edges, "multiplies_on_triton", lambda device, ours=ours: ours)
+        monkeypatch.setattr(plain_edges.KERNEL, "runs_on", lambda device, ours=ours: ours)
         device = DEVICE if ours else torch.device("cpu")
         one, other = left.to(device, dtype), right.to(device, dtype)
         head: Any = SimpleNamespace(right=other, has_state=False, first_slot=first_slot)
@@ -53,7 +53,7 @@ def test_tables(count: int, first_slot: int, scaled: bool, as_logprobs: bool, mo
 
 def test_angles() -> None:
     """Of a rope, on kernels and in plain torch; a factor for each number is left to torch."""
-    assert turns_on_triton(DEVICE)
+    assert rotary.KERNEL.runs_on(DEVICE)
     position_ids = torch.tensor([[0, 1, 4095], [7, 100000, 3]])
     rope = Rope(1.0 / 1e4 ** (torch.arange(24) / 24), amplitude=1.25)
     ours = Angles.of(position_ids.to(DEVICE), rope.to(DEVICE), torch.float32)

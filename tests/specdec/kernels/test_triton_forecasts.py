@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.composed import calibration as plain
 from drafters.composed.agreement import agreement, agreements
-from drafters.composed.calibration import Calibration, Forecasts, calibrates_on_triton, check_forecasts
+from drafters.composed.calibration import KERNEL, Calibration, Forecasts, check_forecasts
 from specdec.core import DraftOutput
 from specdec.sampling.trees import best_first
 from tests.helpers.triton_interpreter import require_triton
@@ -39,7 +38,7 @@ def moved(draft: DraftOutput) -> DraftOutput:
 @pytest.mark.parametrize(("drafts", "output"), [(7, 8), (8, 3), (3, 8), (63, 8), (64, 8), (1, 2)])
 def test_agreement(drafts: int, output: int, tree: bool, counted: bool) -> None:
     """Chains and trees, more and fewer than the output has, some of which do not count; a part that did not draft has nothing."""
-    assert calibrates_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     for seed in range(4):
         draft = block(seed, drafts, tree=tree, counted=counted)
         generator = torch.Generator().manual_seed(99 + seed)
@@ -55,7 +54,7 @@ def test_calibration(num_reqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As plain torch keeps account, over steps of both kinds, with rows that do not count and have no numbers."""
     ours = Calibration(3, DEVICE)
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "calibrates_on_triton", lambda device: False)
+        patch.setattr(KERNEL, "runs_on", lambda device: False)
         theirs = Calibration(3, torch.device("cpu"))
     generator = torch.Generator().manual_seed(num_reqs)
     for step in range(12):

@@ -36,7 +36,7 @@ from specdec.kernels import (
     triton_rope,
 )
 from specdec.kernels.triton_prefetch import surplus
-from specdec.layers import argmax, linear
+from specdec.layers import argmax, fused, linear
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
@@ -104,7 +104,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
         indices, finite = kernels(logits)
         return indices.zero_(), finite.fill_(True)  # tokens, at least, and the requests do not end
 
-    monkeypatch.setattr(argmax, "on_triton", lambda device: True)
+    for kernel in (argmax.KERNEL, fused.FUSED_LAYERS, fused.FEW_ROWS, fused.EMBEDDING):
+        monkeypatch.setattr(kernel, "runs_on", lambda *where: True)
     monkeypatch.setattr(triton_argmax, "argmax", filled)
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear, "can_block", lambda weight: False)  # a layout for CPUs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.sampling.masks import TokenMasks, check_masks, mask_logits, masks_on_triton
+from specdec.sampling.masks import KERNEL, TokenMasks, check_masks, mask_logits
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -13,7 +13,7 @@ from specdec.kernels import triton_masks  # noqa: E402 (only where Triton can ru
 
 def test_more_masks_than_are_in_use() -> None:
     """Of memory that is shared by steps, places say what counts; a request without a place keeps its logits."""
-    assert masks_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     logits = torch.zeros(3, 2, 40, device=DEVICE)
     words = torch.full((3, 2, 2), 5, dtype=torch.int32, device=DEVICE)
     mask_logits(logits, TokenMasks(words, torch.tensor([-1, 0, -1], device=DEVICE)))

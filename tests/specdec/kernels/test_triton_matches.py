@@ -7,7 +7,7 @@ import torch
 
 from drafters.suffix import choice, matches
 from drafters.suffix.matches import NOTHING, Limits, Texts
-from drafters.suffix.search import best_chain, check_matches, search, searches_on_triton
+from drafters.suffix.search import KERNEL, best_chain, check_matches, search
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -64,7 +64,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_torch(case: Case) -> None:
     """The same matches in the same order, what followed them, and which of them to draft."""
-    assert searches_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     texts, (count, longest, _, _, depth) = texts_of(case), case.limits
     expected, found = matches.search(texts, case.limits), search(on_device(texts), case.limits)
     assert torch.equal(found.lengths.cpu(), expected.lengths)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.sampling.trees import best_chain, best_first, builds_on_triton, check_trees, walk
+from specdec.sampling.trees import KERNEL, best_chain, best_first, check_trees, walk
 from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, chain_by_hand, choices, on, scores_of
 from tests.helpers.triton_interpreter import require_triton
 
@@ -14,7 +14,7 @@ HOST = torch.device("cpu")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_ddtree(shape: Shape) -> None:
     """The same nodes in the same order, also where sums are equal, and the same tokens accepted, step for step."""
-    assert builds_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     scores, num_nodes = scores_of(shape)
     found = best_first(scores.to(DEVICE), num_nodes)
     best = on(HOST, found)

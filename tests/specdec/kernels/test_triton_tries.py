@@ -5,7 +5,7 @@ import torch
 
 from specdec.kernels import triton_tries
 from specdec.sampling.trees import best_first
-from specdec.sampling.tries import ScoredDrafts, check_tries, merge_trees, puts_together_on_triton, trie
+from specdec.sampling.tries import KERNEL, ScoredDrafts, check_tries, merge_trees, trie
 from tests.helpers.trie_case import assert_best, case, shares, union_of
 from tests.helpers.triton_interpreter import require_triton
 
@@ -16,7 +16,7 @@ HOST = torch.device("cpu")
 @pytest.mark.parametrize(("seed", "num_nodes", "keep"), [(0, 8, 0.8), (1, 30, 1.0), (2, 1, 0.5), (3, 64, 0.9)])
 def test_tries(seed: int, num_nodes: int, keep: float) -> None:
     """The best beginnings of what followed, equal ones together; no draft without occurrences."""
-    assert puts_together_on_triton(DEVICE)
+    assert KERNEL.runs_on(DEVICE)
     continuations, lengths, weights = case(seed)
     wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(1, 2, 1)  # of which some columns are read, in strides
     lengths, weights = lengths.repeat(1, 2), torch.cat([weights, weights / 3], dim=1)

@@ -1,0 +1,77 @@
+"""A kernel that has a plain version: where it is used, and the check that compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from specdec.deviation import Deviation
+from specdec.kernels.triton_launch import unavailable_reasons
+from specdec.self_check import Check, passes
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = (*HALF, torch.float32)
+
+
+class Kernel:
+    """What a plain function asks before it takes its kernel. `specdec.registry.KERNELS` lists all.
+
+    Args:
+        name: of its verdicts, in messages and in `SPECDEC_KERNELS`.
+        check: compares it with plain torch: `check(device)`, or `check(device, dtype)`.
+        dtypes: types of rows that it takes, each of which has a verdict of its own; none: one for all.
+        reasons: why it cannot run, `reasons(device)` or `reasons(device, dtype)`; that of Triton's.
+
+    Attributes:
+        made: all kernels whose modules have been imported.
+    """
+
+    made: ClassVar[list[Kernel]] = []
+
+    def __init__(
+        self,
+        name: str,
+        check: Callable[..., Deviation],
+        *,
+        dtypes: tuple[torch.dtype, ...] = (),
+        reasons: Callable[..., list[str]] | None = None,
+    ) -> None:
+        self.name, self.check, self.dtypes, self._reasons = name, check, dtypes, reasons
+        self._runs: dict[tuple[torch.device, tuple[torch.dtype, ...]], bool] = {}
+        Kernel.made.append(self)
+
+    def runs_on(self, device: torch.device, *dtype: torch.dtype) -> bool:
+        """Whether it is used on a device, and for rows of a type where there are `dtypes`."""
+        where = device, dtype
+        if where not in self._runs:
+            usable = not self.reasons(device, *dtype)
+            self._runs[where] = usable and passes(self.name, device, self.bound(device, *dtype), *dtype)
+        return self._runs[where]
+
+    def reasons(self, device: torch.device, *dtype: torch.dtype) -> list[str]:
+        """Why it cannot run there, whatever its check says; empty when it can."""
+        if dtype and dtype[0] not in self.dtypes:
+            return [f"it takes {' and '.join(str(one).removeprefix('torch.') for one in self.dtypes)}"]
+        return self._reasons(device, *dtype) if self._reasons else unavailable_reasons(device)
+
+    def of(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """What tells its verdict for a model of that type; of one that it does not take, float16's."""
+        return () if not self.dtypes else (dtype if dtype in self.dtypes else torch.float16,)
+
+    def bound(self, device: torch.device, *dtype: torch.dtype) -> Check:
+        """Its check for one device and type."""
+        return partial(self.check, device, *dtype)
+
+    def forget(self) -> None:
+        """Asks again from here on, as another process would."""
+        self._runs.clear()
+
+
+def check_all(device: torch.device) -> None:
+    """Decides now about every kernel that a step may meet, for no check may run within a step."""
+    for kernel in Kernel.made:
+        if not kernel.dtypes:
+            kernel.runs_on(device)
