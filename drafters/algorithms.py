@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafters.keys import require, section
-from specdec.errors import CheckpointError
-from specdec.registry import DRAFTERS
+from specdec.base.errors import CheckpointError
+from specdec.base.registry import DRAFTERS
 
 _ARCHITECTURES = {
     "DFlashDraftModel": "dflash",
@@ -104,7 +104,8 @@ def architecture_of(raw: Mapping[str, Any]) -> str | None:
 def algorithm_of(raw: Mapping[str, Any]) -> str:
     """The algorithm it takes to draft as `config.json` says.
 
-    DSpark without its Markov head is DFlash in next-token alignment, and a language model of its own is a draft model.
+    DSpark without its Markov head is DFlash in next-token alignment, and a language model of its
+    own is a draft model.
 
     Raises:
         CheckpointError: it names none.

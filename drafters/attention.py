@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
+from specdec.base.errors import BackendError
 from specdec.core import Verifier
-from specdec.errors import BackendError
 
 
 def attention_like(

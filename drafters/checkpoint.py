@@ -13,14 +13,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from drafters.keys import require, section
+from specdec.base.checkpoint.hub import CONFIG, checkpoint_folder
+from specdec.base.checkpoint.kinds import checkpoint_config
+from specdec.base.checkpoint.tensor_files import TensorFiles
+from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError
+from specdec.base.files import parse_json
+from specdec.base.registry import WEIGHT_READERS, resolve
+from specdec.base.writing import disk_errors, fill_folder
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
-from specdec.files import parse_json
-from specdec.hub import CONFIG, checkpoint_folder
-from specdec.kinds import checkpoint_config
-from specdec.registry import WEIGHT_READERS, resolve
-from specdec.tensor_files import TensorFiles
-from specdec.writing import disk_errors, fill_folder
 
 
 def find_folder(path: str | Path) -> Path:
@@ -75,7 +75,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's files of weights, see `specdec.tensor_files`, on the CPU and in the type of the file.
+    """All tensors of a folder's files of weights, see `specdec.base.checkpoint.tensor_files`, on
+    the CPU and in the type of the file.
 
     Raises:
         CheckpointError: missing or damaged files.
@@ -183,7 +184,8 @@ def check_target(
         verifier: the target.
         taps: tapped layers, 0-based.
         tap_width: width of one tap.
-        hidden_size: width of the drafter where it borrows the target's embeddings or head, else None.
+        hidden_size: width of the drafter where it borrows the target's embeddings or head, else
+            None.
         vocab_size: of the target it was made for.
         num_layers: of the target it was made for, when stated.
         made_for: name of that target, when stated.
@@ -212,7 +214,7 @@ def write_folder(path: Path, config: Mapping[str, Any], tensors: dict[str, Tenso
 
     Raises:
         CheckpointError: a taken path.
-        CapacityError, InvalidInputError: see `specdec.writing.fill_folder`.
+        CapacityError, InvalidInputError: see `specdec.base.writing.fill_folder`.
     """
     with disk_errors(path):
         free = not os.path.lexists(path) or (path.is_dir() and (over or not any(path.iterdir())))

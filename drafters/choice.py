@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch
-from specdec.config import DraftSampling
 from specdec.layers.argmax import argmax
 from specdec.sampling.candidates import candidates
 from specdec.sampling.filters import processed_probs
@@ -32,9 +32,11 @@ class Choice(NamedTuple):
 
     Attributes:
         token_ids: int64 [num_reqs, n], of the target.
-        probs: float32 [num_reqs, n, V'], what they were drawn from, a number for each column of the logits; None where they are
+        probs: float32 [num_reqs, n, V'], what they were drawn from, a number for each column of the
+            logits; None where they are
             point masses.
-        own: float32 [num_reqs, n], how likely the network thinks each, given the noise where it is known; None unless asked for.
+        own: float32 [num_reqs, n], how likely the network thinks each, given the noise where it is
+            known; None unless asked for.
     """
 
     token_ids: Tensor
@@ -60,7 +62,8 @@ def choose(
         first: which draft the first of them is, from 0.
         draft_sampling: how drafts are drawn.
         target_ids: int64 [V'], the target's token of each column; None where they are the same.
-        weights: float32 [2, num_reqs, depth], of coupled drafts, see `specdec.sampling.candidates`; None are ones.
+        weights: float32 [2, num_reqs, depth], of coupled drafts, see `specdec.sampling.candidates`;
+            None are ones.
         wants_own: asks for `Choice.own`.
     """
     count, sampling = logits.shape[1], batch.sampling

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.errors import CheckpointError, InvalidInputError
+from specdec.base.files import user_path
+from specdec.base.writing import write_atomically
 from specdec.cli.options import revision_option
-from specdec.errors import CheckpointError, InvalidInputError
-from specdec.files import user_path
-from specdec.writing import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,7 @@ def _untied(config: DFlashConfig, tensors: dict[str, Tensor], name: str | None) 
 
     from drafters.dflash.drafter import check_fit
     from drafters.dflash.tied import expanded
-    from specdec.registry import VERIFIERS, resolve
+    from specdec.base.registry import VERIFIERS, resolve
 
     if name is None:
         raise CheckpointError("the head's tables are made of the target's, and the drafter names none; name it with --model")
@@ -156,7 +156,7 @@ def _with_target(config: DFlashConfig, name: str) -> DFlashConfig:
 def _target(name: str) -> tuple[tuple[str, ...], int]:
     """Architectures of the target of that name, and the number of its layers."""
     from drafters.keys import Keys, section
-    from specdec.hub import json_file
+    from specdec.base.checkpoint.hub import json_file
 
     raw: dict[str, Any] = json_file(name, "config.json", what="target") or {}
     layers = Keys([section(raw, "text_config"), raw]).integer("num_hidden_layers")

@@ -21,12 +21,12 @@ from drafters.license import CARD, license_note
 from drafters.load import first_eagle
 from drafters.sequential.drafter import USUAL_DRAFTS
 from drafters.shipped import shipped_drafter_path
+from specdec.base.checkpoint.hub import checkpoint_file
+from specdec.base.checkpoint.kinds import check_adapter, checkpoint_config
+from specdec.base.errors import CheckpointError, SpecDecError, one_line
+from specdec.base.files import user_path
+from specdec.base.registry import DRAFTERS, PARTS, resolve
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, SpecDecError, one_line
-from specdec.files import user_path
-from specdec.hub import checkpoint_file
-from specdec.kinds import check_adapter, checkpoint_config
-from specdec.registry import DRAFTERS, PARTS, resolve
 
 _WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
 

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from drafters.copied_keys import is_copied
-from specdec.errors import CheckpointError
-from specdec.validation import is_number
+from specdec.base.errors import CheckpointError
+from specdec.base.validation import is_number
 
 
 def require(ok: bool, message: str) -> None:

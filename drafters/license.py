@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub.repocard import metadata_load
 
-from specdec.errors import one_line
+from specdec.base.errors import one_line
 
 CARD = "README.md"
 

@@ -9,17 +9,18 @@ from drafters.algorithms import algorithm_of, unsupported
 from drafters.checkpoint import CONFIG, called, find_folder, naming, read_json
 from drafters.keys import require
 from drafters.license import CARD, license_note
+from specdec.base.checkpoint.kinds import check_adapter
+from specdec.base.checkpoint.tensor_files import TensorFiles, weight_files
+from specdec.base.errors import CheckpointError
+from specdec.base.registry import DRAFTERS, resolve
 from specdec.core import Drafter, Verifier
-from specdec.errors import CheckpointError
-from specdec.kinds import check_adapter
-from specdec.registry import DRAFTERS, resolve
-from specdec.tensor_files import TensorFiles, weight_files
 
 logger = logging.getLogger(__name__)
 
 
 def load_drafter(path: str | Path, *, verifier: Verifier) -> Drafter:
-    """The drafter in a folder, or on the hub when `path` is a name there (see `specdec.hub`) and no such folder exists.
+    """The drafter in a folder, or on the hub when `path` is a name there (see
+    `specdec.base.checkpoint.hub`) and no such folder exists.
 
     Raises:
         CheckpointError: nothing there, damaged files, an algorithm that is not supported, or another target.

@@ -7,8 +7,8 @@ longest matches.
 from pathlib import Path
 
 from drafters.suffix.drafter import LONGEST, SuffixDrafter
+from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError
 
 
 class NGramDrafter(SuffixDrafter):

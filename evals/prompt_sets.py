@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from evals.manual_prompts import MANUAL_KINDS
-from specdec.errors import InvalidInputError, one_line
-from specdec.files import read_jsonl
-from specdec.packages import install_command
+from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.files import read_jsonl
+from specdec.base.packages import install_command
 
 BUNDLED = "bundled"
 BUNDLED_FILE = Path(__file__).parent / "data" / "problems.json"

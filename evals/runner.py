@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from evals.prompt_sets import Item, PromptSet
+from specdec.base.errors import SpecDecError
+from specdec.base.metrics import AcceptanceStats
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle
 from specdec.engine.request import Request
 from specdec.engine.session import Session
-from specdec.errors import SpecDecError
-from specdec.metrics import AcceptanceStats
 from specdec.sampling_params import SamplingParams
 
 OnStep = Callable[[list[Request]], None]

@@ -1,38 +1,39 @@
 """specdec: lossless speculative decoding centered on DFlash.
 
 Read `engine.engine` (the step), then `core` (the nouns); docs/life-of-a-request.md follows a prompt through the rooms. Drafters,
-targets and evaluations live in the packages `drafters`, `verifiers` and `evals`, which `registry` names.
+targets and evaluations live in the packages `drafters`, `verifiers` and `evals`, which
+`base.registry` names.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from specdec.config import CacheConfig, EngineConfig, LoadConfig
+    from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
+    from specdec.base.errors import SpecDecError
+    from specdec.base.metrics import AcceptanceStats
     from specdec.core import BoundDrafter, Drafter, Verifier
     from specdec.decoder import SpecDecoder
     from specdec.engine.engine import SpecEngine
     from specdec.engine.handle import Handle, Stream
     from specdec.engine.outputs import GenerationResult, StreamChunk
     from specdec.engine.session import Session
-    from specdec.errors import SpecDecError
     from specdec.grammar.grammar import Grammar
-    from specdec.metrics import AcceptanceStats
     from specdec.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
-
 _HOMES = {
-    "config": ("CacheConfig", "EngineConfig", "LoadConfig"),
+    "base.config": ("CacheConfig", "EngineConfig", "LoadConfig"),
     "sampling_params": ("SamplingParams",),
     "core": ("BoundDrafter", "Drafter", "Verifier"),
     "decoder": ("SpecDecoder",),
     "engine.engine": ("SpecEngine",),
     "engine.handle": ("Handle", "Stream"),
     "engine.session": ("Session",),
-    "errors": ("SpecDecError",),
+    "base.errors": ("SpecDecError",),
     "grammar.grammar": ("Grammar",),
-    "metrics": ("AcceptanceStats",),
+    "base.metrics": ("AcceptanceStats",),
     "engine.outputs": ("GenerationResult", "StreamChunk"),
 }
 

@@ -1,7 +1,7 @@
 """What the forwards of a step are given: packed rows, chunks of prompts, and the requests of the step.
 
 Shapes use `num_reqs` requests of a batch and `k` drafts per request. Token ids are int64. How drafts lie behind the anchor is told
-in `specdec.blocks`.
+in `specdec.base.blocks`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, TreeRows, Visibility
-from specdec.blocks import BlockShape, DraftTree
+from specdec.base.blocks import BlockShape, DraftTree
 from specdec.kv_cache import NULL_BLOCK
 from specdec.layers.block_rows import KERNEL, BlockRows, TreePlaces, block_rows, tree_places
 from specdec.sampling.tensors import SamplingTensors

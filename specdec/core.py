@@ -15,9 +15,9 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
+from specdec.base.blocks import DraftTree
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
-from specdec.blocks import DraftTree
-from specdec.config import DraftSampling
 from specdec.kv_cache import LayerSpec
 from specdec.sampling.logprobs import Logprobs
 from specdec.sampling_params import SamplingDefaults

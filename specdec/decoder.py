@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from specdec.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
+from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
+from specdec.base.errors import InvalidInputError, SpecDecError, one_line
+from specdec.base.messages import for_template, readable
 from specdec.core import Drafter, Verifier
 from specdec.device import resolve_device
 from specdec.drafter_choice import DrafterChoice, find_drafter
@@ -18,11 +20,8 @@ from specdec.engine.lockstep import make_engine
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
-from specdec.errors import InvalidInputError, SpecDecError, one_line
-from specdec.grammar.grammar import Grammar
 from specdec.loading import load_target
-from specdec.messages import for_template, readable
-from specdec.parallel.mirror import Mirror, everywhere
+from specdec.parallel.mirror import Mirror, everywhere, mirror_of
 from specdec.sampling_params import SamplingParams
 from specdec.scratch import next_token_logits
 
@@ -66,6 +65,11 @@ class SpecDecoder:
         self.session = Session(self.engine, tokenizer)
         self._ranks: Mirror | None = None
 
+    @property
+    def ranks(self) -> Mirror | None:
+        """The processes that compute the target together; None where this one does alone."""
+        return mirror_of(self.verifier)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -91,7 +95,7 @@ class SpecDecoder:
                 hub name of a checkpoint, several of these with + between them, a drafter of your own (see `find_drafter`), or
                 None. "auto" takes smollm2-dflash for the embedded model and n-gram lookup for all others.
             device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, generation_config: see
-                `specdec.config.LoadConfig`.
+                `specdec.base.config.LoadConfig`.
             tensor_parallel: processes that compute the target together, this one among them: docs/tensor-parallel.md. They are
                 started here, or by `torchrun`. None is this one alone.
             engine: limits and choices.
@@ -243,9 +247,9 @@ class SpecDecoder:
                 chunk.index = served[chunk.index][0]
                 yield chunk
 
-    def _wrong_grammars(self, samplings: Sequence[SamplingParams]) -> dict[Grammar | None, SpecDecError]:
+    def _wrong_grammars(self, samplings: Sequence[SamplingParams]) -> dict[object, SpecDecError]:
         """Grammars that cannot be compiled; raises where all prompts have the one."""
-        wrong: dict[Grammar | None, SpecDecError] = {}
+        wrong: dict[object, SpecDecError] = {}
         by_grammar = {sampling.grammar: sampling for sampling in samplings}
         for grammar, sampling in by_grammar.items():
             try:

@@ -2,13 +2,14 @@
 
 import math
 import os
+import platform
 from pathlib import Path
 
 import torch
 
 from specdec.amd_gpus import why_unseen
-from specdec.config import CacheDtype
-from specdec.errors import InvalidInputError
+from specdec.base.config import CacheDtype
+from specdec.base.errors import InvalidInputError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -120,3 +121,12 @@ def default_cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def describe_device(device: torch.device) -> str:
+    """Kind, name and, for an AMD device, architecture."""
+    if device.type == "cpu":
+        return f"cpu, {os.cpu_count()} cores, {platform.machine()}"
+    architecture = rocm_architecture(device)
+    kind = f"ROCm {architecture}" if architecture else "CUDA"
+    return f"{device}, {torch.cuda.get_device_name(device)}, {kind}"

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
 from specdec.core import Drafter, Verifier
-from specdec.errors import InvalidInputError
 from specdec.parallel.mirror import everywhere, mirror_of
 from specdec.parallel.plain import on_ranks
-from specdec.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
 
 DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
 """See `find_drafter`."""
@@ -23,7 +23,8 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
     Ranks that compute the target together each make it.
 
     Args:
-        choice: a name in the registry; "auto", which chooses by the target's name (`specdec.registry.drafter_name`); None or
+        choice: a name in the registry; "auto", which chooses by the target's name
+            (`specdec.base.registry.drafter_name`); None or
             "none"; a checkpoint by folder or hub name; several of these with + between them, of which in every step the one
             drafts that promises most; a function `(path | None, *, verifier) -> Drafter`, also as
             "module:function"; or a drafter that is ready.

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.config import LoadConfig
+from specdec.base.config import LoadConfig
+from specdec.base.registry import VERIFIERS, resolve
 from specdec.core import Verifier
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.parallel.group import Group
 from specdec.parallel.launch import device_of_rank, open_ranks
 from specdec.parallel.mirror import Mirror, current
 from specdec.parallel.plain import on_ranks
-from specdec.registry import VERIFIERS, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

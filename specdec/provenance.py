@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specdec import __version__
+from specdec.base.version import __version__
 from specdec.core import Verifier
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "lm_eval")

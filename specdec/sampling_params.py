@@ -8,8 +8,8 @@ from itertools import islice
 from numbers import Real
 from typing import Any
 
+from specdec.base.validation import as_float, as_integer, flags, integers, numbers, require, sequence
 from specdec.grammar.grammar import Grammar
-from specdec.validation import as_float, as_integer, flags, integers, numbers, require, sequence
 
 MOST_EDITS = 1024
 """Tokens that the bias and the least length of a request may name together."""
@@ -149,6 +149,12 @@ class SamplingParams:
     def penalized(self) -> bool:
         """Whether there is a repetition penalty."""
         return self.repetition_penalty not in (None, 1.0)
+
+    @classmethod
+    def from_plain(cls, fields: dict[str, Any]) -> "SamplingParams":
+        """What `dataclasses.asdict` made plain."""
+        grammar = fields["grammar"] and Grammar(**fields["grammar"])
+        return cls(**{**fields, "grammar": grammar})
 
     def choice(self, index: int) -> "SamplingParams":
         """Those of output number `index` of several from one prompt: its seed lies so much higher, and of those that go on only the

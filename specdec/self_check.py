@@ -27,12 +27,12 @@ import torch
 from filelock import FileLock, Timeout
 
 import specdec.device
-from specdec import __version__
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.files import cache_folder, parse_json
+from specdec.base.registry import KERNELS
+from specdec.base.version import __version__
+from specdec.base.writing import remove, write_text
 from specdec.deviation import Deviation
-from specdec.errors import InvalidInputError, SpecDecError
-from specdec.files import cache_folder, parse_json
-from specdec.registry import KERNELS
-from specdec.writing import remove, write_text
 
 logger = logging.getLogger(__name__)
 

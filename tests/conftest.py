@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from specdec import self_check
-from specdec.cli.doctor import describe_device
 
 _folders = itertools.count()
 gc.disable()  # until all tests are collected: what is imported stays
@@ -26,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Where the tests run, and why not on the GPU that is there."""
-    from specdec.device import resolve_device, unseen_gpu
+    from specdec.device import describe_device, resolve_device, unseen_gpu
 
     reason = unseen_gpu()
     return f"device: {describe_device(resolve_device())}" + (f"; no GPU is used: {reason}" if reason else "")

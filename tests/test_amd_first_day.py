@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec.registry import ATTENTION_BACKENDS
+from specdec.base.registry import ATTENTION_BACKENDS
 from tests.checks.amd_first_day import __main__ as first_day
 from tests.checks.amd_first_day import run
 from tests.checks.amd_first_day.record import MOST, page

@@ -18,11 +18,11 @@ from tokenizers.pre_tokenizers import Split
 
 from drafters.dflash.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
+from specdec.base.errors import LONGEST, CheckpointError, InvalidInputError
+from specdec.base.packages import ROOT
+from specdec.base.registry import VERBS
 from specdec.cli import main as main_module
 from specdec.cli.main import main
-from specdec.errors import LONGEST, CheckpointError, InvalidInputError
-from specdec.packages import ROOT
-from specdec.registry import VERBS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.helpers.waiting import HANG
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.dflash.coupling import Coupling
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request

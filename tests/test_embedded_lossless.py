@@ -12,7 +12,7 @@ from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import load_dflash
 from drafters.dflash.model import DFlashModel
 from drafters.ngram import load_ngram
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
 from tests.helpers.scripted import ScriptedDrafter

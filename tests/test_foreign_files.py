@@ -14,9 +14,9 @@ from drafters.dflash.checkpoint import write_checkpoint
 from drafters.fit import read_fit
 from drafters.load import load_drafter
 from specdec import SpecDecoder
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CheckpointError, SpecDecError
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, SpecDecError
 from specdec.sampling_params import SamplingParams
 from tests.drafters.eagle3.heads import SGLANG, SPECULATORS, write_head
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer

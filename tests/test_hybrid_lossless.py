@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import ForwardInput
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.engine import build
 from specdec.engine.engine import SpecEngine
@@ -134,7 +134,7 @@ def test_prompts_that_begin_alike(case: tuple[Verifier, Outputs], monkeypatch: p
 
 def test_what_a_budget_must_pay_for(case: tuple[Verifier, Outputs]) -> None:
     """Catches states that the memory budget knows nothing of."""
-    from specdec.errors import CapacityError
+    from specdec.base.errors import CapacityError
 
     with pytest.raises(CapacityError, match=r"beside 7 states of [\d,]+ bytes; give it at least [\d,]+ bytes or decode fewer"):
         engine_for(case, 0, [], cache=CacheConfig(memory_bytes=2**15))

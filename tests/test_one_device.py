@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.edits import Edits

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.base.errors import InvalidInputError
 from specdec.engine.handle import Handle
 from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request
-from specdec.errors import InvalidInputError
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.helpers.waiting import HANG, Gate, gated, in_time, wait_until
 

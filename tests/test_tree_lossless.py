@@ -10,10 +10,10 @@ import pytest
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.base.blocks import MOST_NODES, DraftTree
+from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch, ForwardInput
-from specdec.blocks import MOST_NODES, DraftTree
 from specdec.engine.engine import SpecEngine
-from specdec.errors import InvalidInputError
 from specdec.layers.cache_rows import CacheRows
 from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted_trees import FIRST, ScriptedTrees

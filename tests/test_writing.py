@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec", "drafters", "verifiers", "evals")
 
-HOMES = {"specdec/writing.py", "specdec/files.py"}
+HOMES = {"specdec/base/writing.py", "specdec/base/files.py"}
 HANDED = {"write_atomically", "fill_folder"}
 """What is handed to these writes where they say."""
 
@@ -23,12 +23,12 @@ OF_MODULES = {"copy": "shutil", "move": "shutil", "remove": "os", "replace": "os
 
 ALLOWED = {
     "evals/peers/vllm.py": {"symlink_to"},  # in a temporary folder
-    "specdec/journal.py": {"truncate"},  # half a line at its end, of a file that `specdec.writing` has locked
+    "specdec/base/journal.py": {"truncate"},  # half a line at its end, of a file that `specdec.base.writing` has locked
     "specdec/engine/guided.py": {"replace"},  # of a step
     "specdec/parallel/meeting.py": {"rmtree", "open", "rename"},  # in a temporary folder, where ranks meet
     "verifiers/decoder.py": {"rename"},  # of weights
     "verifiers/prediction.py": {"rename"},
-    "specdec/hub.py": {"loads"},  # with a hook
+    "specdec/base/checkpoint/hub.py": {"loads"},  # with a hook
     "verifiers/formats/method.py": {"loads"},  # which names the file itself
     "verifiers/load.py": {"loads"},  # of the embedded model
 }
@@ -78,15 +78,15 @@ def around(root: Path) -> list[str]:
             continue
         for call, called, owner, handed in calls(ast.parse(path.read_text())):
             place = f"{name}:{call.lineno}: "
-            own = owner or called not in ("write_text", "remove")  # else they are those of specdec.writing
+            own = owner or called not in ("write_text", "remove")  # else they are those of specdec.base.writing
             if own and writes(call, called, owner) and not handed and called not in ALLOWED.get(name, ()):
-                found.append(f"{place}{called} is for specdec.writing")
+                found.append(f"{place}{called} is for specdec.base.writing")
             if called == "expanduser" and owner != "os.path":
-                found.append(f"{place}a home is looked up by specdec.files.user_path")
+                found.append(f"{place}a home is looked up by specdec.base.files.user_path")
             reads = " ".join(map(ast.unparse, call.args))
             json_file = owner == "json" and (called == "load" or (called == "loads" and "read_" in reads))
             if json_file and "BUNDLED" not in reads and called not in ALLOWED.get(name, ()):
-                found.append(f"{place}JSON of a file is read by specdec.files.parse_json")
+                found.append(f"{place}JSON of a file is read by specdec.base.files.parse_json")
     return found
 
 

@@ -19,9 +19,10 @@ from specdec.layers.rotary import Rope, rotation_order
 from verifiers.description import Description, norm_epsilon
 from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts
-from verifiers.recurrent import attends, is_recurrent, mamba, mixer
+from verifiers.recurrent import mamba, mixer
 from verifiers.shape import cache_layers, layer_kinds, layer_windows, position_embeddings
 from verifiers.shared_blocks import SharedBlocks
+from verifiers.states import attends, is_recurrent
 from verifiers.weights import Reorder, Weights
 
 

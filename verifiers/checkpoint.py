@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
-from specdec.files import user_path
+from specdec.base.checkpoint.tensor_files import TensorFiles
+from specdec.base.errors import CheckpointError
+from specdec.base.files import user_path
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
-from specdec.tensor_files import TensorFiles
 from verifiers.formats.format import Format, Stored, check_floats, check_known
 from verifiers.formats.gguf import gguf_file, read_gguf
 from verifiers.formats.method import format_of, quantization_of

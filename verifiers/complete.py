@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from verifiers.checkpoint import EMBEDDING, HEAD
 from verifiers.formats.format import Stored, check_floats

@@ -15,7 +15,7 @@ from specdec.core import RoutedExperts, VerifyOutput
 from specdec.kernels.packed import PackedWeight
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.decoder import Decoder
-from specdec.layers.linear import linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.sharded import Embedding, GatheredLinear

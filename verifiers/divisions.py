@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from specdec.attention.selector import refusals
-from specdec.config import DEFAULT_BLOCK_SIZE
-from specdec.errors import UnsupportedModelError
+from specdec.base.config import DEFAULT_BLOCK_SIZE
+from specdec.base.errors import UnsupportedModelError
 from specdec.parallel.group import Group
 from verifiers.complete import shapes_of
 from verifiers.families import describe

@@ -18,11 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from specdec.attention.selector import select_backend
+from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
+from specdec.base.writing import write_atomically, write_text
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.group import Group
-from specdec.writing import write_atomically, write_text
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe
 from verifiers.formats.format import Stored

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
-from specdec.files import cache_folder, parse_json
-from specdec.writing import fill_folder, write_text
+from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from specdec.base.files import cache_folder, parse_json
+from specdec.base.writing import fill_folder, write_text
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

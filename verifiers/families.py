@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.kernels.experts import Routing
 from specdec.layers.activation import LIMIT, SLOPE
 from specdec.layers.rotary import ROPE_TYPES, Temperature

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
 
-from specdec.config import GenerationSource
-from specdec.errors import CheckpointError, InvalidInputError
-from specdec.hub import CONFIG, json_object
+from specdec.base.checkpoint.hub import CONFIG, json_object
+from specdec.base.config import GenerationSource
+from specdec.base.errors import CheckpointError, InvalidInputError
+from specdec.base.validation import as_integer, require
 from specdec.sampling_params import SamplingDefaults, SamplingParams
-from specdec.validation import as_integer, require
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
+from specdec.base.errors import UnsupportedModelError
 from specdec.batch import ForwardInput
 from specdec.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
-from specdec.errors import UnsupportedModelError
 from specdec.sampling_params import SamplingDefaults
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description

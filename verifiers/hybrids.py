@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.experts import Routing
 from verifiers.description import AFTER, BEFORE, Description, Family, NormNames, sigmoid_routing
-from verifiers.recurrent import sizes_of
+from verifiers.states import sizes_of
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
 FEED_FORWARD = (r"\.feed_forward\.", ".mlp.")

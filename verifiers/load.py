@@ -19,15 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.attention.selector import select_backend
-from specdec.config import GenerationSource
+from specdec.base.checkpoint.hub import checkpoint_folder
+from specdec.base.checkpoint.kinds import ADAPTER, check_adapter, checkpoint_config
+from specdec.base.checkpoint.tensor_files import TensorFiles, usually_named
+from specdec.base.config import GenerationSource
+from specdec.base.errors import CheckpointError, UnsupportedModelError
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, UnsupportedModelError
-from specdec.hub import checkpoint_folder
-from specdec.kinds import ADAPTER, check_adapter, checkpoint_config
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
 from specdec.parallel.group import Group
-from specdec.tensor_files import TensorFiles, usually_named
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
 from verifiers.embedded import EMBEDDED, FOUR_BIT, embedded_model_path

@@ -13,15 +13,15 @@ from transformers import __version__ as transformers_version
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import refusals, select_backend
-from specdec.config import DEFAULT_BLOCK_SIZE
+from specdec.base.checkpoint.hub import json_file
+from specdec.base.checkpoint.kinds import check_adapter, checkpoint_config
+from specdec.base.checkpoint.tensor_files import INDEXES
+from specdec.base.config import DEFAULT_BLOCK_SIZE
+from specdec.base.errors import CheckpointError
+from specdec.base.files import user_path
 from specdec.core import ContextLimits
-from specdec.errors import CheckpointError
-from specdec.files import user_path
-from specdec.hub import json_file
-from specdec.kinds import check_adapter, checkpoint_config
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
 from specdec.layers.packed_check import keeps_packed
-from specdec.tensor_files import INDEXES
 from verifiers.divisions import divisions
 from verifiers.embedded import EMBEDDED, embedded_model_path
 from verifiers.families import describe

@@ -11,9 +11,9 @@ import torch
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
+from specdec.base.checkpoint.hub import json_file
+from specdec.base.errors import BackendError, CheckpointError, one_line
 from specdec.core import Verifier
-from specdec.errors import BackendError, CheckpointError, one_line
-from specdec.hub import json_file
 from specdec.kv_cache import LayerSpec, SharedLayerSpec
 from specdec.layers.decoder import Decoder
 from specdec.layers.ops_choice import ops_for

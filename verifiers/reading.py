@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
+from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
+from specdec.base.validation import LARGEST
 from specdec.layers.rotary import check_parameters
-from specdec.validation import LARGEST
 
 Read = TypeVar("Read")
 Judge = Callable[[dict[str, Any]], object]

@@ -11,7 +11,7 @@ from specdec.layers.mlp import GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.shared_block import AdaptedLinear, AfterSharedBlock
 from verifiers.mixture import gated_mlp
-from verifiers.recurrent import attends
+from verifiers.states import attends
 from verifiers.weights import Weights
 
 

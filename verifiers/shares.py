@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.errors import UnsupportedModelError
+from specdec.base.checkpoint.tensor_files import TensorFiles
+from specdec.base.errors import UnsupportedModelError
 from specdec.kernels.packed import PackedWeight
 from specdec.parallel.group import Group
-from specdec.tensor_files import TensorFiles
 from verifiers.description import Description
 from verifiers.formats.format import Stored
-from verifiers.recurrent import attends, is_recurrent, sizes_of
 from verifiers.shape import LATENT_MODELS, head_shape
+from verifiers.states import attends, is_recurrent, sizes_of
 
 Kind = Literal["slices", "tokens", "first"]
 

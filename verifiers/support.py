@@ -11,13 +11,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.base.errors import CheckpointError, UnsupportedModelError
 from verifiers.families import describe
 from verifiers.formats.method import format_of, stated_quantization
 from verifiers.formats.settings import SettingError
 from verifiers.hybrids import HYBRIDS
-from verifiers.recurrent import MIXERS_ALONE, STATES
 from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
+from verifiers.states import MIXERS_ALONE, STATES
 from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from specdec.errors import UnsupportedModelError
-from specdec.files import user_path
-from specdec.hub import checkpoint_folder, files_of, json_file, json_object, unpinned
+from specdec.base.checkpoint.hub import checkpoint_folder, files_of, json_file, json_object, unpinned
+from specdec.base.errors import UnsupportedModelError
+from specdec.base.files import user_path
 from verifiers.embedded import EMBEDDED, embedded_model_path
 from verifiers.reading import NO_FOREIGN_CODE, read
 

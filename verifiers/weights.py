@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
-from specdec.layers.linear import FourBitWeight, Linear, linear
+from specdec.layers.linear import FourBitWeight, Linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

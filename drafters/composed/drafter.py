@@ -18,11 +18,11 @@ from drafters.composed.agreement import agreements
 from drafters.composed.calibration import Calibration, Forecasts
 from drafters.composed.union import union
 from drafters.composed.worth import Kind, Worth
+from specdec.base.blocks import BlockShape
+from specdec.base.config import DraftSampling
+from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.blocks import BlockShape
-from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
-from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache, LayerSpec
 
 
@@ -85,7 +85,8 @@ class _Step:
         drafts: of the parts that drafted, by their numbers.
         forecasts: of all parts.
         output: what was verified.
-        looked: what the host expects of the parts that are no models, by request; None where it does not look.
+        looked: what the host expects of the parts that are no models, by request; None where it
+            does not look.
         kind: of the step.
         end: when drafting ended.
         seconds: of parts that are no models, and of the models.

@@ -6,9 +6,9 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import InvalidInputError
 from specdec.core import DraftOutput
-from specdec.errors import InvalidInputError
 from specdec.sampling.tries import ScoredDrafts, merge_trees
 
 

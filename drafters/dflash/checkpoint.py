@@ -26,8 +26,8 @@ from drafters.dflash.names import zlab_names
 from drafters.dflash.tied import TIED
 from drafters.keys import require
 from drafters.vocabulary import check_map, drafted, without_full_map
-from specdec.errors import CheckpointError
-from specdec.tensor_files import read_pickle
+from specdec.base.checkpoint.tensor_files import read_pickle
+from specdec.base.errors import CheckpointError
 
 _MASK = "mask_embedding.pt"
 

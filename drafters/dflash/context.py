@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.dflash.model import DFlashModel
-from specdec.layers.linear import linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Ops
 

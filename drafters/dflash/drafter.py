@@ -25,10 +25,10 @@ from drafters.dflash.tied import expanded
 from drafters.vocabulary import target_ids
 from specdec.attention.backend import AttentionBackend, Visibility
 from specdec.attention.mla import MlaBackend
+from specdec.base.config import DraftSampling
+from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
-from specdec.errors import InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope
 

@@ -11,11 +11,11 @@ from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, sid
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
+from specdec.base.blocks import MOST_NODES
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch
-from specdec.blocks import MOST_NODES
-from specdec.config import DraftSampling
 from specdec.core import DraftOutput
-from specdec.layers.linear import linear
+from specdec.layers.linear_choice import linear
 from specdec.sampling.filters import COLDEST
 from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from specdec.sampling.trees import best_chain, best_first

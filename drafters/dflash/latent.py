@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from drafters.dflash.config import DFlashConfig
 from specdec.attention.mla import MlaSpec
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up
-from specdec.layers.linear import Linear, linear
+from specdec.layers.linear import Linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.norm import Norm
 from specdec.layers.rotary import Rope
 

@@ -17,7 +17,8 @@ from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.grouped_convolution import GroupedConvolution
 from specdec.layers.latent_attention import LatentAttention
-from specdec.layers.linear import Linear, linear
+from specdec.layers.linear import Linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import ConvolvedMLP, GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads

@@ -10,11 +10,11 @@ from drafters.draft_model.network import DraftModelNetwork
 from drafters.draft_model.vocabulary import common_tokens
 from drafters.sequential.drafter import USUAL_DRAFTS, BoundSequential, SequentialDrafter
 from specdec.attention.mla import MlaBackend
+from specdec.base.config import DraftSampling
+from specdec.base.errors import InvalidInputError
+from specdec.base.registry import TOKENIZERS, VERIFIERS, resolve
 from specdec.batch import DecodeBatch
-from specdec.config import DraftSampling
 from specdec.core import BoundDrafter, DraftOutput, Verifier
-from specdec.errors import InvalidInputError
-from specdec.registry import TOKENIZERS, VERIFIERS, resolve
 
 
 class DraftModel(SequentialDrafter):

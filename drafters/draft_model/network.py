@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from drafters.sequential.network import Rows, SequentialNetwork
+from specdec.base.errors import CheckpointError
 from specdec.batch import ForwardInput
 from specdec.core import Verifier
-from specdec.errors import CheckpointError
 from specdec.kv_cache import LayerSpec, SharedLayerSpec, bytes_per_slot
 
 

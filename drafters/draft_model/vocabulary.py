@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 
 
 class Tokenizer(Protocol):

@@ -10,8 +10,8 @@ from drafters.eagle3.checkpoint import read_checkpoint
 from drafters.eagle3.config import Eagle3Config
 from drafters.eagle3.network import Eagle3Network
 from drafters.sequential.drafter import SequentialDrafter
+from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
 

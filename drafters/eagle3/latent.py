@@ -9,7 +9,7 @@ from torch import Tensor
 from drafters.attention import LatentSizes
 from specdec.attention.mla import MlaSpec
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up
-from specdec.layers.linear import linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.norm import Norm
 from specdec.layers.rotary import Rope
 

@@ -20,7 +20,8 @@ from specdec.layers.attention import Attention, HeadAttention
 from specdec.layers.attention import Rows as AttentionRows
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.latent_attention import LatentAttention
-from specdec.layers.linear import Linear, linear
+from specdec.layers.linear import Linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads, Ops

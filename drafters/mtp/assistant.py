@@ -15,8 +15,8 @@ from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, DraftOutput, Verifier, VerifyOutput
 
 

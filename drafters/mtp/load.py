@@ -9,11 +9,11 @@ from drafters.keys import LIMITS, Keys, count, section
 from drafters.mtp.assistant import AssistantDrafter
 from drafters.mtp.network import PredictionNetwork
 from drafters.sequential.drafter import USUAL_DRAFTS, SequentialDrafter
+from specdec.base.checkpoint.hub import CONFIG
+from specdec.base.errors import CheckpointError, SpecDecError, one_line
+from specdec.base.registry import PARTS, resolve
 from specdec.core import Verifier
-from specdec.errors import CheckpointError, SpecDecError, one_line
-from specdec.hub import CONFIG
 from specdec.layers.prediction import PredictionLayers
-from specdec.registry import PARTS, resolve
 
 
 def load_mtp(path: str | Path | None = None, *, verifier: Verifier) -> SequentialDrafter:

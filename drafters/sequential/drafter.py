@@ -15,8 +15,8 @@ from drafters.checkpoint import check_same_target
 from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.kv_cache import LayerSpec
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch
-from specdec.config import DraftSampling
 from specdec.core import BoundDrafter, DraftOutput
 from specdec.sampling.trees import best_first
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from drafters.suffix.matches import Found, Limits, Texts
 from drafters.suffix.pool import TextPool
 from drafters.suffix.search import best_chain, search, weigh
+from specdec.base.config import DraftSampling
+from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch
-from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
-from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache
 from specdec.sampling.tries import trie
 

@@ -10,9 +10,9 @@ from drafters.training.prompts import PromptSet, TrainingPrompt, few_shot_text, 
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from drafters.training.self_prompts import read_self_prompts
 from drafters.training.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
+from specdec.base.errors import InvalidInputError
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 FEW_SHOT_STOP = "Question:"

@@ -5,10 +5,10 @@ import os
 import sys
 
 from drafters.training.config import TrainConfig, add_flags, build_config
+from specdec.base.errors import InvalidInputError
+from specdec.base.writing import make_folder
 from specdec.cli.fields import whole_number
 from specdec.cli.options import ray_option, say_gpu
-from specdec.errors import InvalidInputError
-from specdec.writing import make_folder
 
 STAGES = ("answers", "train", "finish")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from drafters.keys import MOST_LAYERS
+from specdec.base.errors import InvalidInputError
+from specdec.base.files import read_json, read_toml, user_path
+from specdec.base.validation import is_number
 from specdec.cli.fields import add_options, kinds_of
-from specdec.errors import InvalidInputError
-from specdec.files import read_json, read_toml, user_path
-from specdec.validation import is_number
 
 
 def _option(default: Any, group: str, text: str, **more: str) -> Any:
@@ -192,7 +192,7 @@ def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
     if not values.get("out"):
         raise InvalidInputError("the run has no folder; name one with --out")
     if (revision := values.pop("revision", None)) is not None:
-        from specdec.hub import pinned
+        from specdec.base.checkpoint.hub import pinned
 
         values["model"] = pinned(values.get("model", "embedded"), revision)
     return TrainConfig(**values)

@@ -11,13 +11,13 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from specdec.base.config import EngineConfig, LoadConfig
+from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError
+from specdec.base.files import user_path
+from specdec.base.writing import check_writable, write_text
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import load_decoder, revision_option
-from specdec.config import EngineConfig, LoadConfig
-from specdec.errors import CheckpointError, InvalidInputError, SpecDecError
-from specdec.files import user_path
 from specdec.sampling_params import SamplingParams
-from specdec.writing import check_writable, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,8 +169,8 @@ def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors
     from drafters.dflash.tied import expanded
     from drafters.training.coupling import Choices, choices_of, fit_weights
     from drafters.training.target import Target
+    from specdec.base.registry import VERIFIERS, resolve
     from specdec.device import resolve_device, resolve_dtype
-    from specdec.registry import VERIFIERS, resolve
 
     device = resolve_device(load.device)
     if device.type == "cuda":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.training.blocks import SequenceBatch
 from drafters.training.shards import read_shard
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 MOST_MASKED = 0.01
 """Share of answers that may hold the mask token by accident of sampling."""

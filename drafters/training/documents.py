@@ -15,8 +15,8 @@ from random import Random
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer, read_answers
 from drafters.training.openings import WORDS
-from specdec.errors import InvalidInputError
-from specdec.writing import write_text
+from specdec.base.errors import InvalidInputError
+from specdec.base.writing import write_text
 
 MOST_TEMPERATURE = 0.7
 """Texts drawn above that make little sense where the target is small."""

@@ -21,8 +21,8 @@ from drafters.training.config import TrainConfig
 from drafters.training.dataset import AnswerSet, in_batches
 from drafters.training.mask import use_flex
 from drafters.training.target import Target
+from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
 from specdec.sampling.candidates import candidates
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import walk as walk_tree

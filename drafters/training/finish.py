@@ -21,14 +21,14 @@ from drafters.dflash.tied import checkpoint_names, expanded
 from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig
 from drafters.training.dataset import Answer
-from specdec.blocks import BlockShape
-from specdec.config import EngineConfig
+from specdec.base.blocks import BlockShape
+from specdec.base.config import EngineConfig
+from specdec.base.errors import CheckpointError, SpecDecError
+from specdec.base.metrics import pooled
+from specdec.base.writing import remove, write_text
 from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
-from specdec.errors import CheckpointError, SpecDecError
-from specdec.metrics import pooled
 from specdec.sampling_params import SamplingParams
-from specdec.writing import remove, write_text
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
 """Folder of each layout."""

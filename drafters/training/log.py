@@ -8,9 +8,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from specdec.errors import CheckpointError, one_line
-from specdec.packages import install_command
-from specdec.writing import append, check_writable, write_atomically, write_text
+from specdec.base.errors import CheckpointError, one_line
+from specdec.base.packages import install_command
+from specdec.base.writing import append, check_writable, write_atomically, write_text
 
 COLUMNS = (
     "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau", "tree", "sampled",

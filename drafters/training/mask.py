@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 Kind = tuple[bool, int | None]
 """Causal inside the block, and sliding window, of a draft layer."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from drafters.training.config import TrainConfig
 from drafters.training.names import FIRST_NAMES
-from specdec.errors import InvalidInputError
-from specdec.files import parse_object, read_lines, user_path
+from specdec.base.errors import InvalidInputError
+from specdec.base.files import parse_object, read_lines, user_path
 
 FIELDS = ("question", "prompt", "messages", "turns")
 """Where a JSON line may hold its prompt; of `turns`, the first one is asked."""

@@ -12,9 +12,9 @@ from drafters.training.config import TrainConfig
 from drafters.training.openings import opening
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from drafters.training.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
+from specdec.base.errors import InvalidInputError
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 MAX_PROMPT_TOKENS = 256

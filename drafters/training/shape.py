@@ -15,7 +15,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, tie
 from drafters.training.config import TrainConfig
 from drafters.training.heads import init_head, new_head
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.layers.rotary import STATIC_ROPE_TYPES
 
 

@@ -15,12 +15,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from specdec.base.errors import CheckpointError, SpecDecError
+from specdec.base.files import parse_json
+from specdec.base.writing import write_atomically
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.session import Session
-from specdec.errors import CheckpointError, SpecDecError
-from specdec.files import parse_json
 from specdec.sampling_params import SamplingParams
-from specdec.writing import write_atomically
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")

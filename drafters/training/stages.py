@@ -21,11 +21,11 @@ from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CheckpointError, InvalidInputError
+from specdec.base.registry import VERIFIERS, resolve
 from specdec.decoder import SpecDecoder
 from specdec.device import resolve_device, resolve_dtype
-from specdec.errors import CheckpointError, InvalidInputError
-from specdec.registry import VERIFIERS, resolve
 
 PREFILL_TOKENS = 8192
 """Per engine step of the answers stage, which nobody watches: a full batch matters, a smooth stream does not."""

@@ -7,8 +7,8 @@ import torch
 
 from drafters.dflash.model import DFlashModel
 from drafters.training.provenance import alike
-from specdec.errors import CheckpointError, one_line
-from specdec.writing import check_writable, write_atomically
+from specdec.base.errors import CheckpointError, one_line
+from specdec.base.writing import check_writable, write_atomically
 
 STATE_FILE = "state.pt"
 _PARTS = ("identity", "optimizer", "step", "seconds", "tau", "complete")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from drafters.training.blocks import SequenceBatch
 from drafters.training.target_forward import PackedForward, PlainForward
+from specdec.base.errors import InvalidInputError
 from specdec.engine.build import target_tree_reasons
-from specdec.errors import InvalidInputError
 
 
 class Target:
@@ -19,7 +19,7 @@ class Target:
     no longer paged, except in what the decoder stack alone can run.
 
     Args:
-        verifier: as `specdec.registry.VERIFIERS` loads it.
+        verifier: as `specdec.base.registry.VERIFIERS` loads it.
         layer_ids: tapped decoder layers, 0-based.
         distribution: also give the final hidden states, for distillation.
         compile: compile the decoder layers; without effect on the decoder stack.

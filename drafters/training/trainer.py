@@ -25,8 +25,8 @@ from drafters.training.processes import termination
 from drafters.training.provenance import alike
 from drafters.training.state import load_state, save_state
 from drafters.training.target import Target
-from specdec.errors import InvalidInputError, SpecDecError
-from specdec.writing import make_folder
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.writing import make_folder
 
 FREE_TO_CHANGE = {
     "out", "device", "stop_after", "mask_path", "compile", "loss_rows", "log_every", "eval_every", "save_every", "attention",

@@ -8,6 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.packages import install_command
+from specdec.base.registry import TOKENIZERS, drafter_name, resolve
+from specdec.base.writing import check_writable, make_folder, write_text
 from specdec.cli.fields import whole_number
 from specdec.cli.options import (
     cluster_config,
@@ -19,10 +23,6 @@ from specdec.cli.options import (
     ray_options,
     sampling_options,
 )
-from specdec.errors import InvalidInputError
-from specdec.packages import install_command
-from specdec.registry import TOKENIZERS, drafter_name, resolve
-from specdec.writing import check_writable, make_folder, write_text
 
 if TYPE_CHECKING:
     from evals.system import System

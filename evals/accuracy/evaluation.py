@@ -15,9 +15,9 @@ from evals.divergence import first_divergence
 from evals.report.report import Report, new_report, write_report
 from evals.speed import Speed
 from evals.system import Parting, System
-from specdec.journal import Journal
-from specdec.metrics import mean_tau, pooled
-from specdec.writing import write_text
+from specdec.base.journal import Journal
+from specdec.base.metrics import mean_tau, pooled
+from specdec.base.writing import write_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from lm_eval.utils import simple_parse_args_string
 
-from specdec.config import EngineConfig
-from specdec.errors import InvalidInputError
+from specdec.base.config import EngineConfig
+from specdec.base.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
 

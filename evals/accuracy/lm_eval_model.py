@@ -26,13 +26,13 @@ from evals.accuracy.lm_eval_arguments import batch_size_of, check_model_argument
 from evals.accuracy.lm_eval_sample import Sample, key_of, note, record_of, sample_of
 from evals.accuracy.scoring import Scored, score
 from evals.system import LocalSystem, System
+from specdec.base.checkpoint.hub import pinned
+from specdec.base.config import EngineConfig, GenerationSource
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.journal import Journal
+from specdec.base.messages import for_template
 from specdec.cli.progress import ProgressBar
-from specdec.config import EngineConfig, GenerationSource
 from specdec.decoder import SpecDecoder
-from specdec.errors import InvalidInputError, SpecDecError
-from specdec.hub import pinned
-from specdec.journal import Journal
-from specdec.messages import for_template
 from specdec.sampling_params import SamplingParams
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from evals.system import Timed
-from specdec.journal import made
-from specdec.metrics import AcceptanceStats, pooled
+from specdec.base.journal import made
+from specdec.base.metrics import AcceptanceStats, pooled
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def sample_of(request: Instance, sampling: SamplingParams, record: Mapping[str, 
     """The sample whose answer left this record.
 
     Raises:
-        LookupError, TypeError, ValueError: see `specdec.journal.made`.
+        LookupError, TypeError, ValueError: see `specdec.base.journal.made`.
     """
     own = {name: record[name] for name in ("prompt_token_ids", "token_ids", "text", "seconds")}
     # Journals of before trees lack some.

@@ -15,10 +15,10 @@ from lm_eval.tasks import TaskManager
 
 from evals.accuracy.bundled_task import bundled_task
 from evals.prompt_sets import BUNDLED
-from specdec.errors import InvalidInputError, one_line
-from specdec.files import read_jsonl
+from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.files import read_jsonl
+from specdec.base.writing import write_text
 from specdec.provenance import commit
-from specdec.writing import write_text
 
 evaluator.get_git_commit_hash = commit  # lm-eval's own asks git about the current folder, and git complains to the user
 

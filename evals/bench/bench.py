@@ -19,14 +19,14 @@ from evals.report.table import PLAIN, side_name
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from evals.speed import time_split
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
+from specdec.base.errors import InvalidInputError
+from specdec.base.metrics import AcceptanceStats, pooled
+from specdec.base.registry import drafter_name
 from specdec.core import Drafter
 from specdec.decoder import SpecDecoder
 from specdec.drafter_choice import find_drafter
 from specdec.engine.build import tree_reasons
-from specdec.errors import InvalidInputError
-from specdec.metrics import AcceptanceStats, pooled
-from specdec.registry import drafter_name
 from specdec.sampling_params import SamplingDefaults, SamplingParams
 
 SPLIT_ITEMS = 4

@@ -19,14 +19,14 @@ from evals.report.report import new_report
 from evals.report.table import PLAIN, side_name
 from evals.roofline import measured_bandwidth
 from evals.runner import Answer, Pass, most_tokens
+from specdec.base.errors import SpecDecError
+from specdec.base.journal import Journal, made
 from specdec.cluster.config import EngineSpec
 from specdec.cluster.origin import machine_of, origin
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import SpecDecError
-from specdec.journal import Journal, made
 from specdec.provenance import command_line
 from specdec.sampling_params import SamplingParams
 

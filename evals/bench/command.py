@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdec.base.config import EngineConfig
+from specdec.base.errors import InvalidInputError
+from specdec.base.writing import check_writable, place_of, write_text
 from specdec.cli.fields import whole_number
 from specdec.cli.options import (
     cluster_config,
@@ -17,9 +20,6 @@ from specdec.cli.options import (
     ray_options,
     sampling_options,
 )
-from specdec.config import EngineConfig
-from specdec.errors import InvalidInputError
-from specdec.writing import check_writable, place_of, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

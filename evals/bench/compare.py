@@ -15,16 +15,16 @@ from typing import Any
 from evals.divergence import Divergence, explain_divergence, first_divergence
 from evals.report.table import steps_of_shapes
 from evals.speed import Speed
+from specdec.base.errors import InvalidInputError
+from specdec.base.metrics import AcceptanceStats, mean_tau, pooled
+from specdec.base.registry import drafter_name
 from specdec.cli.options import engine_config, load_decoder, sampling_params
 from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import counted, describe_drafts
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
-from specdec.errors import InvalidInputError
-from specdec.metrics import AcceptanceStats, mean_tau, pooled
 from specdec.provenance import dtype_name, origin_of_run
-from specdec.registry import drafter_name
 from specdec.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 16

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from evals.prompt_sets import PromptSet
 from evals.report.table import PLAIN
-from specdec.config import CacheConfig, EngineConfig
-from specdec.errors import InvalidInputError
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 DraftCount = int | Literal["auto"] | None

@@ -15,10 +15,10 @@ from evals.bench.dummy_engine import TREE_DEPTH, WARM_STEPS, OwnSteps, Room
 from evals.peers.vllm_steps import VllmSteps
 from evals.report.report import new_report
 from evals.roofline import measured_bandwidth, step_bytes
-from specdec.blocks import BlockShape
-from specdec.config import EngineConfig
+from specdec.base.blocks import BlockShape
+from specdec.base.config import EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError
 from specdec.kv_cache import bytes_per_slot
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import group_of

@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.writing import check_writable
 from specdec.cli.options import say_gpu
 from specdec.device import cache_dtype, resolve_device, resolve_dtype
-from specdec.errors import InvalidInputError
-from specdec.writing import check_writable
 
 
 def measure_dummy(args: argparse.Namespace) -> int:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from evals.roofline import synchronize
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
+from specdec.base.errors import CapacityError
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
-from specdec.errors import CapacityError
 from specdec.sampling.trees import best_first
 from specdec.sampling_params import SamplingParams
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import InvalidInputError
-from specdec.files import read_json, user_path
+from specdec.base.errors import InvalidInputError
+from specdec.base.files import read_json, user_path
 
 FOLDER = Path(__file__).parent / "shapes"
 

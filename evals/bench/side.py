@@ -9,7 +9,7 @@ from evals.divergence import first_divergence
 from evals.peers.peer import Peer
 from evals.runner import Pass
 from evals.speed import Speed
-from specdec.metrics import mean_tau, pooled
+from specdec.base.metrics import mean_tau, pooled
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from evals.prompt_sets import PromptSet
 from evals.runner import most_tokens, run_set
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.decoder import SpecDecoder
 from specdec.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from evals.peers.peer import only_greedy, require
+from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 NAME = "llama.cpp"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
+from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.registry import resolve
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError, one_line
-from specdec.registry import resolve
 from specdec.sampling_params import SamplingParams
 
 PEERS = {

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, __version__
 
 from evals.peers.peer import only_greedy
 from evals.report.provenance import checkpoint_folder
+from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 LOOKUP_TOKENS = 10

@@ -19,8 +19,8 @@ from drafters.dflash.config import DFlashConfig
 from drafters.shipped import shipped_drafter_path
 from evals.peers.peer import only_greedy, require
 from evals.report.provenance import checkpoint_folder
+from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 MEMORY_SHARE = 0.4

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from evals.peers.vllm import import_vllm
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
+from specdec.base.writing import write_text
 from specdec.parallel.group import WITHOUT_MULTICAST
-from specdec.writing import write_text
 
 OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that tell a process which rank of which group it is."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specdec.base.registry import drafter_name
+from specdec.base.writing import check_writable
 from specdec.cli.fields import whole_number
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
 from specdec.cli.summary import describe_drafts
-from specdec.registry import drafter_name
-from specdec.writing import check_writable
 
 _EXAMPLES = """\
 examples:

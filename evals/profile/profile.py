@@ -15,13 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from evals.report.table import align, drafts_name
 from evals.roofline import measured_bandwidth, step_bytes, synchronize
+from specdec.base.errors import CapacityError, InvalidInputError
+from specdec.base.writing import check_writable, write_atomically
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.session import Session
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.sampling_params import SamplingParams
-from specdec.writing import check_writable, write_atomically
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 from evals.report.report import Report
 from evals.report.table import align, part_title
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 Key = tuple[Any, ...]
 

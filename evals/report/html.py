@@ -12,8 +12,8 @@ from evals.report import charts
 from evals.report.report import Report
 from evals.report.table import bench_table, eval_table, side_name
 from evals.report.tree import STYLE, draw_tree
-from specdec.errors import InvalidInputError
-from specdec.packages import install_command
+from specdec.base.errors import InvalidInputError
+from specdec.base.packages import install_command
 
 _STYLE = (
     """

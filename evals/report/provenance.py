@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from specdec.attention.mla import MlaBackend
+from specdec.base.checkpoint.hub import CONFIG, found_folder, revision_of
+from specdec.base.checkpoint.tensor_files import weight_files
+from specdec.base.registry import parts_of
 from specdec.decoder import SpecDecoder
-from specdec.hub import CONFIG, found_folder, revision_of
 from specdec.provenance import dtype_name, origin_of_run, sha256_of
-from specdec.registry import parts_of
-from specdec.tensor_files import weight_files
 
 _WITHOUT_FILES = ("none", "ngram", "suffix")
 
@@ -22,14 +21,14 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
 
     Args:
         decoder: gives the target, its device and its type.
-        drafters: their names, see `specdec.registry.drafter_name`.
+        drafters: their names, see `specdec.base.registry.drafter_name`.
     """
     verifier, attention = decoder.verifier, decoder.verifier.attention
     return origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "num_threads": torch.get_num_threads(),
         "kv_dtype": dtype_name(attention.spec.kv_dtype),
-        "prefill_dtype": dtype_name(attention.prefill_dtype if isinstance(attention, MlaBackend) else attention.spec.dtype),
+        "prefill_dtype": dtype_name(getattr(attention, "prefill_dtype", attention.spec.dtype)),
         "target": checkpoint(verifier.name),
         "drafters": {name: _drafter_checkpoint(name) for one in drafters for name in parts_of(one) if name not in _WITHOUT_FILES},
     }

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import InvalidInputError, SpecDecError, one_line
-from specdec.files import read_json
-from specdec.writing import place_of, write_text
+from specdec.base.errors import InvalidInputError, SpecDecError, one_line
+from specdec.base.files import read_json
+from specdec.base.writing import place_of, write_text
 
 SCHEMA_VERSIONS = {"specdec-bench": 2, "specdec-dummy-bench": 1, "specdec-eval": 1}
 
@@ -34,7 +34,7 @@ def write_report(report: Report, path: Path) -> None:
     """Writes a report as a whole or not at all, over an earlier one; a device or a pipe is told a complete one alone.
 
     Raises:
-        CapacityError, InvalidInputError: see `specdec.writing.write_atomically`.
+        CapacityError, InvalidInputError: see `specdec.base.writing.write_atomically`.
     """
     if report["complete"] or not place_of(path).is_stream:
         write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")

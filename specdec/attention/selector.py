@@ -6,8 +6,8 @@ from typing import Any, overload
 
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
-from specdec.errors import BackendError
-from specdec.registry import ATTENTION_BACKENDS, MLA_BACKENDS, resolve
+from specdec.base.errors import BackendError
+from specdec.base.registry import ATTENTION_BACKENDS, MLA_BACKENDS, resolve
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.config import EngineConfig
+from specdec.base.errors import InvalidInputError
+from specdec.base.packages import require_ours
+from specdec.base.registry import TOKENIZERS, drafter_name, resolve
 from specdec.cli.line_fields import sampled
 from specdec.cli.options import load_decoder, load_pool
 from specdec.cli.prompts import Prompt, model_inputs
 from specdec.cli.summary import counted, describe_drafts
-from specdec.config import EngineConfig
-from specdec.errors import InvalidInputError
-from specdec.packages import require_ours
-from specdec.registry import TOKENIZERS, drafter_name, resolve
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class LocalAnswers:
     """
 
     def __init__(self, args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: EngineConfig) -> None:
+        from specdec.base.journal import Journal
         from specdec.cluster.origin import origin
-        from specdec.journal import Journal
 
         decoder = load_decoder(args, args.drafter, engine)
         self._decoder = decoder
@@ -125,8 +125,8 @@ def _keys(inputs: Sequence[Any], samplings: Sequence[SamplingParams]) -> list[st
 
 
 def _first_result(record: dict[str, Any]) -> GenerationResult:
+    from specdec.base.journal import made
     from specdec.engine.outputs import GenerationResult
-    from specdec.journal import made
 
     return made(GenerationResult, record["results"][0])
 

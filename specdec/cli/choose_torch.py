@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec import amd_gpus
-from specdec.errors import InvalidInputError
-from specdec.writing import write_text
+from specdec.base.errors import InvalidInputError
+from specdec.base.writing import write_text
 
 _ROOT = Path(__file__).parents[2]
 _NEEDED = re.compile(r'"torch>=([\d.]+)"')

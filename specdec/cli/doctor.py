@@ -13,15 +13,13 @@ from fnmatch import fnmatchcase
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from specdec import __version__
+from specdec.base.errors import InvalidInputError
+from specdec.base.packages import foreign_packages, overwritten_packages
+from specdec.base.version import __version__
 from specdec.cli.fields import whole_number
 from specdec.cli.options import revision_option
-from specdec.errors import InvalidInputError
-from specdec.packages import foreign_packages, overwritten_packages
 
 if TYPE_CHECKING:
-    import torch
-
     from specdec.attention.backend import AttentionSpec
     from specdec.attention.mla import MlaSpec
 
@@ -102,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         SpecDecError: the device or type does not exist here, or a number or a combination of options makes no model.
     """
     from specdec.attention.selector import refusals
-    from specdec.device import torch_build, unseen_gpu
+    from specdec.device import describe_device, torch_build, unseen_gpu
 
     if args.model is not None:
         from specdec.cli.doctor_model import run_model
@@ -155,7 +153,7 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     """
     from specdec.attention.backend import AttentionSpec
     from specdec.attention.mla import IndexerSpec, MlaSpec
-    from specdec.config import DEFAULT_BLOCK_SIZE, LoadConfig
+    from specdec.base.config import DEFAULT_BLOCK_SIZE, LoadConfig
     from specdec.device import cache_dtype, resolve_device, resolve_dtype
 
     given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
@@ -189,19 +187,6 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     indexer = IndexerSpec(size["index_n_heads"], size["index_head_dim"], size["index_topk"]) if indexed else None
     sizes = {name: size[name] for name in _LATENT if name != "heads"}
     return MlaSpec(**common, **sizes, indexer=indexer, fp8_prefill=load.prefill_dtype == "auto")
-
-
-def describe_device(device: torch.device) -> str:
-    """Kind, name and, for an AMD device, architecture."""
-    import torch
-
-    import specdec.device
-
-    if device.type == "cpu":
-        return f"cpu, {os.cpu_count()} cores, {platform.machine()}"
-    architecture = specdec.device.rocm_architecture(device)
-    kind = f"ROCm {architecture}" if architecture else "CUDA"
-    return f"{device}, {torch.cuda.get_device_name(device)}, {kind}"
 
 
 def describe_spec(spec: AttentionSpec | MlaSpec) -> str:

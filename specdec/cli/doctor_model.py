@@ -7,8 +7,8 @@ import os
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import InvalidInputError
-from specdec.registry import PARTS, drafter_name, parts_of, resolve
+from specdec.base.errors import InvalidInputError
+from specdec.base.registry import PARTS, drafter_name, parts_of, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,9 @@ def run_model(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: a config cannot be read, or the device or type does not exist here.
     """
-    from specdec.cli.doctor import describe_device
-    from specdec.config import LoadConfig
-    from specdec.device import cache_dtype, resolve_device, resolve_dtype
-    from specdec.packages import require_ours
+    from specdec.base.config import LoadConfig
+    from specdec.base.packages import require_ours
+    from specdec.device import cache_dtype, describe_device, resolve_device, resolve_dtype
 
     if args.gpu_memory is not None and not 0 < args.gpu_memory < 1e6:
         raise InvalidInputError(f"--gpu-memory is {args.gpu_memory:g}; give the memory of one GPU in GB, such as 192")

@@ -9,12 +9,13 @@ import torch
 import specdec.device
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.check import check_attention, tiny_spec, types_of
-from specdec.config import DEFAULT_BLOCK_SIZE
+from specdec.base.config import DEFAULT_BLOCK_SIZE
+from specdec.base.errors import SpecDecError
+from specdec.base.registry import ATTENTION_BACKENDS, KERNELS, VERIFIERS, resolve
 from specdec.engine.capture import has_graphs
+from specdec.engine.engine import SpecEngine
 from specdec.engine.graph_check import check_captured_step
-from specdec.errors import SpecDecError
 from specdec.kernels.kernel import Kernel
-from specdec.registry import ATTENTION_BACKENDS, KERNELS, VERIFIERS, resolve
 from specdec.self_check import Check, Verdict, run, title, verdict_of
 
 
@@ -76,7 +77,7 @@ def _captured_step(spec: AttentionSpec) -> Kind:
         verifier, _ = resolve(VERIFIERS, "hf", "verifier")("embedded", device=spec.device, dtype=spec.dtype)
     except SpecDecError as error:
         return Kind("captured_step", (), [str(error)], None)
-    return Kind("captured_step", (verifier.attention.name,), [], partial(check_captured_step, verifier))
+    return Kind("captured_step", (verifier.attention.name,), [], partial(check_captured_step, SpecEngine, verifier))
 
 
 def _described(verdict: Verdict) -> str:

@@ -14,8 +14,8 @@ from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from specdec.errors import InvalidInputError
-from specdec.validation import is_number
+from specdec.base.errors import InvalidInputError
+from specdec.base.validation import is_number
 
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
 

@@ -7,6 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.packages import require_ours
+from specdec.base.registry import PARTS, resolve
+from specdec.base.writing import check_writable
 from specdec.cli.answers import ClusterAnswers, LocalAnswers
 from specdec.cli.fields import whole_number
 from specdec.cli.line_fields import sampled
@@ -22,10 +26,6 @@ from specdec.cli.options import (
 from specdec.cli.prompts import Prompt, read_prompts
 from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import format_summary, format_timing
-from specdec.errors import InvalidInputError
-from specdec.packages import require_ours
-from specdec.registry import PARTS, resolve
-from specdec.writing import check_writable
 
 _EXAMPLES = """\
 examples:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from specdec.errors import InvalidInputError, SpecDecError
+from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.grammar.fields import MAKERS, grammar_of
 from specdec.sampling_params import SamplingParams
 

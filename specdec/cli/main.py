@@ -1,6 +1,6 @@
 """The `specdec` command: finds the verb, runs it, and turns what goes wrong into one line and an exit status.
 
-`specdec.registry.VERBS` says where each verb lives.
+`specdec.base.registry.VERBS` says where each verb lives.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
-from specdec import __version__
-from specdec.errors import InvalidInputError, SpecDecError
-from specdec.files import reason_of
-from specdec.packages import require_ours
-from specdec.registry import VERBS, unknown_name
-from specdec.writing import NO_ROOM
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.files import reason_of
+from specdec.base.packages import require_ours
+from specdec.base.registry import VERBS, unknown_name
+from specdec.base.version import __version__
+from specdec.base.writing import NO_ROOM
 
 _SMALLER = ("--max-num-seqs", "--max-model-len", "--kv-memory", "--batch-size", "--anchors", "--loss-rows")
 """Options that save memory by smaller values, as far as a command has them."""
@@ -179,7 +179,7 @@ def _pin(namespace: argparse.Namespace) -> None:
         return  # which a config file may name
     if namespace.model is None:
         raise InvalidInputError("--revision is about the target; name it with --model")
-    from specdec.hub import pinned
+    from specdec.base.checkpoint.hub import pinned
 
     namespace.model, namespace.revision = pinned(namespace.model, namespace.revision), None
 

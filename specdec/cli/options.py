@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
+from specdec.base.errors import InvalidInputError
+from specdec.base.packages import require_ours
 from specdec.cli.fields import add_options, from_options, kinds_of
 from specdec.cluster.config import ClusterConfig
-from specdec.config import CacheConfig, EngineConfig, LoadConfig
-from specdec.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
-from specdec.packages import require_ours
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -165,8 +165,7 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
 
 def say_gpu(name: str) -> None:
     """One line on standard error about the GPU that `--device` stands for, or why there is none although the machine has one."""
-    from specdec.cli.doctor import describe_device
-    from specdec.device import resolve_device, unseen_gpu
+    from specdec.device import describe_device, resolve_device, unseen_gpu
 
     device = resolve_device(name)
     if device.type == "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec.metrics import pooled
+from specdec.base.metrics import pooled
 
 if TYPE_CHECKING:
     from specdec.decoder import SpecDecoder
@@ -26,7 +26,7 @@ def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
 
     Args:
         decoder: gives the shapes.
-        drafter: its name, see `specdec.registry.drafter_name`.
+        drafter: its name, see `specdec.base.registry.drafter_name`.
     """
     shapes = decoder.engine.shapes
     chains, trees = ([shape.drafts for shape in shapes if shape.is_tree == of_trees] for of_trees in (False, True))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specdec.config import EngineConfig, LoadConfig
-from specdec.errors import InvalidInputError
+from specdec.base.config import EngineConfig, LoadConfig
+from specdec.base.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
+from specdec.base.errors import SpecDecError
+from specdec.base.packages import require_ours
 from specdec.cluster.config import EngineSpec
 from specdec.cluster.ledger import Verdict
 from specdec.cluster.origin import origin
@@ -18,8 +20,6 @@ from specdec.cluster.rows import Answer, Row, refusal_to_json
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.warmup import warm_up_shapes
-from specdec.errors import SpecDecError
-from specdec.packages import require_ours
 from specdec.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 8

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.base.journal import Journal, made, settings_of
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Answer, Row
 from specdec.engine.outputs import GenerationResult
-from specdec.journal import Journal, made, settings_of
 
 
 class ClusterJournal:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from specdec.base.errors import SpecDecError
 from specdec.decoder import SpecDecoder
-from specdec.errors import SpecDecError
 from specdec.provenance import origin_of_run
 
 _OF_ONE_RUN = ("command", "commit")
@@ -37,8 +37,8 @@ def check_same(first: dict[str, Any], other: dict[str, Any], node: str) -> None:
 
     >>> check_same({"dtype": "float32"}, {"dtype": "bfloat16"}, "10.0.0.7")
     Traceback (most recent call last):
-    specdec.errors.SpecDecError: the engine on 10.0.0.7 has dtype 'bfloat16', and the run has 'float32'; answers of both are not \
-mixed, so use machines that are alike
+    specdec.base.errors.SpecDecError: the engine on 10.0.0.7 has dtype 'bfloat16', and the run has \
+'float32'; answers of both are not mixed, so use machines that are alike
     """
     for name, value in first.items():
         if other.get(name) != value:

@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from math import ceil
 from typing import Any, TypeVar
 
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.packages import install_command
 from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.origin import check_same
 from specdec.cluster.rows import Answer, Row
-from specdec.errors import InvalidInputError, SpecDecError
-from specdec.packages import install_command
 
 Found = TypeVar("Found")
 

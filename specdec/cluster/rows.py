@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specdec.base.errors import SpecDecError
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import SpecDecError
-from specdec.grammar.grammar import Grammar
 from specdec.sampling_params import SamplingParams
 
 
@@ -37,10 +36,7 @@ class Row:
     def from_json(cls, text: str) -> Row:
         """The row of a line."""
         given = json.loads(text)
-        sampling = given["sampling"]
-        if sampling["grammar"] is not None:
-            sampling["grammar"] = Grammar(**sampling["grammar"])
-        return cls(given["key"], given["prompt"], SamplingParams(**sampling), tuple(given["follow_ups"]))
+        return cls(given["key"], given["prompt"], SamplingParams.from_plain(given["sampling"]), tuple(given["follow_ups"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specdec.base.errors import SpecDecError
 from specdec.cluster.pool import connect, named_line
-from specdec.errors import SpecDecError
 
 
 def run_workers(address: str, function: Callable[..., bool], *args: Any, workers: int | None, folder: Path) -> bool:

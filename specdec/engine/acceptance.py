@@ -48,7 +48,7 @@ def accept(
         draft: where the drafts come from; None means a chain of point masses, and all k count.
         sampling: sampling state of the requests.
         positions: int64 [num_reqs, k + 1].
-        depth: most drafts of a path of a tree, see `specdec.blocks.BlockShape`.
+        depth: most drafts of a path of a tree, see `specdec.base.blocks.BlockShape`.
         masks: what the grammars of requests allow; applied to `logits` in place, or to a copy where log-probabilities are wanted.
 
     Returns:

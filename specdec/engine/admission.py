@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.core import Verifier
 from specdec.engine.request import Request
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
 from specdec.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from specdec.core import DraftOutput
 
 
 class Block(NamedTuple):
-    """The anchors of a batch, and the drafts behind them; see `specdec.blocks`.
+    """The anchors of a batch, and the drafts behind them; see `specdec.base.blocks`.
 
     Attributes:
         token_ids: int64 [num_reqs, N + 1].

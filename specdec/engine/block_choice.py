@@ -18,13 +18,13 @@ from functools import cache
 from math import log2
 from typing import Literal, NamedTuple
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import InvalidInputError
 from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.draft_acceptance import FIRST_GUESS, BlockAcceptance, Path
 from specdec.engine.prospects import Prospects
 from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
-from specdec.errors import InvalidInputError
 
 PROBING = {False: 0.006, True: 0.002}
 """Shares of the time that may go into measuring shapes that are not the best, by whether a step has to be captured for that: the

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 
-from specdec.sizes import power_of_two
+from specdec.base.sizes import power_of_two
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes for which steps are captured; a larger batch runs without a graph."""

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from specdec.attention import selector
-from specdec.blocks import MOST_NODES, BlockShape
-from specdec.config import EngineConfig
+from specdec.base.blocks import MOST_NODES, BlockShape
+from specdec.base.config import EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.core import Drafter, Verifier
 from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
-from specdec.engine.capture import Capture, CudaCapture, captures_graphs
+from specdec.engine.capture import CudaCapture, captures_graphs
+from specdec.engine.captured import capture_steps
 from specdec.engine.graph_check import check_captured_step
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.guided import GuidedGraphs
 from specdec.engine.memory import plan_cache
-from specdec.engine.prefill_graphs import PrefillGraphs, most_prefill_rows
+from specdec.engine.prefill_graphs import most_prefill_rows
 from specdec.engine.prefix import PrefixCache
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
-from specdec.errors import InvalidInputError
 from specdec.kernels.kernel import check_all
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.parallel.collectives import least
@@ -66,8 +66,9 @@ class EngineParts(NamedTuple):
     runner: StepRunner
 
 
-def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -> EngineParts:
-    """Sizes everything, allocates it, and binds the drafter.
+def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConfig, engine: Callable[..., Any]) -> EngineParts:
+    """Sizes everything, allocates it, and binds the drafter; `engine` makes those that check
+    captured steps.
 
     Raises:
         InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or a context that goes on where
@@ -93,7 +94,7 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     group, wanted = group_of(verifier), config.graphs
     if group is not None and wanted is None and torch.version.hip:
         wanted = False  # the check would have one rank wait for another's lock, and that one for its collectives
-    captures = captures_graphs(device, wanted, partial(check_captured_step, verifier), verifier.attention.name)
+    captures = captures_graphs(device, wanted, partial(check_captured_step, engine, verifier), verifier.attention.name)
     graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
     prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
@@ -241,20 +242,3 @@ def _most_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
     """Rows of a captured step; a tree that is `chosen` is not chosen for more than `MOST_TREE_ROWS`."""
     rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * shape.rows
     return min(rows, MOST_TREE_ROWS) if shape.is_tree and chosen else rows
-
-
-def capture_steps(runner: StepRunner, slots: SlotState, capture: Capture, prefill_rows: int, *, required: bool) -> None:
-    """Has the steps of `runner` captured from now on, and prefills of up to so many rows."""
-    steady_len, group = runner.verifier.attention.steady_len, group_of(runner.verifier)
-    runner.graphs = StepGraphs(capture, slots, runner.step_table, steady_len=steady_len, required=required, group=group)
-    runner.guided_graphs = GuidedGraphs(capture, slots, runner, steady_len=steady_len, required=required, group=group)
-    if prefill_rows:
-        runner.prefill_graphs = PrefillGraphs(
-            capture,
-            slots,
-            runner.prefill_step,
-            dtype=runner.verifier.dtype,
-            most_rows=prefill_rows,
-            required=required,
-            group=group,
-        )

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from specdec.errors import BackendError
+from specdec.base.errors import BackendError
 from specdec.self_check import Check, passes
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import log2
 from typing import NamedTuple
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 
 MEMORY = 64
 """Steps after which what they taught weighs 1/e; those that did not try a position teach nothing about it."""

@@ -3,7 +3,8 @@
 Invariant: before a step, a request has L tokens whose KV is in the cache and one *anchor* token at position L whose KV is not.
 
     prefill  target scores the prompt in chunks   -> KV of L tokens, features for the drafter, the first anchor
-    draft    drafter proposes                     -> a block: k drafts in a chain or a tree, see `specdec.blocks`
+    draft    drafter proposes                     -> a block: k drafts in a chain or a tree, see
+    `specdec.base.blocks`
     verify   target scores anchor and drafts      -> logits of k+1 rows, features, KV at L .. L+k
     accept   longest acceptable path, a drafts    -> then one recovered or bonus token, the next anchor
     commit   the path's KV lie at L .. L+a        -> L += a + 1; rows of other drafts lie where the next step writes
@@ -19,8 +20,8 @@ from typing import Any
 
 import torch
 
-from specdec.blocks import BlockShape
-from specdec.config import EngineConfig
+from specdec.base.blocks import BlockShape
+from specdec.base.config import EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.admission import Admission, OnTokens
 from specdec.engine.block_choice import BlockChoice, ladder
@@ -70,7 +71,7 @@ class SpecEngine:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        parts = build_engine(verifier, drafter, config)
+        parts = build_engine(verifier, drafter, config, SpecEngine)
         self.verifier = verifier
         self.shapes = parts.shapes
         self.drafter = drafter if self.num_draft_tokens else None

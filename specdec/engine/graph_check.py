@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
+from specdec.base.errors import BackendError
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.deviation import Deviation, worst
 from specdec.engine import capture as capturing
+from specdec.engine.captured import capture_steps
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows
-from specdec.errors import BackendError
 from specdec.kv_cache import blocks_for
 from specdec.sampling_params import SamplingParams
 
@@ -23,7 +24,7 @@ LONGEST = 2 * LEAST_ROWS
 """Room for a captured prefill."""
 
 
-def check_captured_step(verifier: Verifier) -> Deviation:
+def check_captured_step(make_engine: Callable[..., Any], verifier: Verifier) -> Deviation:
     """Compares tokens, and their log-probabilities, which every logit of a row has a part in.
 
     Both runs do the same work on the same shapes, so they differ by rounding at most where a library adds up in no fixed order.
@@ -31,13 +32,13 @@ def check_captured_step(verifier: Verifier) -> Deviation:
     Raises:
         BackendError: the device refuses the capture, the tokens differ, or the logits are not finite.
     """
-    return worst(_deviation(verifier, num_drafts) for num_drafts in (0, NUM_DRAFTS))
+    return worst(_deviation(make_engine, verifier, num_drafts) for num_drafts in (0, NUM_DRAFTS))
 
 
-def _deviation(verifier: Verifier, num_drafts: int) -> Deviation:
+def _deviation(make_engine: Callable[..., Any], verifier: Verifier, num_drafts: int) -> Deviation:
     """The same of steps with so many drafts."""
-    tokens, logprobs = _generate(verifier, num_drafts, capturing.CudaCapture(verifier.device))
-    expected_tokens, expected = _generate(verifier, num_drafts, LaunchAgain())
+    tokens, logprobs = _generate(make_engine, verifier, num_drafts, capturing.CudaCapture(verifier.device))
+    expected_tokens, expected = _generate(make_engine, verifier, num_drafts, LaunchAgain())
     if tokens != expected_tokens:
         raise BackendError("a captured step gives other tokens than the same step launched operation by operation")
     error = max(abs(one - other) for one, other in zip(logprobs, expected, strict=True))
@@ -77,11 +78,10 @@ class BoundCounting(BoundDrafter):
         return DraftOutput((batch.anchors[:, None] + steps) % self._vocab_size)
 
 
-def _generate(verifier: Verifier, num_drafts: int, capture: capturing.Capture) -> tuple[list[list[int]], list[float]]:
+def _generate(
+    make_engine: Callable[..., Any], verifier: Verifier, num_drafts: int, capture: capturing.Capture
+) -> tuple[list[list[int]], list[float]]:
     """Tokens of a few requests, and the log-probabilities of all of them, whose steps `capture` repeats."""
-    from specdec.engine.build import capture_steps  # which asks for this check
-    from specdec.engine.engine import SpecEngine
-
     attention = verifier.attention.spec
     bytes_per_token = sum(spec.bytes_per_token(attention.kv_dtype) for spec in verifier.kv_specs)
     blocks = len(PROMPTS) * (blocks_for(LONGEST, attention.block_size) + 1)
@@ -93,7 +93,7 @@ def _generate(verifier: Verifier, num_drafts: int, capture: capturing.Capture) -
         seed=0,
         cache=CacheConfig(memory_bytes=blocks * attention.block_size * bytes_per_token, prefix_caching=False),
     )
-    engine = SpecEngine(verifier, Counting(), config)
+    engine = make_engine(verifier, Counting(), config)
     prefill_rows = most_prefill_rows(verifier, len(PROMPTS)) if verifier.attention.captures_prefill else 0
     capture_steps(engine.runner, engine.slots, capture, prefill_rows, required=True)
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=True)

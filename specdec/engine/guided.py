@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, VerifyOutput
 from specdec.engine.block import Block
 from specdec.engine.capture import Capture

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec.blocks import BlockShape
-from specdec.config import EngineConfig
+from specdec.base.blocks import BlockShape
+from specdec.base.config import EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.admission import OnTokens
 from specdec.engine.engine import SpecEngine
@@ -27,13 +27,16 @@ from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Schedule
 from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.grammar import Grammar
 from specdec.parallel.mirror import STEP, Mirror, everywhere, mirror_of
-from specdec.parallel.plain import on_ranks, pack, unpack
+from specdec.parallel.plain import RECORDS, on_ranks, pack, unpack
 from specdec.parallel.wire import Message
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+RECORDS.update({kind.__name__: kind for kind in (Grammar, SamplingParams)})  # what requests bring
 
 
 def make_engine(

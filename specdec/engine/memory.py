@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.config import CacheConfig
+from specdec.base.config import CacheConfig
+from specdec.base.errors import CapacityError
 from specdec.core import Verifier
 from specdec.device import default_cache_bytes
-from specdec.errors import CapacityError
 from specdec.kv_cache import LatentLayerSpec, LayerSpec, bytes_per_slot, num_blocks_in_budget
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.base.metrics import AcceptanceStats
 from specdec.engine.request import Request
-from specdec.metrics import AcceptanceStats
 from specdec.sampling.logprobs import Top
 
 

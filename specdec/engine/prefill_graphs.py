@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.sizes import power_of_two
 from specdec.batch import ForwardInput, PrefillBatch
 from specdec.core import Verifier
 from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
@@ -20,7 +21,6 @@ from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.parallel.group import Group
-from specdec.sizes import power_of_two
 
 LEAST_ROWS = 128
 """Of a request; fewer take as long."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 
 _NEW = 15  # steps that a kind of step costs once, until a capture has shown what it takes
 

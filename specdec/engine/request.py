@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from specdec.errors import SpecDecError, one_line
+from specdec.base.errors import SpecDecError, one_line
 from specdec.grammar.progress import GrammarProgress
 from specdec.kv_cache import Snapshot
 from specdec.sampling.logprobs import Top

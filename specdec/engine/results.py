@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.base.blocks import BlockShape
 from specdec.batch import Context
-from specdec.blocks import BlockShape
 from specdec.engine.request import Request
 from specdec.engine.selection import Selection
 from specdec.engine.step_table import StepColumns, num_columns

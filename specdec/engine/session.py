@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.engine.callers import Callers
 from specdec.engine.engine import SpecEngine
 from specdec.engine.forks import tell_of_exit, tell_of_forks
@@ -25,7 +26,6 @@ from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request
 from specdec.engine.text import IncrementalDecoder, text_of, token_ids
 from specdec.engine.turns import Turns
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.blocks import BlockShape
 from specdec.batch import Context, DecodeBatch, ForwardInput, PrefillBatch
-from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens

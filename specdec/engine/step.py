@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.base.blocks import BlockShape
+from specdec.base.sizes import power_of_two
 from specdec.batch import Context, DecodeBatch, PrefillBatch
-from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.acceptance import accept, follow
 from specdec.engine.agreement import agreed
@@ -31,7 +32,6 @@ from specdec.parallel.group import group_of
 from specdec.sampling.logprobs import logprobs_of
 from specdec.sampling.masks import TokenMasks
 from specdec.sampling.tensors import SamplingPlan
-from specdec.sizes import power_of_two
 
 
 class StepRunner:

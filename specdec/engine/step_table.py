@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.sampling.logprobs import Unpacked, num_packed
 from specdec.sampling.tensors import SamplingPlan

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 
 ENOUGH = 3
 """Times that tell how long a step takes, even where two of them are disturbed."""

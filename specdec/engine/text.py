@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.validation import as_integer
 from specdec.engine.stops import stop_strings
-from specdec.errors import InvalidInputError
-from specdec.validation import as_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 
 PHASES = ("schedule", "prefill", "draft", "verify", "grammar", "accept", "context", "collect")
 """In the order of a step."""

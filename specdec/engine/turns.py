@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from specdec.errors import CapacityError, InvalidInputError
+from specdec.base.errors import CapacityError, InvalidInputError
 
 PATIENCE = 1.0
 """Seconds after which who waits looks whether the turn was lost."""

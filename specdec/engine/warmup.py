@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.base.blocks import BlockShape
 from specdec.batch import Context
-from specdec.blocks import BlockShape
 from specdec.engine.block_choice import MOST_TREE_ROWS, ladder
 from specdec.engine.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine

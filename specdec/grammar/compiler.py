@@ -13,14 +13,14 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
+from specdec.base.packages import install_command
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.lanes import Job, lanes
 from specdec.grammar.limits import QUICK_SECONDS
 from specdec.grammar.process import Answer, Ended, Vocabulary, ask, reason_of
 from specdec.grammar.progress import GrammarProgress
 from specdec.grammar.rules import rules_of
-from specdec.packages import install_command
 
 logger = logging.getLogger(__name__)
 

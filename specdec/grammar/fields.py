@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
 
 MAKERS: dict[str, Callable[[Any], Grammar]] = {

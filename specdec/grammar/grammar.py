@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from specdec.errors import InvalidInputError, one_line
+from specdec.base.errors import InvalidInputError, one_line
 from specdec.grammar.limits import MOST_CHARACTERS, MOST_PATTERN_CHARACTERS, check_size
 from specdec.grammar.schema import NO_TEXT, reading
 from specdec.grammar.text_rules import Text

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from specdec.errors import CapacityError
+from specdec.base.errors import CapacityError
 from specdec.grammar.limits import LANES, MOST_SECONDS, MOST_WAITING, QUICK_SECONDS
 from specdec.grammar.process import CompilerProcess, TooSlow
 

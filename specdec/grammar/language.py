@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.characters import LAST, NOT_TEXT, Characters, Ranges, both, others, ranges
 from specdec.grammar.limits import MOST_EXPRESSIONS, MOST_STATES
 from specdec.grammar.pattern import Both, Node, Options, Repeat, Row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 MOST_CHARACTERS = 2**20
 """Of a grammar's text: schema, pattern, rules, or all choices as JSON."""

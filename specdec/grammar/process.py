@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
 
-from specdec.errors import InvalidInputError, SpecDecError, one_line
+from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.limits import MOST_MEMORY, MOST_SECONDS
 

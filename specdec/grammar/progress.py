@@ -59,7 +59,7 @@ class GrammarProgress:
         Args:
             masks: int32 [N + 1, ceil(V / 32)], on the host and contiguous. Bit b of word w is token 32 w + b.
             drafts: N tokens behind the anchor, in a chain unless `parents` says otherwise.
-            parents: of each draft the row that it continues, see `specdec.blocks.DraftTree`.
+            parents: of each draft the row that it continues, see `specdec.base.blocks.DraftTree`.
         """
         masks.fill_(PERMISSIVE)
         if not drafts:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.formats import FORMATS, LONGEST
 from specdec.grammar.limits import DEEPEST, MOST_PATTERN_CHARACTERS, MOST_REASONS, shown
 from specdec.grammar.pattern import NOT_HELD

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.limits import MOST_COMPARISONS
 from specdec.grammar.schema_form import OF_TYPE, TYPES, malformed
 

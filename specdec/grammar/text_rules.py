@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.characters import LAST, Characters, Ranges, both, ranges
 from specdec.grammar.language import Algebra, TooManyStates, automaton
 from specdec.grammar.pattern import Both, Node, Options, Repeat, Row

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.kernels.packed import PackedWeight
 
 PLAIN = frozenset({"relu2"})

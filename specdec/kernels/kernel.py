@@ -17,7 +17,8 @@ FLOATS = (*HALF, torch.float32)
 
 
 class Kernel:
-    """What a plain function asks before it takes its kernel. `specdec.registry.KERNELS` lists all.
+    """What a plain function asks before it takes its kernel. `specdec.base.registry.KERNELS` lists
+    all.
 
     Args:
         name: of its verdicts, in messages and in `SPECDEC_KERNELS`.

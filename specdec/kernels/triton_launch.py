@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import specdec.device
-from specdec.packages import install_command
+from specdec.base.packages import install_command
 
 HOPPER_SHARED_MEMORY = 227 * 1024
 AMD_SHARED_MEMORY = {"gfx950": 160 * 1024}

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.blocks import MOST_NODES, DraftTree
+from specdec.base.blocks import MOST_NODES, DraftTree
 from specdec.kernels.triton_argmax import token_key
 from specdec.kernels.triton_candidates import number_of
 from specdec.kernels.triton_launch import on_device, overlap_options

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.errors import CapacityError
+from specdec.base.errors import CapacityError
 from specdec.kv_cache.block_pool import blocks_for
 from specdec.kv_cache.state import StateCache, StateLayerSpec
 

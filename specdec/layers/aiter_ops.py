@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.layout import shuffled
 from specdec.attention.backend import AttentionBackend
+from specdec.base.sizes import power_of_two
 from specdec.kernels import aiter
 from specdec.kernels.aiter_layers import VECTOR, WIDEST_NORM, AiterLayers
 from specdec.kernels.experts import PLAIN
@@ -29,7 +30,6 @@ from specdec.layers.rotary import Angles
 from specdec.layers.triton_ops import TritonOps
 from specdec.parallel.collectives import summed
 from specdec.parallel.group import Group
-from specdec.sizes import power_of_two
 
 
 class AiterOps(TritonOps):

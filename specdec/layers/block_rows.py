@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.blocks import DraftTree
+from specdec.base.blocks import DraftTree
 from specdec.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 

@@ -7,7 +7,7 @@ of the sum cost no launches of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,19 @@ from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.layers.linear import DenseLinear, Linear
 from specdec.layers.router import Router
 
-if TYPE_CHECKING:
-    from specdec.layers.mlp import GatedMLP
-
 GATE_ROWS = 64
 """Of which a joined gate has a multiple: products of few rows divide among as many columns."""
+
+
+class MLP(Protocol):
+    """What all tokens share: see `specdec.layers.mlp.GatedMLP`."""
+
+    @property
+    def gate_up(self) -> Linear: ...
+    @property
+    def down(self) -> Linear: ...
+    @property
+    def activation(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +52,7 @@ class JoinedExperts:
     gated: bool
 
     @classmethod
-    def of(cls, router: Router, experts: Experts, mlp: GatedMLP, mlp_gate: Linear | None) -> JoinedExperts | None:
+    def of(cls, router: Router, experts: Experts, mlp: MLP, mlp_gate: Linear | None) -> JoinedExperts | None:
         """The same layers for such kernels; None where they have none, or AITER's choose.
 
         Args:

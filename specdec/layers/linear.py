@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.device import uses_avx512
-from specdec.kernels.packed import PackedWeight
 
 GROUP = 32
 """Inputs of a row that share a scale and a minimum in a four-bit weight."""
@@ -167,28 +166,6 @@ class FourBitLinear(BlockedLinear):
         out = torch._weight_int4pack_mm_for_cpu(x, self._codes, GROUP, self._scales)
         out = out if self.bias is None else out.add_(self.bias)
         return out if residual is None else out.add_(residual)
-
-
-def linear(weight: Tensor | PackedWeight, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
-    """The layer that this machine runs fastest.
-
-    Args:
-        weight: [out, in]; packed, or on a CPU in bfloat16, it may be released once the layer exists. It gets no gradient. A packed
-            one stays so on accelerators; on a CPU, where codes cost more than the bytes they save, it becomes numbers here.
-        bias: [out], or None.
-        four_bit: what `weight` was made from, if anything.
-    """
-    if isinstance(weight, PackedWeight):
-        if weight.device.type != "cpu":
-            from specdec.layers.packed import PackedLinear  # it is a `Linear`
-
-            return PackedLinear(weight, bias)
-        weight = weight.dequantized()
-    if not can_block(weight):
-        return DenseLinear(weight, bias)
-    if four_bit is not None and can_pack_four_bit(weight):
-        return FourBitLinear(weight, bias, four_bit)
-    return BlockedLinear(weight, bias)
 
 
 def can_block(weight: Tensor) -> bool:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.base.errors import CheckpointError
+from specdec.base.validation import is_number
 from specdec.deviation import Deviation, deviation, worst
-from specdec.errors import CheckpointError
 from specdec.kernels.kernel import Kernel
-from specdec.validation import is_number
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.parallel.one_shot import OneShot, one_shot
 
 WITHOUT_MULTICAST = {

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from specdec.errors import CapacityError, InvalidInputError
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.parallel import mirror as mirrors
 from specdec.parallel import siblings as watched
 from specdec.parallel.group import WITHOUT_MULTICAST, join_group
 from specdec.parallel.meeting import MeetingPlace
 from specdec.parallel.mirror import Mirror, Ranks
-from specdec.parallel.rank import Settings, one_line, quieten
+from specdec.parallel.process import Settings, one_line, quieten
 from specdec.parallel.siblings import PATIENCE, Siblings
 from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
 

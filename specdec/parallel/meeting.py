@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from specdec.errors import CapacityError
+from specdec.base.errors import CapacityError
 
 PREFIX = "specdec-ranks-"
 

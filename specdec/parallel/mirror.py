@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 from weakref import finalize
 
-from specdec.errors import InvalidInputError, SpecDecError
+from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.parallel.group import Group, group_of
 from specdec.parallel.plain import pack, unpack
 from specdec.parallel.wire import Message, Wire

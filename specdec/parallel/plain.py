@@ -6,22 +6,20 @@ What is received makes nothing else, and names no code but functions that are ma
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec.config import CacheConfig, EngineConfig, LoadConfig
-from specdec.errors import one_line
-from specdec.grammar.grammar import Grammar
-from specdec.packages import PACKAGES
-from specdec.sampling_params import SamplingParams
+from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
+from specdec.base.errors import one_line
+from specdec.base.packages import PACKAGES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (CacheConfig, EngineConfig, Grammar, LoadConfig, SamplingParams)}
-"""Each checks its fields when it is made."""
+RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (CacheConfig, EngineConfig, LoadConfig)}
+"""Each checks its fields when it is made; `specdec.engine.lockstep` adds those of requests."""
 
-_DEFAULTS = {kind: [(one.name, one.default) for one in fields(kind)] for kind in RECORDS.values()}
 _MODULES = (*PACKAGES, "tests")
 _marked: dict[Callable[..., Any], str] = {}
 
@@ -42,7 +40,7 @@ def pack(value: Any, numbers: Mapping[int, int]) -> bytes:
     Raises:
         TypeError: it holds anything else.
 
-    >>> unpack(pack((1, "a", None, Path("b"), SamplingParams(seed=2)), {}), {})[:4]
+    >>> unpack(pack((1, "a", None, Path("b"), CacheConfig(memory_bytes=2)), {}), {})[:4]
     [1, 'a', None, PosixPath('b')]
     """
 
@@ -51,7 +49,8 @@ def pack(value: Any, numbers: Mapping[int, int]) -> bytes:
             return {"kept": number}
         if isinstance(one, Path):
             return {"path": str(one)}
-        if (defaults := _DEFAULTS.get(type(one))) is not None:
+        if RECORDS.get(type(one).__name__) is type(one):
+            defaults = _defaults(type(one).__name__)
             told = [[name, own] for name, default in defaults if (own := getattr(one, name)) != default]
             return {"record": type(one).__name__, "fields": told}
         if callable(one) and one in _marked:
@@ -98,3 +97,8 @@ def _function(name: str) -> Callable[..., Any]:
     if _marked.get(found) != name:
         raise TypeError(f"{name!r} is not for ranks to call")
     return found
+
+
+@cache
+def _defaults(name: str) -> list[tuple[str, Any]]:
+    return [(one.name, one.default) for one in fields(RECORDS[name])]

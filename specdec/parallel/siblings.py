@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from specdec.errors import SpecDecError
-from specdec.parallel.rank import Settings
+from specdec.base.errors import SpecDecError
+from specdec.parallel.process import Settings
 
 START = "import json, sys; said = json.loads(sys.stdin.readline()); sys.path[:] = said['path']; \
 from specdec.parallel.rank import main; main(said)"

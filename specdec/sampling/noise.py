@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from specdec.blocks import MOST_NODES
+from specdec.base.blocks import MOST_NODES
 
 
 class Purpose(IntEnum):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.blocks import DraftTree
+from specdec.base.blocks import DraftTree
 from specdec.sampling.tensors import SamplingTensors
 
 

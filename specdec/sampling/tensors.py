@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec.base.sizes import power_of_two
 from specdec.sampling.edits import Edits, num_edits
 from specdec.sampling_params import SamplingParams
-from specdec.sizes import power_of_two
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # greedy, nothing filtered, nothing penalized

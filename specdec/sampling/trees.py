@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.blocks import MOST_NODES, DraftTree
+from specdec.base.blocks import MOST_NODES, DraftTree
 from specdec.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 

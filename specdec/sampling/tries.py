@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.blocks import MOST_NODES, DraftTree
+from specdec.base.blocks import MOST_NODES, DraftTree
 from specdec.deviation import Deviation, deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 from specdec.sampling.trees import ancestors_of

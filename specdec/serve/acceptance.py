@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from specdec.base.metrics import pooled
 from specdec.engine.outputs import GenerationResult
-from specdec.metrics import pooled
 
 
 def meta_info(results: Sequence[GenerationResult]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from specdec import __version__
+from specdec.base.errors import SpecDecError
+from specdec.base.version import __version__
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import SpecDecError
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling_params import SamplingParams
 from specdec.serve.answer import Answer

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.messages import readable
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
-from specdec.errors import InvalidInputError
-from specdec.messages import readable
 from specdec.sampling.logprobs import Top
 from specdec.serve.answer import Answer
 from specdec.serve.errors import RequestError

@@ -7,10 +7,10 @@ import asyncio
 import logging
 import sys
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.registry import drafter_name
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import engine_config, engine_options, load_decoder, model_options
-from specdec.errors import InvalidInputError
-from specdec.registry import drafter_name
 from specdec.serve.config import ServeConfig
 
 _EXAMPLES = """\
@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("specdec", "torch", "transformers"):
             raise
-        from specdec.packages import install_command
+        from specdec.base.packages import install_command
 
         raise InvalidInputError(
             f"specdec serve needs {error.name}, which is not installed; run: {install_command('serve')}"
         ) from error
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    from specdec.hub import unpinned
+    from specdec.base.checkpoint.hub import unpinned
 
     config = ServeConfig(**from_options(ServeConfig, args))
     sock = listen(config)  # a port that is taken is told before a model is loaded

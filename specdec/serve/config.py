@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 """Of the environment: the key where no option names one, so that it stands in no list of processes."""

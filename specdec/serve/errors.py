@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.errors import CapacityError, SpecDecError
+from specdec.base.errors import CapacityError, SpecDecError
 
 RETRY_SECONDS = 1
 """After which a client may ask a busy server again."""

@@ -8,15 +8,13 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from specdec.base.errors import CapacityError
+from specdec.base.files import user_path
+from specdec.base.metrics import AcceptanceStats
+from specdec.base.registry import parts_of
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import GenerationResult, StreamChunk
-from specdec.engine.request import Request
-from specdec.errors import CapacityError
-from specdec.files import user_path
-from specdec.metrics import AcceptanceStats
-from specdec.parallel.mirror import mirror_of
-from specdec.registry import parts_of
 from specdec.sampling_params import SamplingParams
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy, engine_failed
@@ -57,7 +55,7 @@ class Front:
         self._open: set[Outputs] = set()
         self._waiting: set[asyncio.Future[object]] = set()  # for grammars
         self._probe: asyncio.Task[None] | None = None
-        self._ranks = mirror_of(decoder.verifier)
+        self._ranks = decoder.ranks
 
     @property
     def idle(self) -> bool:
@@ -307,7 +305,7 @@ class Outputs:
         """Adds to the totals what is new of each output."""
         for index, handle in enumerate(self._handles):
             if index not in self._counted:
-                self._add_news(index, handle.request)
+                self._add_news(index, handle)
 
     def _count(self, chunk: StreamChunk) -> None:
         now, totals, index = time.perf_counter(), self._front.totals, chunk.index
@@ -323,8 +321,9 @@ class Outputs:
         if chunk.result is not None:
             self._end(index, chunk.result.finish_reason)
 
-    def _add_news(self, index: int, request: Request) -> None:
+    def _add_news(self, index: int, handle: Handle) -> None:
         """Of a request that the engine's thread may be adding a step to."""
+        request = handle.request
         totals, tokens = self._front.totals, len(request.output_token_ids)
         totals.output_tokens += tokens - self._tokens[index]
         counts = (request.num_drafted, request.num_accepted, request.num_emitted, request.tree_sizes)
@@ -334,7 +333,7 @@ class Outputs:
         self._tokens[index], self._steps[index] = tokens, steps
 
     def _end(self, index: int, reason: str) -> None:
-        self._add_news(index, self._handles[index].request)
+        self._add_news(index, self._handles[index])
         self._counted.add(index)
         now, totals, request = time.perf_counter(), self._front.totals, self._handles[index].request
         totals.finished[reason] += 1

@@ -12,7 +12,7 @@ from types import FrameType
 
 import uvicorn
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.serve.app import make_app
 from specdec.serve.config import ServeConfig
 from specdec.serve.connections import Connections, Patient

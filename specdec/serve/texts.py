@@ -11,8 +11,8 @@ from itertools import count
 from threading import Lock
 from typing import Any
 
+from specdec.base.errors import CapacityError
 from specdec.decoder import SpecDecoder
-from specdec.errors import CapacityError
 from specdec.serve.limits import CHARACTERS_PER_TOKEN
 
 SHORT = 16_384

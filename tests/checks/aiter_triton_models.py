@@ -9,8 +9,8 @@ import torch
 
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import ForwardInput
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import PagedKVCache, blocks_for

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from specdec.attention.selector import refusals, select_backend
+from specdec.base.registry import ATTENTION_BACKENDS
 from specdec.device import float8_dtype, resolve_device, torch_build
-from specdec.registry import ATTENTION_BACKENDS
 from tests.helpers.attention_case import Case, spec
 
 HEADS = ((32, 8, 128), (9, 3, 64))

@@ -36,9 +36,9 @@ from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import BUNDLED, load_prompt_set
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CapacityError, SpecDecError
 from specdec.decoder import SpecDecoder
-from specdec.errors import CapacityError, SpecDecError
 from verifiers.embedded import embedded_model_path
 
 NEAR_TIE = 1e-3

@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema
 
 from drafters.dflash import drafts
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
 from specdec.sampling_params import SamplingParams

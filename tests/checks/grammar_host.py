@@ -11,9 +11,9 @@ from statistics import median
 
 import torch
 
+from specdec.base.registry import TOKENIZERS, resolve
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
-from specdec.registry import TOKENIZERS, resolve
 from specdec.sampling.masks import TokenMasks, mask_logits
 
 SCHEMA = {

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from drafters.ngram import NGramDrafter
+from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheConfig, EngineConfig
 from specdec.batch import ForwardInput
-from specdec.config import DEFAULT_BLOCK_SIZE, CacheConfig, EngineConfig
 from specdec.core import Verifier, VerifyOutput
-from specdec.engine.build import capture_steps
+from specdec.engine.captured import capture_steps
 from specdec.engine.engine import SpecEngine
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.request import Status

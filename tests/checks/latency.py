@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV32Config, LlamaConfig, PreTrainedConfig
 
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.cli.options import load_decoder, model_options
-from specdec.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.sampling_params import SamplingParams
 from tests.checks.step import step_time, wait

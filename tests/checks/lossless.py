@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from drafters.ngram import load_ngram
+from specdec.base.config import EngineConfig
 from specdec.cli.options import model_options
-from specdec.config import EngineConfig
 from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
 from specdec.device import resolve_device, resolve_dtype

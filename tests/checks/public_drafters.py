@@ -36,7 +36,7 @@ from drafters.fit import fit_of
 from drafters.load import load_drafter
 from specdec.attention.mla import MlaSpec
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.errors import SpecDecError
+from specdec.base.errors import SpecDecError
 from tests.checks import public_predictions, public_targets
 from tests.drafters.tiny import FakeVerifier, tiny_target
 

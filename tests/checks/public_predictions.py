@@ -8,7 +8,7 @@ import torch
 
 from drafters.load import load_drafter
 from drafters.mtp.load import load_mtp
-from specdec.errors import SpecDecError
+from specdec.base.errors import SpecDecError
 from tests.checks.public_targets import TOO_LARGE, target_needs
 from tests.helpers.tiny_assistants import gemma4_target, write_assistant
 from tests.helpers.tiny_predictions import CASES, reference, write_target

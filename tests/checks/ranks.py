@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig
 
 from evals.bench.dummy_engine import FreeDrafter
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.device import resolve_device
 from specdec.engine.engine import SpecEngine

@@ -20,7 +20,7 @@ from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.selector import select_backend
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
 from specdec.core import Verifier
 from specdec.device import resolve_device
 from specdec.engine.engine import SpecEngine

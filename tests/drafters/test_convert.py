@@ -15,8 +15,8 @@ from drafters.dflash.layout import Layout
 from drafters.eagle3.checkpoint import read_checkpoint as eagle3_checkpoint
 from drafters.license import CARD
 from drafters.shipped import shipped_drafter_path
+from specdec.base.errors import CheckpointError
 from specdec.cli.main import main
-from specdec.errors import CheckpointError
 from tests.checks.public_drafters import Row, rows, shrunk, write
 from tests.drafters.tiny import TARGET_LAYERS, TINY, write_tiny_dflash
 from tests.evals.tiny import save_tiny

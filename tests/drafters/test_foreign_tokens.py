@@ -10,8 +10,8 @@ from drafters.composed.drafter import ComposedDrafter
 from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.block import Block
 from specdec.engine.engine import SpecEngine

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from drafters.ngram import NGramDrafter, load_ngram
 from drafters.suffix.choice import BY_AGE, BY_LENGTH
 from drafters.suffix.drafter import TREE_OCCURRENCES
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
-from specdec.errors import InvalidInputError
 from specdec.sampling.trees import walk
 from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target

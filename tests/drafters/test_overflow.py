@@ -16,8 +16,8 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.dspark.markov import MarkovConfig
 from drafters.sequential.drafts import TokenByToken
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.sampling_params import SamplingParams

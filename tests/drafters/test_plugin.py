@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import registry
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base import registry
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.metrics import pooled
 from specdec.decoder import SpecDecoder
 from specdec.drafter_choice import find_drafter
-from specdec.metrics import pooled
 from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync

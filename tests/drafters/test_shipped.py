@@ -22,11 +22,11 @@ from evals.bench.config import BenchConfig
 from evals.prompt_sets import load_prompt_set
 from evals.report.provenance import provenance
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
+from specdec.base.errors import CheckpointError, InvalidInputError
+from specdec.base.metrics import pooled
 from specdec.cli.main import main
 from specdec.drafter_choice import find_drafter
 from specdec.engine.request import Request
-from specdec.errors import CheckpointError, InvalidInputError
-from specdec.metrics import pooled
 from tests.drafters.tiny import FakeVerifier
 from tests.evals.tiny import PROMPTS, save_tiny, tiny_decoder
 

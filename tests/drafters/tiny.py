@@ -16,8 +16,8 @@ from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
-from specdec.blocks import BlockShape
 from specdec.core import AcceptOutput, ContextLimits, Drafter, LengthRule, VerifyOutput
 from specdec.kv_cache import PagedKVCache
 from specdec.sampling.tensors import SamplingTensors

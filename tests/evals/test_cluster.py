@@ -15,6 +15,7 @@ from evals.bench.bench import Bench
 from evals.bench.cluster import ClusterBench
 from evals.bench.config import BenchConfig
 from evals.report.report import read_report
+from specdec.base.config import EngineConfig, LoadConfig
 from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.engine import Engine, load
@@ -22,7 +23,6 @@ from specdec.cluster.ledger import Ledger
 from specdec.cluster.origin import check_same
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Answer, Row
-from specdec.config import EngineConfig, LoadConfig
 from tests.evals.tiny import PROMPTS, PROVENANCE, save_tiny
 
 MEMORY = 2**22

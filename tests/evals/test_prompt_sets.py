@@ -7,7 +7,7 @@ import pytest
 
 from evals.manual_prompts import MANUAL_KINDS
 from evals.prompt_sets import SET_NAMES, load_prompt_set, read_bundled
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from tests.evals.tiny import write_jsonl
 
 

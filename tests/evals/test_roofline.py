@@ -6,7 +6,7 @@ import torch
 from drafters.ngram import NGramDrafter
 from evals import roofline
 from evals.roofline import bound, measured_bandwidth, step_bytes
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import RoutedExperts
 from specdec.engine.engine import SpecEngine
 from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_dflash

@@ -9,7 +9,7 @@ import torch
 from evals.bench.bench import Bench
 from evals.bench.config import BenchConfig
 from evals.prompt_sets import Item, PromptSet
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 

@@ -21,7 +21,7 @@ from gguf import GGUFWriter
 from drafters.dflash.checkpoint import write_checkpoint
 from drafters.dflash.config_json import config_json
 from drafters.fit import fit_of
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
 from tests.evals.tiny import save_tiny
 from tests.fuzz.draw import changed, damaged, damaged_json

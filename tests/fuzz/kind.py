@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specdec.errors import SpecDecError
+from specdec.base.errors import SpecDecError
 
 LONGEST = 2_000
 """Characters of a line at most."""

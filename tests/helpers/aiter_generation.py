@@ -3,8 +3,8 @@
 from typing import Any
 
 from drafters.dflash.drafter import DFlashDrafter
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 from specdec.engine.block_choice import BlockChoice, shapes
 from specdec.engine.buckets import batch_bucket
 

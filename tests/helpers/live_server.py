@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front

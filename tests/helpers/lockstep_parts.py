@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import specdec.engine.memory
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import BackendError
 from specdec.core import AcceptOutput
 from specdec.engine import guided
 from specdec.engine.agreement import agreed
 from specdec.engine.graphs import ShapeGraphs
-from specdec.errors import BackendError
 from specdec.parallel.collectives import least
 from specdec.parallel.mirror import current
 from specdec.parallel.plain import on_ranks

@@ -10,8 +10,8 @@ from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash
 from drafters.dflash.drafts import Drafts
 from drafters.head import Head
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.config import DraftSampling
 from specdec.core import AcceptOutput, Drafter, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache
 

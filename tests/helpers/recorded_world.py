@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 from specdec.engine.block_choice import BlockChoice
 from specdec.engine.draft_acceptance import Path
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch
-from specdec.config import DraftSampling
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.kv_cache import LayerCache
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.base.blocks import DraftTree
+from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch
-from specdec.blocks import DraftTree
-from specdec.config import DraftSampling
 from specdec.core import DraftOutput, Verifier
 from specdec.kv_cache import LayerCache
 from tests.helpers.scripted import BoundScript, ScriptedDrafter

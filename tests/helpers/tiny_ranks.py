@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.dflash.drafter import DFlashDrafter
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.parallel.group import Group
 from specdec.sampling_params import SamplingParams

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from specdec.blocks import MOST_NODES, BlockShape
+from specdec.base.blocks import MOST_NODES, BlockShape
 from specdec.engine.block_choice import BlockChoice, shapes
 from specdec.engine.draft_acceptance import Path
 from tests.helpers.block_choice_world import in_mood

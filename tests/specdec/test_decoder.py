@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import InvalidInputError, SpecDecError
 from specdec.grammar.grammar import Grammar
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 

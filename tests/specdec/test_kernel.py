@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from drafters.dflash import edges
+from specdec.base.registry import KERNELS, resolve
 from specdec.deviation import Deviation
 from specdec.engine.engine import SpecEngine
 from specdec.kernels import kernel
 from specdec.kernels.kernel import HALF, Kernel
-from specdec.registry import KERNELS, resolve
 from tests.helpers.tiny_models import paged_verifier, plain_model
 from tests.test_house import house
 
@@ -71,25 +71,35 @@ def test_docs_name_all() -> None:
     assert [name for name in KERNELS if f"`{name}`" not in page] == []
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Names and types of the checks that are asked for, all of which pass."""
+    asked: list[tuple[object, ...]] = []
+
+    def passes(name: str, device: object, check: object, *variant: object) -> bool:
+        asked.append((name, *variant))
+        return True
+
+    monkeypatch.setattr(kernel, "passes", passes)
+    return asked
+
+
 def test_what_a_step_may_meet_is_decided_when_the_engine_is_built(made: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter's kernels as well, for a check within a captured step would fail."""
     monkeypatch.setattr(kernel, "unavailable_reasons", lambda device: [])
-    asked: list[str] = []
-    monkeypatch.setattr(kernel, "passes", lambda name, *rest: bool(asked.append(name)))
+    asked = noted(monkeypatch)
     made[:] = [edges.KERNEL, Kernel("fused_layers", lambda device, dtype: Deviation(0, 0), dtypes=HALF)]
     edges.KERNEL.forget()
     SpecEngine(paged_verifier(plain_model("llama"), 16), None)
     edges.KERNEL.forget()
-    assert asked == ["edges"]
+    assert asked == [("edges",)]
 
 
 def test_a_kernel_is_asked_once_for_a_device_and_a_type(made: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(kernel, "passes", lambda name, device, check, *variant: not asked.append(variant))
+    asked = noted(monkeypatch)
     one = Kernel("argmax", lambda device, dtype: Deviation(0, 0), dtypes=HALF, reasons=lambda *where: [])
     for _ in range(2):
         assert one.runs_on(CPU, torch.float16) and not one.runs_on(CPU, torch.float32)
-    assert asked == [(torch.float16,)]
+    assert asked == [("argmax", torch.float16)]
     assert one.reasons(CPU, torch.float64) == ["it takes bfloat16 and float16"]
     one.forget()
     assert one.runs_on(CPU, torch.float16) and len(asked) == 2

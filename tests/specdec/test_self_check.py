@@ -14,8 +14,8 @@ import torch
 
 import specdec.device
 from specdec import self_check
+from specdec.base.errors import InvalidInputError
 from specdec.deviation import Deviation
-from specdec.errors import InvalidInputError
 from specdec.self_check import Verdict, passes, reasons_against, run, verdict_of
 from tests.helpers.waiting import HANG, wait_until
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
+from specdec.base.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from specdec.engine.engine import SpecEngine
-from specdec.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from specdec.kernels.packed import PackedWeight
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts

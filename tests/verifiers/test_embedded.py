@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError
 from specdec.decoder import SpecDecoder
 from specdec.device import uses_avx512
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import CapacityError, CheckpointError, InvalidInputError
 from tests.helpers.waiting import HANG
 from verifiers import embedded
 from verifiers.embedded import embedded_model_path
@@ -291,7 +291,7 @@ def test_limit_on_file_sizes(tmp_path: Path) -> None:
     program = f"""
 import resource, sys
 from pathlib import Path
-from specdec.errors import CapacityError
+from specdec.base.errors import CapacityError
 from verifiers import embedded
 embedded.gguf_path = Path
 embedded._model_files = lambda payload: {{"model.safetensors": bytes(300_000)}}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from specdec import SpecDecoder
-from specdec.config import CacheConfig, EngineConfig
-from specdec.errors import CheckpointError, SpecDecError
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CheckpointError, SpecDecError
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, plain_greedy, plain_model, tiny_tokenizer
 from verifiers import needs
 from verifiers.load import load_verifier

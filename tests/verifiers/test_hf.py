@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.errors import CheckpointError
 from specdec.batch import ForwardInput
 from specdec.core import Verifier
-from specdec.errors import CheckpointError
 from specdec.kv_cache import PagedKVCache, blocks_for
-from specdec.layers.linear import BlockedLinear, DenseLinear, can_block, linear
+from specdec.layers.linear import BlockedLinear, DenseLinear, can_block
+from specdec.layers.linear_choice import linear
 from specdec.layers.rotary import Angles, Rope
 from tests.helpers.bounds import assert_as_exact, assert_rows_as_exact, in_float64
 from tests.helpers.guards import no_host_sync

@@ -12,8 +12,8 @@ from specdec.layers.router import route
 from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model
 from verifiers.families import describe
-from verifiers.recurrent import attends, is_recurrent
 from verifiers.shape import layer_caches
+from verifiers.states import attends, is_recurrent
 
 
 def test_scores_of_lfm2_that_are_small() -> None:

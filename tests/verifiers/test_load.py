@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.base.errors import UnsupportedModelError
 from specdec.core import Verifier
-from specdec.errors import UnsupportedModelError
 from tests.helpers.hub_cache import cached, offline
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from verifiers.load import load_verifier

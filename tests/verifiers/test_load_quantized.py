@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CohereConfig, PreTrainedModel
 
 from specdec import SpecDecoder
+from specdec.base.errors import CheckpointError
 from specdec.core import Verifier
-from specdec.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear_attention import LinearAttention
 from specdec.layers.packed import PackedLinear

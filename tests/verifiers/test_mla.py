@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.config import PrefillDtype
+from specdec.base.config import PrefillDtype
 from specdec.decoder import SpecDecoder
 from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
 from tests.helpers.bounds import assert_as_exact, in_float64

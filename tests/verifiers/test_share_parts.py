@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.errors import SpecDecError
+from specdec.base.checkpoint.tensor_files import TensorFiles
+from specdec.base.errors import SpecDecError
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import DenseLinear
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
-from specdec.tensor_files import TensorFiles
 from tests.helpers.quantized import quantize_files
 from tests.helpers.tiny_models import CONFIGS, VOCAB, plain_model, tiny_tokenizer
 from tests.verifiers.test_load_quantized import cohere, fp8_target

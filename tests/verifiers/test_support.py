@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.errors import UnsupportedModelError
 from specdec.batch import ForwardInput
-from specdec.errors import UnsupportedModelError
 from specdec.kv_cache import PagedKVCache
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import paged_verifier

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from verifiers.formats.awq import Awq
 from verifiers.formats.float4 import MX_BITS, MX_GROUP, NV_BITS, NV_GROUP
 from verifiers.formats.float8 import SCALES, floats

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from verifiers.formats.bits import bytes_of, halves, paired
 from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import integers, memory_bits

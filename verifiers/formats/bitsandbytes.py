@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import byte_integers, memory_bits
 from verifiers.formats.lists import Listed

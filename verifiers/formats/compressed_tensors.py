@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from verifiers.formats.float4 import MX_GROUP, NV_GROUP
 from verifiers.formats.float8 import float8, floats
 from verifiers.formats.format import Format, Parts, Stored

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from verifiers.formats.float4 import MX_GROUP, float4, nvfp4
 from verifiers.formats.format import Format, Parts, as_number, per_output

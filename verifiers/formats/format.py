@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError, SpecDecError, one_line
+from specdec.base.errors import CheckpointError, SpecDecError, one_line
 from specdec.kernels.packed import PackedWeight
 from verifiers.formats.lists import Listed
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specdec.errors import CheckpointError, one_line
+from specdec.base.errors import CheckpointError, one_line
 from verifiers.formats.format import Stored
 from verifiers.shares import Share
 from verifiers.weights import COMPUTED

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from verifiers.formats.bits import bytes_of, unpacked
 from verifiers.formats.format import Format, Parts, Stored, as_number
 from verifiers.formats.integers import ALIGNED, check_width, integers, memory_bits, stream

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from verifiers.formats.bits import bytes_of, paired, signed, unpacked
 from verifiers.formats.format import Parts, Stored, as_number, per_output

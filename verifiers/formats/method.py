@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError, one_line
+from specdec.base.errors import CheckpointError, one_line
 from verifiers.formats.auto_round import AutoRound
 from verifiers.formats.awq import Awq
 from verifiers.formats.bitsandbytes import BitsAndBytes

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from verifiers.formats.bits import halves, paired
 from verifiers.formats.float4 import MX_BITS, MX_GROUP, NV_BITS, NV_GROUP

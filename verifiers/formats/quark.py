@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from verifiers.formats.awq import in_order
 from verifiers.formats.bits import bytes_of, halves, paired
 from verifiers.formats.float4 import MX_BITS, MX_GROUP, NV_BITS, NV_GROUP

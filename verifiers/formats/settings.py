@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 
 Settings = Mapping[str, Any]
 """A `quantization_config`, or a part of it. Null says no more than an absent key."""

@@ -26,10 +26,10 @@ from specdec.attention.aiter.routes import Kernel, Route, choose
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.check import reasons_against_kernels
+from specdec.base.sizes import power_of_two
 from specdec.kernels import aiter, aiter_triton_only, triton_launch
 from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
-from specdec.sizes import power_of_two
 
 CDNA = ("gfx942", "gfx950")
 RDNA = ("gfx110", "gfx115", "gfx120")

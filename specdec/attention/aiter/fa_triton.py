@@ -13,9 +13,9 @@ from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.layout import Layout, read_blocks, shuffled
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import AttentionSpec
+from specdec.base.sizes import power_of_two
 from specdec.kernels.aiter import AiterTriton
 from specdec.kv_cache import LayerCache, blocks_for
-from specdec.sizes import power_of_two
 
 WIDEST_TILE = 128
 """Keys that one step of a draft kernel may load at once; from a dense cache also those behind the last row."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, TreeRows
+from specdec.base.sizes import power_of_two
 from specdec.kv_cache import blocks_for
-from specdec.sizes import power_of_two
 
 Phase = Literal["decode", "extend", "prefill", "packed"]
 AnyRows = TypeVar("AnyRows", bound=Any)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import specdec.device
 from specdec.attention.mla import MlaRows, MlaSpec, UpProjection
-from specdec.errors import CapacityError
+from specdec.base.errors import CapacityError
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterMla
 from specdec.kv_cache import LatentCache

@@ -21,7 +21,7 @@ from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.latents import Entries, LatentKernels
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import TreeRows
-from specdec.sizes import power_of_two
+from specdec.base.sizes import power_of_two
 
 MAX_ENTRY_ROWS = 4
 """Most rows per entry for which every supported architecture and version has a persistent kernel."""

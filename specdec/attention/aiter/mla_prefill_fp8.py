@@ -19,9 +19,9 @@ from specdec.attention.aiter.latents import WORK, pad_heads
 from specdec.attention.aiter.prefill_schedule import QUERY_TILE, Schedule, schedule
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.mla import MlaSpec
+from specdec.base.sizes import power_of_two
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterMla
-from specdec.sizes import power_of_two
 
 DTYPE = torch.float8_e4m3fn
 """What gfx950 computes with."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from specdec.attention.aiter import latents
 from specdec.attention.aiter.latents import Entries, LatentKernels
 from specdec.attention.backend import AttentionMetadata
-from specdec.sizes import power_of_two
+from specdec.base.sizes import power_of_two
 
 MAX_SCORES = 2**26
 """Most index scores (rows times keys, float32) that a prefill holds at once."""

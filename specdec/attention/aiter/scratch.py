@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.sizes import power_of_two
+from specdec.base.sizes import power_of_two
 
 
 @dataclass(slots=True)

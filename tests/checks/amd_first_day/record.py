@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from specdec import amd_gpus
-from specdec.cli.doctor import describe_device
-from specdec.device import resolve_device, torch_build
+from specdec.device import describe_device, resolve_device, torch_build
 from specdec.provenance import commit, versions
 
 SCHEMA = "specdec amd_first_day 1"

@@ -14,16 +14,16 @@ from drafters.composed.agreement import agreement
 from drafters.composed.calibration import LEAST, MEMORY, PRIOR, Calibration, Forecasts
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
+from specdec.base.errors import InvalidInputError
+from specdec.base.metrics import pooled
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.errors import InvalidInputError
 from specdec.kv_cache import LayerCache
-from specdec.metrics import pooled
 from specdec.sampling.trees import best_first
 from specdec.sampling_params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3

@@ -10,8 +10,8 @@ import torch
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.composed.worth import ENOUGH, MOST_SKIPPED, Worth
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.sampling_params import SamplingParams

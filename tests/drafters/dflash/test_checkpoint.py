@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config import DFlashConfig
-from specdec.errors import CapacityError, CheckpointError
+from specdec.base.errors import CapacityError, CheckpointError
 from tests.drafters.tiny import HIDDEN, TINY, VOCAB, tiny_tensors, write_tiny_dflash
 from tests.helpers import quantized
 

@@ -12,7 +12,7 @@ from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.shape import make_drafter
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.drafters.dflash.test_drafter import bound, dense_hidden
 from tests.drafters.tiny import TINY, FakeVerifier, tiny_drafter, tiny_model, tiny_tensors
 from tests.helpers.bounds import assert_as_exact

@@ -8,9 +8,9 @@ import torch
 
 from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash, DFlashDrafter
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.candidates import candidates

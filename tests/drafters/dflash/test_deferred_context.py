@@ -9,9 +9,9 @@ import torch
 
 from drafters.dflash import drafter as module
 from drafters.dflash.drafter import MOST_DEFERRED, BoundDFlash
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
 from specdec.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.training.shape import make_drafter
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.errors import BackendError, CheckpointError, InvalidInputError
+from specdec.base.errors import BackendError, CheckpointError, InvalidInputError
 from specdec.sampling.noise import Purpose, of_step, uniform
 from tests.drafters.tiny import (
     HIDDEN,

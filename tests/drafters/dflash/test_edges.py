@@ -14,8 +14,8 @@ from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig, HeadSizes
+from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
 from specdec.core import DraftOutput
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.tensors import SamplingTensors

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drafters.dflash.layout import parse_config
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.drafters.any_value import Place, check_any_value
 from tests.drafters.dflash.test_layout import KINDS_OF_DRAFTERS, F, S, couple, speculators, zlab
 from tests.drafters.dflash.test_rope import YARN

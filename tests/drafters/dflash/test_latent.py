@@ -15,9 +15,9 @@ from drafters.dflash.drafter import BoundDFlash
 from drafters.load import load_drafter
 from specdec.attention.mla import MlaSpec
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import BackendError, CheckpointError
 from specdec.engine.engine import SpecEngine
-from specdec.errors import BackendError, CheckpointError
 from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import BLOCK as CACHE_BLOCK
 from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, Rig

@@ -11,7 +11,7 @@ from drafters.dflash.coupling import Coupling
 from drafters.dflash.layout import parse_config
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.drafters.tiny import TINY
 
 F, S = "full_attention", "sliding_attention"

@@ -16,7 +16,7 @@ from drafters.dflash.config import DFlashConfig
 from drafters.dflash.config_json import config_json, misreading
 from drafters.dflash.layout import Layout, parse_config
 from drafters.dspark.markov import MarkovConfig
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.drafters.tiny import TINY, write_tiny_dflash
 
 Layers = list[tuple[int | None, bool]]

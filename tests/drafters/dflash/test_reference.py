@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.sampling_params import SamplingParams

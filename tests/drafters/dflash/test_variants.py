@@ -22,9 +22,9 @@ from drafters.dflash.layout import parse_config
 from drafters.dspark.markov import MarkovConfig
 from drafters.load import load_drafter
 from drafters.training.shape import make_drafter
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.engine.engine import SpecEngine
-from specdec.errors import CheckpointError, InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.drafters.tiny import (
     HIDDEN,

@@ -18,10 +18,10 @@ from drafters.dflash.model import DFlashModel
 from drafters.domino.gru import DominoConfig
 from drafters.head import left_sides
 from drafters.load import load_drafter
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CheckpointError
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
-from specdec.errors import CheckpointError
 from specdec.sampling_params import SamplingParams
 from tests.drafters.dflash.test_drafter import dense_hidden
 from tests.drafters.tiny import HIDDEN, TINY, VOCAB, FakeVerifier, Rig, tiny_target, tiny_tensors, write_tiny_dflash

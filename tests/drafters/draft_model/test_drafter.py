@@ -10,13 +10,13 @@ from torch import Tensor
 from drafters.composed.drafter import ComposedDrafter
 from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
 from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.errors import CheckpointError, InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import Noted, check_drafts, noted_run

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from drafters.draft_model.vocabulary import common_tokens
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 
 
 @dataclass

@@ -11,7 +11,7 @@ from drafters.eagle3.checkpoint import read_checkpoint, tensor_shapes
 from drafters.eagle3.config import parse_config
 from drafters.fit import fit_of
 from drafters.load import load_drafter
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.drafters.eagle3.heads import LLAMA, SGLANG, SPECULATORS, head_tensors, random_eagle3, write_head
 from tests.helpers.tiny_models import paged_verifier, plain_model
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from drafters.convert import convert
 from drafters.eagle3.config import parse_config
 from drafters.fit import fit_of
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.checks.public_drafters import refusal, rows
 from tests.drafters.eagle3.heads import LLAMA, head_tensors, write_head
 from tests.drafters.eagle3.test_keys import TARGET

@@ -16,8 +16,8 @@ from drafters.convert import convert
 from drafters.eagle3.checkpoint import read_checkpoint, tensor_shapes
 from drafters.eagle3.config import parse_config
 from drafters.fit import fit_of
+from specdec.base.errors import CheckpointError
 from specdec.cli.main import main
-from specdec.errors import CheckpointError
 from specdec.layers.rotary import Rope
 from tests.drafters.any_value import Place, check_any_value
 from tests.drafters.eagle3.heads import LLAMA, SGLANG, SPECULATORS, head_tensors, write_head

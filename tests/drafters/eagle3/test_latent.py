@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from drafters.eagle3.config import parse_config
 from drafters.eagle3.drafter import eagle3_drafter
-from specdec.errors import BackendError, CheckpointError
+from specdec.base.errors import BackendError, CheckpointError
 from tests.drafters.eagle3.heads import head_tensors
 from tests.drafters.sequential.toy import check_drafts, noted_run
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_prompts

@@ -11,7 +11,7 @@ from drafters.convert import convert
 from drafters.eagle3.checkpoint import read_checkpoint
 from drafters.eagle3.config import parse_config
 from drafters.load import load_drafter
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.checks.public_drafters import rows
 from tests.drafters.eagle3.heads import SGLANG, SPECULATORS, write_head
 from tests.helpers.tiny_models import paged_verifier, plain_model

@@ -12,9 +12,9 @@ from torch import Tensor
 from drafters.load import load_drafter
 from drafters.mtp.load import load_mtp
 from specdec import SpecDecoder
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CheckpointError
 from specdec.core import Verifier
-from specdec.errors import CheckpointError
 from tests.drafters.mtp.test_layers import case
 from tests.drafters.mtp.test_oracles import TEXT, close, ours, write_speculators
 from tests.helpers import quantized, tiny_composites

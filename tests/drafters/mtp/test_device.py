@@ -8,7 +8,7 @@ import torch
 
 from drafters.load import load_drafter
 from drafters.mtp.load import load_mtp
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ from drafters.composed.drafter import ComposedDrafter
 from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, SequentialDrafter
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
+from specdec.base.config import CacheConfig
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
-from specdec.config import CacheConfig
 from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import prefix_hashes

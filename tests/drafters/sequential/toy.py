@@ -13,16 +13,16 @@ from drafters.attention import attention_like
 from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from specdec.attention.backend import AttentionBackend
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import KVLayerSpec, LayerSpec
 from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
-from specdec.layers.linear import linear
+from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import GatedMLP
 from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads

@@ -13,9 +13,9 @@ from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import COMPARED, BoundSuffix, SuffixDrafter, load_suffix
 from drafters.suffix.matches import NOTHING
 from drafters.suffix.pool import TextPool
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import InvalidInputError
 from specdec.core import DraftOutput
-from specdec.errors import InvalidInputError
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync
 

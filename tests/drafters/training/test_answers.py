@@ -24,9 +24,9 @@ from drafters.training.prompts import TrainingPrompt, few_shot_text, make_prompt
 from drafters.training.provenance import PROVENANCE
 from drafters.training.shards import stable_seed
 from drafters.training.stages import run_stages
+from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
-from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from specdec.sampling_params import SamplingParams
 from tests.drafters.training.toy import as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 

@@ -22,7 +22,7 @@ from drafters.training.optimizer import MasterOptimizer
 from drafters.training.target import Target
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from tests.drafters.tiny import TINY, VOCAB, input_table, tiny_model, tiny_target
 from tests.drafters.training.toy import one_thread  # noqa: F401
 from tests.helpers.bounds import assert_as_exact, in_float64

@@ -15,7 +15,7 @@ from drafters.training.dataset import read_answers
 from drafters.training.documents import answers_of, document_prompt, documents_run, texts_of
 from drafters.training.prompts import read_prompts
 from drafters.training.stages import run_stages
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from tests.drafters.training.toy import one_thread, toy_config  # noqa: F401
 
 PARAGRAPHS = [

@@ -12,9 +12,9 @@ from drafters.training.dataset import Answer, AnswerSet
 from drafters.training.evaluate import replay
 from drafters.training.finish import engine_run
 from drafters.training.target import Target
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.registry import VERIFIERS, resolve
 from specdec.decoder import SpecDecoder
-from specdec.registry import VERIFIERS, resolve
 from tests.drafters.training.toy import one_thread  # noqa: F401
 
 QUESTIONS = ("Count from 1 to 30.", "Write a Python function that adds two numbers.", "Why is the sky blue?")

@@ -11,8 +11,8 @@ from torch import distributed as dist
 from drafters.training.config import TrainConfig
 from drafters.training.processes import process_group, termination
 from drafters.training.stages import run_stages
+from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
-from specdec.errors import InvalidInputError
 
 
 def test_a_group_that_exists_is_used_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

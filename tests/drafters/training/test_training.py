@@ -24,8 +24,8 @@ from drafters.training.log import TrainLog
 from drafters.training.optimizer import MasterOptimizer
 from drafters.training.stages import run_stages
 from drafters.training.trainer import Trainer
+from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from specdec.cli.main import main
-from specdec.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from tests.drafters.tiny import write_tiny_dflash
 from tests.drafters.training.toy import MASK, VOCAB, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 from tests.helpers.guards import no_host_sync

@@ -12,13 +12,13 @@ import torch
 from evals.prompt_sets import load_prompt_set
 from evals.report.report import read_report
 from evals.system import Timed
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import InvalidInputError
+from specdec.base.metrics import AcceptanceStats
 from specdec.cli.main import main
-from specdec.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
-from specdec.errors import InvalidInputError
-from specdec.metrics import AcceptanceStats
 from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny, write_jsonl
 

@@ -19,12 +19,12 @@ from evals.report.html import html_report
 from evals.report.report import read_report, write_report
 from evals.report.table import format_report
 from evals.runner import Pass, run_set
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
 from specdec.decoder import SpecDecoder
 from specdec.engine.block_choice import BlockChoice
 from specdec.engine.engine import SpecEngine
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report
 from tests.helpers.tiny_models import random_dflash

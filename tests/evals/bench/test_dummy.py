@@ -23,9 +23,9 @@ from evals.peers.vllm_steps import VllmSteps
 from evals.report.compare import compare_reports
 from evals.report.report import read_report
 from evals.report.table import format_report
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.cli.main import main
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.parallel.group import WITHOUT_MULTICAST
 from tests.evals.tiny import PROVENANCE
 from tests.helpers.tiny_models import CONFIGS

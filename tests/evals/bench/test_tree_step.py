@@ -11,9 +11,9 @@ from evals.bench.tree_step import tree_step
 from evals.report.compare import compare_reports
 from evals.report.html import html_report
 from evals.report.table import format_report
+from specdec.base.metrics import AcceptanceStats
 from specdec.engine.engine import SpecEngine
 from specdec.engine.outputs import GenerationResult
-from specdec.metrics import AcceptanceStats
 from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import PROMPTS, tiny_decoder, tiny_report
 from tests.helpers.scripted_trees import ScriptedTrees

@@ -20,7 +20,7 @@ from evals.peers.peer import load_peer
 from evals.report.compare import compare_reports
 from evals.report.html import html_report
 from evals.report.table import format_report
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.sampling_params import SamplingDefaults, SamplingParams
 from tests.drafters.tiny import TINY, write_tiny_dflash
 from tests.evals.tiny import PROMPTS, PROVENANCE, save_tiny, tiny_decoder

@@ -9,13 +9,13 @@ import pytest
 from torch.autograd import DeviceType
 
 from evals.profile.profile import _busy_us, _idle_share, _kernels, covered, format_profile, profile_steps
+from specdec.base.config import EngineConfig
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.cli.main import main
-from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.drafter_choice import find_drafter
 from specdec.engine import buckets
 from specdec.engine.graphs import StepGraphs
-from specdec.errors import CapacityError, InvalidInputError
 from tests.evals.tiny import tiny_decoder
 from tests.specdec.engine.test_graphs import Recorder
 

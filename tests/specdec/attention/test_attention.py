@@ -11,7 +11,7 @@ from specdec.attention.backend import AttentionMetadata, AttentionSpec, HeadShap
 from specdec.attention.selector import refusals, select_backend
 from specdec.attention.torch_ref import fa as torch_ref
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.errors import BackendError, InvalidInputError
+from specdec.base.errors import BackendError, InvalidInputError
 from specdec.kv_cache import KVLayerSpec, PagedKVCache, blocks_for
 from tests.helpers.attention_case import attention
 from tests.helpers.bounds import assert_as_exact

@@ -13,7 +13,7 @@ from specdec.attention.selector import select_backend, tree_reasons
 from specdec.attention.torch_ref import fa as torch_ref
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.errors import BackendError, InvalidInputError
+from specdec.base.errors import BackendError, InvalidInputError
 from specdec.kv_cache import LatentCache, LatentLayerSpec, blocks_for
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync

@@ -9,7 +9,7 @@ import torch
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.selector import tree_reasons
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.blocks import MOST_NODES
+from specdec.base.blocks import MOST_NODES
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.trees import Parents, random_trees
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec.base.errors import InvalidInputError
 from specdec.cli.choose_torch import TorchBuild, pins
-from specdec.errors import InvalidInputError
 from tests.helpers.waiting import HANG
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 
-from specdec import hub
+from specdec.base.checkpoint import hub
+from specdec.base.errors import CheckpointError
 from specdec.cli.main import main
-from specdec.errors import CheckpointError
 from tests.helpers.tiny_models import tiny_tokenizer
 from verifiers import needs
 

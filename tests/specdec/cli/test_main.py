@@ -18,16 +18,16 @@ from drafters.ngram import load_ngram
 from evals.bench.compare import Comparison, compare, first_divergence, format_comparison
 from evals.speed import Speed
 from specdec import __version__
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
+from specdec.base.config import EngineConfig
+from specdec.base.errors import CapacityError
+from specdec.base.metrics import AcceptanceStats
+from specdec.base.registry import VERBS
 from specdec.cli.main import main
-from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.timing import StepTimer
-from specdec.errors import CapacityError
 from specdec.grammar.grammar import Grammar
-from specdec.metrics import AcceptanceStats
-from specdec.registry import VERBS
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG
@@ -99,7 +99,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def test_help_imports_nothing_heavy() -> None:
     """Catches an import that makes `--help` wait for torch."""
     code = (
-        "import sys; from specdec.cli.main import main; from specdec.registry import VERBS; main(['--help']);"
+        "import sys; from specdec.cli.main import main; from specdec.base.registry import VERBS; main(['--help']);"
         "[main([verb.name, '--help']) for verb in VERBS];"
         "sys.exit(', '.join({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)) or 0)"
     )

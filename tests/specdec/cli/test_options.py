@@ -10,15 +10,15 @@ import torch
 
 from drafters.training.config import TrainConfig, build_config
 from specdec import device
+from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.registry import VERBS
 from specdec.cli import doctor
 from specdec.cli.fields import add_options, byte_size, from_options
 from specdec.cli.main import Parser, main
 from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu
-from specdec.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.decoder import SpecDecoder
-from specdec.errors import InvalidInputError, SpecDecError
 from specdec.grammar.grammar import Grammar
-from specdec.registry import VERBS
 from specdec.sampling_params import SamplingParams
 
 Capture = pytest.CaptureFixture[str]

@@ -13,8 +13,8 @@ import pytest
 from drafters.ngram import load_ngram
 from evals.bench.command import _answers_file
 from evals.report.report import new_report, write_report
+from specdec.base.config import EngineConfig
 from specdec.cli.main import main
-from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from tests.drafters.tiny import write_tiny_dflash
 from tests.evals.tiny import tiny_decoder

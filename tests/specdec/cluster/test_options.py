@@ -2,10 +2,10 @@
 
 import pytest
 
+from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig
 from specdec.cluster.rows import Row
-from specdec.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
 from specdec.sampling_params import SamplingParams
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
+from specdec.base.errors import SpecDecError
+from specdec.base.metrics import pooled
 from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.journal import ClusterJournal
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
-from specdec.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import SpecDecError
-from specdec.metrics import pooled
 from specdec.sampling_params import SamplingParams
 from tests.evals.tiny import save_tiny
 from tests.helpers.cluster_drafter import HOME, begun

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
+from specdec.base.errors import BackendError
 from specdec.engine.capture import CudaCapture
-from specdec.errors import BackendError
 from tests.helpers.tiny_models import plain_model, random_prompts
 from tests.specdec.engine.test_graphs import DRAFTERS, MAX_TOKENS, Case, run
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.batch import DecodeBatch, ForwardInput
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts

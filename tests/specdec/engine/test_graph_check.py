@@ -9,13 +9,14 @@ import torch
 import specdec.device
 from specdec import self_check
 from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.base.errors import BackendError
 from specdec.deviation import Deviation
 from specdec.engine import capture as capturing
 from specdec.engine import graph_check
 from specdec.engine.capture import captures_graphs
+from specdec.engine.engine import SpecEngine
 from specdec.engine.graph_check import LaunchAgain, check_captured_step
 from specdec.engine.prefill_graphs import PrefillShape
-from specdec.errors import BackendError
 from tests.helpers.tiny_models import paged_verifier, plain_model
 from tests.specdec.engine.test_graphs import Recorder
 
@@ -37,7 +38,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Any]], None]:
 def test_what_repeats_a_step_passes(use: Any, name: str, capture: type[Any]) -> None:
     """With any target, latent attention among them: the same bits."""
     use(capture)
-    error, bound = check_captured_step(paged_verifier(plain_model(name)))
+    error, bound = check_captured_step(SpecEngine, paged_verifier(plain_model(name)))
     assert error == 0 < bound
 
 
@@ -52,7 +53,7 @@ def test_prefills_are_captured_too(use: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     use(Noted)
     monkeypatch.setattr(TorchRefBackend, "captures_prefill", True)
-    error, bound = check_captured_step(paged_verifier(plain_model("llama")))
+    error, bound = check_captured_step(SpecEngine, paged_verifier(plain_model("llama")))
     assert error == 0 < bound
     assert kinds.count(PrefillShape) == 2
     assert {kind[0] for kind in kinds if kind is not PrefillShape} == {True, False}  # steps with drafts, and plain ones
@@ -82,7 +83,7 @@ def test_what_does_not_is_told(use: Any, capture: type[Any]) -> None:
     """The tokens are others."""
     use(capture)
     with pytest.raises(BackendError, match="a captured step gives other tokens"):
-        check_captured_step(paged_verifier(plain_model("llama")))
+        check_captured_step(SpecEngine, paged_verifier(plain_model("llama")))
 
 
 def test_logits_count(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +108,7 @@ def test_logits_count(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     use(Warmer)
     monkeypatch.setattr(graph_check, "LaunchAgain", Colder)
-    error, bound = check_captured_step(verifier)
+    error, bound = check_captured_step(SpecEngine, verifier)
     assert error > bound
 
 
@@ -117,7 +118,7 @@ def test_logits_that_are_not_finite_are_told(use: Any, monkeypatch: pytest.Monke
     verifier: Any = paged_verifier(plain_model("llama"))
     verifier._head.weight.fill_(float("nan"))
     with pytest.raises(BackendError, match="the target's logits are NaN or infinite"):
-        check_captured_step(verifier)
+        check_captured_step(SpecEngine, verifier)
 
 
 @pytest.mark.parametrize(

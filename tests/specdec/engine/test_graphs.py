@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from drafters.composed.drafter import ComposedDrafter
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import Context, DecodeBatch
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput
 from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine

@@ -11,13 +11,13 @@ import torch
 pytest.importorskip("xgrammar")
 
 from drafters.ngram import NGramDrafter
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
 from specdec.core import Drafter, DraftOutput
 from specdec.decoder import SpecDecoder
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
-from specdec.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.rules import rules_of

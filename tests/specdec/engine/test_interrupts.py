@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.decoder import SpecDecoder
 from specdec.engine import turns as turns_module
 from specdec.engine.session import Session
 from specdec.engine.turns import Turns
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG, gated, in_time, wait_until

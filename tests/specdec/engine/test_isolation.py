@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("xgrammar")
 
+from specdec.base.errors import InvalidInputError
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.engine.session import Session
-from specdec.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
 from specdec.sampling_params import SamplingParams
 from tests.helpers.guided import SAMPLINGS, GuidedCase, tokens

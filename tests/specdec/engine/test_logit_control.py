@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from drafters.ngram import NGramDrafter
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.engine import prefill_graphs
 from specdec.engine.engine import SpecEngine

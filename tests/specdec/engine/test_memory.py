@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.config import CacheConfig
+from specdec.base.config import CacheConfig
+from specdec.base.errors import CapacityError
 from specdec.engine.memory import plan_cache
-from specdec.errors import CapacityError
 from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, LayerSpec
 from tests.specdec.engine.test_graphs import Case
 

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 
 from drafters.composed.drafter import ComposedDrafter
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch, ForwardInput
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine import build
 from specdec.engine import prefix as module
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.errors import InvalidInputError
 from specdec.kv_cache import BlockPool, StateCache, prefix_hashes
 from specdec.sampling_params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter

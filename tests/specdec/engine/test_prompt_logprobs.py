@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.ngram import NGramDrafter
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.engine import prefill_graphs, scheduler
 from specdec.engine.engine import SpecEngine

@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 from specdec.engine.block_choice import BlockChoice, shapes
 from specdec.engine.draft_acceptance import BlockAcceptance, Path
 from tests.helpers.recorded_world import MOST, Place, Replay, recorded

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.blocks import BlockShape, DraftTree
+from specdec.base.blocks import BlockShape, DraftTree
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine.outcome import take_over
 from specdec.engine.request import Request, Status

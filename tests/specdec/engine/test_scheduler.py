@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Chunk, Scheduler
 from specdec.engine.selection import Selection
-from specdec.errors import CapacityError, InvalidInputError
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
 from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState

@@ -11,8 +11,8 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.suffix.drafter import SuffixDrafter
+from specdec.base.blocks import DraftTree
 from specdec.batch import DecodeBatch
-from specdec.blocks import DraftTree
 from specdec.core import AcceptOutput, Drafter, DraftOutput, VerifyOutput
 from specdec.engine import acceptance, step
 from specdec.engine.graphs import StepGraphs

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from specdec import SpecDecoder
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch, ForwardInput
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier, VerifyOutput
-from specdec.errors import InvalidInputError
 from specdec.sampling_params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees

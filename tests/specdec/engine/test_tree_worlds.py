@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specdec.blocks import BlockShape
+from specdec.base.blocks import BlockShape
 from specdec.engine.block_choice import MOST_TREE_ROWS
 from specdec.engine.draft_acceptance import BlockAcceptance, Path
 from tests.helpers.block_choice_world import decode

@@ -9,8 +9,8 @@ import torch
 import specdec.device
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.engine import buckets, prefill_graphs
 from specdec.engine.buckets import batch_bucket, length_bucket
 from specdec.engine.engine import SpecEngine

@@ -17,7 +17,7 @@ pytest.importorskip("xgrammar")
 
 import xgrammar
 
-from specdec.errors import CapacityError, InvalidInputError
+from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.grammar import lanes as lanes_module
 from specdec.grammar import worker
 from specdec.grammar.compiler import GrammarCompiler

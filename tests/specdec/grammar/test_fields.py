@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.fields import grammar_of, unknown_keys
 from specdec.grammar.grammar import Grammar
 

@@ -11,7 +11,7 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.fields import grammar_of
 from specdec.grammar.grammar import Grammar

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("xgrammar")
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
 from tests.helpers.grammar_texts import writes, writes_json
 

@@ -10,8 +10,8 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 
+from specdec.base.errors import InvalidInputError
 from specdec.decoder import SpecDecoder
-from specdec.errors import InvalidInputError
 from specdec.grammar.grammar import Grammar
 from specdec.sampling_params import SamplingParams
 from tests.checks.grammar import outcome, random_schema

@@ -14,7 +14,7 @@ import xgrammar
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.formats import FORMATS
 from specdec.grammar.grammar import Grammar

@@ -17,7 +17,7 @@ from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers import aiter_layers

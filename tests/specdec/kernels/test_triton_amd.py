@@ -19,14 +19,14 @@ from specdec.attention import check
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import BackendError
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput
 from specdec.deviation import Deviation
 from specdec.engine import build, graph_check
 from specdec.engine import capture as capturing
 from specdec.engine.engine import SpecEngine
-from specdec.errors import BackendError
 from specdec.layers import argmax, experts, fused, packed, packed_check, recurrence_check
 from specdec.sampling import candidates, sampler, trees
 from specdec.sampling_params import SamplingParams

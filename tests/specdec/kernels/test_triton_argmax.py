@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters import choice
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import AcceptOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept

@@ -5,8 +5,8 @@ from dataclasses import fields
 import pytest
 import torch
 
+from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch
-from specdec.blocks import BlockShape
 from specdec.layers.block_rows import KERNEL, check_block_rows
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees import best_first

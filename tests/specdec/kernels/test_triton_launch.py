@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from specdec.attention.triton import fa as triton_fa
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.kernels import (

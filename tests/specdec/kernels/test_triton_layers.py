@@ -16,8 +16,8 @@ from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kernels.experts import Experts, Routing

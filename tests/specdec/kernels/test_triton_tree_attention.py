@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.blocks import MOST_NODES
+from specdec.base.blocks import MOST_NODES
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.trees import random_trees
 from tests.helpers.triton_interpreter import require_triton

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.layers.linear import FEW_ROWS, GROUP, FourBitWeight, can_pack_four_bit, linear
+from specdec.layers.linear import FEW_ROWS, GROUP, FourBitWeight, can_pack_four_bit
+from specdec.layers.linear_choice import linear
 from tests.helpers.bounds import assert_as_exact
 
 OUT, IN = 192, 160

@@ -9,7 +9,8 @@ from torch import Tensor
 from specdec.kernels.experts import Experts
 from specdec.kernels.packed import Code, PackedWeight, run_of
 from specdec.layers.experts import apply_experts
-from specdec.layers.linear import DenseLinear, can_block, linear
+from specdec.layers.linear import DenseLinear, can_block
+from specdec.layers.linear_choice import linear
 from specdec.layers.packed import PackedLinear
 from tests.helpers.packed_weights import CODES, packed
 

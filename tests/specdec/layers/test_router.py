@@ -22,7 +22,7 @@ from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaC
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
 
 import specdec.device
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.kernels.experts import Routing
 from specdec.layers import router as ops_router
 from specdec.layers.router import Router, aiter_reasons, route

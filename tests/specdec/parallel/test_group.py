@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 from specdec.parallel.group import Group, group_of, join_group, rank_device
 from specdec.parallel.one_shot import one_shot
 

@@ -16,10 +16,10 @@ import torch
 
 from evals.accuracy.scoring import score
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
+from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
 from specdec.drafter_choice import find_drafter
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import SpecDecError
 from specdec.parallel import launch, siblings
 from specdec.parallel import mirror as mirrors
 from specdec.parallel.group import Group

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from specdec.config import CacheConfig, EngineConfig, LoadConfig
+from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.grammar.grammar import Grammar
 from specdec.parallel.group import Group
 from specdec.parallel.plain import pack, unpack
@@ -59,7 +59,7 @@ HOSTILE: list[bytes] = [
     b'{"path": 5}',
     b'{"function": "os:system"}',
     b'{"function": "antigravity:fly"}',
-    b'{"function": "specdec.hub:files_of"}',
+    b'{"function": "specdec.base.checkpoint.hub:files_of"}',
     b'{"function": "specdec.nowhere:f"}',
     b'{"function": "specdec.scratch:next_token_logits.__globals__"}',
     b'{"record": "Path", "fields": []}',

@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from specdec.parallel.rank import Settings
+from specdec.parallel.process import Settings
 from specdec.parallel.siblings import START
 from tests.helpers.waiting import HANG, wait_until
 

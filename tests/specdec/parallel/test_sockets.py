@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import CapacityError
+from specdec.base.errors import CapacityError
 from specdec.parallel import launch, sockets
 from specdec.parallel.meeting import MeetingPlace
 from specdec.parallel.sockets import INTERFACES, check_loopback, listening, rank_sockets

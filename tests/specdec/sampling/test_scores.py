@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
-from specdec.blocks import DraftTree
+from specdec.base.blocks import DraftTree
 from specdec.sampling.edits import Edits
 from specdec.sampling.scores import lowered, lowered_in_cache, scored
 from specdec.sampling.tensors import SamplingTensors

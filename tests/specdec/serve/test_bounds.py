@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specdec.config import CacheConfig
+from specdec.base.config import CacheConfig
 from specdec.grammar import limits as grammars
 from specdec.sampling_params import SamplingParams
 from specdec.serve import app, limits, texts

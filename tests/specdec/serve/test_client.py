@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
+from specdec.base.metrics import pooled
 from specdec.decoder import SpecDecoder
-from specdec.metrics import pooled
 from specdec.sampling_params import SamplingDefaults
 from specdec.serve.protocol import CompletionRequest
 from specdec.serve.sampling import sampling_params

@@ -18,8 +18,8 @@ import httpx
 import openai
 import pytest
 
+from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
-from specdec.errors import SpecDecError
 from specdec.serve.config import ServeConfig
 from specdec.serve.server import Server, listen
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder

@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("xgrammar")
 
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.parallel.mirror import everywhere
 from specdec.sampling_params import SamplingParams

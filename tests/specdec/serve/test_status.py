@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi comes with the extra serve")
 
 from drafters.ngram import NGramDrafter
-from specdec.config import EngineConfig
+from specdec.base.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.serve.status import PAGE
 from tests.evals.tiny import tiny_decoder

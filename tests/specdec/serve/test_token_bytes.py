@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.serve.token_bytes import TokenBytes
 from tests.helpers.live_server import live_server

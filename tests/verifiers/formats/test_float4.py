@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from tests.helpers import quantized
 from verifiers.formats.float4 import Mxfp4, float4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.helpers.quantized import float8 as written
 from verifiers.formats.float8 import Float8
 

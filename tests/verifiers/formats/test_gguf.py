@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from tests.helpers.tiny_models import plain_model
 from verifiers.checkpoint import read_weights
 from verifiers.formats.gguf import gguf_file

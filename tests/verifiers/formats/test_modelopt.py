@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.errors import CheckpointError
+from specdec.base.errors import CheckpointError
 from specdec.kernels.packed import PackedWeight
 from tests.helpers import quantized
 from tests.helpers.quantized import Written

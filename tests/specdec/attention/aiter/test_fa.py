@@ -21,8 +21,8 @@ from specdec.attention.aiter.fa_triton import Layer, Rows, kvcache
 from specdec.attention.aiter.layout import read_blocks, read_rows
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
+from specdec.base.errors import BackendError
 from specdec.core import Verifier
-from specdec.errors import BackendError
 from specdec.kv_cache import blocks_for
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_generation import generate, wide_dflash

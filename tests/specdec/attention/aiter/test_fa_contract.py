@@ -18,9 +18,9 @@ from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, plan_groups, plan_packed
 from specdec.attention.aiter.layout import shuffled
 from specdec.attention.selector import refusals, select_backend
+from specdec.base.errors import BackendError
 from specdec.cli.doctor import ENVIRONMENT
 from specdec.engine.buckets import length_bucket
-from specdec.errors import BackendError
 from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
 from tests.helpers.attention_case import Case, spec

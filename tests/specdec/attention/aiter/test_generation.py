@@ -32,11 +32,11 @@ from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import BackendError
 from specdec.batch import DecodeBatch
-from specdec.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.errors import BackendError
 from specdec.kv_cache import LatentCache
 from specdec.sampling_params import SamplingParams
 from specdec.scratch import next_token_logits

@@ -18,7 +18,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
 from specdec.attention.selector import select_backend
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
-from specdec.errors import BackendError, CapacityError
+from specdec.base.errors import BackendError, CapacityError
 from specdec.kv_cache import LatentCache, blocks_for
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.bounds import assert_as_exact

@@ -16,7 +16,7 @@ from specdec.attention.aiter import latents, mla_indexer, mla_sparse_plan
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows
 from specdec.attention.selector import select_backend
-from specdec.errors import BackendError, CapacityError
+from specdec.base.errors import BackendError, CapacityError
 from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine, MisuseError, indexer
 from tests.helpers.bounds import Float64, assert_as_exact

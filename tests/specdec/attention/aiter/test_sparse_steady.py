@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
-from specdec.blocks import BlockShape
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.blocks import BlockShape
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs

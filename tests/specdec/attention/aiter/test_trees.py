@@ -10,8 +10,8 @@ from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBac
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec
-from specdec.blocks import MOST_NODES
-from specdec.config import CacheConfig, EngineConfig
+from specdec.base.blocks import MOST_NODES
+from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.sampling_params import SamplingParams
 from tests.helpers.attention_case import Case, spec

@@ -20,10 +20,10 @@ from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.aiter.fa_triton import WIDEST_TILE
 from specdec.attention.selector import refusals, select_backend
+from specdec.base.errors import BackendError
+from specdec.base.registry import ATTENTION_BACKENDS
 from specdec.cli.main import main
-from specdec.errors import BackendError
 from specdec.kernels import aiter, aiter_triton_only
-from specdec.registry import ATTENTION_BACKENDS
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.attention_case import Case, spec

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.errors import CheckpointError
-from specdec.tensor_files import TensorFiles, read_pickle, usually_named, weight_files
+from specdec.base.checkpoint.tensor_files import TensorFiles, read_pickle, usually_named, weight_files
+from specdec.base.errors import CheckpointError
 
 TENSORS = {name: torch.rand(4, 3) for name in ("a.weight", "b.weight", "c.weight")}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.errors import InvalidInputError
-from specdec.files import cache_folder, parse_json, read_json, read_jsonl, read_lines, read_toml, user_path
+from specdec.base.errors import InvalidInputError
+from specdec.base.files import cache_folder, parse_json, read_json, read_jsonl, read_lines, read_toml, user_path
 
 
 def test_lines_of_any_editor(tmp_path: Path) -> None:

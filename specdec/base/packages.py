@@ -9,11 +9,11 @@ from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 DISTRIBUTION = "specdec-dflash"
 PACKAGES = ("specdec", "drafters", "verifiers", "evals")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 """The folder that the packages lie in."""
 
 

@@ -20,8 +20,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from specdec.errors import CheckpointError, InvalidInputError, one_line
-from specdec.tensor_files import weight_files
+from specdec.base.checkpoint.tensor_files import weight_files
+from specdec.base.errors import CheckpointError, InvalidInputError, one_line
 
 CONFIG = "config.json"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from specdec.errors import InvalidInputError, one_line
-from specdec.files import parse_json
-from specdec.writing import append, check_writable, reading_alone
+from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.files import parse_json
+from specdec.base.writing import append, check_writable, reading_alone
 
 Made = TypeVar("Made")
 
@@ -67,7 +67,7 @@ class Journal:
         """Stores a finished answer at once.
 
         Raises:
-            CapacityError, InvalidInputError: see `specdec.writing.append`.
+            CapacityError, InvalidInputError: see `specdec.base.writing.append`.
         """
         self._records[key] = 0, record
         if self._path is not None:

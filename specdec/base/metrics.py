@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import chain, count, zip_longest
 from typing import Any
 
-from specdec.blocks import BlockShape
-from specdec.errors import InvalidInputError
+from specdec.base.blocks import BlockShape
+from specdec.base.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)

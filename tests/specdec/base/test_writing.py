@@ -15,9 +15,9 @@ from threading import Barrier
 
 import pytest
 
-from specdec import writing
-from specdec.errors import CapacityError, InvalidInputError
-from specdec.writing import (
+from specdec.base import writing
+from specdec.base.errors import CapacityError, InvalidInputError
+from specdec.base.writing import (
     append,
     check_writable,
     fill_folder,
@@ -209,8 +209,8 @@ def test_a_defect_while_writing_is_not_a_full_disk(tmp_path: Path) -> None:
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from specdec.errors import SpecDecError
-from specdec.writing import append, write_text
+from specdec.base.errors import SpecDecError
+from specdec.base.writing import append, write_text
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
@@ -346,7 +346,7 @@ def test_nobody_adds_while_a_line_is_written_or_a_journal_read(tmp_path: Path, m
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from specdec.writing import write_atomically
+from specdec.base.writing import write_atomically
 def die(path):
     path.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

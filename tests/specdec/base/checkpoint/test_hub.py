@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from drafters.training.config import build_config
 from evals.report.provenance import checkpoint
-from specdec import SpecDecoder, hub
+from specdec import SpecDecoder
+from specdec.base.checkpoint import hub
+from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.cli.main import main
-from specdec.errors import CheckpointError, InvalidInputError
 from tests.drafters.tiny import TINY, tiny_target, write_tiny_dflash
 from tests.helpers.hub_cache import COMMIT, cached, offline
 from tests.helpers.tiny_models import tiny_tokenizer
@@ -288,7 +289,7 @@ def test_every_command_pins_its_target(command: str, monkeypatch: Patch) -> None
     """The revision stands behind the name by the time a command runs."""
     from importlib import import_module
 
-    from specdec.registry import VERBS
+    from specdec.base.registry import VERBS
 
     home = import_module(next(verb.home for verb in VERBS if verb.name == command))
     seen: list[str] = []

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import CheckpointError, UnsupportedModelError
-from specdec.files import user_path
-from specdec.hub import CONFIG, checkpoint_file, files_of, json_file, json_object
-from specdec.registry import PARTS, resolve
-from specdec.tensor_files import weight_files
+from specdec.base.checkpoint.hub import CONFIG, checkpoint_file, files_of, json_file, json_object
+from specdec.base.checkpoint.tensor_files import weight_files
+from specdec.base.errors import CheckpointError, UnsupportedModelError
+from specdec.base.files import user_path
+from specdec.base.registry import PARTS, resolve
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec.errors import CheckpointError, one_line
-from specdec.files import parse_json
+from specdec.base.errors import CheckpointError, one_line
+from specdec.base.files import parse_json
 
 _KINDS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 """Endings of files of weights, those that are taken first before others, and how a file alone is called."""

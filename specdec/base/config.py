@@ -4,8 +4,8 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specdec.blocks import MOST_NODES
-from specdec.validation import flags, integers, require
+from specdec.base.blocks import MOST_NODES
+from specdec.base.validation import flags, integers, require
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number of float32."""

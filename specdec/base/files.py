@@ -1,4 +1,5 @@
-"""Files of a user: text and JSON, read with messages that name the file and the line. `specdec.writing` writes them."""
+"""Files of a user: text and JSON, read with messages that name the file and the line.
+`specdec.base.writing` writes them."""
 
 import io
 import json
@@ -8,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specdec.errors import InvalidInputError, one_line
+from specdec.base.errors import InvalidInputError, one_line
 
 
 def cache_folder() -> Path:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specdec.errors import InvalidInputError
-from specdec.metrics import AcceptanceStats, mean_tau, pooled
+from specdec.base.errors import InvalidInputError
+from specdec.base.metrics import AcceptanceStats, mean_tau, pooled
 
 # Four steps of up to three drafts: all accepted; one accepted; none offered; two accepted, but a stop kept only one of them.
 STATS = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 1], num_emitted=[4, 2, 1, 1])

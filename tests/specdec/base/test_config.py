@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec import EngineConfig, SamplingParams
-from specdec.config import CacheConfig, LoadConfig
-from specdec.errors import InvalidInputError
+from specdec.base.config import CacheConfig, LoadConfig
+from specdec.base.errors import InvalidInputError
 
 
 @pytest.mark.parametrize(

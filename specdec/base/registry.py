@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from specdec.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError
 
 ATTENTION_BACKENDS = {
     "rocm_aiter_fa": "specdec.attention.aiter.fa:RocmAiterFaBackend",

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.journal import Journal, made, settings_of
+from specdec.base.metrics import AcceptanceStats
 from specdec.engine.outputs import GenerationResult
-from specdec.errors import InvalidInputError
-from specdec.journal import Journal, made, settings_of
-from specdec.metrics import AcceptanceStats
 from tests.helpers.nodes import NULL, REFUSED, device, look
 
 HEAD = '{"schema": "specdec-eval-journal", "settings": {"k": 1}}\n'

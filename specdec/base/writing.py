@@ -18,8 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from specdec.errors import CapacityError, InvalidInputError
-from specdec.files import reason_of, user_path
+from specdec.base.errors import CapacityError, InvalidInputError
+from specdec.base.files import reason_of, user_path
 
 Write = Callable[[Path], object]
 

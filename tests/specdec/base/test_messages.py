@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from specdec.base.errors import InvalidInputError
+from specdec.base.messages import readable
 from specdec.decoder import SpecDecoder
-from specdec.errors import InvalidInputError
-from specdec.messages import readable
 from tests.helpers.live_server import tiny_decoder
 
 PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"

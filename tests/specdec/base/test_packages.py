@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec import packages
-from specdec.packages import ROOT, foreign_packages, install_command, overwritten_packages
+from specdec.base import packages
+from specdec.base.packages import ROOT, foreign_packages, install_command, overwritten_packages
 from tests.helpers.waiting import HANG
 
 

@@ -1,0 +1,2 @@
+"""Files of checkpoints, before anything is known of the model in them. Targets and drafters are
+read through it."""

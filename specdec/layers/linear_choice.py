@@ -1,0 +1,29 @@
+"""Which layer multiplies with a weight, by how it is stored and where."""
+
+from torch import Tensor
+
+from specdec.kernels.packed import PackedWeight
+from specdec.layers.linear import BlockedLinear, DenseLinear, FourBitLinear, FourBitWeight, Linear, can_block, can_pack_four_bit
+from specdec.layers.packed import PackedLinear
+
+
+def linear(weight: Tensor | PackedWeight, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
+    """The layer that this machine runs fastest.
+
+    Args:
+        weight: [out, in]; packed, or on a CPU in bfloat16, it may be released once the layer
+            exists. It gets no gradient. A packed
+            one stays so on accelerators; on a CPU, where codes cost more than the bytes they save,
+            it becomes numbers here.
+        bias: [out], or None.
+        four_bit: what `weight` was made from, if anything.
+    """
+    if isinstance(weight, PackedWeight):
+        if weight.device.type != "cpu":
+            return PackedLinear(weight, bias)
+        weight = weight.dequantized()
+    if not can_block(weight):
+        return DenseLinear(weight, bias)
+    if four_bit is not None and can_pack_four_bit(weight):
+        return FourBitLinear(weight, bias, four_bit)
+    return BlockedLinear(weight, bias)
