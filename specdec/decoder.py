@@ -14,7 +14,7 @@ from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, Ge
 from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.base.messages import for_template, readable
 from specdec.core import Drafter, Verifier
-from specdec.device import resolve_device
+from specdec.device.device import resolve_device
 from specdec.drafter_choice import DrafterChoice, find_drafter
 from specdec.engine.lockstep import make_engine
 from specdec.engine.outputs import GenerationResult, StreamChunk

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec import self_check
+from specdec.device import self_check
 
 _folders = itertools.count()
 gc.disable()  # until all tests are collected: what is imported stays
@@ -15,7 +15,7 @@ gc.disable()  # until all tests are collected: what is imported stays
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests of kernels that are asked for by name run in Triton's interpreter where there is no GPU."""
-    from specdec.device import resolve_device
+    from specdec.device.device import resolve_device
 
     files = [Path(str(argument).partition("::")[0]) for argument in config.args]
     kernels = all(file.is_file() and "require_triton()" in file.read_text() for file in files)
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Where the tests run, and why not on the GPU that is there."""
-    from specdec.device import describe_device, resolve_device, unseen_gpu
+    from specdec.device.device import describe_device, resolve_device, unseen_gpu
 
     reason = unseen_gpu()
     return f"device: {describe_device(resolve_device())}" + (f"; no GPU is used: {reason}" if reason else "")

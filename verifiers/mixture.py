@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
 from specdec.kernels.experts import PLAIN, Experts
@@ -93,7 +93,7 @@ def router(weights: Weights, description: Description) -> Router:
     scope = next(weights.under(name) for name in ("router.", "router.proj.", "gate.") if weights.has(f"{name}weight"))
     weight, gate_bias, bias = scope.tensor("weight"), scope.optional("bias"), scope.optional("e_score_correction_bias")
     bias = None if bias is None else bias.flatten()  # ERNIE's has an axis of one
-    if specdec.device.rocm_architecture(weight.device) is not None:
+    if specdec.device.device.rocm_architecture(weight.device) is not None:
         reasons = aiter_reasons(routing, weight.device)
         if not reasons:  # its kernels read the bias in the type of the logits
             cast: Tensor | None = None if bias is None else bias.to(weight.dtype)

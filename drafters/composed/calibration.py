@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.device.deviation import Deviation, deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 
 MEMORY = 256
@@ -25,7 +25,8 @@ class Forecasts(NamedTuple):
     Attributes:
         told: float32 [P, num_reqs], drafts that will be accepted.
         corrected: float32 [P, num_reqs], the same, put right.
-        shifts: float32 [P, num_reqs], logarithms of how many times as many it is then. At most 0: more than once as many would make
+        shifts: float32 [P, num_reqs], logarithms of how many times as many it is then. At most 0:
+            more than once as many would make
             a path likelier than its beginning.
     """
 
@@ -64,11 +65,14 @@ class Calibration:
 
         Args:
             forecasts: for the step.
-            agreed: int64 [P, num_reqs], tokens of the output that each drafter had right, whether it was its turn or not.
+            agreed: int64 [P, num_reqs], tokens of the output that each drafter had right, whether
+                it was its turn or not.
             num_accepted: int64 [num_reqs]; the output has one token more.
-            counts: float32 [num_reqs], or [P, num_reqs] where not all drafted, 1 for each request that is to count, and 0.
+            counts: float32 [num_reqs], or [P, num_reqs] where not all drafted, 1 for each request
+                that is to count, and 0.
             of_trees: the drafts formed trees.
-            best: int64 [num_reqs], takes the drafter that had most right, of equal ones the first; or None.
+            best: int64 [num_reqs], takes the drafter that had most right, of equal ones the first;
+                or None.
         """
         take = _observe_on_triton if self._on_triton and counts.ndim == 1 else _observe
         take(self._sums[int(of_trees)], forecasts, agreed, num_accepted, counts, best)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from drafters.choice import Guesses
 from drafters.head import Head
-from specdec.deviation import Deviation, deviation, worst
+from specdec.device.deviation import Deviation, deviation, worst
 from specdec.kernels.kernel import Kernel
 from specdec.layers.argmax import argmax
 
@@ -72,8 +72,10 @@ def _table(bonus: Tensor, scores: Tensor, scale: Tensor | None, first_slot: int,
 def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
     """The table as log-probabilities, for `specdec.sampling.trees.best_first`; both are those of `edges_of`.
 
-    They are normalized over the candidates: the head shares out among them what they have without it, all together. Over the whole
-    vocabulary it would also move some to or from the other tokens; that would cost a product with all of `right` for each candidate
+    They are normalized over the candidates: the head shares out among them what they have without
+    it, all together. Over the whole
+    vocabulary it would also move some to or from the other tokens; that would cost a product with
+    all of `right` for each candidate
     before.
     """
     return (edges.log_softmax(dim=-1) + together(scores)[..., None, None]).clamp(max=0)

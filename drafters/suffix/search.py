@@ -9,7 +9,7 @@ from torch import Tensor
 from drafters.suffix import choice, matches
 from drafters.suffix.choice import BY_AGE, BY_LENGTH, SHORTEST, Chain, Weighed
 from drafters.suffix.matches import NOTHING, Found, Limits, Texts
-from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.device.deviation import Deviation, deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 
 

@@ -170,7 +170,7 @@ def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors
     from drafters.training.coupling import Choices, choices_of, fit_weights
     from drafters.training.target import Target
     from specdec.base.registry import VERIFIERS, resolve
-    from specdec.device import resolve_device, resolve_dtype
+    from specdec.device.device import resolve_device, resolve_dtype
 
     device = resolve_device(load.device)
     if device.type == "cuda":

@@ -25,7 +25,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.registry import VERIFIERS, resolve
 from specdec.decoder import SpecDecoder
-from specdec.device import resolve_device, resolve_dtype
+from specdec.device.device import resolve_device, resolve_dtype
 
 PREFILL_TOKENS = 8192
 """Per engine step of the answers stage, which nobody watches: a full batch matters, a smooth stream does not."""

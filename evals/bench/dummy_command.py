@@ -12,7 +12,7 @@ from typing import Any
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import check_writable
 from specdec.cli.options import say_gpu
-from specdec.device import cache_dtype, resolve_device, resolve_dtype
+from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
 
 def measure_dummy(args: argparse.Namespace) -> int:

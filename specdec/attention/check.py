@@ -10,9 +10,9 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, Visibility
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.deviation import Deviation, deviation, worst
+from specdec.device.deviation import Deviation, deviation, worst
+from specdec.device.self_check import reasons_against
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
-from specdec.self_check import reasons_against
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 """A shape that every backend takes, and the fastest of their kernels do."""

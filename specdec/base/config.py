@@ -75,7 +75,8 @@ class CacheConfig:
     """The paged KV cache of the target and, in the same blocks, of the drafter.
 
     Attributes:
-        memory_bytes: budget for all key and value tensors; None takes what the device has room for (`specdec.device`).
+        memory_bytes: budget for all key and value tensors; None takes what the device has room for
+            (`specdec.device.device`).
         prefix_caching: keep full blocks of prompts and outputs, and share them with requests that begin alike.
     """
 
@@ -117,7 +118,8 @@ class EngineConfig:
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.engine.graphs`), and with
             triton_fa the prefill of short chunks as well (`specdec.engine.prefill_graphs`); without effect on a CPU. None captures
-            on CUDA, and on AMD's gfx942 and gfx950 once a captured step has passed its self-check (`specdec.self_check`), and
+            on CUDA, and on AMD's gfx942 and gfx950 once a captured step has passed its self-check
+            (`specdec.device.self_check`), and
             warns and goes on without where the device refuses; True raises there.
         timing: measure the phases of each step; synchronizes the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.

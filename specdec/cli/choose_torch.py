@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from specdec import amd_gpus
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
+from specdec.device import amd_gpus
 
 _ROOT = Path(__file__).parents[2]
 _NEEDED = re.compile(r'"torch>=([\d.]+)"')

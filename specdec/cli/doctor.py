@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         SpecDecError: the device or type does not exist here, or a number or a combination of options makes no model.
     """
     from specdec.attention.selector import refusals
-    from specdec.device import describe_device, torch_build, unseen_gpu
+    from specdec.device.device import describe_device, torch_build, unseen_gpu
 
     if args.model is not None:
         from specdec.cli.doctor_model import run_model
@@ -154,7 +154,7 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     from specdec.attention.backend import AttentionSpec
     from specdec.attention.mla import IndexerSpec, MlaSpec
     from specdec.base.config import DEFAULT_BLOCK_SIZE, LoadConfig
-    from specdec.device import cache_dtype, resolve_device, resolve_dtype
+    from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
     given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
     for name, value in given.items():

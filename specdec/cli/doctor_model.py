@@ -27,7 +27,7 @@ def run_model(args: argparse.Namespace) -> int:
     """
     from specdec.base.config import LoadConfig
     from specdec.base.packages import require_ours
-    from specdec.device import cache_dtype, describe_device, resolve_device, resolve_dtype
+    from specdec.device.device import cache_dtype, describe_device, resolve_device, resolve_dtype
 
     if args.gpu_memory is not None and not 0 < args.gpu_memory < 1e6:
         raise InvalidInputError(f"--gpu-memory is {args.gpu_memory:g}; give the memory of one GPU in GB, such as 192")

@@ -6,24 +6,24 @@ from typing import NamedTuple
 
 import torch
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.check import check_attention, tiny_spec, types_of
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import SpecDecError
 from specdec.base.registry import ATTENTION_BACKENDS, KERNELS, VERIFIERS, resolve
+from specdec.device.self_check import Check, Verdict, run, title, verdict_of
 from specdec.engine.capture import has_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graph_check import check_captured_step
 from specdec.kernels.kernel import Kernel
-from specdec.self_check import Check, Verdict, run, title, verdict_of
 
 
 class Kind(NamedTuple):
     """A kind of kernel, under the name and variant that a start on this machine looks its verdict up by.
 
     Attributes:
-        name, variant: see `specdec.self_check.reasons_against`.
+        name, variant: see `specdec.device.self_check.reasons_against`.
         reasons: why it cannot run here; empty when it can.
         check: runs it; None where it cannot be made.
     """
@@ -47,7 +47,7 @@ def run_checks(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtyp
         if kind.reasons or kind.check is None:
             print(f"  not here: {'; '.join(kind.reasons)}")
             continue
-        if specdec.device.rocm_architecture(device) is None:
+        if specdec.device.device.rocm_architecture(device) is None:
             verdict = run(kind.check)  # nothing asks for it later
         else:
             verdict = verdict_of(kind.name, device, kind.check, *kind.variant, again=True)

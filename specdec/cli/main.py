@@ -202,7 +202,7 @@ def _join_torchrun(namespace: argparse.Namespace) -> None:
     """Under `torchrun` only rank 0 runs the command; this ends the other processes with it."""
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
-    from specdec.device import resolve_device
+    from specdec.device.device import resolve_device
     from specdec.parallel.launch import follow_torchrun
 
     namespace.tensor_parallel = follow_torchrun(namespace.tensor_parallel, resolve_device(namespace.device))

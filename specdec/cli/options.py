@@ -165,7 +165,7 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
 
 def say_gpu(name: str) -> None:
     """One line on standard error about the GPU that `--device` stands for, or why there is none although the machine has one."""
-    from specdec.device import describe_device, resolve_device, unseen_gpu
+    from specdec.device.device import describe_device, resolve_device, unseen_gpu
 
     device = resolve_device(name)
     if device.type == "cuda":

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.core import AcceptOutput, DraftOutput
-from specdec.deviation import Deviation, mismatches, worst
+from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import processed_probs

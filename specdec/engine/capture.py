@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from specdec.base.errors import BackendError
-from specdec.self_check import Check, passes
+from specdec.device.self_check import Check, passes
 
 
 class Capture(Protocol):
@@ -79,7 +79,7 @@ def captures_graphs(device: torch.device, wanted: bool | None, check: Check, att
     Args:
         device: of the target.
         wanted: None leaves it open.
-        check: compares a captured step with an eager one; see `specdec.self_check`.
+        check: compares a captured step with an eager one; see `specdec.device.self_check`.
         attention: name of the target's backend, whose kernels would be captured.
     """
     return has_graphs(device) and (passes("captured_step", device, check, attention) if wanted is None else wanted)

@@ -9,7 +9,7 @@ from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import BackendError
 from specdec.batch import DecodeBatch
 from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
-from specdec.deviation import Deviation, worst
+from specdec.device.deviation import Deviation, worst
 from specdec.engine import capture as capturing
 from specdec.engine.captured import capture_steps
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from specdec.deviation import Deviation
+from specdec.device.deviation import Deviation
+from specdec.device.self_check import Check, passes
 from specdec.kernels.triton_launch import unavailable_reasons
-from specdec.self_check import Check, passes
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.base.packages import install_command
 
 HOPPER_SHARED_MEMORY = 227 * 1024
@@ -42,7 +42,7 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of a processor's fast memory that one program can have; an interpreter has no such limit."""
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY
-    if architecture := specdec.device.rocm_architecture(device):
+    if architecture := specdec.device.device.rocm_architecture(device):
         return AMD_SHARED_MEMORY.get(architecture, 64 * 1024)
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
 

@@ -10,12 +10,12 @@ from typing import get_args
 
 import torch
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import fa
 from specdec.attention.aiter.layout import Layout, read_rows, shuffled
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
-from specdec.deviation import Deviation, deviation, mismatches, normal, worst
+from specdec.device.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels import aiter
 from specdec.kernels.aiter_layers import AiterLayers
 from specdec.kernels.kernel import FLOATS, Kernel
@@ -52,7 +52,7 @@ def takes_aiter_layers(backend: AttentionBackend | MlaBackend, *, fused: bool) -
 
 def unsupported_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Why AITER's layers cannot run on `device` in type `dtype`; empty when they can."""
-    architecture = specdec.device.rocm_architecture(device)
+    architecture = specdec.device.device.rocm_architecture(device)
     if architecture not in fa.CDNA:
         return [f"{architecture or device} (AITER's compiled kernels are for {' and '.join(fa.CDNA)})"]
     if fa.tier_of(device) != "full":

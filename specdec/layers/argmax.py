@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdec.deviation import Deviation, mismatches, worst
+from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.base.blocks import DraftTree
-from specdec.deviation import Deviation, mismatches, worst
+from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 
 

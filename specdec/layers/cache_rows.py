@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from specdec.deviation import Deviation, mismatches, worst
+from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 from specdec.kv_cache.rows import move_rows, rows_of, side_by_side
 

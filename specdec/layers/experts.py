@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.deviation import Deviation, deviation, mismatches, normal, worst
+from specdec.device.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels.experts import Experts, Routing, SharedExperts
 from specdec.kernels.kernel import FLOATS, Kernel
 from specdec.kernels.packed import PackedWeight

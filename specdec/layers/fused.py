@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.deviation import Deviation, deviation, mismatches, normal, worst
+from specdec.device.deviation import Deviation, deviation, mismatches, normal, worst
 from specdec.kernels.kernel import FLOATS, HALF, Kernel
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers.grouped_convolution import Side

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.device import uses_avx512
+from specdec.device.device import uses_avx512
 
 GROUP = 32
 """Inputs of a row that share a scale and a minimum in a four-bit weight."""

@@ -2,11 +2,11 @@
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
+from specdec.device.self_check import named
 from specdec.layers.exchange import shared_rows
 from specdec.layers.fused import FUSED_LAYERS
 from specdec.layers.ops import Ops, TorchOps
 from specdec.parallel.group import Group
-from specdec.self_check import named
 
 
 def ops_for(

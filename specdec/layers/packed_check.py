@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.deviation import Deviation, deviation, normal, worst
+from specdec.device.deviation import Deviation, deviation, normal, worst
 from specdec.kernels.experts import Experts, Routing
 from specdec.kernels.kernel import HALF, Kernel
 from specdec.kernels.packed import Code, PackedWeight

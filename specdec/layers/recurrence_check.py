@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.deviation import Deviation, deviation, normal, worst
+from specdec.device.deviation import Deviation, deviation, normal, worst
 from specdec.kernels.kernel import FLOATS, Kernel
 from specdec.kv_cache.state import StateCache
 from specdec.layers.recurrence import Recurrence, RecurrentRows

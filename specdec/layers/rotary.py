@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from specdec.base.errors import CheckpointError
 from specdec.base.validation import is_number
-from specdec.deviation import Deviation, deviation, worst
+from specdec.device.deviation import Deviation, deviation, worst
 from specdec.kernels.kernel import Kernel
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
 from specdec.kernels.experts import Routing
@@ -52,7 +52,7 @@ class Router:
 
 def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
     """All reasons why AITER cannot choose on `device`; empty when it can."""
-    architecture = specdec.device.rocm_architecture(device)
+    architecture = specdec.device.device.rocm_architecture(device)
     if architecture is None:
         return [f"{device} is not a ROCm device"]
     reasons = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.deviation import Deviation, worst
+from specdec.device.deviation import Deviation, worst
 from specdec.kernels.kernel import Kernel
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from specdec.deviation import Deviation, mismatches, worst
+from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 
 

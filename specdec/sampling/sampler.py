@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdec.deviation import Deviation
+from specdec.device.deviation import Deviation
 from specdec.kernels.kernel import Kernel
 from specdec.layers.argmax import argmax
 from specdec.sampling.filters import filtered_scores

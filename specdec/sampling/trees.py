@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.base.blocks import MOST_NODES, DraftTree
-from specdec.deviation import Deviation, mismatches, worst
+from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import MOST_NODES, DraftTree
-from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.device.deviation import Deviation, deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 from specdec.sampling.trees import ancestors_of
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec.attention.selector import refusals, select_backend
 from specdec.base.registry import ATTENTION_BACKENDS
-from specdec.device import float8_dtype, resolve_device, torch_build
+from specdec.device.device import float8_dtype, resolve_device, torch_build
 from tests.helpers.attention_case import Case, spec
 
 HEADS = ((32, 8, 128), (9, 3, 64))

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from evals.bench.dummy_engine import FreeDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Verifier
-from specdec.device import resolve_device
+from specdec.device.device import resolve_device
 from specdec.engine.engine import SpecEngine
 from specdec.layers.exchange import shared_rows
 from specdec.parallel.collectives import all_reduce

@@ -22,7 +22,7 @@ from specdec.attention.backend import AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.base.config import EngineConfig
 from specdec.core import Verifier
-from specdec.device import resolve_device
+from specdec.device.device import resolve_device
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.prefill_graphs import most_prefill_rows

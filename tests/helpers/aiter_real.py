@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.kernels import aiter, aiter_triton_only
 
@@ -117,7 +117,7 @@ def real_aiter(device: torch.device, *, version: str, architecture: str) -> Iter
             assert os.environ.get("TRITON_INTERPRET") == "1", "set before Triton is imported"
             triton.runtime.driver.set_active(PretendedDriver(architecture))
             _read_scalars_with_new_numpy(patch)
-            patch(specdec.device, "rocm_architecture", lambda device: architecture)
+            patch(specdec.device.device, "rocm_architecture", lambda device: architecture)
             patch(torch.cuda, "current_device", lambda: 0)
             patch(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=COMPUTE_UNITS))
         stack.enter_context(mock.patch.dict(os.environ, AITER_TRITON_ONLY="1"))  # CDNA would otherwise load the full tier

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import latents
 from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.backend import AttentionMetadata
@@ -28,7 +28,7 @@ def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
     """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small latents, as no real kernel does."""
 
     def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any) -> Machine:
-        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         if tiny:
             monkeypatch.setattr(latents, "DTYPES", (torch.float32,))
             monkeypatch.setattr(latents, "LATENT_SHAPES", ((32, 16), (16, 8)))

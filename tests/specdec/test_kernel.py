@@ -9,7 +9,7 @@ import torch
 
 from drafters.dflash import edges
 from specdec.base.registry import KERNELS, resolve
-from specdec.deviation import Deviation
+from specdec.device.deviation import Deviation
 from specdec.engine.engine import SpecEngine
 from specdec.kernels import kernel
 from specdec.kernels.kernel import HALF, Kernel

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import fa_compiled, fa_routes, fa_triton
 from specdec.attention.aiter.fa_triton import Layer, Rows, Setup
 from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups, plan_packed
@@ -53,7 +53,7 @@ class RocmAiterFaBackend(AttentionBackend):
     @classmethod
     def unsupported_reasons(cls, spec: AttentionSpec) -> list[str]:
         """All reasons why AITER cannot serve `spec` on this machine; empty when it can."""
-        architecture = specdec.device.rocm_architecture(spec.device)
+        architecture = specdec.device.device.rocm_architecture(spec.device)
         tier = tier_of(spec.device)
         if architecture is None and tier is None:
             return [f"{spec.device} is not a ROCm device"]
@@ -97,7 +97,7 @@ class RocmAiterFaBackend(AttentionBackend):
 
         On CDNA they are left out when their self-check fails.
         """
-        architecture = specdec.device.rocm_architecture(spec.device)
+        architecture = specdec.device.device.rocm_architecture(spec.device)
         if tier_of(spec.device) == "triton" and architecture is None:
             return ["AITER's kernels are AMD's; on NVIDIA they run only when asked for by name"]
         return reasons_against_kernels(cls, spec) if architecture in CDNA else []
@@ -189,7 +189,7 @@ class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
 
 def tier_of(device: torch.device) -> Tier | None:
     """How much of AITER runs on a device; None when nothing does."""
-    architecture = specdec.device.rocm_architecture(device)
+    architecture = specdec.device.device.rocm_architecture(device)
     if architecture in CDNA:
         return "triton" if aiter_triton_only.requested() else "full"
     if architecture is None:
@@ -200,7 +200,7 @@ def tier_of(device: torch.device) -> Tier | None:
 def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout) -> list[str]:
     """What of the model's shape the kernels do not have."""
     reasons = []
-    fp8 = specdec.device.float8_dtype(spec.device) if architecture in FP8_ARCHITECTURES else None
+    fp8 = specdec.device.device.float8_dtype(spec.device) if architecture in FP8_ARCHITECTURES else None
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16 and float16)")
     if spec.kv_dtype not in (spec.dtype, fp8):

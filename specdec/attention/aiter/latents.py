@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.mla import MlaRows, MlaSpec, UpProjection
 from specdec.base.errors import CapacityError
 from specdec.kernels import aiter
@@ -164,7 +164,7 @@ def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 def unsupported_reasons(spec: MlaSpec, families: Sequence[type[Any]], others: Sequence[str]) -> list[str]:
     """Why the kernels cannot serve `spec`: the machine, the families of AITER's functions, the latents, then `others`."""
-    architecture = specdec.device.rocm_architecture(spec.device)
+    architecture = specdec.device.device.rocm_architecture(spec.device)
     if architecture is None:
         return [f"{spec.device} is not a ROCm device"]
     reasons = []
@@ -173,7 +173,7 @@ def unsupported_reasons(spec: MlaSpec, families: Sequence[type[Any]], others: Se
     reasons += dict.fromkeys(reason for family in families for reason in aiter.unavailable_reasons(family))
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16)")
-    fp8 = specdec.device.float8_dtype(spec.device)
+    fp8 = specdec.device.device.float8_dtype(spec.device)
     if spec.kv_dtype not in (spec.dtype, fp8):
         reasons.append(f"a {spec.kv_dtype} cache ({architecture} computes with {fp8})")
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in LATENT_SHAPES:

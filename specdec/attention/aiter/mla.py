@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import latents, mla_prefill_fp8
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups
@@ -105,7 +105,7 @@ class RocmAiterMlaBackend(MlaBackend):
     @property
     def prefill_dtype(self) -> torch.dtype:
         """See `MlaBackend.prefill_dtype`."""
-        return self.spec.dtype if self.fp8_prefill_reasons else specdec.device.float8_dtype(self.spec.device)
+        return self.spec.dtype if self.fp8_prefill_reasons else specdec.device.device.float8_dtype(self.spec.device)
 
     @property
     def mha_backend(self) -> type[RocmAiterFaBackend]:

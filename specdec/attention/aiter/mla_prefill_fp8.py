@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.latents import WORK, pad_heads
 from specdec.attention.aiter.prefill_schedule import QUERY_TILE, Schedule, schedule
@@ -164,7 +164,7 @@ def unavailable_reasons(spec: MlaSpec) -> list[str]:
     reasons = []
     if not spec.fp8_prefill:
         reasons.append("prompts are asked for in the model's own type")
-    architecture = specdec.device.rocm_architecture(spec.device)
+    architecture = specdec.device.device.rocm_architecture(spec.device)
     if architecture is None:
         reasons.append(f"{spec.device} is not a ROCm device")
     elif architecture != "gfx950":

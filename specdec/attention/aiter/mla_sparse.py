@@ -9,7 +9,7 @@ below `topk` tokens. The indexer rounds to 8 bits (see `mla_indexer`); decoding 
 
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import latents
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.latents import LatentKernels
@@ -58,7 +58,7 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         super().__init__(spec)
         assert spec.indexer is not None
         self._kernels = LatentKernels(spec)
-        self._indexer = AiterIndexerKernels(spec.indexer, spec.block_size, specdec.device.float8_dtype(spec.device))
+        self._indexer = AiterIndexerKernels(spec.indexer, spec.block_size, specdec.device.device.float8_dtype(spec.device))
         self._planner = SparsePlanner(self._kernels, spec.indexer.topk)
         self.steady_len = spec.indexer.topk - 1  # the first row of a step makes it `topk`
 

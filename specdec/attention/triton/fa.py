@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.check import reasons_against_kernels
 from specdec.attention.triton import context
@@ -73,7 +73,7 @@ class TritonFaBackend(AttentionBackend):
         """See `AttentionBackend.reasons_against_auto`."""
         if unavailable_reasons(spec.device):
             return []
-        if spec.device.type == "cpu" and specdec.device.rocm_architecture(spec.device) is None:
+        if spec.device.type == "cpu" and specdec.device.device.rocm_architecture(spec.device) is None:
             return ["kernels are interpreted on a CPU, for tests only"]
         return reasons_against_kernels(cls, spec)
 
@@ -213,10 +213,10 @@ def _places(metadata: AttentionMetadata) -> dict[str, Any]:
 
 def _cache_reasons(spec: AttentionSpec) -> list[str]:
     """Why this device cannot read an 8-bit cache of this type."""
-    expected = specdec.device.float8_dtype(spec.device)
+    expected = specdec.device.device.float8_dtype(spec.device)
     if spec.kv_dtype != expected:
         return [f"a {spec.kv_dtype} cache (the kernels take the model's type and {expected})"]
-    nvidia = spec.device.type == "cuda" and specdec.device.rocm_architecture(spec.device) is None
+    nvidia = spec.device.type == "cuda" and specdec.device.device.rocm_architecture(spec.device) is None
     if nvidia and torch.cuda.get_device_capability(spec.device) < (8, 9):
         return [f"a {spec.kv_dtype} cache (it needs compute capability 8.9)"]
     return []

@@ -21,10 +21,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-import specdec.device
-from specdec import self_check
+import specdec.device.device
 from specdec.attention.backend import AttentionSpec
-from specdec.deviation import Deviation, deviation, worst
+from specdec.device import self_check
+from specdec.device.deviation import Deviation, deviation, worst
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ LIBRARIES: dict[str, Rectangle] = {"flash-attention 3": through_flash_attention_
 
 def _is_hopper(device: torch.device) -> bool:
     """Where the libraries were measured to be faster."""
-    nvidia = device.type == "cuda" and specdec.device.rocm_architecture(device) is None
+    nvidia = device.type == "cuda" and specdec.device.device.rocm_architecture(device) is None
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 

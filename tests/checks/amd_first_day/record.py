@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from specdec import amd_gpus
-from specdec.device import describe_device, resolve_device, torch_build
+from specdec.device import amd_gpus
+from specdec.device.device import describe_device, resolve_device, torch_build
 from specdec.provenance import commit, versions
 
 SCHEMA = "specdec amd_first_day 1"

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import fa
 from tests.checks.amd_first_day.run import ROOT
 from tests.checks.amd_first_day.steps import Step
@@ -65,7 +65,7 @@ def _child(arguments: tuple[str, ...], environ: Mapping[str, str], log: Path) ->
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(specdec.device, "rocm_architecture", lambda device: ARCHITECTURE)
+        patch.setattr(specdec.device.device, "rocm_architecture", lambda device: ARCHITECTURE)
         patch.setattr(fa, "DTYPES", (torch.float32, *fa.DTYPES))
         install(patch, Path(folder), Machine(architecture=ARCHITECTURE, allow_float32=True))
         sys.argv = list(arguments)

@@ -489,7 +489,7 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
 
 def test_which_gpu_trains_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """By the first of the processes, before any work."""
-    monkeypatch.setattr("specdec.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
+    monkeypatch.setattr("specdec.device.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("drafters.training.stages.run_stages", lambda stages, config: True)
     said = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import specdec.device
+import specdec.device.device
 from specdec.attention import check
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
@@ -41,9 +41,9 @@ def test_aiter_passes(
     eight_bits: bool,
 ) -> None:
     """The emulation, in its own types; the check calls the kernels of every phase."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
     machine = install(monkeypatch, tmp_path, Machine(architecture=architecture))
-    cache = specdec.device.float8_dtype(SPEC.device) if eight_bits else None
+    cache = specdec.device.device.float8_dtype(SPEC.device) if eight_bits else None
     assert passes(backend, tiny_spec(replace(SPEC, cache_dtype=cache)))
     called = {"flash_attn_varlen_func", "unified_attention", "flash_attn_with_kvcache"}
     called |= {"paged_attention_v1", "reshape_and_cache_flash"} if backend.layout == "plain" else {"paged_attention_common"}
@@ -52,7 +52,7 @@ def test_aiter_passes(
 
 def test_an_aiter_without_draft_blocks_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are left out where the version has none."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     machine = install(monkeypatch, tmp_path, Machine(version="0.1.15"))
     assert passes(RocmAiterFaBackend, tiny_spec(SPEC)) and "flash_attn_with_kvcache" not in machine.names()
 
@@ -104,7 +104,7 @@ def test_every_phase_counts(monkeypatch: pytest.MonkeyPatch, phase: check.Phase)
 
 def test_what_cannot_serve_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own reasons are enough; a verdict is kept by type."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     monkeypatch.setattr(check, "check_attention", lambda *args: pytest.fail("not to be run"))
     assert RocmAiterFaBackend.unsupported_reasons(SPEC) and reasons_against_kernels(RocmAiterFaBackend, SPEC) == []
     assert types_of(SPEC) == (torch.bfloat16,)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import specdec.device
-from specdec import self_check
+import specdec.device.device
 from specdec.attention import check, selector
 from specdec.cli.main import main
-from specdec.deviation import Deviation
+from specdec.device import self_check
+from specdec.device.deviation import Deviation
 from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine, install
 
@@ -45,7 +45,7 @@ def test_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 def test_rocm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On AMD the AITER backend is chosen, and an AITER too old for block drafts is said to be."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     install(monkeypatch, tmp_path, Machine(version="0.1.15"))
     out = doctor(capsys)
     assert "amd-aiter     0.1.15" in out
@@ -107,7 +107,7 @@ def test_the_extra_installs_an_aiter_that_can_work() -> None:
 
 def test_a_gpu_that_torch_does_not_see(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Said where the device is left open; who asks for the CPU gets it without a word."""
-    monkeypatch.setattr(specdec.device, "unseen_gpu", lambda: "an AMD GPU is here (gfx942), but hidden")
+    monkeypatch.setattr(specdec.device.device, "unseen_gpu", lambda: "an AMD GPU is here (gfx942), but hidden")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor", "--dtype", "bfloat16"]) == 0
     assert "no GPU        an AMD GPU is here (gfx942), but hidden\n" in capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_wrong_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert (
         "warning       the installed package 'aiter' is an unrelated async library: uninstall it and install AMD's amd-aiter" in out
     )
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     assert "rocm_aiter_fa          no: the installed package 'aiter' is an unrelated" in doctor(capsys)
 
 
@@ -162,7 +162,7 @@ def test_latent_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "rocm_aiter_mla         no: cpu is not a ROCm device" in out and "rocm_aiter_fa" not in out
     assert "torch_ref              chosen by --attention auto" in out and "DFlash" not in out
     assert "prompts in 8 bits" not in out  # that is a question for a backend that runs
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx950")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx950")
     install(monkeypatch, tmp_path, Machine(architecture="gfx950"))
     out = doctor(capsys, "--mla", "--kv-dtype", "fp8")
     assert "128 heads" in out and "cache in float8_e4m3fn" in out and "prompts in 8 bits: yes" in out
@@ -180,7 +180,7 @@ def test_latent_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 def test_indexers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One size of an indexer is enough to ask about a model that has one."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     install(monkeypatch, tmp_path)
     out = doctor(capsys, "--indexer")
     assert "an indexer of 64 heads of 128 that selects 2048" in out
@@ -220,7 +220,7 @@ def test_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_run_checks_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On an AMD GPU it mends what an earlier start has kept, on which the choice of auto depends; a failure is status 1."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     install(monkeypatch, tmp_path, Machine())
     home: Any = import_module("aiter.ops.triton.attention.unified_attention")
     with monkeypatch.context() as patch:

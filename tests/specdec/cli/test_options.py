@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from drafters.training.config import TrainConfig, build_config
-from specdec import device
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.registry import VERBS
@@ -18,6 +17,7 @@ from specdec.cli.fields import add_options, byte_size, from_options
 from specdec.cli.main import Parser, main
 from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu
 from specdec.decoder import SpecDecoder
+from specdec.device import device
 from specdec.grammar.grammar import Grammar
 from specdec.sampling_params import SamplingParams
 

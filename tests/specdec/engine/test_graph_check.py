@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-import specdec.device
-from specdec import self_check
+import specdec.device.device
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.errors import BackendError
-from specdec.deviation import Deviation
+from specdec.device import self_check
+from specdec.device.deviation import Deviation
 from specdec.engine import capture as capturing
 from specdec.engine import graph_check
 from specdec.engine.capture import captures_graphs
@@ -138,7 +138,7 @@ def test_where_steps_are_captured(
     monkeypatch: pytest.MonkeyPatch, architecture: str | None, wanted: bool | None, right: bool, captured: bool
 ) -> None:
     """Where it was asked for; otherwise on NVIDIA, and on CDNA by the check."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
     monkeypatch.setattr(self_check, "machine", lambda device: {"card": str(device)})
     monkeypatch.setattr(self_check, "_card", str)
     check = lambda: Deviation(float(not right), 0.0)  # noqa: E731

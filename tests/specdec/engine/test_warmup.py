@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.base.config import CacheConfig, EngineConfig
@@ -160,7 +160,7 @@ def test_long_sequences_are_warmed_up_every_16k(case: Case, monkeypatch: pytest.
 @pytest.mark.parametrize("backend", [RocmAiterFaBackend, RocmAiterFaShuffleBackend])
 def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: Any) -> None:
     """On the emulation, which knows what is compiled when."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (*rocm_aiter_fa.DTYPES, *_FLOAT32))
     machine = install(monkeypatch, tmp_path, Machine(allow_float32=True))
     verifier = paged_verifier(plain_model("llama", head_dim=64), block_size=16, backend=backend)

@@ -113,7 +113,7 @@ def test_whatever_the_import_raises_is_a_reason(
         raise error
 
     monkeypatch.setattr(aiter, "import_module", broken)
-    monkeypatch.setattr("specdec.device.rocm_architecture", lambda device: architecture)
+    monkeypatch.setattr("specdec.device.device.rocm_architecture", lambda device: architecture)
     for family in FAMILIES:
         (said,) = aiter.unavailable_reasons(family)
         assert said.startswith(f"amd-aiter 0.1.20 cannot be used: {reason}") and "\n" not in said and len(said) < 250

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import self_check
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import EngineConfig
+from specdec.device import self_check
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers import aiter_layers

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import specdec.device
-from specdec import self_check
+import specdec.device.device
 from specdec.attention import check
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.selector import select_backend
@@ -23,7 +22,8 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError
 from specdec.batch import DecodeBatch
 from specdec.core import DraftOutput
-from specdec.deviation import Deviation
+from specdec.device import self_check
+from specdec.device.deviation import Deviation
 from specdec.engine import build, graph_check
 from specdec.engine import capture as capturing
 from specdec.engine.engine import SpecEngine
@@ -122,7 +122,7 @@ class Amd:
         next_start()
 
     def __call__(self, architecture: str = "gfx942", aiter: str | None = "0.1.20") -> Machine:
-        self.patch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        self.patch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         machine = Machine(version=aiter or "0.1.20", architecture=architecture, allow_float32=True, num_compute_units=8)
         return install(self.patch, self._folder, machine) if aiter else machine
 

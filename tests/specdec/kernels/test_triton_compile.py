@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 
-import specdec.device
+import specdec.device.device
 from specdec.kernels import triton_norm
 from specdec.kernels.triton_launch import shared_memory
 from tests.checks import compile as compile_check
@@ -95,7 +95,7 @@ def test_argmax(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.assembly == "amdgcn"])
 def test_what_is_compiled_for_is_what_is_launched_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A launch reckons with as much shared memory as the compiler was told of."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: name)
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: name)
     shared_memory.cache_clear()
     assert shared_memory(torch.device("cuda", 0)) == TARGETS[name].shared_memory
     assert TARGETS[name].shared_memory == (160 if name == "gfx950" else 64) * 1024

@@ -8,7 +8,7 @@ import torch
 
 from drafters.dflash import edges as plain_edges
 from drafters.dflash.edges import check_edges, edges_of
-from specdec.deviation import deviation
+from specdec.device.deviation import deviation
 from specdec.layers import rotary
 from specdec.layers.rotary import Angles, Rope, check_angles
 from tests.helpers.triton_interpreter import require_triton

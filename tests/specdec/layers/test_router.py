@@ -21,7 +21,7 @@ from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLite
 from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
 
-import specdec.device
+import specdec.device.device
 from specdec.base.errors import InvalidInputError
 from specdec.kernels.experts import Routing
 from specdec.layers import router as ops_router
@@ -102,7 +102,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machi
     """Pretends a ROCm machine with AITER."""
 
     def setup(**options: Any) -> Machine:
-        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
         return install(monkeypatch, tmp_path, Machine(**options))
 
     return setup
@@ -340,7 +340,7 @@ def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
     assert aiter_reasons(Routing(32, 4, renormalized=False), device) == []
     assert aiter_reasons(Routing(32, 4, biased=True), device) == ["softmax scores with a bias"]
     assert aiter_reasons(Routing(32, 4, scores="sigmoid"), device) == ["sigmoid scores without a bias"]
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx1100")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx1100")
     monkeypatch.setattr(ops_router.aiter, "unavailable_reasons", lambda family: ["missing"])
     assert aiter_reasons(Routing(32, 4), device)[0].startswith("architecture gfx1100") and "missing" in aiter_reasons(
         Routing(32, 4), device

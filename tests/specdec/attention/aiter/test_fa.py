@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-import specdec.device
+import specdec.device.device
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter import groups
@@ -41,7 +41,7 @@ def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
     """A function that pretends a ROCm machine with AITER; whole generations ask for float32, which the emulation then takes."""
 
     def setup(version: str = "0.1.20", architecture: str = "gfx942", float32: bool = False, **options: Any) -> Machine:
-        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         if float32:
             monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
         machine = Machine(version=version, architecture=architecture, allow_float32=float32, **options)

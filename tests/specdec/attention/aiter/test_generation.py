@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import specdec.device
+import specdec.device.device
 from drafters.dflash.drafter import DFlashDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter import latents
@@ -122,7 +122,7 @@ class Rocm:
     def __call__(self, version: str, architecture: str, *, tiny: bool = True) -> Machine:
         """Pretends; `tiny` takes float32 and sizes smaller than the kernels'."""
         patch = self._monkeypatch
-        patch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        patch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         if tiny:
             patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
             patch.setattr(latents, "DTYPES", (torch.float32,))

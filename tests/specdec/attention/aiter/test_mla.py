@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter import groups
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
@@ -33,7 +33,7 @@ def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
     """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small sizes."""
 
     def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = False, **options: Any) -> Machine:
-        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         options.setdefault("num_compute_units", 8)  # enough to split everything, few enough to be quick
         options.setdefault("any_shape", tiny)
         machine = Machine(version=version, architecture=architecture, allow_float32=tiny, **options)

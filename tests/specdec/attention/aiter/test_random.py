@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import specdec.device
+import specdec.device.device
 from specdec.attention.aiter.fa import FP8_ARCHITECTURES, RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
@@ -53,7 +53,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
     """A function that pretends a ROCm machine with AITER."""
 
     def pretend(architecture: str, **options: Any) -> Machine:
-        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         machine = Machine(version="0.1.20", architecture=architecture, num_compute_units=8, **options)
         return install(monkeypatch, tmp_path, machine)
 
@@ -96,7 +96,7 @@ def test_ordinary_heads(rocm: Pretend, tier: str, seed: int) -> None:
     rocm(architecture)
     causal, kv_heads = draw.random() < 0.7, draw.choice([1, 2])
     rounded = draw.random() < 0.3 and architecture in FP8_ARCHITECTURES
-    fp8 = specdec.device.float8_dtype(torch.device("cpu")) if rounded else None
+    fp8 = specdec.device.device.float8_dtype(torch.device("cpu")) if rounded else None
     asked = spec(
         dtype=draw.choice([torch.bfloat16, torch.float16]),
         head_dim=(POWERS_OF_TWO if tier == "shuffle" else HEAD_DIMS)[seed % 4],
@@ -106,7 +106,7 @@ def test_ordinary_heads(rocm: Pretend, tier: str, seed: int) -> None:
         non_causal=not causal,
         cache_dtype=fp8,
     )
-    if asked.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and not specdec.device.uses_avx512():
+    if asked.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and not specdec.device.device.uses_avx512():
         pytest.skip("torch's own bfloat16 attention fails where ATEN_CPU_CAPABILITY excludes AVX-512 on a CPU with AMX")
     lengths, widths, uniform = random_batch(draw)
     case = Case(asked, lengths, widths, uniform=uniform, causal=causal)

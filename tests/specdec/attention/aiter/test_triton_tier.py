@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import specdec.device
+import specdec.device.device
 from specdec.attention import selector
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
@@ -45,7 +45,7 @@ def rdna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
     """Pretends a machine on which AITER has its Triton functions alone; anything else raises when it is called."""
 
     def setup(architecture: str | None = "gfx1100", version: str = "0.1.20", float32: bool = False) -> Machine:
-        monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         if float32:
             monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
         machine = Machine(version=version, architecture=architecture or "gfx942", allow_float32=float32)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import specdec.device
-from specdec import self_check
+import specdec.device.device
 from specdec.base.errors import InvalidInputError
-from specdec.deviation import Deviation
-from specdec.self_check import Verdict, passes, reasons_against, run, verdict_of
+from specdec.device import self_check
+from specdec.device.deviation import Deviation
+from specdec.device.self_check import Verdict, passes, reasons_against, run, verdict_of
 from tests.helpers.waiting import HANG, wait_until
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ class Counted:
 @pytest.fixture(autouse=True)
 def cdna(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine says that it is an MI300X."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: "gfx942")
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
 
 
 def next_start() -> None:
@@ -240,7 +240,7 @@ def test_what_a_verdict_holds_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("architecture", "passed"), [(None, True), ("gfx1100", False), ("gfx1201", False), ("gfx90a", False)])
 def test_only_cdna_is_checked(monkeypatch: pytest.MonkeyPatch, architecture: str | None, passed: bool) -> None:
     """NVIDIA and CPUs need none, and no file; elsewhere names alone count."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
     check = Counted()
     reasons = reasons_against("argmax", CPU, check)
     assert check.runs == 0 and not kept().parent.exists()
@@ -250,7 +250,7 @@ def test_only_cdna_is_checked(monkeypatch: pytest.MonkeyPatch, architecture: str
 @pytest.mark.parametrize("architecture", [None, "gfx942", "gfx1100"])
 def test_names_overrule(monkeypatch: pytest.MonkeyPatch, architecture: str | None) -> None:
     """What is named is taken unchecked, what has a minus is left out, anywhere."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
     monkeypatch.setenv("SPECDEC_KERNELS", "argmax, -fused_layers")
     check = Counted(Deviation(1.0, 0.0))
     assert passes("argmax", CPU, check)
@@ -279,7 +279,7 @@ def test_run_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("architecture", [None, "gfx942", "gfx1100"])
 def test_by_name_and_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, architecture: str | None) -> None:
     """Off unless it is named; then its check decides, anywhere, and no advice is given to insist."""
-    monkeypatch.setattr(specdec.device, "rocm_architecture", lambda device: architecture)
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
     check = Counted(Deviation(1.0, 0.0))
     assert reasons_against("aiter_layers", CPU, check) == ["it is taken by name alone (SPECDEC_KERNELS=aiter_layers)"]
     monkeypatch.setenv("SPECDEC_KERNELS", "-aiter_layers")

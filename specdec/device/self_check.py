@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-import specdec.device
+import specdec.device.device
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.files import cache_folder, parse_json
 from specdec.base.registry import KERNELS
 from specdec.base.version import __version__
 from specdec.base.writing import remove, write_text
-from specdec.deviation import Deviation
+from specdec.device.deviation import Deviation
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def reasons_against(name: str, device: torch.device, check: Check, *variant: Var
     """
     assert name in NAMES
     wanted = _asked_for().get(name)
-    architecture = specdec.device.rocm_architecture(device)
+    architecture = specdec.device.device.rocm_architecture(device)
     if wanted is False:
         return [f"{VARIABLE} leaves it out"]
     if name in BY_NAME and not wanted:
@@ -174,7 +174,7 @@ def machine(device: torch.device) -> dict[str, str]:
             versions[package] = metadata.version(package)
     return {
         "card": _card(device),
-        "architecture": specdec.device.rocm_architecture(device) or "",
+        "architecture": specdec.device.device.rocm_architecture(device) or "",
         "driver": _driver(),
         "hip": torch.version.hip or "",
         "torch": torch.__version__,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from specdec.amd_gpus import why_unseen
 from specdec.base.config import CacheDtype
 from specdec.base.errors import InvalidInputError
+from specdec.device.amd_gpus import why_unseen
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import amd_gpus
-from specdec.amd_gpus import UNKNOWN, architectures, wanting_rocm, why_unseen
 from specdec.attention.aiter.fa import CDNA, RDNA
-from specdec.device import unseen_gpu
+from specdec.device import amd_gpus
+from specdec.device.amd_gpus import UNKNOWN, architectures, wanting_rocm, why_unseen
+from specdec.device.device import unseen_gpu
 from tests.conftest import pytest_report_header
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_said_without_one(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_torch_sees_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.device.why_unseen", lambda build, rocm: f"{build} {rocm}")
+    monkeypatch.setattr("specdec.device.device.why_unseen", lambda build, rocm: f"{build} {rocm}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", "7.1.2")
     assert unseen_gpu() == f"torch {torch.__version__}, built for ROCm 7.1.2, True"
@@ -113,7 +113,7 @@ def test_a_gpu_that_torch_sees_is_not_missing(monkeypatch: pytest.MonkeyPatch) -
 def test_the_tests_say_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make test` on a machine whose GPU torch does not see must not look like a run on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("specdec.device.unseen_gpu", lambda: None)
+    monkeypatch.setattr("specdec.device.device.unseen_gpu", lambda: None)
     assert pytest_report_header().startswith("device: cpu, ") and "GPU" not in pytest_report_header()
-    monkeypatch.setattr("specdec.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
+    monkeypatch.setattr("specdec.device.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
     assert pytest_report_header().endswith("; no GPU is used: an AMD GPU is here, but hidden")

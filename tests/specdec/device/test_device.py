@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.device import resolve_device, usable_cores
+from specdec.device.device import resolve_device, usable_cores
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -37,7 +37,7 @@ def test_threads_follow_the_quota_unless_told_otherwise(
     variable: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches threads that a container cannot run, and a user's own choice overruled."""
-    monkeypatch.setattr("specdec.device.usable_cores", lambda: 1)
+    monkeypatch.setattr("specdec.device.device.usable_cores", lambda: 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)

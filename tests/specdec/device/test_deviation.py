@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specdec.deviation import Deviation, deviation, mismatches, worst
+from specdec.device.deviation import Deviation, deviation, mismatches, worst
 
 
 def test_deviations() -> None:
