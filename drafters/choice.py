@@ -9,12 +9,12 @@ from torch import Tensor
 
 from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch
-from specdec.layers.argmax import argmax
-from specdec.sampling.candidates import candidates
+from specdec.sampling.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample_from
 from specdec.sampling.tensors import SamplingPlan
+from specdec.sampling.trees.candidates import candidates
 
 MOST_CANDIDATES = 16
 """Tokens per position among which a tree of many positions chooses; of trees of up to 64 drafts more change nothing."""
@@ -62,7 +62,8 @@ def choose(
         first: which draft the first of them is, from 0.
         draft_sampling: how drafts are drawn.
         target_ids: int64 [V'], the target's token of each column; None where they are the same.
-        weights: float32 [2, num_reqs, depth], of coupled drafts, see `specdec.sampling.candidates`;
+        weights: float32 [2, num_reqs, depth], of coupled drafts, see
+            `specdec.sampling.trees.candidates`;
             None are ones.
         wants_own: asks for `Choice.own`.
     """

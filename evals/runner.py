@@ -14,7 +14,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle
 from specdec.engine.request import Request
 from specdec.engine.session import Session
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 OnStep = Callable[[list[Request]], None]
 """Called after every step with all requests of the current turn; its time is part of the measurement."""

@@ -13,7 +13,7 @@ from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 WARMUP_TOKENS = 8
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from specdec.engine.outputs import GenerationResult, StreamChunk
     from specdec.engine.session import Session
     from specdec.grammar.grammar import Grammar
-    from specdec.sampling_params import SamplingParams
+    from specdec.sampling.params import SamplingParams
 
 _HOMES = {
     "base.config": ("CacheConfig", "EngineConfig", "LoadConfig"),
-    "sampling_params": ("SamplingParams",),
+    "sampling.params": ("SamplingParams",),
     "core": ("BoundDrafter", "Drafter", "Verifier"),
     "decoder": ("SpecDecoder",),
     "engine.engine": ("SpecEngine",),

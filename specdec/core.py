@@ -20,7 +20,7 @@ from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.kv_cache import LayerSpec
 from specdec.sampling.logprobs import Logprobs
-from specdec.sampling_params import SamplingDefaults
+from specdec.sampling.params import SamplingDefaults
 
 
 @dataclass(slots=True)

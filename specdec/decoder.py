@@ -22,7 +22,7 @@ from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.loading import load_target
 from specdec.parallel.mirror import Mirror, everywhere, mirror_of
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.scratch import next_token_logits
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from specdec.attention.selector import select_backend
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.batch import DecodeBatch
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]

@@ -15,7 +15,7 @@ from specdec.batch import DecodeBatch
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts

@@ -14,7 +14,7 @@ from specdec.engine import build
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import StateCache
 from specdec.layers.recurrence import RecurrentRows
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 

@@ -13,7 +13,7 @@ from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

@@ -14,7 +14,7 @@ from drafters.suffix.drafter import SuffixDrafter
 from specdec.batch import DecodeBatch
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.scripted import BoundScript, ScriptedDrafter

@@ -28,10 +28,11 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.kernels import triton_argmax, triton_candidates, triton_linear, triton_sampler
-from specdec.layers import argmax, decoder, fused, linear
-from specdec.sampling import candidates, sampler, scores
-from specdec.sampling_params import SamplingParams
+from specdec.kernels import triton_argmax, triton_linear
+from specdec.layers import decoder, fused, linear
+from specdec.sampling import argmax, sampler, scores, triton_sampler
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.trees import candidates, triton_candidates
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

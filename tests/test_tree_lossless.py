@@ -15,7 +15,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch, ForwardInput
 from specdec.engine.engine import SpecEngine
 from specdec.layers.cache_rows import CacheRows
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted_trees import FIRST, ScriptedTrees
 from tests.helpers.tiny_hybrids import hybrid_configs
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS

@@ -19,7 +19,7 @@ from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.sharded import Embedding, GatheredLinear
-from specdec.sampling_params import SamplingDefaults
+from specdec.sampling.params import SamplingDefaults
 from verifiers.builder import LayerBuilder
 from verifiers.description import Description
 from verifiers.recurrent import recurrent_rows

@@ -15,7 +15,7 @@ from specdec.base.checkpoint.hub import CONFIG, json_object
 from specdec.base.config import GenerationSource
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.validation import as_integer, require
-from specdec.sampling_params import SamplingDefaults, SamplingParams
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 
 logger = logging.getLogger(__name__)
 

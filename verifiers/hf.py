@@ -15,7 +15,7 @@ from specdec.attention.mla import MlaBackend
 from specdec.base.errors import UnsupportedModelError
 from specdec.batch import ForwardInput
 from specdec.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
-from specdec.sampling_params import SamplingDefaults
+from specdec.sampling.params import SamplingDefaults
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description
 from verifiers.families import describe

@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.core import DraftOutput
-from specdec.sampling.tries import ScoredDrafts, merge_trees
+from specdec.sampling.trees.tries import ScoredDrafts, merge_trees
 
 
 def union(drafts: Sequence[DraftOutput], shifts: Iterable[Tensor], shape: BlockShape) -> DraftOutput:

@@ -18,7 +18,7 @@ from specdec.core import DraftOutput
 from specdec.layers.linear_choice import linear
 from specdec.sampling.filters import COLDEST
 from specdec.sampling.noise import Purpose, gumbel, of_step, stream
-from specdec.sampling.trees import best_chain, best_first
+from specdec.sampling.trees.trees import best_chain, best_first
 
 ALTERNATIVES = 16
 """Tokens per slot that may take the place of a draft that a grammar refuses; more of them gain little."""
@@ -51,7 +51,8 @@ class Drafts:
     Args:
         draft_sampling: of the run.
         coupling: weights for coupled drafts; None are ones.
-        target_ids: int64 [draft_vocab_size], the target's token of each column of logits; None where they are the same.
+        target_ids: int64 [draft_vocab_size], the target's token of each column of logits; None
+            where they are the same.
         head: what corrects the logits behind each token; None for plain DFlash.
 
     Attributes:

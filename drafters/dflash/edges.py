@@ -8,7 +8,7 @@ from drafters.choice import Guesses
 from drafters.head import Head
 from specdec.device.deviation import Deviation, deviation, worst
 from specdec.kernels.kernel import Kernel
-from specdec.layers.argmax import argmax
+from specdec.sampling.argmax import argmax
 
 
 def edges_of(
@@ -23,9 +23,11 @@ def edges_of(
     *,
     as_logprobs: bool = False,
 ) -> Tensor:
-    """The head's table for `specdec.sampling.trees.best_chain`: the scores, and the head's corrections of them.
+    """The head's table for `specdec.sampling.trees.trees.best_chain`: the scores, and the head's
+    corrections of them.
 
-    A head with a state has one along each path. Here all paths to a slot have the state of the best chain before it, so the table
+    A head with a state has one along each path. Here all paths to a slot have the state of the best
+    chain before it, so the table
     is exact behind every token of that chain.
 
     Args:
@@ -36,12 +38,14 @@ def edges_of(
         columns: int64 [num_reqs, K, C], the same in the drafter's vocabulary.
         scores: float32 [num_reqs, K, C], their log-probabilities without the head.
         scale: float32 [num_reqs, K], factor on the head's corrections; None are ones.
-        compared: the tokens, as columns, that a head with `compares_candidates` compares, with their log-probabilities; None where
+        compared: the tokens, as columns, that a head with `compares_candidates` compares, with
+            their log-probabilities; None where
             they are the candidates.
         as_logprobs: gives `logprobs_of` the table.
 
     Returns:
-        float32 [num_reqs, K, C, C], by the candidate before and the candidate; before the first slot all of them are the anchor.
+        float32 [num_reqs, K, C, C], by the candidate before and the candidate; before the first
+        slot all of them are the anchor.
     """
     before = torch.cat([anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]], dim=1)
     if head.has_state:
@@ -70,7 +74,8 @@ def _table(bonus: Tensor, scores: Tensor, scale: Tensor | None, first_slot: int,
 
 
 def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
-    """The table as log-probabilities, for `specdec.sampling.trees.best_first`; both are those of `edges_of`.
+    """The table as log-probabilities, for `specdec.sampling.trees.trees.best_first`; both are those
+    of `edges_of`.
 
     They are normalized over the candidates: the head shares out among them what they have without
     it, all together. Over the whole

@@ -12,7 +12,7 @@ from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import DraftSampling
 from specdec.batch import DecodeBatch
 from specdec.core import BoundDrafter, DraftOutput
-from specdec.sampling.trees import best_first
+from specdec.sampling.trees.trees import best_first
 
 _UNKNOWN = -1e9  # score behind a token whose followers were not asked for: below all that is known, and finite
 
@@ -35,7 +35,8 @@ class TokenByToken(BoundDrafter):
         """The drafts that hidden states [num_reqs * count, ...] predict, then one of a forward of each of `single_rows`.
 
         Returns:
-            The block, and the tokens int64 [num_reqs, depth] that each draft was made behind: of a tree the likeliest ones.
+            The block, and the tokens int64 [num_reqs, depth] that each draft was made behind: of a
+            tree the likeliest ones.
         """
         network, choose = self.network, self._guess if batch.shape.is_tree else self._choose
         choices = [choose(batch, hidden, 0, count)]
@@ -56,7 +57,8 @@ class TokenByToken(BoundDrafter):
     def _tree(self, batch: DecodeBatch, token_ids: Tensor, scores: Tensor) -> DraftOutput:
         """The likeliest paths through guesses [num_reqs, depth, C].
 
-        Drafted one after another, they are those behind the likeliest tokens before them, so that others have nothing behind them.
+        Drafted one after another, they are those behind the likeliest tokens before them, so that
+        others have nothing behind them.
         """
         if self.network.mask is None:
             edges = torch.full_like(scores, _UNKNOWN)[:, :, None].repeat(1, 1, scores.shape[-1], 1)

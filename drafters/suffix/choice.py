@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.sampling.tries import common_prefixes
+from specdec.sampling.trees.tries import common_prefixes
 
 BY_LENGTH = 4.0
 """Times as much does a match weigh in a tree as one that is a token shorter."""
@@ -37,7 +37,7 @@ class Chain(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """What a tree is made by, see `specdec.sampling.tries.trie`; each [num_reqs, C].
+    """What a tree is made by, see `specdec.sampling.trees.tries.trie`; each [num_reqs, C].
 
     Attributes:
         tokens: int64, of the continuations; 0 where there is no match.

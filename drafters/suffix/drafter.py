@@ -20,7 +20,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache
-from specdec.sampling.tries import trie
+from specdec.sampling.trees.tries import trie
 
 COMPARED = 4
 """Tokens by which all occurrences are told apart; those found are followed further back."""

@@ -13,7 +13,7 @@ from drafters.training.shards import Say, missing_shards, plan_shards, run_shard
 from specdec.base.errors import InvalidInputError
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 FEW_SHOT_STOP = "Question:"
 """Where a few-shot answer ends, as in lm-eval."""

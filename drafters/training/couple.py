@@ -17,7 +17,7 @@ from specdec.base.files import user_path
 from specdec.base.writing import check_writable, write_text
 from specdec.cli.fields import add_options, from_options
 from specdec.cli.options import load_decoder, revision_option
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor

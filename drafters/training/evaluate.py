@@ -23,10 +23,10 @@ from drafters.training.mask import use_flex
 from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch
-from specdec.sampling.candidates import candidates
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling.trees import walk as walk_tree
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.trees.candidates import candidates
+from specdec.sampling.trees.trees import walk as walk_tree
 
 TREES = (16, 64)
 """Drafts of the trees that are told of."""

@@ -28,7 +28,7 @@ from specdec.base.metrics import pooled
 from specdec.base.writing import remove, write_text
 from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
 """Folder of each layout."""

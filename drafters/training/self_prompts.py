@@ -15,7 +15,7 @@ from drafters.training.shards import Say, missing_shards, plan_shards, read_shar
 from specdec.base.errors import InvalidInputError
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 MAX_PROMPT_TOKENS = 256
 TEMPERATURE = 0.9

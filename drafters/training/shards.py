@@ -20,7 +20,7 @@ from specdec.base.files import parse_json
 from specdec.base.writing import write_atomically
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.session import Session
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")

@@ -33,7 +33,7 @@ from specdec.base.journal import Journal
 from specdec.base.messages import for_template
 from specdec.cli.progress import ProgressBar
 from specdec.decoder import SpecDecoder
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 
 @register_model("specdec")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evals.system import Timed
 from specdec.base.journal import made
 from specdec.base.metrics import AcceptanceStats, pooled
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

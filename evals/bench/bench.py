@@ -27,7 +27,7 @@ from specdec.core import Drafter
 from specdec.decoder import SpecDecoder
 from specdec.drafter_choice import find_drafter
 from specdec.engine.build import tree_reasons
-from specdec.sampling_params import SamplingDefaults, SamplingParams
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 
 SPLIT_ITEMS = 4
 """Conversations, or as many as there are at once, that the split of a step's time is taken from."""

@@ -28,7 +28,7 @@ from specdec.cluster.rows import Row
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.provenance import command_line
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, and how many of how many conversations are done."""

@@ -25,7 +25,7 @@ from specdec.cli.summary import counted, describe_drafts
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.provenance import dtype_name, origin_of_run
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 WARMUP_TOKENS = 16
 BAR_WIDTH = 32

@@ -9,7 +9,7 @@ from evals.prompt_sets import PromptSet
 from evals.report.table import PLAIN
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 DraftCount = int | Literal["auto"] | None
 """k of a side: a number, the drafter's own (None), or the one that is measured to be fastest, step by step."""

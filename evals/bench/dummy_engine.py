@@ -20,8 +20,8 @@ from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
-from specdec.sampling.trees import best_first
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.trees.trees import best_first
 
 WARM_STEPS = 8
 """Steps of every request before the clock starts."""

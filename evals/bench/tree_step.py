@@ -14,7 +14,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch, PrefillBatch
 from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.decoder import SpecDecoder
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 MOST_TOKENS = 64
 """Output tokens of the run, at most."""

@@ -11,7 +11,7 @@ import torch
 from evals.peers.peer import only_greedy, require
 from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 NAME = "llama.cpp"
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.base.registry import resolve
 from specdec.core import Verifier
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 PEERS = {
     "transformers": "evals.peers.transformers:load_plain",

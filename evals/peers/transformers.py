@@ -14,7 +14,7 @@ from evals.peers.peer import only_greedy
 from evals.report.provenance import checkpoint_folder
 from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 LOOKUP_TOKENS = 10
 """Drafts per step of prompt lookup, the number in Transformers' own examples."""

@@ -21,7 +21,7 @@ from evals.peers.peer import only_greedy, require
 from evals.report.provenance import checkpoint_folder
 from specdec.base.errors import InvalidInputError
 from specdec.core import Verifier
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 MEMORY_SHARE = 0.4
 """Of the accelerator; the other system's weights and cache have to fit beside it."""

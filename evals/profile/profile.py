@@ -21,7 +21,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.session import Session
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ MLA_BACKENDS = {
 """For models with latent attention, in order of preference for `auto`."""
 
 KERNELS = {
-    "argmax": "specdec.layers.argmax:KERNEL",
+    "argmax": "specdec.sampling.argmax:KERNEL",
     "sampler": "specdec.sampling.sampler:KERNEL",
-    "candidates": "specdec.sampling.candidates:KERNEL",
-    "trees": "specdec.sampling.trees:KERNEL",
-    "tries": "specdec.sampling.tries:KERNEL",
+    "candidates": "specdec.sampling.trees.candidates:KERNEL",
+    "trees": "specdec.sampling.trees.trees:KERNEL",
+    "tries": "specdec.sampling.trees.tries:KERNEL",
     "matches": "drafters.suffix.search:KERNEL",
     "forecasts": "drafters.composed.calibration:KERNEL",
     "edges": "drafters.dflash.edges:KERNEL",

@@ -18,7 +18,7 @@ from specdec.cli.line_fields import sampled
 from specdec.cli.options import load_decoder, load_pool
 from specdec.cli.prompts import Prompt, model_inputs
 from specdec.cli.summary import counted, describe_drafts
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.engine.outputs import GenerationResult, StreamChunk

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.grammar.fields import MAKERS, grammar_of
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 _ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 _NAMES = {field.name for field in fields(SamplingParams)} - {"grammar"}

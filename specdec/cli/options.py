@@ -15,7 +15,7 @@ from specdec.base.packages import require_ours
 from specdec.cli.fields import add_options, from_options, kinds_of
 from specdec.cluster.config import ClusterConfig
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.cluster.pool import Pool

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from specdec.base.config import EngineConfig, LoadConfig
 from specdec.base.errors import InvalidInputError
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from specdec.cluster.rows import Answer, Row, refusal_to_json
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.warmup import warm_up_shapes
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 WARMUP_TOKENS = 8
 """Decoded before the first row, outside every clock."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.base.errors import SpecDecError
 from specdec.engine.outputs import GenerationResult
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

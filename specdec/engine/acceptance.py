@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from specdec.core import AcceptOutput, DraftOutput
 from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
-from specdec.layers.argmax import argmax
+from specdec.sampling.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.logprobs import Logprobs, logprobs_of
 from specdec.sampling.masks import TokenMasks, mask_logits
@@ -25,7 +25,7 @@ from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.scores import scored
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling.trees import walk
+from specdec.sampling.trees.trees import walk
 
 
 def accept(
@@ -102,9 +102,9 @@ def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor
 
 
 def _of_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `specdec.kernels.triton_acceptance.chain_outcome`."""
+    """See `specdec.engine.triton_acceptance.chain_outcome`."""
     if KERNEL.runs_on(tokens.device):
-        from specdec.kernels.triton_acceptance import chain_outcome  # it imports Triton
+        from specdec.engine.triton_acceptance import chain_outcome  # it imports Triton
 
         return chain_outcome(tokens, token_ids, num_drafts, finite)
     return _plain_chain(tokens, token_ids, num_drafts, finite)
@@ -116,9 +116,9 @@ def _plain_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, f
 
 
 def _of_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `specdec.kernels.triton_acceptance.path_outcome`."""
+    """See `specdec.engine.triton_acceptance.path_outcome`."""
     if KERNEL.runs_on(path.device):
-        from specdec.kernels.triton_acceptance import path_outcome  # it imports Triton
+        from specdec.engine.triton_acceptance import path_outcome  # it imports Triton
 
         return path_outcome(path, num_accepted, token_ids, finite)
     return _plain_path(path, num_accepted, token_ids, finite)
@@ -141,7 +141,7 @@ def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Te
         Their tokens int64 [num_reqs, depth + 1], and features [num_reqs * (depth + 1), F] or None.
     """
     if KERNEL.runs_on(path.device):
-        from specdec.kernels import triton_acceptance  # it imports Triton
+        from specdec.engine import triton_acceptance  # it imports Triton
 
         return triton_acceptance.follow(path, token_ids, features)
     return _plainly_follow(path, token_ids, features)
@@ -160,7 +160,7 @@ def _last(token_ids: Tensor, num_accepted: Tensor) -> Tensor:
 
 def check_acceptance(device: torch.device) -> Deviation:
     """Chains and paths of two tokens, some of whose drafts do not count, and some rows are not finite; features along paths."""
-    from specdec.kernels import triton_acceptance
+    from specdec.engine import triton_acceptance
 
     generator = torch.Generator().manual_seed(0)
     found: list[Deviation] = []

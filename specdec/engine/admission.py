@@ -13,7 +13,7 @@ from specdec.core import Verifier
 from specdec.engine.request import Request
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

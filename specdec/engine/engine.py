@@ -36,7 +36,7 @@ from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.kv_cache import PrefixCounts
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 IDLE_SECONDS = 0.02
 """How long a step without work waits for a grammar to be compiled, before it looks for new requests."""

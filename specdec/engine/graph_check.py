@@ -14,7 +14,7 @@ from specdec.engine import capture as capturing
 from specdec.engine.captured import capture_steps
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows
 from specdec.kv_cache import blocks_for
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 NUM_DRAFTS = 3
 MAX_TOKENS = 7

@@ -31,7 +31,7 @@ from specdec.grammar.grammar import Grammar
 from specdec.parallel.mirror import STEP, Mirror, everywhere, mirror_of
 from specdec.parallel.plain import RECORDS, on_ranks, pack, unpack
 from specdec.parallel.wire import Message
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ from specdec.base.errors import SpecDecError, one_line
 from specdec.grammar.progress import GrammarProgress
 from specdec.kv_cache import Snapshot
 from specdec.sampling.logprobs import Top
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
-from specdec.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

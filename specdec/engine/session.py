@@ -26,7 +26,7 @@ from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request
 from specdec.engine.text import IncrementalDecoder, text_of, token_ids
 from specdec.engine.turns import Turns
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.parallel.mirror import everywhere
 from specdec.parallel.plain import on_ranks
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 KEYS_PER_KERNEL = 16384
 """Of AITER's paged kernels, which are compiled anew for each further so many keys."""

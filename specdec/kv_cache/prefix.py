@@ -19,7 +19,7 @@ def prefix_root(*, rope_len: int, salt: str | None) -> bytes:
 
     Args:
         rope_len: see `specdec.batch.ForwardInput.rope_lens`.
-        salt: see `specdec.sampling_params.SamplingParams.cache_salt`.
+        salt: see `specdec.sampling.params.SamplingParams.cache_salt`.
 
     >>> prefix_root(rope_len=0, salt=None)
     b''

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.sampling_params import MOST_EDITS, SamplingParams
+from specdec.sampling.params import MOST_EDITS, SamplingParams
 
 _NEVER = 2**62  # a position that no output reaches
 

@@ -6,7 +6,7 @@ A filter keeps the scores from a least one on, so of equal scores all stay or al
 import torch
 from torch import Tensor
 
-from specdec.layers.argmax import argmax
+from specdec.sampling.argmax import argmax
 from specdec.sampling.tensors import SamplingTensors
 
 SORTED_VOCABULARY = 4096

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.sampling.candidates import highest_columns
+from specdec.sampling.trees.candidates import highest_columns
 
 Top = dict[int, float]
 """Log-probabilities by token, the likeliest first; the token of the position stands last where it is not among them."""

@@ -41,7 +41,7 @@ def mask_logits(logits: Tensor, masks: TokenMasks) -> None:
     """
     assert logits.is_contiguous() and logits.shape[:2] == (len(masks.places), masks.words.shape[1])
     if KERNEL.runs_on(logits.device):
-        from specdec.kernels import triton_masks  # it imports Triton
+        from specdec.sampling import triton_masks  # it imports Triton
 
         triton_masks.mask_logits(logits, masks.words, masks.places)
         return
@@ -58,7 +58,7 @@ def _mask_logits(logits: Tensor, masks: TokenMasks) -> None:
 
 def check_masks(device: torch.device) -> Deviation:
     """Random masks in every type, a vocabulary that ends within a word, and requests without a grammar."""
-    from specdec.kernels import triton_masks
+    from specdec.sampling import triton_masks
 
     generator = torch.Generator().manual_seed(0)
     found = []

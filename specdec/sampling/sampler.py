@@ -11,11 +11,11 @@ from torch import Tensor
 
 from specdec.device.deviation import Deviation
 from specdec.kernels.kernel import Kernel
-from specdec.layers.argmax import argmax
+from specdec.sampling.argmax import argmax
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
 
 CACHED_NUMBERS = 2**18
 """How many numbers a CPU draws from at once: those of more rows would leave its cache between two operations, and of fewer the
@@ -36,7 +36,7 @@ def sample(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> tupl
         int64 [num_reqs, n], and bool [num_reqs, n]: whether the row has a finite maximum; without one its token has no meaning.
     """
     if KERNEL.runs_on(logits.device):
-        from specdec.kernels import triton_sampler  # it imports Triton
+        from specdec.sampling import triton_sampler  # it imports Triton
 
         return triton_sampler.sample(logits, sampling.floats, sampling.ints, positions, filtered=sampling.plan.filtered)
     best, finite = argmax(logits)
@@ -53,7 +53,8 @@ def check_sampler(device: torch.device) -> Deviation:
 
     Between the two ways of computing them scores of one token differ by the rounding of their logarithms.
     """
-    from specdec.kernels import triton_argmax, triton_sampler
+    from specdec.kernels import triton_argmax
+    from specdec.sampling import triton_sampler
 
     filters = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (5, 0.7, 0.05)]
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.0, 0.7, 1.5) for k, p, m in filters]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.base.sizes import power_of_two
 from specdec.sampling.edits import Edits, num_edits
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # greedy, nothing filtered, nothing penalized

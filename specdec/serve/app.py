@@ -18,7 +18,7 @@ from specdec.base.errors import SpecDecError
 from specdec.base.version import __version__
 from specdec.engine.outputs import GenerationResult
 from specdec.grammar.fields import GRAMMAR_FIELDS
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.serve.answer import Answer
 from specdec.serve.chat import ChatCompletion, chat_text
 from specdec.serve.completion import Completion

@@ -15,7 +15,7 @@ from specdec.base.registry import parts_of
 from specdec.decoder import SpecDecoder
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.outputs import GenerationResult, StreamChunk
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy, engine_failed
 from specdec.serve.texts import Texts

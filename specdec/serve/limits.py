@@ -1,6 +1,6 @@
 """What a request may ask at most, beside the options of `ServeConfig`. docs/serve.md has all of it in one table."""
 
-from specdec.sampling_params import MOST_EDITS, MOST_STOP_CHARACTERS, MOST_STOPS, MOST_TOP_LOGPROBS
+from specdec.sampling.params import MOST_EDITS, MOST_STOP_CHARACTERS, MOST_STOPS, MOST_TOP_LOGPROBS
 
 MOST_ENTRIES = {
     "stop": MOST_STOPS,

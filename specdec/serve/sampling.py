@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.grammar.fields import GRAMMAR_FIELDS, grammar_of
-from specdec.sampling_params import SamplingDefaults, SamplingParams
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.serve.errors import RequestError
 from specdec.serve.protocol import ChatRequest, CompletionRequest, Generation
 

@@ -14,7 +14,7 @@ from specdec.batch import ForwardInput
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import PagedKVCache, blocks_for
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}

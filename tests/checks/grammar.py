@@ -22,7 +22,7 @@ from drafters.dflash import drafts
 from specdec.base.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 WORDS = [
     "id",

@@ -24,7 +24,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.handle import Handle, Stream
 from specdec.engine.request import Status
 from specdec.engine.session import Session
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 
 RUN = 8

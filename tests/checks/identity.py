@@ -16,7 +16,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 
 class Way(NamedTuple):

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV32Conf
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.cli.options import load_decoder, model_options
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.checks.step import step_time, wait
 from tests.helpers.tiny_models import tiny_tokenizer
 

@@ -28,7 +28,7 @@ from specdec.parallel.collectives import all_reduce
 from specdec.parallel.group import Group, join_group, rank_device
 from specdec.parallel.one_shot import OneShot
 from specdec.parallel.ordered import gathered
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from verifiers.dummy import dummy_rank
 
 Say = Callable[[str], None]

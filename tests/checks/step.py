@@ -27,7 +27,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.prefill_graphs import most_prefill_rows
 from specdec.engine.request import Status
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.checks.triton import BLOCK, SHAPES, random_verifier
 
 

@@ -15,7 +15,7 @@ from specdec.batch import DecodeBatch
 from specdec.core import Drafter, Verifier
 from specdec.engine.block import Block
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 

@@ -15,8 +15,8 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
-from specdec.sampling.trees import walk
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.trees.trees import walk
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_greedy

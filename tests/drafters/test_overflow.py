@@ -20,7 +20,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
 from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
 

@@ -20,8 +20,8 @@ from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.core import AcceptOutput, ContextLimits, Drafter, LengthRule, VerifyOutput
 from specdec.kv_cache import PagedKVCache
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingDefaults, SamplingParams
 
 TARGET_LAYERS, HIDDEN, VOCAB, BLOCK = 6, 32, 61, 4
 

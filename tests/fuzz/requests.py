@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.fuzz.draw import any_value, changed, damaged_json
 from tests.fuzz.grammars import pattern, rules, schema
 from tests.fuzz.kind import Broken, Check, Kind, attempt, line

@@ -13,18 +13,17 @@ from specdec.kernels import (
     triton_argmax,
     triton_attention,
     triton_embedding,
-    triton_filters,
     triton_grouped_convolution,
     triton_linear,
     triton_merge,
     triton_norm,
     triton_prefill,
     triton_rope,
-    triton_sampler,
     triton_splits,
 )
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
 from specdec.layers.activation import ACTIVATIONS
+from specdec.sampling import triton_filters, triton_sampler
 from tests.helpers.compiled_experts import expert_kernels
 from tests.helpers.compiled_matches import match_kernels
 from tests.helpers.compiled_packed import packed_kernels

@@ -8,7 +8,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts, tiny_tokenizer
 
 MAX_TOKENS = 40

@@ -11,7 +11,7 @@ from drafters.dflash.drafter import DFlashDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.parallel.group import Group
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import random_dflash, random_prompts
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.decoder import DecoderVerifier

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.sampling.trees import BestPaths
+from specdec.sampling.trees.trees import BestPaths
 from tests.helpers.tree_oracle import Node, heap_tree, walk_tree
 
 Shape = tuple[int, int, int, int, bool, int | None]

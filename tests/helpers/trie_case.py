@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.sampling.tries import ScoredDrafts
+from specdec.sampling.trees.tries import ScoredDrafts
 
 Paths = dict[tuple[int, ...], float]
 

@@ -15,7 +15,7 @@ from specdec.base.errors import CheckpointError
 from specdec.core import Drafter, Verifier
 from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingDefaults, SamplingParams
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 from tests.helpers.tiny_models import VOCAB, plain_greedy, plain_model, random_dflash, random_prompts, tiny_tokenizer
 from verifiers.generation import generation_of
 from verifiers.load import load_verifier

@@ -24,8 +24,8 @@ from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import LayerCache
-from specdec.sampling.trees import best_first
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.trees.trees import best_first
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync

@@ -14,7 +14,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
 from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 

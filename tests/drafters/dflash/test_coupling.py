@@ -13,10 +13,10 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
-from specdec.sampling.candidates import candidates
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling.trees import best_first
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.trees.candidates import candidates
+from specdec.sampling.trees.trees import best_first
 from tests.drafters.tiny import BLOCK, TINY, FakeVerifier, Rig, tiny_drafter, tiny_model, tiny_target
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier

@@ -14,7 +14,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.batch import DecodeBatch
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 LONG = MOST_DEFERRED + 5

@@ -18,7 +18,7 @@ from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError, CheckpointError
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.tiny import BLOCK as CACHE_BLOCK
 from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, Rig
 from tests.helpers.bounds import Float64, assert_as_exact

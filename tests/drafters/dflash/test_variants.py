@@ -25,7 +25,7 @@ from drafters.training.shape import make_drafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.tiny import (
     HIDDEN,
     TARGET_LAYERS,

@@ -22,7 +22,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError
 from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.dflash.test_drafter import dense_hidden
 from tests.drafters.tiny import HIDDEN, TINY, VOCAB, FakeVerifier, Rig, tiny_target, tiny_tensors, write_tiny_dflash
 from tests.helpers.bounds import assert_as_exact

@@ -17,7 +17,7 @@ from specdec.decoder import SpecDecoder
 from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import Noted, check_drafts, noted_run
 from tests.helpers.tiny_models import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafters.load import load_drafter
 from drafters.sequential.drafter import SequentialDrafter
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import LLAMA, SGLANG, SPECULATORS, head_tensors, paper_logits, write_head
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.speculators_reference import speculators

@@ -15,7 +15,7 @@ from specdec.base.errors import CheckpointError
 from specdec.batch import DecodeBatch
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
 from tests.helpers.tiny_models import CONFIGS, WINDOW, random_prompts

@@ -11,7 +11,7 @@ from drafters.mtp.load import load_mtp
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_assistants import gemma4_target, write_assistant
 from tests.helpers.tiny_models import random_prompts
 from tests.helpers.tiny_predictions import CASES, reference, write_target

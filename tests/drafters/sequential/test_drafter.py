@@ -15,7 +15,7 @@ from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import prefix_hashes
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import HIDDEN, TAPS, case, check_drafts, noted_run
 from tests.helpers.scripted import BoundScript, ScriptedDrafter
 from tests.helpers.tiny_models import random_prompts

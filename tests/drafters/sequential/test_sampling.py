@@ -14,7 +14,7 @@ from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LayerSpec
 from specdec.sampling.noise import Purpose, gumbel, stream
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import ToyNetwork, noted_run, toy_drafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 

@@ -28,7 +28,7 @@ from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.rotary import Angles, Rope, rotate
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model
 
 HIDDEN, HEADS, KV_HEADS, DIM, TAPS = 32, 4, 2, 16, (0, 2)

@@ -19,7 +19,7 @@ from specdec.cli.main import main
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.evals.tiny import save_tiny, write_jsonl
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")

@@ -25,7 +25,7 @@ from specdec.cli.main import main
 from specdec.decoder import SpecDecoder
 from specdec.engine.block_choice import BlockChoice
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report
 from tests.helpers.tiny_models import random_dflash
 

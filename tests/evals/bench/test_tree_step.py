@@ -14,7 +14,7 @@ from evals.report.table import format_report
 from specdec.base.metrics import AcceptanceStats
 from specdec.engine.engine import SpecEngine
 from specdec.engine.outputs import GenerationResult
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.evals.tiny import PROMPTS, tiny_decoder, tiny_report
 from tests.helpers.scripted_trees import ScriptedTrees
 

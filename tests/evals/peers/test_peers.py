@@ -21,7 +21,7 @@ from evals.report.compare import compare_reports
 from evals.report.html import html_report
 from evals.report.table import format_report
 from specdec.base.errors import InvalidInputError
-from specdec.sampling_params import SamplingDefaults, SamplingParams
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 from tests.drafters.tiny import TINY, write_tiny_dflash
 from tests.evals.tiny import PROMPTS, PROVENANCE, save_tiny, tiny_decoder
 

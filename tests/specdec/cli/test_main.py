@@ -28,7 +28,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.timing import StepTimer
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG
 

@@ -19,7 +19,7 @@ from specdec.cli.options import engine_config, load_decoder, sampling_params, sa
 from specdec.decoder import SpecDecoder
 from specdec.device import device
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from specdec.cli.main import main
 from specdec.cluster.config import ClusterConfig
 from specdec.cluster.rows import Row
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(

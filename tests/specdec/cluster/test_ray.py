@@ -26,7 +26,7 @@ from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
 from specdec.decoder import SpecDecoder
 from specdec.engine.outputs import GenerationResult
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.evals.tiny import save_tiny
 from tests.helpers.cluster_drafter import HOME, begun
 from tests.helpers.waiting import HANG, wait_until

@@ -21,9 +21,9 @@ from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
 from specdec.sampling.edits import Edits
 from specdec.sampling.noise import Purpose, of_step, uniform
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.specdec.sampling.test_sampler import tensors, transformers_probs
 

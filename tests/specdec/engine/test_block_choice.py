@@ -21,7 +21,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.step_times import StepSize, StepTimes
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.block_choice_world import ChainLength
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

@@ -16,7 +16,7 @@ from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.core import ContextLimits
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model
 from tests.helpers.tiny_predictions import CASES, reference, write_target

@@ -14,7 +14,7 @@ from specdec.batch import DecodeBatch, ForwardInput
 from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 

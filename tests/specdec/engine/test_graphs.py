@@ -28,8 +28,8 @@ from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.selection import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
-from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

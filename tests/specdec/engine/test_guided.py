@@ -21,7 +21,7 @@ from specdec.engine.guided import GuidedGraphs
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.rules import rules_of
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees

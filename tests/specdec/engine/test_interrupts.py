@@ -19,7 +19,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine import turns as turns_module
 from specdec.engine.session import Session
 from specdec.engine.turns import Turns
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG, gated, in_time, wait_until
 

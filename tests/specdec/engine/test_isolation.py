@@ -12,7 +12,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.engine.session import Session
 from specdec.grammar.grammar import Grammar
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.guided import SAMPLINGS, GuidedCase, tokens
 from tests.specdec.engine.test_guided import captured, drafter
 

@@ -12,7 +12,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts
 

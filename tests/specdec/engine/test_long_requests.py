@@ -11,7 +11,7 @@ from specdec.core import Verifier
 from specdec.engine import prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prefill_graphs import PrefillGraphs
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.scratch import next_token_logits
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.scripted import ScriptedDrafter

@@ -13,7 +13,7 @@ from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_pref
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 
 

@@ -23,7 +23,7 @@ from specdec.engine import prefix as module
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import BlockPool, StateCache, prefix_hashes
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts

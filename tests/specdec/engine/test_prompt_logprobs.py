@@ -16,7 +16,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.specdec.engine.test_graphs import Case
 from tests.specdec.engine.test_prefill_graphs import captured_engine

@@ -16,8 +16,8 @@ from specdec.engine.selection import Selection
 from specdec.engine.step_table import num_columns, result_table
 from specdec.engine.timing import StepClock
 from specdec.sampling.logprobs import Logprobs
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
-from specdec.sampling_params import SamplingParams
 
 
 def requests(count: int, most: int = 9, **sampling: Any) -> list[Request]:

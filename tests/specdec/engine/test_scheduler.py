@@ -16,7 +16,7 @@ from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Chunk, Scheduler
 from specdec.engine.selection import Selection
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
 

@@ -14,7 +14,7 @@ from specdec.batch import DecodeBatch
 from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import (

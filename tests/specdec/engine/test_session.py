@@ -15,7 +15,7 @@ from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.session import Session
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import in_time

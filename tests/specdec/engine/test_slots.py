@@ -9,8 +9,8 @@ from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.engine.slots import SlotState
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
-from specdec.sampling_params import SamplingParams
 
 MAX_BLOCKS = 6
 

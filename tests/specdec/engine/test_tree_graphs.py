@@ -18,9 +18,9 @@ from specdec.engine import acceptance, step
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.step import StepRunner
 from specdec.sampling import scores
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted_trees import BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash

@@ -15,7 +15,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.batch import DecodeBatch, ForwardInput
 from specdec.core import DraftOutput, Verifier, VerifyOutput
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash, tiny_tokenizer

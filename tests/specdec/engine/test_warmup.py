@@ -17,7 +17,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.engine.warmup import warm_up_shapes
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.specdec.engine.test_graphs import DRAFTERS, Case, Recorder, beginnings, run

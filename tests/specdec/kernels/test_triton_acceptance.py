@@ -9,7 +9,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_acceptance  # noqa: E402 (only where Triton can run)
+from specdec.engine import triton_acceptance  # noqa: E402 (only where Triton can run)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 64, 65])

@@ -27,9 +27,10 @@ from specdec.device.deviation import Deviation
 from specdec.engine import build, graph_check
 from specdec.engine import capture as capturing
 from specdec.engine.engine import SpecEngine
-from specdec.layers import argmax, experts, fused, packed, packed_check, recurrence_check
-from specdec.sampling import candidates, sampler, trees
-from specdec.sampling_params import SamplingParams
+from specdec.layers import experts, fused, packed, packed_check, recurrence_check
+from specdec.sampling import argmax, sampler
+from specdec.sampling.params import SamplingParams
+from specdec.sampling.trees import candidates, trees
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.packed_weights import packed as packed_weight
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
@@ -43,7 +44,6 @@ from specdec.kernels import (  # noqa: E402
     triton_activation,
     triton_argmax,
     triton_attention,
-    triton_candidates,
     triton_embedding,
     triton_experts,
     triton_gated_norm,
@@ -54,11 +54,11 @@ from specdec.kernels import (  # noqa: E402
     triton_recurrence,
     triton_rope,
     triton_router,
-    triton_sampler,
     triton_short_convolution,
-    triton_trees,
 )
 from specdec.layers import triton_ops  # noqa: E402 (only where Triton can run)
+from specdec.sampling import triton_sampler  # noqa: E402
+from specdec.sampling.trees import triton_candidates, triton_trees  # noqa: E402
 
 MODEL: dict[str, Any] = {"num_hidden_layers": 2}
 LIMITS: dict[str, Any] = {"max_num_seqs": 2, "cache": CacheConfig(memory_bytes=2**21)}

@@ -14,7 +14,7 @@ from specdec.core import AcceptOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
 from tests.specdec.sampling.test_sampler import tensors

@@ -9,7 +9,7 @@ from specdec.base.blocks import BlockShape
 from specdec.batch import DecodeBatch
 from specdec.layers.block_rows import KERNEL, check_block_rows
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling.trees import best_first
+from specdec.sampling.trees.trees import best_first
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()

@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.sampling.candidates import check_candidates, off, plain_candidates
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.trees.candidates import check_candidates, off, plain_candidates
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
 from specdec.kernels.triton_argmax import DTYPES, SLICE, argmax  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_candidates import candidates  # noqa: E402
-from specdec.kernels.triton_sampler import sample  # noqa: E402
+from specdec.sampling.trees.triton_candidates import candidates  # noqa: E402
+from specdec.sampling.triton_sampler import sample  # noqa: E402
 
 PARAMS = [
     SamplingParams(temperature=0.0),

@@ -36,8 +36,9 @@ from specdec.kernels import (
     triton_rope,
 )
 from specdec.kernels.triton_prefetch import surplus
-from specdec.layers import argmax, fused, linear
-from specdec.sampling_params import SamplingParams
+from specdec.layers import fused, linear
+from specdec.sampling import argmax
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, random_dflash
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

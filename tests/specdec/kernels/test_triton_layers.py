@@ -31,7 +31,7 @@ from specdec.layers.ops import Heads, Join, TorchOps
 from specdec.layers.packed import PackedLinear
 from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts

@@ -8,7 +8,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_masks  # noqa: E402 (only where Triton can run)
+from specdec.sampling import triton_masks  # noqa: E402 (only where Triton can run)
 
 
 def test_more_masks_than_are_in_use() -> None:

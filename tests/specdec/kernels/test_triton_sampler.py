@@ -9,15 +9,15 @@ from torch import Tensor
 
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, stream
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
 from specdec.kernels.triton_argmax import DTYPES, SLICE  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_filters import HELD, MOST_GROUPS, SMALLEST_GROUP, TILE, least_kept  # noqa: E402
-from specdec.kernels.triton_sampler import sample  # noqa: E402
+from specdec.sampling.triton_filters import HELD, MOST_GROUPS, SMALLEST_GROUP, TILE, least_kept  # noqa: E402
+from specdec.sampling.triton_sampler import sample  # noqa: E402
 
 FILTERS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)

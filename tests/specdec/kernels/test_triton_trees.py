@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.sampling.trees import KERNEL, best_chain, best_first, check_trees, walk
+from specdec.sampling.trees.trees import KERNEL, best_chain, best_first, check_trees, walk
 from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, chain_by_hand, choices, on, scores_of
 from tests.helpers.triton_interpreter import require_triton
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specdec.kernels import triton_tries
-from specdec.sampling.trees import best_first
-from specdec.sampling.tries import KERNEL, ScoredDrafts, check_tries, merge_trees, trie
+from specdec.sampling.trees import triton_tries
+from specdec.sampling.trees.trees import best_first
+from specdec.sampling.trees.tries import KERNEL, ScoredDrafts, check_tries, merge_trees, trie
 from tests.helpers.trie_case import assert_best, case, shares, union_of
 from tests.helpers.triton_interpreter import require_triton
 

@@ -14,7 +14,7 @@ from specdec.grammar.grammar import Grammar
 from specdec.parallel.group import Group
 from specdec.parallel.plain import pack, unpack
 from specdec.parallel.wire import Message, Wire
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.scratch import next_token_logits
 
 KEPT = object()

@@ -10,11 +10,11 @@ from scipy import stats
 from torch import Tensor
 
 from specdec.sampling import noise as noise_module
-from specdec.sampling.candidates import candidates
 from specdec.sampling.noise import Purpose, gumbel, stream, uniform
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sample
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.trees.candidates import candidates
 
 V, SEEDS, POSITIONS = 8, 2000, 200
 TARGET = 1.5 * torch.randn(V, generator=torch.Generator().manual_seed(0))

@@ -26,10 +26,10 @@ from transformers import (
 from specdec.sampling import filters, noise
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, gumbel, stream, uniform
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sample, sample_from
 from specdec.sampling.scores import penalized
 from specdec.sampling.tensors import SamplingPlan, SamplingTensors
-from specdec.sampling_params import SamplingParams
 
 MASK = 2**64 - 1
 GRID = [

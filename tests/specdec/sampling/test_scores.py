@@ -10,9 +10,9 @@ from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
 from specdec.base.blocks import DraftTree
 from specdec.sampling.edits import Edits
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.scores import lowered, lowered_in_cache, scored
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
 
 V, PROMPT, OUTPUT, ROWS = 24, 4, 3, 4
 PARAMS = [

@@ -15,7 +15,7 @@ import pytest
 
 from specdec.base.config import CacheConfig
 from specdec.grammar import limits as grammars
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.serve import app, limits, texts
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.base.metrics import pooled
 from specdec.decoder import SpecDecoder
-from specdec.sampling_params import SamplingDefaults
+from specdec.sampling.params import SamplingDefaults
 from specdec.serve.protocol import CompletionRequest
 from specdec.serve.sampling import sampling_params
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder

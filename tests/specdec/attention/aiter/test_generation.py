@@ -38,7 +38,7 @@ from specdec.batch import DecodeBatch
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from specdec.scratch import next_token_logits
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.guards import no_host_sync

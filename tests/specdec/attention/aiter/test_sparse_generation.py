@@ -17,7 +17,7 @@ from specdec.batch import DecodeBatch
 from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_generation import wide_dflash
 from tests.helpers.guards import no_host_sync
 from tests.helpers.sparse_case import FP8, Install, pretend_rocm

@@ -22,7 +22,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.selection import Selection
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.sparse_case import Install, pretend_rocm
 from tests.helpers.tiny_models import TOPK, paged_verifier, plain_model, random_prompts

@@ -13,7 +13,7 @@ from specdec.attention.mla import IndexerSpec
 from specdec.base.blocks import MOST_NODES
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.params import SamplingParams
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specdec.sampling.trees import best_first, walk
-from specdec.sampling.tries import ScoredDrafts, merge_trees, trie
+from specdec.sampling.trees.trees import best_first, walk
+from specdec.sampling.trees.tries import ScoredDrafts, merge_trees, trie
 from tests.helpers.guards import no_host_sync
 from tests.helpers.trie_case import assert_best, case, paths_of, shares, union_of
 
@@ -18,7 +18,7 @@ def test_tries(seed: int, num_nodes: int, keep: float) -> None:
     for i in range(4):
         tokens = [row[:length] for row, length in zip(continuations[i].tolist(), lengths[i].tolist(), strict=True)]
         assert_best(drafts, i, shares(tokens, weights[i].tolist(), keep))
-    assert drafts.num_drafts[3] == 0 and drafts.tree.parents[3].eq(0).all() and drafts.tree.depths[3].eq(1).all()
+    assert drafts.num_drafts[3] == 0 and drafts.tree.parents[4].eq(0).all() and drafts.tree.depths[3].eq(1).all()
 
 
 def test_one_occurrence_is_a_chain() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.base.blocks import MOST_NODES, DraftTree
 from specdec.device.deviation import Deviation, deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
-from specdec.sampling.trees import ancestors_of
+from specdec.sampling.trees.trees import ancestors_of
 
 
 class ScoredDrafts(NamedTuple):
@@ -52,7 +52,7 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
         keep: probability that the text goes on as before, per token; one for all, or float32 [num_reqs, M] for each occurrence.
     """
     if KERNEL.runs_on(continuations.device):
-        from specdec.kernels import triton_tries  # it imports Triton
+        from specdec.sampling.trees import triton_tries  # it imports Triton
 
         keeps = keep if isinstance(keep, Tensor) else torch.full_like(weights, keep)
         return ScoredDrafts(*triton_tries.trie(continuations, lengths, weights, num_nodes, keeps))
@@ -93,7 +93,7 @@ def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: i
         depth: most tokens of a path.
     """
     if KERNEL.runs_on(one.token_ids.device):
-        from specdec.kernels import triton_tries  # it imports Triton
+        from specdec.sampling.trees import triton_tries  # it imports Triton
 
         return ScoredDrafts(*triton_tries.merge(one, other, num_nodes, depth))
     return _plain_union(one, other, num_nodes, depth)
@@ -159,7 +159,7 @@ def _best(paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth
 
 def check_tries(device: torch.device) -> Deviation:
     """Two tries of few different tokens, and their union."""
-    from specdec.kernels import triton_tries
+    from specdec.sampling.trees import triton_tries
 
     generator = torch.Generator().manual_seed(0)
     plain: list[ScoredDrafts] = []

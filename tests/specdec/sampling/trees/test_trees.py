@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.sampling.trees import best_chain, best_first, walk
+from specdec.sampling.trees.trees import best_chain, best_first, walk
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, chain_by_hand, choices, scores_of
 from tests.helpers.tree_oracle import heap_tree, walk_tree

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.layers.argmax import argmax
-from specdec.sampling.candidates import candidates, highest_columns, off
+from specdec.sampling.argmax import argmax
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sample
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
+from specdec.sampling.trees.candidates import candidates, highest_columns, off
 from tests.helpers.guards import no_host_sync
 
 PARAMS = [

@@ -49,7 +49,7 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
     if num_nodes > paths:
         return _filled_up(best_first(scores, paths), num_nodes)
     if KERNEL.runs_on(scores.device):
-        from specdec.kernels import triton_trees  # it imports Triton
+        from specdec.sampling.trees import triton_trees  # it imports Triton
 
         edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, count, -1)
         parents, depths, ancestors, ranks, places, totals = triton_trees.best_first(edges, num_nodes)
@@ -85,7 +85,7 @@ def best_chain(edges: Tensor) -> Tensor:
         int64 [num_reqs, K], the candidate of each position.
     """
     if KERNEL.runs_on(edges.device):
-        from specdec.kernels import triton_trees  # it imports Triton
+        from specdec.sampling.trees import triton_trees  # it imports Triton
 
         return triton_trees.best_chain(edges)
     return _followed_edges(edges)
@@ -171,7 +171,7 @@ def walk(
         draft included.
     """
     if KERNEL.runs_on(token_ids.device):
-        from specdec.kernels import triton_trees  # it imports Triton
+        from specdec.sampling.trees import triton_trees  # it imports Triton
 
         return triton_trees.walk(token_ids, tree, target_ids, depth, num_drafts)
     return _followed(token_ids, tree, target_ids, depth, num_drafts)
@@ -196,7 +196,7 @@ def _followed(
 
 def check_trees(device: torch.device) -> Deviation:
     """Trees with many equal scores, and conditional ones; drafts that the target mostly agrees with."""
-    from specdec.kernels import triton_trees
+    from specdec.sampling.trees import triton_trees
 
     generator = torch.Generator().manual_seed(0)
     found = []

@@ -1,4 +1,5 @@
-"""The likeliest tokens of every row in Triton, with the noise that the target will draw with; see `specdec.sampling.candidates`.
+"""The likeliest tokens of every row in Triton, with the noise that the target will draw with; see
+`specdec.sampling.trees.candidates`.
 
 Programs first find the best token of every group of columns in their slice of a row, and what the slice adds to the row's
 normalizer, so that even one row keeps many processors busy. The best C tokens of a row lie in the C groups whose best ones are
@@ -12,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.triton_argmax import DTYPES, SLICE, token_key
-from specdec.kernels.triton_filters import COLDEST, least_kept
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.kernels.triton_sampler import gumbel, noise_bits
+from specdec.sampling.triton_filters import COLDEST, least_kept
+from specdec.sampling.triton_sampler import gumbel, noise_bits
 
 MOST_CANDIDATES = 64
 GROUP = 64
@@ -192,7 +193,7 @@ def candidates(
     sampled: bool,
     filtered: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `specdec.sampling.candidates.candidates`.
+    """See `specdec.sampling.trees.candidates.candidates`.
 
     Args:
         logits: [num_reqs, n, V], bfloat16, float16 or float32; the last axis is contiguous.

@@ -19,9 +19,9 @@ from specdec.device.deviation import Deviation, worst
 from specdec.kernels.kernel import Kernel
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import CACHED_NUMBERS
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling_params import SamplingParams
 
 _GROUP = 64  # columns; large enough for few groups, and small enough for few columns in those that are looked at
 
@@ -53,7 +53,7 @@ def candidates(
     """
     sampled, filtered = not sampling.plan.all_greedy, sampling.plan.filtered
     if KERNEL.runs_on(logits.device):
-        from specdec.kernels import triton_candidates  # it imports Triton
+        from specdec.sampling.trees import triton_candidates  # it imports Triton
 
         floats, ints = sampling.floats, sampling.ints
         return triton_candidates.candidates(
@@ -114,7 +114,7 @@ def check_candidates(device: torch.device) -> Deviation:
     """Rows of several slices, greedy and sampled, with filters and weights: how far the log-probabilities are off, in order and of
     the very tokens.
     """
-    from specdec.kernels import triton_candidates
+    from specdec.sampling.trees import triton_candidates
 
     filters = [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.1)]
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.0, 0.7, 1.5) for k, p, m in filters]

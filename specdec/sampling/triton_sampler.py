@@ -1,4 +1,5 @@
-"""Drawing tokens in Triton: slices of rows draw among the logits that the filters keep, see `specdec.kernels.triton_filters`.
+"""Drawing tokens in Triton: slices of rows draw among the logits that the filters keep, see
+`specdec.sampling.triton_filters`.
 
 The noise is that of `specdec.sampling.noise`, made where it is used. How a row is divided does not depend on its neighbors.
 """
@@ -9,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.triton_argmax import DTYPES, SLICE, choose_slice, token_key
-from specdec.kernels.triton_filters import COLDEST, least_kept
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
+from specdec.sampling.triton_filters import COLDEST, least_kept
 
 # As in specdec.sampling, which lies above; the tests compare the two.
 _NUM_PURPOSES = tl.constexpr(3)

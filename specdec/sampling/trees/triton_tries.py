@@ -1,4 +1,5 @@
-"""Trees out of paths in Triton, one program per request: what `specdec.sampling.tries` puts together.
+"""Trees out of paths in Triton, one program per request: what `specdec.sampling.trees.tries` puts
+together.
 
 Paths are entries, each with the entry before it; those that are alike are one. The best entries are sorted out at once: no path is
 likelier than its beginning, so that is among them already. A score is compared as one integer with the depth and the entry. Nothing
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from specdec.base.blocks import MOST_NODES, DraftTree
 from specdec.kernels.triton_argmax import token_key
-from specdec.kernels.triton_candidates import number_of
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
+from specdec.sampling.trees.triton_candidates import number_of
 
 WARPS = 8
 """So many hold what 63 drafts are compared with, without spilling."""
@@ -211,11 +212,11 @@ def _union_kernel(
 
 
 Drafts = tuple[DraftTree, Tensor, Tensor, Tensor]
-"""The fields of `specdec.sampling.tries.ScoredDrafts`, without a shift."""
+"""The fields of `specdec.sampling.trees.tries.ScoredDrafts`, without a shift."""
 
 
 def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, keep: Tensor) -> Drafts:
-    """See `specdec.sampling.tries.trie`.
+    """See `specdec.sampling.trees.tries.trie`.
 
     Args:
         continuations: int64 [num_reqs, M, K], the last axis contiguous.
@@ -247,7 +248,7 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
 
 
 def merge(one: tuple[*Drafts, Tensor | None], other: tuple[*Drafts, Tensor | None], num_nodes: int, depth: int) -> Drafts:
-    """See `specdec.sampling.tries.merge_trees`; of the trees all fields of `ScoredDrafts`."""
+    """See `specdec.sampling.trees.tries.merge_trees`; of the trees all fields of `ScoredDrafts`."""
     num_reqs, first = one[1].shape
     second = other[1].shape[1]
     found, scores, num_drafts = _room(num_reqs, num_nodes, one[1].device)

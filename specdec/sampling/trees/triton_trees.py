@@ -1,4 +1,5 @@
-"""Draft trees and chains in Triton, one program of one warp per request: what `specdec.sampling.trees` builds and walks.
+"""Draft trees and chains in Triton, one program of one warp per request: what
+`specdec.sampling.trees.trees` builds and walks.
 
 The builder keeps the best draft that is not yet chosen behind each one that is, and the best that remains of its siblings: the next
 of the tree is among them. A sum of scores is compared as one integer with the draft's depth, parent, the parent's candidate and its
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from specdec.base.blocks import DraftTree
 from specdec.kernels.triton_argmax import token_key
-from specdec.kernels.triton_candidates import number_of
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
+from specdec.sampling.trees.triton_candidates import number_of
 
 _LEAST = tl.constexpr(-(2**63))
 
@@ -86,7 +87,7 @@ def _best_first_kernel(
 
 
 def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
-    """See `specdec.sampling.trees.best_first`.
+    """See `specdec.sampling.trees.trees.best_first`.
 
     Args:
         edges: float32 [num_reqs, K, C, C], the last axis contiguous.
@@ -130,7 +131,7 @@ def _best_chain_kernel(
 
 
 def best_chain(edges: Tensor) -> Tensor:
-    """See `specdec.sampling.trees.best_chain`; the last axis of `edges` is contiguous."""
+    """See `specdec.sampling.trees.trees.best_chain`; the last axis of `edges` is contiguous."""
     num_reqs, depth, _, count = edges.shape
     assert edges.dtype == torch.float32 and edges.stride(-1) == 1 and count <= 256
     ranks = torch.empty(num_reqs, depth, dtype=torch.int64, device=edges.device)
@@ -176,7 +177,7 @@ def _walk_kernel(
 
 
 def walk(token_ids: Tensor, tree: DraftTree, target_ids: Tensor, depth: int, num_drafts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `specdec.sampling.trees.walk`; all are contiguous."""
+    """See `specdec.sampling.trees.trees.walk`; all are contiguous."""
     num_reqs, num_nodes = token_ids.shape
     assert token_ids.is_contiguous() and target_ids.is_contiguous() and target_ids.shape == (num_reqs, num_nodes + 1)
     assert tree.parents.is_contiguous() and tree.depths.is_contiguous() and tree.ancestors.is_contiguous() and depth <= num_nodes
