@@ -6,7 +6,7 @@ from typing import NamedTuple
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.base.errors import BackendError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 
 def attention_like(

@@ -20,7 +20,7 @@ from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError
 from specdec.base.files import parse_json
 from specdec.base.registry import WEIGHT_READERS, resolve
 from specdec.base.writing import disk_errors, fill_folder
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 
 def find_folder(path: str | Path) -> Path:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch
+from specdec.model.batch import DecodeBatch
 from specdec.sampling.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.noise import Purpose, of_step, uniform

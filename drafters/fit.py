@@ -26,7 +26,7 @@ from specdec.base.checkpoint.kinds import check_adapter, checkpoint_config
 from specdec.base.errors import CheckpointError, SpecDecError, one_line
 from specdec.base.files import user_path
 from specdec.base.registry import DRAFTERS, PARTS, resolve
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 _WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
 

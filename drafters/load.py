@@ -13,7 +13,7 @@ from specdec.base.checkpoint.kinds import check_adapter
 from specdec.base.checkpoint.tensor_files import TensorFiles, weight_files
 from specdec.base.errors import CheckpointError
 from specdec.base.registry import DRAFTERS, resolve
-from specdec.core import Drafter, Verifier
+from specdec.model.core import Drafter, Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from drafters.suffix.drafter import LONGEST, SuffixDrafter
 from specdec.base.errors import InvalidInputError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 
 class NGramDrafter(SuffixDrafter):
-    """Copies what followed the last n-gram the last time it occurred, or in a tree the last times; see `specdec.core.Drafter`.
+    """Copies what followed the last n-gram the last time it occurred, or in a tree the last times;
+    see `specdec.model.core.Drafter`.
 
     Args:
         max_draft_tokens: largest k.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from drafters.dflash.drafter import DFlashDrafter, load_dflash
 from specdec.base.errors import CheckpointError, InvalidInputError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 FOLDER = Path(__file__).parent / "smollm2_135m_instruct"
 FILES = ("config.json", "model.safetensors")

@@ -1,6 +1,7 @@
 """specdec: lossless speculative decoding centered on DFlash.
 
-Read `engine.engine` (the step), then `core` (the nouns); docs/life-of-a-request.md follows a prompt through the rooms. Drafters,
+Read `engine.engine` (the step), then `model.core` (the nouns); docs/life-of-a-request.md follows a
+prompt through the rooms. Drafters,
 targets and evaluations live in the packages `drafters`, `verifiers` and `evals`, which
 `base.registry` names.
 """
@@ -14,19 +15,19 @@ if TYPE_CHECKING:
     from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
     from specdec.base.errors import SpecDecError
     from specdec.base.metrics import AcceptanceStats
-    from specdec.core import BoundDrafter, Drafter, Verifier
     from specdec.decoder import SpecDecoder
     from specdec.engine.engine import SpecEngine
     from specdec.engine.handle import Handle, Stream
     from specdec.engine.outputs import GenerationResult, StreamChunk
     from specdec.engine.session import Session
     from specdec.grammar.grammar import Grammar
+    from specdec.model.core import BoundDrafter, Drafter, Verifier
     from specdec.sampling.params import SamplingParams
 
 _HOMES = {
     "base.config": ("CacheConfig", "EngineConfig", "LoadConfig"),
     "sampling.params": ("SamplingParams",),
-    "core": ("BoundDrafter", "Drafter", "Verifier"),
+    "model.core": ("BoundDrafter", "Drafter", "Verifier"),
     "decoder": ("SpecDecoder",),
     "engine.engine": ("SpecEngine",),
     "engine.handle": ("Handle", "Stream"),

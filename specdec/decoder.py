@@ -13,7 +13,6 @@ from torch import Tensor
 from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
 from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.base.messages import for_template, readable
-from specdec.core import Drafter, Verifier
 from specdec.device.device import resolve_device
 from specdec.drafter_choice import DrafterChoice, find_drafter
 from specdec.engine.lockstep import make_engine
@@ -21,9 +20,10 @@ from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.session import Session
 from specdec.engine.text import token_ids
 from specdec.loading import load_target
+from specdec.model.core import Drafter, Verifier
+from specdec.model.scratch import next_token_logits
 from specdec.parallel.mirror import Mirror, everywhere, mirror_of
 from specdec.sampling.params import SamplingParams
-from specdec.scratch import next_token_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
-from specdec.core import Drafter, Verifier
+from specdec.model.core import Drafter, Verifier
 from specdec.parallel.mirror import everywhere, mirror_of
 from specdec.parallel.plain import on_ranks
 

@@ -11,8 +11,8 @@ import torch
 
 from specdec.base.config import LoadConfig
 from specdec.base.registry import VERIFIERS, resolve
-from specdec.core import Verifier
 from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
+from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 from specdec.parallel.launch import device_of_rank, open_ranks
 from specdec.parallel.mirror import Mirror, current

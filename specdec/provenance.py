@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specdec.base.version import __version__
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "lm_eval")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

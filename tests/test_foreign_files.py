@@ -16,7 +16,7 @@ from drafters.load import load_drafter
 from specdec import SpecDecoder
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, SpecDecError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import SGLANG, SPECULATORS, write_head
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer

@@ -17,8 +17,8 @@ from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.attention.selector import select_backend
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
-from specdec.batch import DecodeBatch
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 

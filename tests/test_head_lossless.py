@@ -11,10 +11,10 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import Head, HeadConfig, HeadSizes
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.oracle import OracleDrafter, disturbed_logits

@@ -8,12 +8,12 @@ import torch
 
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import ForwardInput
-from specdec.core import Verifier
 from specdec.engine import build
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import StateCache
 from specdec.layers.recurrence import RecurrentRows
+from specdec.model.batch import ForwardInput
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts

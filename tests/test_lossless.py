@@ -11,8 +11,8 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter

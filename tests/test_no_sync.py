@@ -11,9 +11,9 @@ from drafters.composed.drafter import ComposedDrafter
 from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.guards import HostSyncError, no_host_sync

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from drafters.ngram import NGramDrafter
 from specdec.attention.selector import select_backend
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.edits import Edits
 from specdec.sampling.tensors import SamplingPlan
 from tests.helpers.tiny_models import CONFIGS, random_dflash

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from specdec.base.blocks import MOST_NODES, DraftTree
 from specdec.base.errors import InvalidInputError
-from specdec.batch import DecodeBatch, ForwardInput
 from specdec.engine.engine import SpecEngine
-from specdec.layers.cache_rows import CacheRows
+from specdec.model.batch import DecodeBatch, ForwardInput
+from specdec.model.cache_rows import CacheRows
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted_trees import FIRST, ScriptedTrees
 from tests.helpers.tiny_hybrids import hybrid_configs

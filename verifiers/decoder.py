@@ -10,8 +10,6 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.chunks import in_chunks
 from specdec.attention.mla import MlaBackend
-from specdec.batch import ForwardInput
-from specdec.core import RoutedExperts, VerifyOutput
 from specdec.kernels.packed import PackedWeight
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.decoder import Decoder
@@ -19,6 +17,8 @@ from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.sharded import Embedding, GatheredLinear
+from specdec.model.batch import ForwardInput
+from specdec.model.core import RoutedExperts, VerifyOutput
 from specdec.sampling.params import SamplingDefaults
 from verifiers.builder import LayerBuilder
 from verifiers.description import Description

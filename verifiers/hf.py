@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.base.errors import UnsupportedModelError
-from specdec.batch import ForwardInput
-from specdec.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
+from specdec.model.batch import ForwardInput
+from specdec.model.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingDefaults
 from verifiers.decoder import DecoderVerifier
 from verifiers.description import Description

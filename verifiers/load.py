@@ -24,9 +24,9 @@ from specdec.base.checkpoint.kinds import ADAPTER, check_adapter, checkpoint_con
 from specdec.base.checkpoint.tensor_files import TensorFiles, usually_named
 from specdec.base.config import GenerationSource
 from specdec.base.errors import CheckpointError, UnsupportedModelError
-from specdec.core import Verifier
 from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed_check import keeps_packed
+from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description

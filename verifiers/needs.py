@@ -19,9 +19,9 @@ from specdec.base.checkpoint.tensor_files import INDEXES
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import CheckpointError
 from specdec.base.files import user_path
-from specdec.core import ContextLimits
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
 from specdec.layers.packed_check import keeps_packed
+from specdec.model.core import ContextLimits
 from verifiers.divisions import divisions
 from verifiers.embedded import EMBEDDED, embedded_model_path
 from verifiers.families import describe

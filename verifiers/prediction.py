@@ -13,11 +13,11 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.base.checkpoint.hub import json_file
 from specdec.base.errors import BackendError, CheckpointError, one_line
-from specdec.core import Verifier
 from specdec.kv_cache import LayerSpec, SharedLayerSpec
 from specdec.layers.decoder import Decoder
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.prediction import ClusteredHead, PredictionLayers
+from specdec.model.core import Verifier
 from verifiers.builder import LayerBuilder
 from verifiers.checkpoint import read_named
 from verifiers.complete import check_shapes, shapes_of

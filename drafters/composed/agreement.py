@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drafters.composed.calibration import KERNEL
-from specdec.core import AcceptOutput, DraftOutput
+from specdec.model.core import AcceptOutput, DraftOutput
 
 
 def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutput) -> Tensor:

@@ -1,9 +1,13 @@
 """A composition of drafters: copying where a text repeats itself, a model where it does not.
 
-Every drafter drafts in every step; on a CPU models are left out of a step where they are not worth their time (`worth`). For each
-request the chain is verified of which most drafts are expected to be accepted, or the union of the trees (`union`). What a drafter
-expects is put right by what was accepted of its drafts lately. The tokens that the target puts out tell that of all that drafted,
-not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so whose they are changes no output.
+Every drafter drafts in every step; on a CPU models are left out of a step where they are not worth
+their time (`worth`). For each
+request the chain is verified of which most drafts are expected to be accepted, or the union of the
+trees (`union`). What a drafter
+expects is put right by what was accepted of its drafts lately. The tokens that the target puts out
+tell that of all that drafted,
+not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so whose they
+are changes no output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +25,13 @@ from drafters.composed.worth import Kind, Worth
 from specdec.base.blocks import BlockShape
 from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
-from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache, LayerSpec
+from specdec.model.batch import DecodeBatch, PrefillBatch
+from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 
 
 class ComposedDrafter(Drafter):
-    """Several drafters as one; see `specdec.core.Drafter`.
+    """Several drafters as one; see `specdec.model.core.Drafter`.
 
     Args:
         parts: two or more, each for the same target; of equal prospects the first drafts.
@@ -60,10 +64,11 @@ class ComposedDrafter(Drafter):
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundComposed":
-        """See `specdec.core.Drafter.bind`.
+        """See `specdec.model.core.Drafter.bind`.
 
         Raises:
-            InvalidInputError: probabilistic drafts, which are judged by the distribution of one drafter.
+            InvalidInputError: probabilistic drafts, which are judged by the distribution of one
+                drafter.
         """
         if draft_sampling == "probabilistic":
             raise InvalidInputError(
@@ -102,7 +107,7 @@ class _Step:
 
 
 class BoundComposed(BoundDrafter):
-    """The drafters of one engine; see `specdec.core.BoundDrafter`.
+    """The drafters of one engine; see `specdec.model.core.BoundDrafter`.
 
     Args:
         drafter: which they are.

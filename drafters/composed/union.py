@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
-from specdec.core import DraftOutput
+from specdec.model.core import DraftOutput
 from specdec.sampling.trees.tries import ScoredDrafts, merge_trees
 
 

@@ -8,8 +8,8 @@ from drafters.attention import LatentSizes
 from drafters.dflash.coupling import Coupling
 from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
-from specdec.core import Verifier
 from specdec.layers.rotary import STATIC_ROPE_TYPES
+from specdec.model.core import Verifier
 
 MOST_DRAFTS = 1024
 """More drafts per block than any drafter has: a number beyond comes from a damaged file."""
@@ -61,7 +61,8 @@ class DFlashConfig:
         keys_as_values: values are the keys before their norm.
         latent: sizes of latent attention (Kimi K3); None for attention with heads of their own keys. `head_dim` is that of queries.
         head: what corrects the logits behind each token; None for plain DFlash.
-        tied_tables: the head's tables are projections of the target's own, see `drafters.dflash.tied`.
+        tied_tables: the head's tables are projections of the target's own, see
+            `drafters.dflash.tied`.
         coupling: weights of its probabilities and of the shared noise; None are ones.
     """
 

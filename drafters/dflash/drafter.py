@@ -27,10 +27,10 @@ from specdec.attention.backend import AttentionBackend, Visibility
 from specdec.attention.mla import MlaBackend
 from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
-from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary import Angles, Rope
+from specdec.model.batch import DecodeBatch, PrefillBatch
+from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ MOST_DEFERRED = 16
 
 
 class DFlashDrafter(Drafter):
-    """A DFlash model made ready for one target; see `specdec.core.Drafter`.
+    """A DFlash model made ready for one target; see `specdec.model.core.Drafter`.
 
     Args:
         model: its weights move to the target's device and type and are laid out for its kernels, once and in place, so that all
@@ -107,7 +107,7 @@ class DFlashDrafter(Drafter):
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundDFlash":
-        """See `specdec.core.Drafter.bind`.
+        """See `specdec.model.core.Drafter.bind`.
 
         Raises:
             InvalidInputError: another target than the one this was made for.
@@ -117,7 +117,7 @@ class DFlashDrafter(Drafter):
 
 
 class BoundDFlash(BoundDrafter):
-    """A `DFlashDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
+    """A `DFlashDrafter` over the paged cache of one engine; see `specdec.model.core.BoundDrafter`.
 
     Steps without drafts leave the target's features in a ring, since the context of a few positions takes no longer than that of
     one. It is written once the ring is full, or drafts are wanted again.

@@ -13,9 +13,9 @@ from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
 from specdec.base.blocks import MOST_NODES
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput
 from specdec.layers.linear_choice import linear
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput
 from specdec.sampling.filters import COLDEST
 from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from specdec.sampling.trees.trees import best_chain, best_first

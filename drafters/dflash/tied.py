@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 OF_EMBEDDINGS = ("markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook")
 OF_HEAD = ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook", "embed_proj.2.weight")

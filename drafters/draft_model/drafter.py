@@ -13,12 +13,12 @@ from specdec.attention.mla import MlaBackend
 from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
 from specdec.base.registry import TOKENIZERS, VERIFIERS, resolve
-from specdec.batch import DecodeBatch
-from specdec.core import BoundDrafter, DraftOutput, Verifier
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import BoundDrafter, DraftOutput, Verifier
 
 
 class DraftModel(SequentialDrafter):
-    """A language model made ready to draft for a target; see `specdec.core.Drafter`.
+    """A language model made ready to draft for a target; see `specdec.model.core.Drafter`.
 
     Args:
         model: the draft model, loaded as a target is: on the target's device, with its type, block size and type of cache.

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.base.errors import CheckpointError
-from specdec.batch import ForwardInput
-from specdec.core import Verifier
 from specdec.kv_cache import LayerSpec, SharedLayerSpec, bytes_per_slot
+from specdec.model.batch import ForwardInput
+from specdec.model.core import Verifier
 
 
 class DraftModelNetwork(SequentialNetwork):

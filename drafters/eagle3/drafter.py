@@ -11,7 +11,7 @@ from drafters.eagle3.config import Eagle3Config
 from drafters.eagle3.network import Eagle3Network
 from drafters.sequential.drafter import SequentialDrafter
 from specdec.base.errors import InvalidInputError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from drafters.vocabulary import target_ids
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
-from specdec.core import Verifier
 from specdec.kv_cache import KVLayerSpec, LayerSpec
 from specdec.layers.attention import Attention, HeadAttention
 from specdec.layers.attention import Rows as AttentionRows
@@ -28,6 +27,7 @@ from specdec.layers.ops import Heads, Ops
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.rotary import Rope
 from specdec.layers.shared_block import EMBEDDINGS
+from specdec.model.core import Verifier
 
 
 @dataclass(frozen=True, slots=True, eq=False)

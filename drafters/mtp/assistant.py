@@ -16,8 +16,8 @@ from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.core import AcceptOutput, DraftOutput, Verifier, VerifyOutput
+from specdec.model.batch import DecodeBatch, PrefillBatch
+from specdec.model.core import AcceptOutput, DraftOutput, Verifier, VerifyOutput
 
 
 class AssistantDrafter(SequentialDrafter):
@@ -40,7 +40,8 @@ class AssistantDrafter(SequentialDrafter):
 
 
 class BoundAssistant(TokenByToken):
-    """An `AssistantDrafter` beside the target's cache of one engine; see `specdec.core.BoundDrafter`.
+    """An `AssistantDrafter` beside the target's cache of one engine; see
+    `specdec.model.core.BoundDrafter`.
 
     Args:
         drafter: the assistant.

@@ -12,8 +12,8 @@ from drafters.sequential.drafter import USUAL_DRAFTS, SequentialDrafter
 from specdec.base.checkpoint.hub import CONFIG
 from specdec.base.errors import CheckpointError, SpecDecError, one_line
 from specdec.base.registry import PARTS, resolve
-from specdec.core import Verifier
 from specdec.layers.prediction import PredictionLayers
+from specdec.model.core import Verifier
 
 
 def load_mtp(path: str | Path | None = None, *, verifier: Verifier) -> SequentialDrafter:

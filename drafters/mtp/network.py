@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from drafters.sequential.network import Rows, SequentialNetwork
-from specdec.core import Verifier
 from specdec.kv_cache import LayerSpec
 from specdec.layers.prediction import PredictionLayers
+from specdec.model.core import Verifier
 
 
 class PredictionNetwork(SequentialNetwork):

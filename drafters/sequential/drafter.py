@@ -16,9 +16,9 @@ from drafters.sequential.drafts import TokenByToken
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.kv_cache import LayerSpec
+from specdec.model.batch import DecodeBatch, PrefillBatch
+from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 
 USUAL_DRAFTS = 7
 """Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
@@ -28,7 +28,7 @@ MOST_DEFERRED = 16
 
 
 class SequentialDrafter(Drafter):
-    """A network made ready for one target; see `specdec.core.Drafter`.
+    """A network made ready for one target; see `specdec.model.core.Drafter`.
 
     Its trees are a chain with other candidates beside each of its tokens: they take no more forwards than the chain.
 
@@ -49,7 +49,8 @@ class SequentialDrafter(Drafter):
 
     @property
     def weight_bytes(self) -> int:
-        """See `specdec.core.Drafter.weight_bytes`; drafts after the first one read them again."""
+        """See `specdec.model.core.Drafter.weight_bytes`; drafts after the first one read them
+        again."""
         return self.network.weight_bytes
 
     @property
@@ -59,7 +60,7 @@ class SequentialDrafter(Drafter):
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> BoundDrafter:
-        """See `specdec.core.Drafter.bind`.
+        """See `specdec.model.core.Drafter.bind`.
 
         Raises:
             InvalidInputError: another target than the one this was made for.
@@ -73,7 +74,8 @@ class SequentialDrafter(Drafter):
 
 
 class BoundSequential(TokenByToken):
-    """A `SequentialDrafter` over the paged cache of one engine; see `specdec.core.BoundDrafter`.
+    """A `SequentialDrafter` over the paged cache of one engine; see
+    `specdec.model.core.BoundDrafter`.
 
     Args:
         drafter: the network.

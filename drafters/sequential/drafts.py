@@ -10,8 +10,8 @@ from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, sid
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch
-from specdec.core import BoundDrafter, DraftOutput
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import BoundDrafter, DraftOutput
 from specdec.sampling.trees.trees import best_first
 
 _UNKNOWN = -1e9  # score behind a token whose followers were not asked for: below all that is known, and finite

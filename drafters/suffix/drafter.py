@@ -17,9 +17,9 @@ from drafters.suffix.pool import TextPool
 from drafters.suffix.search import best_chain, search, weigh
 from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
-from specdec.batch import DecodeBatch
-from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.trees.tries import trie
 
 COMPARED = 4
@@ -33,7 +33,7 @@ TREE_OCCURRENCES = 8
 
 
 class SuffixDrafter(Drafter):
-    """Copies what followed earlier occurrences of the text's end; see `specdec.core.Drafter`.
+    """Copies what followed earlier occurrences of the text's end; see `specdec.model.core.Drafter`.
 
     Args:
         max_draft_tokens: largest k.
@@ -68,14 +68,16 @@ class SuffixDrafter(Drafter):
     def bind(
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundSuffix":
-        """See `specdec.core.Drafter.bind`; copied drafts are point masses under any `draft_sampling`."""
+        """See `specdec.model.core.Drafter.bind`; copied drafts are point masses under any
+        `draft_sampling`."""
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
         return BoundSuffix(self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device))
 
 
 class BoundSuffix(BoundDrafter):
-    """The texts of the requests of one engine, and the outputs of those before them; see `specdec.core.BoundDrafter`.
+    """The texts of the requests of one engine, and the outputs of those before them; see
+    `specdec.model.core.BoundDrafter`.
 
     Where the host may look, the engine asks for the `outlook` first; what was found for that serves the drafts as well.
 

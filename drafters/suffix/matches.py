@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.batch import DecodeBatch
+from specdec.model.batch import DecodeBatch
 
 NOTHING = -1
 """Stands between texts, and for what is not there; no token has it."""

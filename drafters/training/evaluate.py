@@ -22,7 +22,7 @@ from drafters.training.dataset import AnswerSet, in_batches
 from drafters.training.mask import use_flex
 from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
-from specdec.batch import DecodeBatch
+from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees.candidates import candidates

@@ -26,8 +26,8 @@ from specdec.base.config import EngineConfig
 from specdec.base.errors import CheckpointError, SpecDecError
 from specdec.base.metrics import pooled
 from specdec.base.writing import remove, write_text
-from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}

@@ -11,8 +11,8 @@ from transformers import AttentionInterface
 
 from drafters.training.blocks import SequenceBatch
 from specdec.attention.backend import AttentionMetadata
-from specdec.batch import ForwardInput
 from specdec.kv_cache import PagedKVCache, blocks_for
+from specdec.model.batch import ForwardInput
 
 ATTENTION_NAME = "specdec_causal"
 """Value of `attn_implementation`. No mask function is registered under it, so Transformers builds no masks."""

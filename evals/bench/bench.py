@@ -23,10 +23,10 @@ from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import AcceptanceStats, pooled
 from specdec.base.registry import drafter_name
-from specdec.core import Drafter
 from specdec.decoder import SpecDecoder
 from specdec.drafter_choice import find_drafter
 from specdec.engine.build import tree_reasons
+from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 
 SPLIT_ITEMS = 4

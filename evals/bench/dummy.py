@@ -18,8 +18,8 @@ from evals.roofline import measured_bandwidth, step_bytes
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.core import Verifier
 from specdec.kv_cache import bytes_per_slot
+from specdec.model.core import Verifier
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import group_of
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from evals.prompt_sets import PromptSet
 from evals.runner import most_tokens, run_set
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.decoder import SpecDecoder
+from specdec.model.batch import DecodeBatch, PrefillBatch
+from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.sampling.params import SamplingParams
 
 MOST_TOKENS = 64

@@ -10,7 +10,7 @@ import torch
 
 from evals.peers.peer import only_greedy, require
 from specdec.base.errors import InvalidInputError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 NAME = "llama.cpp"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.base.registry import resolve
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 PEERS = {

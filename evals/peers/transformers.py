@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, __version__
 from evals.peers.peer import only_greedy
 from evals.report.provenance import checkpoint_folder
 from specdec.base.errors import InvalidInputError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 LOOKUP_TOKENS = 10

@@ -20,7 +20,7 @@ from drafters.shipped import shipped_drafter_path
 from evals.peers.peer import only_greedy, require
 from evals.report.provenance import checkpoint_folder
 from specdec.base.errors import InvalidInputError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 MEMORY_SHARE = 0.4

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.core import AcceptOutput, DraftOutput
 from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
+from specdec.model.core import AcceptOutput, DraftOutput
 from specdec.sampling.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.logprobs import Logprobs, logprobs_of

@@ -9,10 +9,10 @@ from itertools import count
 from typing import Any
 
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.core import Verifier
 from specdec.engine.request import Request
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)

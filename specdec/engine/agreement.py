@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from specdec.core import AcceptOutput
+from specdec.model.core import AcceptOutput
 from specdec.parallel.collectives import broadcast
 from specdec.parallel.group import Group
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdec.core import DraftOutput
+from specdec.model.core import DraftOutput
 
 
 class Block(NamedTuple):

@@ -20,11 +20,11 @@ from typing import Literal, NamedTuple
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
-from specdec.core import Drafter
 from specdec.engine.buckets import batch_bucket
 from specdec.engine.draft_acceptance import FIRST_GUESS, BlockAcceptance, Path
 from specdec.engine.prospects import Prospects
 from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
+from specdec.model.core import Drafter
 
 PROBING = {False: 0.006, True: 0.002}
 """Shares of the time that may go into measuring shapes that are not the best, by whether a step has to be captured for that: the
@@ -127,7 +127,7 @@ class BlockChoice:
 
     Args:
         rungs: what to choose from, as `shapes` gives them.
-        likeliest_first: see `specdec.core.Drafter.likeliest_first`.
+        likeliest_first: see `specdec.model.core.Drafter.likeliest_first`.
 
     Attributes:
         rungs: the same.

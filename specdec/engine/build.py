@@ -13,7 +13,6 @@ from specdec.attention import selector
 from specdec.base.blocks import MOST_NODES, BlockShape
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.core import Drafter, Verifier
 from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.capture import CudaCapture, captures_graphs
@@ -28,6 +27,7 @@ from specdec.engine.step import StepRunner
 from specdec.engine.timing import StepTimer
 from specdec.kernels.kernel import check_all
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
+from specdec.model.core import Drafter, Verifier
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
 

@@ -133,7 +133,7 @@ class BlockAcceptance:
     Args:
         rungs: shapes that steps may have.
         sampled: the target samples, and a tree has what its noise may choose.
-        likeliest_first: see `specdec.core.Drafter.likeliest_first`.
+        likeliest_first: see `specdec.model.core.Drafter.likeliest_first`.
         guess: see `AcceptanceEstimate`.
     """
 

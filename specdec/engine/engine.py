@@ -22,7 +22,6 @@ import torch
 
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
-from specdec.core import Drafter, Verifier
 from specdec.engine.admission import Admission, OnTokens
 from specdec.engine.block_choice import BlockChoice, ladder
 from specdec.engine.build import build_engine
@@ -36,6 +35,7 @@ from specdec.engine.slots import samples_first_token
 from specdec.engine.timing import StepClock
 from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.kv_cache import PrefixCounts
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 
 IDLE_SECONDS = 0.02

@@ -7,13 +7,13 @@ import torch
 
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import BackendError
-from specdec.batch import DecodeBatch
-from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.device.deviation import Deviation, worst
 from specdec.engine import capture as capturing
 from specdec.engine.captured import capture_steps
 from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows
 from specdec.kv_cache import blocks_for
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 
 NUM_DRAFTS = 3
@@ -62,7 +62,7 @@ class Counting(Drafter):
     def bind(
         self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> BoundDrafter:
-        """See `specdec.core.Drafter.bind`."""
+        """See `specdec.model.core.Drafter.bind`."""
         return BoundCounting(verifier.vocab_size)
 
 
@@ -73,7 +73,7 @@ class BoundCounting(BoundDrafter):
         self._vocab_size = vocab_size
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """See `specdec.core.BoundDrafter.propose`."""
+        """See `specdec.model.core.BoundDrafter.propose`."""
         steps = torch.arange(1, batch.k + 1, device=batch.anchors.device)
         return DraftOutput((batch.anchors[:, None] + steps) % self._vocab_size)
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import BackendError
-from specdec.batch import Context, DecodeBatch
 from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
 from specdec.engine.capture import Capture
 from specdec.engine.selection import Selection
 from specdec.engine.slots import SlotState
 from specdec.engine.step_table import num_columns
+from specdec.model.batch import Context, DecodeBatch
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from specdec.sampling.tensors import SamplingPlan

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape
-from specdec.batch import DecodeBatch
-from specdec.core import AcceptOutput, VerifyOutput
 from specdec.engine.block import Block
 from specdec.engine.capture import Capture
 from specdec.engine.graphs import CapturedSteps, StepShape
@@ -30,6 +28,8 @@ from specdec.engine.request import Request
 from specdec.engine.slots import SlotState
 from specdec.engine.step_table import result_table
 from specdec.engine.timing import StepTimer
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import AcceptOutput, VerifyOutput
 from specdec.parallel.group import Group
 from specdec.sampling.masks import TokenMasks
 

@@ -20,7 +20,6 @@ import torch
 
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
-from specdec.core import Drafter, Verifier
 from specdec.engine.admission import OnTokens
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
@@ -28,6 +27,7 @@ from specdec.engine.scheduler import Schedule
 from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
+from specdec.model.core import Drafter, Verifier
 from specdec.parallel.mirror import STEP, Mirror, everywhere, mirror_of
 from specdec.parallel.plain import RECORDS, on_ranks, pack, unpack
 from specdec.parallel.wire import Message

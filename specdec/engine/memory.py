@@ -8,9 +8,9 @@ import torch
 
 from specdec.base.config import CacheConfig
 from specdec.base.errors import CapacityError
-from specdec.core import Verifier
 from specdec.device.device import default_cache_bytes
 from specdec.kv_cache import LatentLayerSpec, LayerSpec, bytes_per_slot, num_blocks_in_budget
+from specdec.model.core import Verifier
 
 logger = logging.getLogger(__name__)
 

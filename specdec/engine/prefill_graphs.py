@@ -12,14 +12,14 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.sizes import power_of_two
-from specdec.batch import ForwardInput, PrefillBatch
-from specdec.core import Verifier
 from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
 from specdec.engine.capture import Capture
 from specdec.engine.graphs import ShapeGraphs
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.model.batch import ForwardInput, PrefillBatch
+from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 
 LEAST_ROWS = 128

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from sys import maxsize
 from typing import NamedTuple
 
-from specdec.batch import Context
 from specdec.engine.request import Request
 from specdec.kv_cache import BlockPool, PrefixCounts, Snapshot, prefix_hashes, prefix_root
+from specdec.model.batch import Context
 
 SNAPSHOT_SPACING = 64
 """Generated tokens after which a snapshot of recurrent states is taken again, in the place of the one before: it costs a copy of
@@ -49,8 +49,8 @@ class PrefixCache:
         pool: of the blocks.
         block_size: tokens per block.
         enabled: False neither finds nor offers anything.
-        tokens_ahead: see `specdec.core.Drafter.tokens_ahead`.
-        late_context: see `specdec.core.Drafter.late_context`.
+        tokens_ahead: see `specdec.model.core.Drafter.tokens_ahead`.
+        late_context: see `specdec.model.core.Drafter.late_context`.
         recurrent: layers keep states, which are to be kept along with blocks.
 
     Attributes:

@@ -32,7 +32,8 @@ class Request:
     """One sequence on the host.
 
     Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together),
-    `stop_ids` (tokens that end the output), `rope_len` (see `specdec.batch.ForwardInput.rope_lens`), `grammar` (of an output that
+    `stop_ids` (tokens that end the output), `rope_len` (see
+    `specdec.model.batch.ForwardInput.rope_lens`), `grammar` (of an output that
     has one, until the request ends).
     Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, `steps`.
     Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `snapshot`,

@@ -59,7 +59,7 @@ class Scheduler:
         max_tokens_beside: the same in a step in which requests decode; None for no difference.
         prefix: finds and offers what requests have in common; None does neither.
         num_draft_tokens: drafts per step for which there must be room.
-        num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
+        num_lookahead_tokens: see `specdec.model.core.Drafter.num_lookahead_tokens`.
         snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own, at the end of a
             prompt or where it parts from another; None where no layer is recurrent.
     """

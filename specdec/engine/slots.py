@@ -8,12 +8,12 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.blocks import BlockShape
-from specdec.batch import Context, DecodeBatch, ForwardInput, PrefillBatch
-from specdec.core import AcceptOutput
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk, prefill_tokens
 from specdec.engine.selection import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.model.batch import Context, DecodeBatch, ForwardInput, PrefillBatch
+from specdec.model.core import AcceptOutput
 from specdec.sampling.edits import Edits, num_edits
 from specdec.sampling.tensors import SamplingTensors
 
@@ -30,8 +30,8 @@ class SlotState:
         max_model_len: position ids stay below it.
         vocab_size: width of the table of tokens seen, which exists once a request has a repetition penalty.
         device: where the tensors live.
-        num_lookahead_tokens: see `specdec.core.Drafter.num_lookahead_tokens`.
-        rotates_by_length: the target asks, see `specdec.batch.ForwardInput.rope_lens`.
+        num_lookahead_tokens: see `specdec.model.core.Drafter.num_lookahead_tokens`.
+        rotates_by_length: the target asks, see `specdec.model.batch.ForwardInput.rope_lens`.
     """
 
     def __init__(

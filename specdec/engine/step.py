@@ -11,8 +11,6 @@ from torch import Tensor
 
 from specdec.base.blocks import BlockShape
 from specdec.base.sizes import power_of_two
-from specdec.batch import Context, DecodeBatch, PrefillBatch
-from specdec.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.acceptance import accept, follow
 from specdec.engine.agreement import agreed
 from specdec.engine.block import Block
@@ -27,7 +25,9 @@ from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.step_table import result_table
 from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
-from specdec.layers.cache_rows import CacheRows
+from specdec.model.batch import Context, DecodeBatch, PrefillBatch
+from specdec.model.cache_rows import CacheRows
+from specdec.model.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
 from specdec.parallel.group import group_of
 from specdec.sampling.logprobs import logprobs_of
 from specdec.sampling.masks import TokenMasks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape
-from specdec.core import AcceptOutput, DraftOutput
+from specdec.model.core import AcceptOutput, DraftOutput
 from specdec.sampling.logprobs import Unpacked, num_packed
 from specdec.sampling.tensors import SamplingPlan
 

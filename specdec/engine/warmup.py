@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from specdec.base.blocks import BlockShape
-from specdec.batch import Context
 from specdec.engine.block_choice import MOST_TREE_ROWS, ladder
 from specdec.engine.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
@@ -21,6 +20,7 @@ from specdec.engine.scheduler import Chunk
 from specdec.engine.selection import Selection
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.model.batch import Context
 from specdec.parallel.mirror import everywhere
 from specdec.parallel.plain import on_ranks
 from specdec.sampling.params import SamplingParams

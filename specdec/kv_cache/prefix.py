@@ -18,7 +18,7 @@ def prefix_root(*, rope_len: int, salt: str | None) -> bytes:
     """What the first digest is chained to: all that changes keys and values beside the tokens, and whose blocks they are.
 
     Args:
-        rope_len: see `specdec.batch.ForwardInput.rope_lens`.
+        rope_len: see `specdec.model.batch.ForwardInput.rope_lens`.
         salt: see `specdec.sampling.params.SamplingParams.cache_salt`.
 
     >>> prefix_root(rope_len=0, salt=None)
@@ -38,7 +38,7 @@ def prefix_hashes(
         token_ids: below 2**31.
         block_size: tokens per block.
         root: of `prefix_root`.
-        ahead: see `specdec.core.Drafter.tokens_ahead`.
+        ahead: see `specdec.model.core.Drafter.tokens_ahead`.
         known: digests of the same sequence that were made before.
 
     >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2), prefix_hashes([1, 2, 3, 9], 2)

@@ -151,7 +151,8 @@ class Rope:
         return cls(frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature)
 
     def frequencies_of(self, position_ids: Tensor, rope_lens: Tensor) -> Tensor:
-        """float32 [..., head_dim / 2] for rows with these positions and `specdec.batch.ForwardInput.rope_lens`, int64 [...]."""
+        """float32 [..., head_dim / 2] for rows with these positions and
+        `specdec.model.batch.ForwardInput.rope_lens`, int64 [...]."""
         if self.long_frequencies is not None:
             return torch.where(rope_lens[..., None] > 0, self.long_frequencies, self.frequencies)
         if self.growth is None:
@@ -187,7 +188,8 @@ class Angles:
             position_ids: of the rows.
             rope: how they are rotated.
             dtype: of the result.
-            rope_lens: int64 like `position_ids`, see `specdec.batch.ForwardInput`; None for the usual frequencies.
+            rope_lens: int64 like `position_ids`, see `specdec.model.batch.ForwardInput`; None for
+                the usual frequencies.
         """
         frequencies = rope.frequencies if rope_lens is None else rope.frequencies_of(position_ids, rope_lens)
         factors = None if rope.temperature is None else rope.temperature.factors(position_ids, dtype)

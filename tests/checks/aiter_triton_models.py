@@ -10,10 +10,10 @@ import torch
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import ForwardInput
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import PagedKVCache, blocks_for
+from specdec.model.batch import ForwardInput
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 

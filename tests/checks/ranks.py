@@ -20,10 +20,10 @@ from transformers import LlamaConfig
 
 from evals.bench.dummy_engine import FreeDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Verifier
 from specdec.device.device import resolve_device
 from specdec.engine.engine import SpecEngine
 from specdec.layers.exchange import shared_rows
+from specdec.model.core import Verifier
 from specdec.parallel.collectives import all_reduce
 from specdec.parallel.group import Group, join_group, rank_device
 from specdec.parallel.one_shot import OneShot

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.batch import ForwardInput
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
+from specdec.model.batch import ForwardInput
 from verifiers.decoder import DecoderVerifier
 from verifiers.families import describe
 from verifiers.weights import Weights

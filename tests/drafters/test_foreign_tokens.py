@@ -11,10 +11,10 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, Verifier
 from specdec.engine.block import Block
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash

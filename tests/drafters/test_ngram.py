@@ -13,8 +13,8 @@ from drafters.suffix.drafter import TREE_OCCURRENCES
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
+from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees.trees import walk
 from tests.drafters.tiny import BLOCK, FakeVerifier, Rig, tiny_target

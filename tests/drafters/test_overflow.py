@@ -17,9 +17,9 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.sequential.drafts import TokenByToken
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash

@@ -17,9 +17,9 @@ from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.blocks import BlockShape
-from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
-from specdec.core import AcceptOutput, ContextLimits, Drafter, LengthRule, VerifyOutput
 from specdec.kv_cache import PagedKVCache
+from specdec.model.batch import DecodeBatch, ForwardInput, PrefillBatch
+from specdec.model.core import AcceptOutput, ContextLimits, Drafter, LengthRule, VerifyOutput
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.sampling.tensors import SamplingTensors
 

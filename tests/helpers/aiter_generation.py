@@ -4,9 +4,9 @@ from typing import Any
 
 from drafters.dflash.drafter import DFlashDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import random_dflash, random_prompts

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, LayerSpec, PagedKVCache, SharedLayerSpec
-from specdec.layers.cache_rows import CacheRows
+from specdec.model.cache_rows import CacheRows
 
 SPECS: list[LayerSpec] = [KVLayerSpec(2, 8), LatentLayerSpec(12, index_bytes=4), SharedLayerSpec(0), KVLayerSpec(3, 40)]
 BLOCKS, BLOCK_SIZE = 8, 4

@@ -13,7 +13,7 @@ from typing import Any
 
 from drafters.ngram import load_ngram
 from specdec import provenance
-from specdec.core import BoundDrafter, Drafter, Verifier
+from specdec.model.core import BoundDrafter, Drafter, Verifier
 from tests.helpers.waiting import wait_until
 
 HOME = "tests.helpers.cluster_drafter:load"

@@ -3,11 +3,11 @@
 from typing import Any
 
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts, tiny_tokenizer
 

@@ -13,10 +13,10 @@ import torch
 import specdec.engine.memory
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import BackendError
-from specdec.core import AcceptOutput
 from specdec.engine import guided
 from specdec.engine.agreement import agreed
 from specdec.engine.graphs import ShapeGraphs
+from specdec.model.core import AcceptOutput
 from specdec.parallel.collectives import least
 from specdec.parallel.mirror import current
 from specdec.parallel.plain import on_ranks

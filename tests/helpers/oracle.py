@@ -11,9 +11,9 @@ from drafters.dflash.drafter import BoundDFlash
 from drafters.dflash.drafts import Drafts
 from drafters.head import Head
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch, PrefillBatch
-from specdec.core import AcceptOutput, Drafter, Verifier, VerifyOutput
 from specdec.kv_cache import LayerCache
+from specdec.model.batch import DecodeBatch, PrefillBatch
+from specdec.model.core import AcceptOutput, Drafter, Verifier, VerifyOutput
 
 
 class OracleDrafter(Drafter):

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch
-from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.kv_cache import LayerCache
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier
 
 
 class ScriptedDrafter(Drafter):

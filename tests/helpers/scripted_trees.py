@@ -7,9 +7,9 @@ from torch import Tensor
 
 from specdec.base.blocks import DraftTree
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput, Verifier
 from specdec.kv_cache import LayerCache
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput, Verifier
 from tests.helpers.scripted import BoundScript, ScriptedDrafter
 from tests.helpers.trees import Parents, path_to
 

@@ -54,7 +54,7 @@ from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from drafters.head import HeadConfig
 from specdec.attention.selector import select_backend
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.helpers.tiny_hybrids import hybrid_configs
 from tests.helpers.tiny_shapes import shape_configs
 from verifiers.hf import verifier_for

@@ -3,9 +3,9 @@
 from typing import Any
 
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
+from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts

@@ -14,7 +14,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from specdec.attention.selector import select_backend
 from specdec.base.errors import CheckpointError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.helpers import tiny_composites
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
 from tests.verifiers.test_hf import BLOCK, PackedRun

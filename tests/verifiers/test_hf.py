@@ -12,12 +12,12 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.errors import CheckpointError
-from specdec.batch import ForwardInput
-from specdec.core import Verifier
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.layers.linear import BlockedLinear, DenseLinear, can_block
 from specdec.layers.linear_choice import linear
 from specdec.layers.rotary import Angles, Rope
+from specdec.model.batch import ForwardInput
+from specdec.model.core import Verifier
 from tests.helpers.bounds import assert_as_exact, assert_rows_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import CONFIGS, SHORT_LEN, WINDOW, paged_verifier, plain_model, random_prompts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.base.errors import UnsupportedModelError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.helpers.hub_cache import cached, offline
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from verifiers.load import load_verifier

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, CohereConfig, PreTrainedModel
 
 from specdec import SpecDecoder
 from specdec.base.errors import CheckpointError
-from specdec.core import Verifier
 from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear_attention import LinearAttention
 from specdec.layers.packed import PackedLinear
+from specdec.model.core import Verifier
 from tests.helpers import quantized, tiny_composites
 from tests.helpers.tiny_models import plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_checkpoint import logits, read, verifier_of

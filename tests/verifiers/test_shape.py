@@ -8,8 +8,8 @@ import torch
 
 from specdec.attention.backend import AttentionMetadata, HeadShape
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.core import Verifier
 from specdec.kv_cache import KVLayerSpec, PagedKVCache, SharedLayerSpec
+from specdec.model.core import Verifier
 from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.needs import needs_of

@@ -31,8 +31,8 @@ from transformers import (
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.errors import UnsupportedModelError
-from specdec.batch import ForwardInput
 from specdec.kv_cache import PagedKVCache
+from specdec.model.batch import ForwardInput
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import paged_verifier
 from verifiers.hybrids import HYBRIDS

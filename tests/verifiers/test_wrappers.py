@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from drafters.ngram import NGramDrafter
 from specdec import SpecDecoder
 from specdec.base.errors import CheckpointError, InvalidInputError, UnsupportedModelError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.helpers.tiny_composites import CONFIGS, IMAGE, VIDEO, change_tensors, composite, save, type_of
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits

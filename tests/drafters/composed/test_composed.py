@@ -18,12 +18,12 @@ from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import pooled
-from specdec.batch import DecodeBatch
-from specdec.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import LayerCache
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees.trees import best_first
 from tests.drafters.eagle3.heads import random_eagle3

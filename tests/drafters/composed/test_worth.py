@@ -11,9 +11,9 @@ from drafters.composed.drafter import BoundComposed, ComposedDrafter
 from drafters.composed.worth import ENOUGH, MOST_SKIPPED, Worth
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts

@@ -10,9 +10,9 @@ from drafters.dflash.coupling import Coupling, CouplingTable
 from drafters.dflash.drafter import BoundDFlash, DFlashDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees.candidates import candidates

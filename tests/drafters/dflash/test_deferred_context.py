@@ -11,9 +11,9 @@ from drafters.dflash import drafter as module
 from drafters.dflash.drafter import MOST_DEFERRED, BoundDFlash
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 

@@ -15,8 +15,8 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig, HeadSizes
 from specdec.base.blocks import BlockShape
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.tensors import SamplingTensors
 from tests.drafters.heads import ANCHORS, LENGTHS, PaperMarkov, backbone, head_tensors, headed, with_head

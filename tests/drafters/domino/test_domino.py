@@ -20,8 +20,8 @@ from drafters.head import left_sides
 from drafters.load import load_drafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError
-from specdec.core import DraftOutput
 from specdec.engine.engine import SpecEngine
+from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.dflash.test_drafter import dense_hidden
 from tests.drafters.tiny import HIDDEN, TINY, VOCAB, FakeVerifier, Rig, tiny_target, tiny_tensors, write_tiny_dflash

@@ -13,7 +13,7 @@ from drafters.eagle3.checkpoint import tensor_shapes
 from drafters.eagle3.config import parse_config
 from drafters.eagle3.drafter import eagle3_drafter
 from drafters.sequential.drafter import SequentialDrafter
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.helpers.tiny_models import VOCAB
 
 HIDDEN, TARGET_LAYERS = 32, 4

@@ -12,9 +12,9 @@ from drafters.load import load_drafter
 from drafters.mtp.assistant import AssistantDrafter, BoundAssistant
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant

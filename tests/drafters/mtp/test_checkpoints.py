@@ -14,7 +14,7 @@ from drafters.mtp.load import load_mtp
 from specdec import SpecDecoder
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.drafters.mtp.test_layers import case
 from tests.drafters.mtp.test_oracles import TEXT, close, ours, write_speculators
 from tests.helpers import quantized, tiny_composites

@@ -9,8 +9,8 @@ import torch
 from drafters.load import load_drafter
 from drafters.mtp.load import load_mtp
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_assistants import gemma4_target, write_assistant
 from tests.helpers.tiny_models import random_prompts

@@ -13,7 +13,7 @@ from drafters.convert import convert
 from drafters.fit import fit_of, read_fit
 from drafters.load import load_drafter
 from specdec.base.errors import SpecDecError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.drafters.mtp.test_assistants import case
 from tests.drafters.mtp.test_oracles import write_speculators
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer

@@ -7,7 +7,7 @@ import torch
 
 from drafters.mtp.load import load_mtp
 from drafters.sequential.drafter import SequentialDrafter
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.tiny_models import random_prompts

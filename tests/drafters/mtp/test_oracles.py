@@ -15,8 +15,8 @@ from drafters.mtp.network import PredictionNetwork
 from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
-from specdec.core import Verifier
 from specdec.kv_cache import PagedKVCache
+from specdec.model.core import Verifier
 from tests.drafters.mtp.test_layers import TOLERANCE, case
 from tests.helpers.speculators_reference import speculators
 from tests.helpers.tiny_models import WINDOW

@@ -11,10 +11,10 @@ from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, Sequenti
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import CacheConfig
-from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
-from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import prefix_hashes
+from specdec.model.batch import DecodeBatch, ForwardInput, PrefillBatch
+from specdec.model.core import DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import HIDDEN, TAPS, case, check_drafts, noted_run
 from tests.helpers.scripted import BoundScript, ScriptedDrafter

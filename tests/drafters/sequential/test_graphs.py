@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.core import Drafter
 from specdec.engine.engine import SpecEngine
+from specdec.model.core import Drafter
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import toy_drafter
 from tests.specdec.engine import test_graphs

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from drafters.sequential.drafter import SequentialDrafter
 from drafters.sequential.network import Rows, SequentialNetwork
-from specdec.batch import DecodeBatch, ForwardInput
-from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LayerSpec
+from specdec.model.batch import DecodeBatch, ForwardInput
+from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import ToyNetwork, noted_run, toy_drafter

@@ -15,8 +15,6 @@ from drafters.sequential.network import Mask, Rows, SequentialNetwork
 from specdec.attention.backend import AttentionBackend
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import KVLayerSpec, LayerSpec
@@ -28,6 +26,8 @@ from specdec.layers.norm import Norm
 from specdec.layers.ops import Heads
 from specdec.layers.ops_choice import ops_for
 from specdec.layers.rotary import Angles, Rope, rotate
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model
 

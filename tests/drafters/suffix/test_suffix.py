@@ -15,7 +15,7 @@ from drafters.suffix.matches import NOTHING
 from drafters.suffix.pool import TextPool
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
-from specdec.core import DraftOutput
+from specdec.model.core import DraftOutput
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync
 

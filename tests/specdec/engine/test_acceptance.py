@@ -16,9 +16,9 @@ from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.core import AcceptOutput, DraftOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
+from specdec.model.core import AcceptOutput, DraftOutput
 from specdec.sampling.edits import Edits
 from specdec.sampling.noise import Purpose, of_step, uniform
 from specdec.sampling.params import SamplingParams

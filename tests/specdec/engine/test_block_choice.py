@@ -12,15 +12,15 @@ from drafters.ngram import NGramDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.metrics import AcceptanceStats, pooled
-from specdec.batch import DecodeBatch, ForwardInput
 from specdec.cli import generate as generate_command
-from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine.block_choice import BlockChoice, ladder, shapes
 from specdec.engine.buckets import BATCH_SIZES
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.step_times import StepSize, StepTimes
+from specdec.model.batch import DecodeBatch, ForwardInput
+from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.block_choice_world import ChainLength
 from tests.helpers.scripted import ScriptedDrafter

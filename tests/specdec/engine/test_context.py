@@ -13,9 +13,9 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.mtp.load import load_mtp
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.core import ContextLimits
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
+from specdec.model.core import ContextLimits
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model

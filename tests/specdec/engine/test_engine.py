@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.batch import DecodeBatch, ForwardInput
-from specdec.core import DraftOutput, Verifier, VerifyOutput
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
+from specdec.model.batch import DecodeBatch, ForwardInput
+from specdec.model.core import DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts

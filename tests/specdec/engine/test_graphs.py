@@ -20,14 +20,14 @@ from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import Context, DecodeBatch
-from specdec.core import Drafter, DraftOutput
 from specdec.engine import buckets, graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.selection import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.model.batch import Context, DecodeBatch
+from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
 from tests.helpers.guards import no_host_sync

@@ -13,14 +13,14 @@ pytest.importorskip("xgrammar")
 from drafters.ngram import NGramDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, DraftOutput
 from specdec.decoder import SpecDecoder
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.rules import rules_of
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
 from tests.helpers.scripted import ScriptedDrafter

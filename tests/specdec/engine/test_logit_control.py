@@ -9,9 +9,9 @@ import torch
 from drafters.ngram import NGramDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Verifier
 from specdec.engine import prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prefill_graphs import PrefillGraphs
+from specdec.model.core import Verifier
+from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
-from specdec.scratch import next_token_logits
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import SHORT_LEN, paged_verifier, plain_greedy, plain_model, random_prompts

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from specdec.core import RoutedExperts
 from specdec.engine import graphs, prefill_graphs
 from specdec.engine.engine import SpecEngine
 from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
+from specdec.model.core import RoutedExperts
 from specdec.sampling.params import SamplingParams
 from tests.specdec.engine.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 

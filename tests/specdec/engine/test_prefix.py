@@ -16,13 +16,13 @@ from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.batch import DecodeBatch, ForwardInput
-from specdec.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.engine import build
 from specdec.engine import prefix as module
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import BlockPool, StateCache, prefix_hashes
+from specdec.model.batch import DecodeBatch, ForwardInput
+from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
 from tests.helpers.scripted import ScriptedDrafter

@@ -9,13 +9,13 @@ import torch
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
 from specdec.engine.scheduler import Chunk, Scheduler
 from specdec.engine.selection import Selection
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash

@@ -10,10 +10,10 @@ import torch
 
 from specdec import SpecDecoder
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter

@@ -10,11 +10,11 @@ import pytest
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.core import Verifier
 from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.outputs import GenerationResult
 from specdec.engine.session import Session
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer

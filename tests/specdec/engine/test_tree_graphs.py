@@ -12,11 +12,11 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.blocks import DraftTree
-from specdec.batch import DecodeBatch
-from specdec.core import AcceptOutput, Drafter, DraftOutput, VerifyOutput
 from specdec.engine import acceptance, step
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.step import StepRunner
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import AcceptOutput, Drafter, DraftOutput, VerifyOutput
 from specdec.sampling import scores
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.scores import penalized

@@ -13,8 +13,8 @@ from specdec import SpecDecoder
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.batch import DecodeBatch, ForwardInput
-from specdec.core import DraftOutput, Verifier, VerifyOutput
+from specdec.model.batch import DecodeBatch, ForwardInput
+from specdec.model.core import DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees

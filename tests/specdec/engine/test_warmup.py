@@ -10,13 +10,13 @@ import specdec.device.device
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
 from specdec.engine import buckets, prefill_graphs
 from specdec.engine.buckets import batch_bucket, length_bucket
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.engine.warmup import warm_up_shapes
+from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts

@@ -20,14 +20,14 @@ from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput
 from specdec.device import self_check
 from specdec.device.deviation import Deviation
 from specdec.engine import build, graph_check
 from specdec.engine import capture as capturing
 from specdec.engine.engine import SpecEngine
 from specdec.layers import experts, fused, packed, packed_check, recurrence_check
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput
 from specdec.sampling import argmax, sampler
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees import candidates, trees

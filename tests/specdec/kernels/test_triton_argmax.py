@@ -10,10 +10,10 @@ from torch import Tensor
 
 from drafters import choice
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import AcceptOutput
 from specdec.engine import acceptance
 from specdec.engine.acceptance import accept
 from specdec.engine.engine import SpecEngine
+from specdec.model.core import AcceptOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton

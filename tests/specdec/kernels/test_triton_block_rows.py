@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from specdec.base.blocks import BlockShape
-from specdec.batch import DecodeBatch
-from specdec.layers.block_rows import KERNEL, check_block_rows
+from specdec.model.batch import DecodeBatch
+from specdec.model.block_rows import KERNEL, check_block_rows
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees.trees import best_first
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_block_rows  # noqa: E402 (only where Triton can run)
+from specdec.model import triton_block_rows  # noqa: E402 (only where Triton can run)
 
 
 def batch_of(shape: BlockShape, max_model_len: int) -> DecodeBatch:

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from specdec.layers.cache_rows import KERNEL, check_cache_rows
+from specdec.model.cache_rows import KERNEL, check_cache_rows
 from tests.helpers.cache_rows_case import SPECS, assert_moves, filled
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_cache_rows  # noqa: E402 (only where Triton can run)
+from specdec.model import triton_cache_rows  # noqa: E402 (only where Triton can run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -8,7 +8,7 @@ import torch
 
 from drafters.composed.agreement import agreement, agreements
 from drafters.composed.calibration import KERNEL, Calibration, Forecasts, check_forecasts
-from specdec.core import DraftOutput
+from specdec.model.core import DraftOutput
 from specdec.sampling.trees.trees import best_first
 from tests.helpers.triton_interpreter import require_triton
 

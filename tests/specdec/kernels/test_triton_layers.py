@@ -17,8 +17,6 @@ from specdec.attention.selector import select_backend
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import DraftOutput, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kernels.experts import Experts, Routing
 from specdec.kernels.packed import PackedWeight
@@ -31,6 +29,8 @@ from specdec.layers.ops import Heads, Join, TorchOps
 from specdec.layers.packed import PackedLinear
 from specdec.layers.rotary import Angles, rotate
 from specdec.layers.router import Router
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync

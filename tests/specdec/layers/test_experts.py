@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdec.core import RoutedExperts
 from specdec.kernels.experts import Experts
 from specdec.layers.experts import apply_experts
+from specdec.model.core import RoutedExperts
 from tests.helpers.bounds import assert_as_exact
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 24, 20, 9, 4

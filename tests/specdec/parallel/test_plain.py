@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.grammar.grammar import Grammar
+from specdec.model.scratch import next_token_logits
 from specdec.parallel.group import Group
 from specdec.parallel.plain import pack, unpack
 from specdec.parallel.wire import Message, Wire
 from specdec.sampling.params import SamplingParams
-from specdec.scratch import next_token_logits
 
 KEPT = object()
 VALUES: list[Any] = [
@@ -61,7 +61,7 @@ HOSTILE: list[bytes] = [
     b'{"function": "antigravity:fly"}',
     b'{"function": "specdec.base.checkpoint.hub:files_of"}',
     b'{"function": "specdec.nowhere:f"}',
-    b'{"function": "specdec.scratch:next_token_logits.__globals__"}',
+    b'{"function": "specdec.model.scratch:next_token_logits.__globals__"}',
     b'{"record": "Path", "fields": []}',
     b'{"record": "SamplingParams", "fields": [["max_tokens", -1]]}',
     b'{"record": "SamplingParams", "fields": [["colour", 1]]}',

@@ -22,8 +22,8 @@ from specdec.attention.aiter.layout import read_blocks, read_rows
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.selector import select_backend
 from specdec.base.errors import BackendError
-from specdec.core import Verifier
 from specdec.kv_cache import blocks_for
+from specdec.model.core import Verifier
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.attention_case import Case, spec

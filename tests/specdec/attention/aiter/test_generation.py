@@ -34,12 +34,12 @@ from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, Verifier
+from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
-from specdec.scratch import next_token_logits
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter

@@ -10,7 +10,7 @@ from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
-from specdec.scratch import next_token_logits
+from specdec.model.scratch import next_token_logits
 from tests.helpers import sparse_case
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.tiny_models import TOPK, paged_verifier, plain_model

@@ -13,10 +13,10 @@ from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.batch import DecodeBatch
-from specdec.core import Drafter, Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import LatentCache
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_generation import wide_dflash
 from tests.helpers.guards import no_host_sync

@@ -17,11 +17,11 @@ from drafters.ngram import NGramDrafter
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.core import Verifier
 from specdec.engine.engine import SpecEngine
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.request import Request
 from specdec.engine.selection import Selection
+from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.sparse_case import Install, pretend_rocm

@@ -18,7 +18,7 @@ from drafters.fit import read_fit
 from drafters.load import load_drafter
 from specdec import SpecDecoder
 from specdec.base.errors import SpecDecError
-from specdec.core import Verifier
+from specdec.model.core import Verifier
 from tests.drafters.eagle3.heads import SGLANG, SPECULATORS, write_head
 from tests.drafters.tiny import TINY, write_tiny_dflash
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer

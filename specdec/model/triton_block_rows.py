@@ -1,4 +1,5 @@
-"""Where the rows of blocks stand, in Triton, one program per request; see `specdec.layers.block_rows`."""
+"""Where the rows of blocks stand, in Triton, one program per request; see
+`specdec.model.block_rows`."""
 
 import torch
 import triton
@@ -64,7 +65,7 @@ def _tree_places_kernel(
 
 
 def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `specdec.layers.block_rows.BlockRows`, and what it is made of: see there."""
+    """The fields of `specdec.model.block_rows.BlockRows`, and what it is made of: see there."""
     num_reqs, device = len(seq_lens), seq_lens.device
     positions, slots = torch.empty(2, num_reqs, width, dtype=torch.int64, device=device)
     lengths = torch.empty(num_reqs, dtype=torch.int32, device=device)
@@ -89,7 +90,7 @@ def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: in
 
 
 def tree_places(seq_lens: Tensor, depths: Tensor, ancestors: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `specdec.layers.block_rows.TreePlaces`.
+    """The fields of `specdec.model.block_rows.TreePlaces`.
 
     Args:
         seq_lens: int64 [num_reqs].

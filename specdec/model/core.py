@@ -1,7 +1,7 @@
 """The nouns of a step: what comes out of each of its parts, and the protocols of target and drafter.
 
 Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width. Token ids are int64. What the
-parts are given is told in `specdec.batch`.
+parts are given is told in `specdec.model.batch`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.base.blocks import DraftTree
 from specdec.base.config import DraftSampling
-from specdec.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.kv_cache import LayerSpec
+from specdec.model.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.sampling.logprobs import Logprobs
 from specdec.sampling.params import SamplingDefaults
 

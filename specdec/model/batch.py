@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.attention.backend import AttentionMetadata, TreeRows, Visibility
 from specdec.base.blocks import BlockShape, DraftTree
 from specdec.kv_cache import NULL_BLOCK
-from specdec.layers.block_rows import KERNEL, BlockRows, TreePlaces, block_rows, tree_places
+from specdec.model.block_rows import KERNEL, BlockRows, TreePlaces, block_rows, tree_places
 from specdec.sampling.tensors import SamplingTensors
 
 
@@ -29,7 +29,7 @@ class ForwardInput:
         metadata: attention metadata of these rows.
         logit_rows: int64 [n], rows whose logits are wanted; None for all rows.
         rope_lens: int64 [num_tokens], length that the rotations of a row's request are for at least; 0 for the usual ones, None for
-            all. See `specdec.core.LengthRule`.
+            all. See `specdec.model.core.LengthRule`.
 
     What follows is for layers that keep a state per request, see `specdec.kv_cache.StateCache`:
 

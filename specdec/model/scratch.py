@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
-from specdec.batch import ForwardInput
-from specdec.core import Verifier
 from specdec.kv_cache import LayerSpec, PagedKVCache, blocks_for
+from specdec.model.batch import ForwardInput
+from specdec.model.core import Verifier
 from specdec.parallel.plain import on_ranks
 
 

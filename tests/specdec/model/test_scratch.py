@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.scratch import ScratchCache, next_token_logits
+from specdec.model.scratch import ScratchCache, next_token_logits
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
 

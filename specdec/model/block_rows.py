@@ -47,7 +47,7 @@ class TreePlaces(NamedTuple):
 
 def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: int) -> BlockRows:
     """Rows behind int64 [num_reqs] tokens of each request, whose blocks are int32 [num_reqs, max_blocks]; by our kernel."""
-    from specdec.kernels import triton_block_rows  # it imports Triton
+    from specdec.model import triton_block_rows  # it imports Triton
 
     return BlockRows(*triton_block_rows.block_rows(seq_lens, block_table, width, block_size))
 
@@ -55,7 +55,7 @@ def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: in
 def tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
     """The rows of trees behind int64 [num_reqs] tokens of each request; position ids are below `most`."""
     if KERNEL.runs_on(seq_lens.device):
-        from specdec.kernels import triton_block_rows  # it imports Triton
+        from specdec.model import triton_block_rows  # it imports Triton
 
         return TreePlaces(*triton_block_rows.tree_places(seq_lens, tree.depths, tree.ancestors, most))
     return _tree_places(seq_lens, tree, most)
@@ -80,7 +80,7 @@ def check_block_rows(device: torch.device) -> Deviation:
     tree = DraftTree(*torch.randint(1, 9, (4, 4, width - 1), generator=generator))
     expected += _tree_places(seq_lens, tree, 44)
     ours = [*block_rows(seq_lens.to(device), table.to(device), width, 16)]
-    from specdec.kernels import triton_block_rows  # it imports Triton
+    from specdec.model import triton_block_rows  # it imports Triton
 
     ours += triton_block_rows.tree_places(seq_lens.to(device), tree.depths.to(device), tree.ancestors.to(device), 44)
     return worst(mismatches(one, other) for one, other in zip(ours, expected, strict=True))

@@ -21,7 +21,7 @@ class CacheRows:
         self._tensors = rows_of(caches)
         self._table, self._joined = None, side_by_side(self._tensors)
         if self._tensors and KERNEL.runs_on(self._tensors[0].device):
-            from specdec.kernels import triton_cache_rows  # it imports Triton
+            from specdec.model import triton_cache_rows  # it imports Triton
 
             self._table = triton_cache_rows.row_table(self._tensors)
 
@@ -30,14 +30,14 @@ class CacheRows:
         if self._table is None:
             move_rows(self._joined, slots, path)
             return
-        from specdec.kernels import triton_cache_rows  # it imports Triton
+        from specdec.model import triton_cache_rows  # it imports Triton
 
         triton_cache_rows.move_rows(self._table, slots, path)
 
 
 def check_cache_rows(device: torch.device) -> Deviation:
     """Rows of several lengths, whole words and odd bytes; of two requests one has nothing to move."""
-    from specdec.kernels import triton_cache_rows
+    from specdec.model import triton_cache_rows
 
     generator = torch.Generator().manual_seed(0)
     path = torch.tensor([[0, 2, 3, 5, 4], [0, 1, 2, 3, 4]])
