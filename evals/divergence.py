@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 
 
 @dataclass(frozen=True, slots=True)

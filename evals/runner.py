@@ -10,11 +10,11 @@ from functools import partial
 from evals.prompt_sets import Item, PromptSet
 from specdec.base.errors import SpecDecError
 from specdec.base.metrics import AcceptanceStats
-from specdec.decoder import SpecDecoder
-from specdec.engine.handle import Handle
 from specdec.engine.request import Request
-from specdec.engine.session import Session
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.handle import Handle
+from specdec.session.session import Session
 
 OnStep = Callable[[list[Request]], None]
 """Called after every step with all requests of the current turn; its time is part of the measurement."""

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from evals.divergence import Divergence, explain_divergence
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
 
 WARMUP_TOKENS = 8
 

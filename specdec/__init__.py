@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
     from specdec.base.errors import SpecDecError
     from specdec.base.metrics import AcceptanceStats
-    from specdec.decoder import SpecDecoder
     from specdec.engine.engine import SpecEngine
-    from specdec.engine.handle import Handle, Stream
-    from specdec.engine.outputs import GenerationResult, StreamChunk
-    from specdec.engine.session import Session
     from specdec.grammar.grammar import Grammar
     from specdec.model.core import BoundDrafter, Drafter, Verifier
     from specdec.sampling.params import SamplingParams
+    from specdec.session.decoder import SpecDecoder
+    from specdec.session.handle import Handle, Stream
+    from specdec.session.outputs import GenerationResult, StreamChunk
+    from specdec.session.session import Session
 
 _HOMES = {
     "base.config": ("CacheConfig", "EngineConfig", "LoadConfig"),
     "sampling.params": ("SamplingParams",),
     "model.core": ("BoundDrafter", "Drafter", "Verifier"),
-    "decoder": ("SpecDecoder",),
+    "session.decoder": ("SpecDecoder",),
     "engine.engine": ("SpecEngine",),
-    "engine.handle": ("Handle", "Stream"),
-    "engine.session": ("Session",),
+    "session.handle": ("Handle", "Stream"),
+    "session.session": ("Session",),
     "base.errors": ("SpecDecError",),
     "grammar.grammar": ("Grammar",),
     "base.metrics": ("AcceptanceStats",),
-    "engine.outputs": ("GenerationResult", "StreamChunk"),
+    "session.outputs": ("GenerationResult", "StreamChunk"),
 }
 
 __all__ = sorted(name for names in _HOMES.values() for name in names)

@@ -13,8 +13,8 @@ from drafters.dflash.drafter import load_dflash
 from drafters.dflash.model import DFlashModel
 from drafters.ngram import load_ngram
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.decoder import SpecDecoder
 from specdec.model.core import Drafter, Verifier
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.scripted import ScriptedDrafter
 from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier

@@ -14,9 +14,9 @@ import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import InvalidInputError
-from specdec.engine.handle import Handle
-from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request
+from specdec.session.handle import Handle
+from specdec.session.outputs import StreamChunk
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.helpers.waiting import HANG, Gate, gated, in_time, wait_until
 

@@ -11,9 +11,9 @@ from drafters.training.provenance import check_origin, origin_of, write_origin
 from drafters.training.self_prompts import read_self_prompts
 from drafters.training.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
 from specdec.base.errors import InvalidInputError
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
 
 FEW_SHOT_STOP = "Question:"
 """Where a few-shot answer ends, as in lm-eval."""
@@ -39,7 +39,8 @@ def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], 
 
     Args:
         config: the run.
-        load_decoder: gives the target when something is missing; without a drafter, from which large batches gain nothing.
+        load_decoder: gives the target when something is missing; without a drafter, from which
+            large batches gain nothing.
         say: told about the progress.
         rank, world: this process of those that torchrun started; each writes every `world`-th file.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drafters.dflash.coupling import Coupling
     from drafters.training.dataset import Answer
     from drafters.training.prompts import TrainingPrompt
-    from specdec.decoder import SpecDecoder
+    from specdec.session.decoder import SpecDecoder
 
     Answers = dict[float, list[tuple[int, Answer]]]
     """By temperature what the target said, each with the seed of its noise."""
@@ -35,7 +35,8 @@ _EPILOG = """\
 example:
   specdec couple run/drafter --model path/or/hub-name --prompts more-questions.jsonl
 
-Prompts that the drafter was not trained on tell most. What is output does not depend on the weights, only how many drafts are
+Prompts that the drafter was not trained on tell most. What is output does not depend on the
+weights, only how many drafts are
 accepted when sampling. docs/training.md says more.
 """
 

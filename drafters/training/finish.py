@@ -1,7 +1,9 @@
 """The last stage: export, and the check that the drafter does in the engine what training says it does.
 
-The exported folder is loaded as any user would load it and answers the held-out prompts in the real engine: greedily, in chains and
-trees, and by sampling. Training replays these very answers with its own forward. Wrong rows, taps, masks, positions, noise or lost
+The exported folder is loaded as any user would load it and answers the held-out prompts in the real
+engine: greedily, in chains and
+trees, and by sampling. Training replays these very answers with its own forward. Wrong rows, taps,
+masks, positions, noise or lost
 settings all show as a difference of tau.
 """
 
@@ -26,9 +28,9 @@ from specdec.base.config import EngineConfig
 from specdec.base.errors import CheckpointError, SpecDecError
 from specdec.base.metrics import pooled
 from specdec.base.writing import remove, write_text
-from specdec.decoder import SpecDecoder
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 
 LAYOUTS: dict[Layout, str] = {"z-lab": "drafter", "speculators": "drafter-speculators"}
 """Folder of each layout."""
@@ -41,7 +43,8 @@ class Agreement:
     Attributes:
         replayed: by training's own forward.
         engine: by the engine with the exported drafter.
-        same_answers: share of the prompts that the engine answered exactly as stored; less than 1 is rounding, in low precision.
+        same_answers: share of the prompts that the engine answered exactly as stored; less than 1
+            is rounding, in low precision.
     """
 
     replayed: float
@@ -99,7 +102,8 @@ def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
 def engine_run(config: TrainConfig, drafter: Path, answers: list[Answer], shape: BlockShape) -> tuple[float, list[Answer]]:
     """tau of the exported drafter in the engine on the prompts of `answers`, and what the engine answered, in their order.
 
-    Every step drafts a block of `shape`: the replay counts whole blocks, and one chosen by speed would not agree with it.
+    Every step drafts a block of `shape`: the replay counts whole blocks, and one chosen by speed
+    would not agree with it.
 
     Raises:
         SpecDecError: the drafter or the engine fails.

@@ -10,8 +10,8 @@ from drafters.training.config import TrainConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.files import parse_json, user_path
 from specdec.base.writing import write_text
-from specdec.decoder import SpecDecoder
-from specdec.provenance import origin_of_run, sha256_of
+from specdec.session.decoder import SpecDecoder
+from specdec.session.provenance import origin_of_run, sha256_of
 
 PROVENANCE = "provenance.json"
 _TARGET = r"verifier_name=('[^']*'|\"[^\"]*\"), "  # in a drafter's config, as it was spelled

@@ -13,9 +13,9 @@ from drafters.training.openings import opening
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from drafters.training.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
 from specdec.base.errors import InvalidInputError
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
 
 MAX_PROMPT_TOKENS = 256
 TEMPERATURE = 0.9

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from specdec.base.errors import CheckpointError, SpecDecError
 from specdec.base.files import parse_json
 from specdec.base.writing import write_atomically
-from specdec.engine.outputs import GenerationResult
-from specdec.engine.session import Session
 from specdec.sampling.params import SamplingParams
+from specdec.session.outputs import GenerationResult
+from specdec.session.session import Session
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")

@@ -24,8 +24,8 @@ from drafters.training.trainer import Trainer
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.registry import VERIFIERS, resolve
-from specdec.decoder import SpecDecoder
 from specdec.device.device import resolve_device, resolve_dtype
+from specdec.session.decoder import SpecDecoder
 
 PREFILL_TOKENS = 8192
 """Per engine step of the answers stage, which nobody watches: a full batch matters, a smooth stream does not."""

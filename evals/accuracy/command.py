@@ -26,7 +26,7 @@ from specdec.cli.options import (
 
 if TYPE_CHECKING:
     from evals.system import System
-    from specdec.decoder import SpecDecoder
+    from specdec.session.decoder import SpecDecoder
 
 _EXAMPLES = """\
 examples:
@@ -146,7 +146,7 @@ def _system(args: argparse.Namespace, drafter: str) -> tuple[System, dict[str, A
     """What answers, and where its figures come from."""
     from evals.report.provenance import provenance
     from evals.system import ClusterSystem, LocalSystem
-    from specdec.provenance import command_line
+    from specdec.session.provenance import command_line
 
     cluster_config(args)
     if args.ray is None:

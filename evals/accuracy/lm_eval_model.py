@@ -32,8 +32,8 @@ from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.journal import Journal
 from specdec.base.messages import for_template
 from specdec.cli.progress import ProgressBar
-from specdec.decoder import SpecDecoder
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 
 
 @register_model("specdec")

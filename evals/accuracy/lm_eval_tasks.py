@@ -18,7 +18,7 @@ from evals.prompt_sets import BUNDLED
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.base.files import read_jsonl
 from specdec.base.writing import write_text
-from specdec.provenance import commit
+from specdec.session.provenance import commit
 
 evaluator.get_git_commit_hash = commit  # lm-eval's own asks git about the current folder, and git complains to the user
 

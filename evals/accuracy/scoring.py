@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.decoder import SpecDecoder
 from specdec.model.core import Verifier
 from specdec.model.scratch import ScratchCache
 from specdec.parallel.mirror import everywhere
 from specdec.parallel.plain import on_ranks
+from specdec.session.decoder import SpecDecoder
 
 MAX_ROWS = 1024
 """Rows per forward: enough to keep a device busy, few enough that their logits over a large vocabulary fit its memory."""

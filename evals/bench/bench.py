@@ -23,11 +23,11 @@ from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import AcceptanceStats, pooled
 from specdec.base.registry import drafter_name
-from specdec.decoder import SpecDecoder
-from specdec.drafter_choice import find_drafter
 from specdec.engine.build import tree_reasons
 from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingDefaults, SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.drafter_choice import find_drafter
 
 SPLIT_ITEMS = 4
 """Conversations, or as many as there are at once, that the split of a step's time is taken from."""

@@ -25,10 +25,10 @@ from specdec.cluster.config import EngineSpec
 from specdec.cluster.origin import machine_of, origin
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult
-from specdec.provenance import command_line
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
+from specdec.session.provenance import command_line
 
 Progress = Callable[[str, int, int], None]
 """Called with what is running, and how many of how many conversations are done."""

@@ -22,10 +22,10 @@ from specdec.cli.options import engine_config, load_decoder, sampling_params
 from specdec.cli.prompts import model_inputs, read_prompts
 from specdec.cli.result_writer import ResultWriter
 from specdec.cli.summary import counted, describe_drafts
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult, StreamChunk
-from specdec.provenance import dtype_name, origin_of_run
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult, StreamChunk
+from specdec.session.provenance import dtype_name, origin_of_run
 
 WARMUP_TOKENS = 16
 BAR_WIDTH = 32

@@ -27,7 +27,7 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from evals.report.report import write_report
     from evals.report.table import format_report
     from specdec.parallel.group import join_group, rank_device
-    from specdec.provenance import dtype_name, origin_of_run, sha256_of
+    from specdec.session.provenance import dtype_name, origin_of_run, sha256_of
     from verifiers.dummy import check_way, dummy_rank, dummy_verifier, experts_met, random_model, read_config, write_weights
     from verifiers.shape import expert_counts
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from evals.prompt_sets import PromptSet
 from evals.runner import most_tokens, run_set
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.decoder import SpecDecoder
 from specdec.model.batch import DecodeBatch, PrefillBatch
 from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 
 MOST_TOKENS = 64
 """Output tokens of the run, at most."""

@@ -17,11 +17,11 @@ from evals.report.table import align, drafts_name
 from evals.roofline import measured_bandwidth, step_bytes, synchronize
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.base.writing import check_writable, write_atomically
-from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request, Status
-from specdec.engine.session import Session
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 from specdec.base.checkpoint.hub import CONFIG, found_folder, revision_of
 from specdec.base.checkpoint.tensor_files import weight_files
 from specdec.base.registry import parts_of
-from specdec.decoder import SpecDecoder
-from specdec.provenance import dtype_name, origin_of_run, sha256_of
+from specdec.session.decoder import SpecDecoder
+from specdec.session.provenance import dtype_name, origin_of_run, sha256_of
 
 _WITHOUT_FILES = ("none", "ngram", "suffix")
 

@@ -143,7 +143,8 @@ def drafter_name(name: str | None, target: str) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """The drafters that a name puts together, see `specdec.drafter_choice.find_drafter`; the name itself where it is that of one.
+    """The drafters that a name puts together, see `specdec.session.drafter_choice.find_drafter`;
+    the name itself where it is that of one.
 
     >>> parts_of("suffix+auto"), parts_of("ngram")
     (['suffix', 'auto'], ['ngram'])

@@ -21,7 +21,7 @@ from specdec.cli.summary import counted, describe_drafts
 from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from specdec.engine.outputs import GenerationResult, StreamChunk
+    from specdec.session.outputs import GenerationResult, StreamChunk
 
 COMMAND = "generate"
 
@@ -112,7 +112,7 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refused(index: int) -> StreamChunk:
-    from specdec.engine.outputs import GenerationResult
+    from specdec.session.outputs import GenerationResult
 
     return _chunk(index, GenerationResult.refused(InvalidInputError("the prompt is empty; give it some text")))
 
@@ -126,12 +126,12 @@ def _keys(inputs: Sequence[Any], samplings: Sequence[SamplingParams]) -> list[st
 
 def _first_result(record: dict[str, Any]) -> GenerationResult:
     from specdec.base.journal import made
-    from specdec.engine.outputs import GenerationResult
+    from specdec.session.outputs import GenerationResult
 
     return made(GenerationResult, record["results"][0])
 
 
 def _chunk(index: int, result: Any) -> StreamChunk:
-    from specdec.engine.outputs import StreamChunk
+    from specdec.session.outputs import StreamChunk
 
     return StreamChunk(index, result.text, result.token_ids, result)

@@ -19,7 +19,7 @@ from specdec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from specdec.cluster.pool import Pool
-    from specdec.decoder import SpecDecoder
+    from specdec.session.decoder import SpecDecoder
 
 GRAMMAR_HELP = (
     "what the output must look like: json_object, json_schema:SCHEMA, regex:PATTERN, choice:A|B or ebnf:RULES; @FILE in place of"
@@ -154,7 +154,7 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
     require_ours("drafters", "verifiers")
     from transformers.utils import logging
 
-    from specdec.decoder import SpecDecoder
+    from specdec.session.decoder import SpecDecoder
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would fill a log file with carriage returns

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.cli.prompts import Prompt
 
 if TYPE_CHECKING:
-    from specdec.engine.outputs import GenerationResult, StreamChunk
+    from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 _OWN = {

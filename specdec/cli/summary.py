@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from specdec.base.metrics import pooled
 
 if TYPE_CHECKING:
-    from specdec.decoder import SpecDecoder
-    from specdec.engine.outputs import GenerationResult
     from specdec.engine.timing import StepTimer
+    from specdec.session.decoder import SpecDecoder
+    from specdec.session.outputs import GenerationResult
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.base.journal import Journal, made, settings_of
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Answer, Row
-from specdec.engine.outputs import GenerationResult
+from specdec.session.outputs import GenerationResult
 
 
 class ClusterJournal:

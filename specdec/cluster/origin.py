@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.base.errors import SpecDecError
-from specdec.decoder import SpecDecoder
-from specdec.provenance import origin_of_run
+from specdec.session.decoder import SpecDecoder
+from specdec.session.provenance import origin_of_run
 
 _OF_ONE_RUN = ("command", "commit")
 """Of what every file names, what may differ from machine to machine and from run to run."""

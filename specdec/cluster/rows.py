@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.base.errors import SpecDecError
-from specdec.engine.outputs import GenerationResult
 from specdec.sampling.params import SamplingParams
+from specdec.session.outputs import GenerationResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.base.metrics import pooled
-from specdec.engine.outputs import GenerationResult
+from specdec.session.outputs import GenerationResult
 
 
 def meta_info(results: Sequence[GenerationResult]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.serve.acceptance import meta_info, speculative_decoding
 from specdec.serve.protocol import Generation
 from specdec.serve.token_bytes import TokenBytes
+from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 class Answer:

@@ -16,7 +16,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from specdec.base.errors import SpecDecError
 from specdec.base.version import __version__
-from specdec.engine.outputs import GenerationResult
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answer import Answer
@@ -33,6 +32,7 @@ from specdec.serve.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
 from specdec.serve.token_bytes import TokenBytes
 from specdec.serve.transport import ClientGone, Defects, EventStream, Whole, unless_gone
+from specdec.session.outputs import GenerationResult
 
 T = TypeVar("T")
 

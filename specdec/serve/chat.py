@@ -9,12 +9,12 @@ from typing import Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.messages import readable
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.sampling.logprobs import Top
 from specdec.serve.answer import Answer
 from specdec.serve.errors import RequestError
 from specdec.serve.protocol import Chat, ChatRequest, TokenizeRequest
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 def chat_text(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> Callable[[], str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.sampling.logprobs import Top
 from specdec.serve.answer import Answer
 from specdec.serve.protocol import CompletionRequest
 from specdec.serve.token_bytes import TextLength
+from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 class Completion(Answer):

@@ -12,14 +12,14 @@ from specdec.base.errors import CapacityError
 from specdec.base.files import user_path
 from specdec.base.metrics import AcceptanceStats
 from specdec.base.registry import parts_of
-from specdec.decoder import SpecDecoder
-from specdec.engine.handle import Handle, Stream
-from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.sampling.params import SamplingParams
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy, engine_failed
 from specdec.serve.texts import Texts
 from specdec.serve.totals import Totals
+from specdec.session.decoder import SpecDecoder
+from specdec.session.handle import Handle, Stream
+from specdec.session.outputs import GenerationResult, StreamChunk
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from threading import Lock
 from typing import Any
 
 from specdec.base.errors import CapacityError
-from specdec.decoder import SpecDecoder
 from specdec.serve.limits import CHARACTERS_PER_TOKEN
+from specdec.session.decoder import SpecDecoder
 
 SHORT = 16_384
 """Characters that are worth a few milliseconds, and so never wait for a longer text; also those of one piece of a text."""

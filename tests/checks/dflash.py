@@ -38,7 +38,7 @@ from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import BUNDLED, load_prompt_set
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, SpecDecError
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from verifiers.embedded import embedded_model_path
 
 NEAR_TIE = 1e-3

@@ -20,9 +20,9 @@ import jsonschema
 
 from drafters.dflash import drafts
 from specdec.base.config import EngineConfig
-from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 
 WORDS = [
     "id",

@@ -19,12 +19,12 @@ from drafters.ngram import NGramDrafter
 from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheConfig, EngineConfig
 from specdec.engine.captured import capture_steps
 from specdec.engine.engine import SpecEngine
-from specdec.engine.handle import Handle, Stream
 from specdec.engine.request import Status
-from specdec.engine.session import Session
 from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
+from specdec.session.handle import Handle, Stream
+from specdec.session.session import Session
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 
 RUN = 8

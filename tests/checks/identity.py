@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 from evals.peers.transformers import TransformersPeer
 from evals.prompt_sets import load_prompt_set
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 
 
 class Way(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from drafters.ngram import load_ngram
 from specdec.base.config import EngineConfig
 from specdec.cli.options import model_options
-from specdec.decoder import SpecDecoder
 from specdec.device.device import resolve_device, resolve_dtype
 from specdec.model.core import Verifier
+from specdec.session.decoder import SpecDecoder
 from tests.checks.aiter_triton_models import PROMPTS, Make, compare, generate
 from tests.helpers.scripted import ScriptedDrafter
 from verifiers.load import load_verifier

@@ -24,8 +24,8 @@ from typing import Any
 
 import httpx
 
-from specdec.decoder import SpecDecoder
-from specdec.engine.handle import Handle
+from specdec.session.decoder import SpecDecoder
+from specdec.session.handle import Handle
 from tests.helpers.live_server import Live, live_server, tiny_decoder
 from tests.helpers.waiting import Gate, wait_until
 

@@ -18,8 +18,8 @@ from drafters.ngram import NGramDrafter, load_ngram
 from specdec.base import registry
 from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError
 from specdec.base.registry import register_drafter
-from specdec.drafter_choice import find_drafter
 from specdec.model.core import Verifier
+from specdec.session.drafter_choice import find_drafter
 from tests.drafters.eagle3.heads import LLAMA
 from tests.drafters.tiny import FakeVerifier, tiny_target, write_tiny_dflash
 from tests.helpers.tiny_models import paged_verifier, plain_model

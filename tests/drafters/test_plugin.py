@@ -13,9 +13,9 @@ from specdec.base import registry
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.metrics import pooled
-from specdec.decoder import SpecDecoder
-from specdec.drafter_choice import find_drafter
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.drafter_choice import find_drafter
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts, tiny_tokenizer

@@ -10,7 +10,7 @@ from evals.bench.bench import Bench
 from evals.bench.config import BenchConfig
 from evals.prompt_sets import Item, PromptSet
 from specdec.base.config import EngineConfig
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 
 PROMPTS = PromptSet(

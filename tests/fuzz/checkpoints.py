@@ -22,7 +22,7 @@ from drafters.dflash.checkpoint import write_checkpoint
 from drafters.dflash.config_json import config_json
 from drafters.fit import fit_of
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import save_tiny
 from tests.fuzz.draw import changed, damaged, damaged_json
 from tests.fuzz.kind import Check, Kind, attempt, line

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from drafters.ngram import load_ngram
-from specdec import provenance
 from specdec.model.core import BoundDrafter, Drafter, Verifier
+from specdec.session import provenance
 from tests.helpers.waiting import wait_until
 
 HOME = "tests.helpers.cluster_drafter:load"

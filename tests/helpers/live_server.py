@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.decoder import SpecDecoder
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front
 from specdec.serve.server import Server, listen
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until
 

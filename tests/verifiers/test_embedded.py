@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError
-from specdec.decoder import SpecDecoder
 from specdec.device.device import uses_avx512
-from specdec.engine.outputs import GenerationResult
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
 from tests.helpers.waiting import HANG
 from verifiers import embedded
 from verifiers.embedded import embedded_model_path

@@ -12,10 +12,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from drafters.ngram import NGramDrafter
 from specdec.base.config import CacheConfig, EngineConfig, GenerationSource
 from specdec.base.errors import CheckpointError
-from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingDefaults, SamplingParams
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.tiny_models import VOCAB, plain_greedy, plain_model, random_dflash, random_prompts, tiny_tokenizer
 from verifiers.generation import generation_of
 from verifiers.load import load_verifier

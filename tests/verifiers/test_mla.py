@@ -7,8 +7,8 @@ import torch
 
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import PrefillDtype
-from specdec.decoder import SpecDecoder
 from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import LATENT_CONFIGS, TOPK, paged_verifier, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits

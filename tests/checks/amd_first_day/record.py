@@ -11,7 +11,7 @@ import torch
 
 from specdec.device import amd_gpus
 from specdec.device.device import describe_device, resolve_device, torch_build
-from specdec.provenance import commit, versions
+from specdec.session.provenance import commit, versions
 
 SCHEMA = "specdec amd_first_day 1"
 LINES = (40, 20, 10, 5)

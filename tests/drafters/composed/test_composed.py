@@ -18,7 +18,6 @@ from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import pooled
-from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.kv_cache import LayerCache
@@ -26,6 +25,7 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees.trees import best_first
+from specdec.session.drafter_choice import find_drafter
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync
@@ -263,7 +263,7 @@ def test_the_better_part_comes_to_draft_and_is_told(case: tuple[Verifier, dict[t
 
 
 def _stats(request: Request) -> Any:
-    from specdec.engine.outputs import GenerationResult
+    from specdec.session.outputs import GenerationResult
 
     return GenerationResult.of(request, "").stats
 

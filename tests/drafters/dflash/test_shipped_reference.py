@@ -13,7 +13,7 @@ import torch
 
 from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import load_prompt_set
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.checks.dflash import Generation, Tally, as_the_package_knows_it, check, compare, our_decoder, public_drafter
 
 pytest.importorskip("dflash.model")

@@ -12,12 +12,12 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
-from specdec.decoder import SpecDecoder
-from specdec.drafter_choice import find_drafter
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.drafter_choice import find_drafter
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import Noted, check_drafts, noted_run
 from tests.helpers.tiny_models import (

@@ -25,9 +25,9 @@ from drafters.training.provenance import PROVENANCE
 from drafters.training.shards import stable_seed
 from drafters.training.stages import run_stages
 from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
-from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 from tests.drafters.training.toy import as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
 
 QUESTION = "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20% off. How many?"

@@ -14,7 +14,7 @@ from drafters.training.finish import engine_run
 from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
 from specdec.base.registry import VERIFIERS, resolve
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.drafters.training.toy import one_thread  # noqa: F401
 
 QUESTIONS = ("Count from 1 to 30.", "Write a Python function that adds two numbers.", "Why is the sky blue?")

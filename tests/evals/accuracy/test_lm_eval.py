@@ -16,10 +16,10 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import AcceptanceStats
 from specdec.cli.main import main
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import save_tiny, write_jsonl
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")

@@ -13,8 +13,8 @@ from evals.report.html import html_report
 from evals.report.table import format_report
 from specdec.base.metrics import AcceptanceStats
 from specdec.engine.engine import SpecEngine
-from specdec.engine.outputs import GenerationResult
 from specdec.sampling.params import SamplingParams
+from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import PROMPTS, tiny_decoder, tiny_report
 from tests.helpers.scripted_trees import ScriptedTrees
 

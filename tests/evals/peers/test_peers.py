@@ -95,7 +95,7 @@ def test_a_checkpoint_that_asks_for_what_llama_cpp_has_otherwise(folder: Path) -
 def test_llama_cpp_decodes_the_embedded_file() -> None:
     """Catches a wrong vocabulary and prompts that are not reset; its 8-bit activations may pick other words elsewhere."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    from specdec.decoder import SpecDecoder
+    from specdec.session.decoder import SpecDecoder
 
     decoder = SpecDecoder.from_pretrained("embedded", drafter=None, dtype="float32")
     prompt = decoder.tokenize([{"role": "user", "content": "Count from 1 to 5."}])

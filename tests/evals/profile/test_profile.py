@@ -12,10 +12,10 @@ from evals.profile.profile import _busy_us, _idle_share, _kernels, covered, form
 from specdec.base.config import EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.cli.main import main
-from specdec.decoder import SpecDecoder
-from specdec.drafter_choice import find_drafter
 from specdec.engine import buckets
 from specdec.engine.graphs import StepGraphs
+from specdec.session.decoder import SpecDecoder
+from specdec.session.drafter_choice import find_drafter
 from tests.evals.tiny import tiny_decoder
 from tests.specdec.engine.test_graphs import Recorder
 

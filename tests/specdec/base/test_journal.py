@@ -12,7 +12,7 @@ import pytest
 from specdec.base.errors import InvalidInputError
 from specdec.base.journal import Journal, made, settings_of
 from specdec.base.metrics import AcceptanceStats
-from specdec.engine.outputs import GenerationResult
+from specdec.session.outputs import GenerationResult
 from tests.helpers.nodes import NULL, REFUSED, device, look
 
 HEAD = '{"schema": "specdec-eval-journal", "settings": {"k": 1}}\n'

@@ -6,7 +6,7 @@ import pytest
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.messages import readable
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.live_server import tiny_decoder
 
 PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"

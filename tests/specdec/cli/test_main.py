@@ -24,11 +24,11 @@ from specdec.base.errors import CapacityError
 from specdec.base.metrics import AcceptanceStats
 from specdec.base.registry import VERBS
 from specdec.cli.main import main
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.timing import StepTimer
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult, StreamChunk
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG
 
@@ -391,7 +391,7 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_a_full_disk_and_a_closed_output_are_no_defects(tmp_path: Path) -> None:
     """Catches the traceback of `specdec ... > /full/disk` and of `specdec ... >&-`."""
     code = (
-        "import sys; sys.argv[1:] = ['generate', 'x']; import tests.specdec.cli.test_main as t, specdec.decoder as d;"
+        "import sys; sys.argv[1:] = ['generate', 'x']; import tests.specdec.cli.test_main as t, specdec.session.decoder as d;"
         "d.SpecDecoder.from_pretrained = lambda *a, **o: t.FakeDecoder(t.chunk(0, 'A', done=True));"
         "from specdec.cli.main import main; sys.exit(main())"
     )

@@ -16,10 +16,10 @@ from specdec.cli import doctor
 from specdec.cli.fields import add_options, byte_size, from_options
 from specdec.cli.main import Parser, main
 from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu
-from specdec.decoder import SpecDecoder
 from specdec.device import device
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from evals.bench.command import _answers_file
 from evals.report.report import new_report, write_report
 from specdec.base.config import EngineConfig
 from specdec.cli.main import main
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.drafters.tiny import write_tiny_dflash
 from tests.evals.tiny import tiny_decoder
 from tests.helpers.nodes import NULL, REFUSED, device, look, mounted

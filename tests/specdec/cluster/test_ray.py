@@ -24,9 +24,9 @@ from specdec.cluster.config import ClusterConfig, EngineSpec
 from specdec.cluster.journal import ClusterJournal
 from specdec.cluster.pool import Pool
 from specdec.cluster.rows import Row
-from specdec.decoder import SpecDecoder
-from specdec.engine.outputs import GenerationResult
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import save_tiny
 from tests.helpers.cluster_drafter import HOME, begun
 from tests.helpers.waiting import HANG, wait_until

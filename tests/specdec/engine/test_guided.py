@@ -13,7 +13,6 @@ pytest.importorskip("xgrammar")
 from drafters.ngram import NGramDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
-from specdec.decoder import SpecDecoder
 from specdec.engine.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
 from specdec.grammar.compiler import GrammarCompiler
@@ -22,6 +21,7 @@ from specdec.grammar.rules import rules_of
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.guided import GRAMMARS, MAX_TOKENS, SAMPLINGS, GuidedCase, tokens
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees

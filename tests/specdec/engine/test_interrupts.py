@@ -15,11 +15,11 @@ import pytest
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.decoder import SpecDecoder
-from specdec.engine import turns as turns_module
-from specdec.engine.session import Session
-from specdec.engine.turns import Turns
 from specdec.sampling.params import SamplingParams
+from specdec.session import turns as turns_module
+from specdec.session.decoder import SpecDecoder
+from specdec.session.session import Session
+from specdec.session.turns import Turns
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import HANG, gated, in_time, wait_until
 

@@ -10,9 +10,9 @@ pytest.importorskip("xgrammar")
 from specdec.base.errors import InvalidInputError
 from specdec.engine.engine import SpecEngine
 from specdec.engine.request import Request
-from specdec.engine.session import Session
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
+from specdec.session.session import Session
 from tests.helpers.guided import SAMPLINGS, GuidedCase, tokens
 from tests.specdec.engine.test_guided import captured, drafter
 

@@ -12,11 +12,11 @@ from drafters.ngram import NGramDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine import prefill_graphs, scheduler
 from specdec.engine.engine import SpecEngine
-from specdec.engine.outputs import GenerationResult
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Chunk
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
+from specdec.session.outputs import GenerationResult
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.specdec.engine.test_graphs import Case
 from tests.specdec.engine.test_prefill_graphs import captured_engine

@@ -11,9 +11,9 @@ pytest.importorskip("jsonschema")
 import jsonschema
 
 from specdec.base.errors import InvalidInputError
-from specdec.decoder import SpecDecoder
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 from tests.checks.grammar import outcome, random_schema
 from tests.helpers.grammar_texts import sample
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer

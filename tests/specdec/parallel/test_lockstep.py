@@ -18,12 +18,12 @@ from evals.accuracy.scoring import score
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
-from specdec.drafter_choice import find_drafter
-from specdec.engine.outputs import GenerationResult
 from specdec.parallel import launch, siblings
 from specdec.parallel import mirror as mirrors
 from specdec.parallel.group import Group
 from specdec.parallel.mirror import Mirror, current, everywhere
+from specdec.session.drafter_choice import find_drafter
+from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.tiny_models import random_prompts

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from specdec.base.metrics import pooled
-from specdec.decoder import SpecDecoder
 from specdec.sampling.params import SamplingDefaults
 from specdec.serve.protocol import CompletionRequest
 from specdec.serve.sampling import sampling_params
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
 
 CHAT: Any = [{"role": "user", "content": "hello"}]

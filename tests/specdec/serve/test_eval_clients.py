@@ -21,7 +21,7 @@ from evals.accuracy.bundled_task import bundled_task
 from evals.accuracy.lm_eval_model import SpecdecLM
 from evals.prompt_sets import read_bundled
 from specdec.base.config import EngineConfig
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import save_tiny, tiny_decoder, write_jsonl
 from tests.helpers.live_server import Live, live_server
 from tests.helpers.waiting import HANG

@@ -21,9 +21,9 @@ import torch
 pytest.importorskip("xgrammar")
 
 from specdec.base.config import EngineConfig
-from specdec.decoder import SpecDecoder
 from specdec.parallel.mirror import everywhere
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.helpers.live_server import Live, live_server

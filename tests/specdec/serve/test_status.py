@@ -16,8 +16,8 @@ pytest.importorskip("fastapi", reason="fastapi comes with the extra serve")
 
 from drafters.ngram import NGramDrafter
 from specdec.base.config import EngineConfig
-from specdec.decoder import SpecDecoder
 from specdec.serve.status import PAGE
+from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import tiny_decoder
 from tests.helpers.live_server import Live, live_server
 from tests.helpers.waiting import HANG, gated, wait_until

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evals.accuracy.scoring import score
 from evals.divergence import explain_divergence
-from specdec.decoder import SpecDecoder
+from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import paged_verifier, random_prompts
 from tests.specdec.attention.aiter.test_fa import BACKENDS, FP8, Install, model_of, rocm

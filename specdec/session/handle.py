@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from specdec.engine.outputs import GenerationResult, StreamChunk
 from specdec.engine.request import Request, Status
-from specdec.engine.text import IncrementalDecoder
+from specdec.session.outputs import GenerationResult, StreamChunk
+from specdec.session.text import IncrementalDecoder
 
 
 class Owner(Protocol):

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.engine.callers import Callers
 from specdec.engine.engine import SpecEngine
-from specdec.engine.forks import tell_of_exit, tell_of_forks
-from specdec.engine.handle import Handle, Stream
-from specdec.engine.outputs import StreamChunk
 from specdec.engine.request import Request
-from specdec.engine.text import IncrementalDecoder, text_of, token_ids
-from specdec.engine.turns import Turns
 from specdec.sampling.params import SamplingParams
+from specdec.session.callers import Callers
+from specdec.session.forks import tell_of_exit, tell_of_forks
+from specdec.session.handle import Handle, Stream
+from specdec.session.outputs import StreamChunk
+from specdec.session.text import IncrementalDecoder, text_of, token_ids
+from specdec.session.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -69,7 +69,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def commit() -> str | None:
     """Commit of the checkout that this code runs from, with "+changes" when files differ from it; None when installed otherwise."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:

@@ -10,8 +10,8 @@ import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import InvalidInputError, SpecDecError
-from specdec.engine.outputs import GenerationResult
 from specdec.grammar.grammar import Grammar
+from specdec.session.outputs import GenerationResult
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 
 

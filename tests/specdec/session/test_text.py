@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.engine.text import IncrementalDecoder
+from specdec.session.text import IncrementalDecoder
 
 CORPUS = [
     "the cat sat on the mat, the end of the story",

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from weakref import ref
 
-from specdec.engine.handle import Handle
 from specdec.engine.request import Request, Status
+from specdec.session.handle import Handle
 
 
 class Callers:

@@ -10,12 +10,12 @@ import pytest
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.decoder import SpecDecoder
 from specdec.engine.engine import SpecEngine
-from specdec.engine.outputs import GenerationResult
-from specdec.engine.session import Session
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.outputs import GenerationResult
+from specdec.session.session import Session
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import in_time

@@ -14,16 +14,16 @@ from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, Ge
 from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.base.messages import for_template, readable
 from specdec.device.device import resolve_device
-from specdec.drafter_choice import DrafterChoice, find_drafter
 from specdec.engine.lockstep import make_engine
-from specdec.engine.outputs import GenerationResult, StreamChunk
-from specdec.engine.session import Session
-from specdec.engine.text import token_ids
-from specdec.loading import load_target
 from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
 from specdec.parallel.mirror import Mirror, everywhere, mirror_of
 from specdec.sampling.params import SamplingParams
+from specdec.session.drafter_choice import DrafterChoice, find_drafter
+from specdec.session.loading import load_target
+from specdec.session.outputs import GenerationResult, StreamChunk
+from specdec.session.session import Session
+from specdec.session.text import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
