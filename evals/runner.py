@@ -10,7 +10,7 @@ from functools import partial
 from evals.prompt_sets import Item, PromptSet
 from specdec.base.errors import SpecDecError
 from specdec.base.metrics import AcceptanceStats
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle

@@ -67,7 +67,7 @@ def time_split(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
     whatever else happens outside the timed phases.
 
     Args:
-        phases: seconds by phase, as `specdec.engine.timing.StepTimer` counts them.
+        phases: seconds by phase, as `specdec.engine.policy.timing.StepTimer` counts them.
         seconds: wall time of the run, at least the sum of the phases.
 
     >>> time_split({"draft": 1.0, "verify": 4.0, "context": 1.0, "accept": 0.5, "collect": 0.5}, 10.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from drafters.dflash.coupling import Coupling
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.oracle import OracleDrafter, disturbed_logits

@@ -12,7 +12,7 @@ from drafters.dspark.markov import MarkovConfig
 from drafters.head import Head, HeadConfig, HeadSizes
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams

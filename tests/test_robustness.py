@@ -14,7 +14,7 @@ import torch
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import InvalidInputError
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.session.handle import Handle
 from specdec.session.outputs import StreamChunk
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer

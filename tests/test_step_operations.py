@@ -26,8 +26,8 @@ from triton.runtime.jit import JITFunction
 from specdec.attention.triton import fa as triton_fa
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graphs import StepGraphs
 from specdec.kernels import triton_argmax, triton_linear
 from specdec.layers import decoder, fused, linear
 from specdec.sampling import argmax, sampler, scores, triton_sampler

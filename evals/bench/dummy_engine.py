@@ -15,9 +15,9 @@ from evals.roofline import synchronize
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import CapacityError
-from specdec.engine.buckets import batch_bucket
+from specdec.engine.capture.buckets import batch_bucket
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request, Status
+from specdec.engine.requests.request import Request, Status
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams

@@ -18,7 +18,7 @@ from evals.roofline import measured_bandwidth, step_bytes, synchronize
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.base.writing import check_writable, write_atomically
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request, Status
+from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.session import Session
@@ -76,8 +76,10 @@ def profile_steps(
         trace: where to write the trace, to be opened with chrome://tracing or Perfetto.
 
     Raises:
-        InvalidInputError: more prompts than the engine decodes at once, too few steps, or a trace that cannot be written.
-        CapacityError: prompt and steps do not fit, or somebody's output came to its end before the measurement did.
+        InvalidInputError: more prompts than the engine decodes at once, too few steps, or a trace
+            that cannot be written.
+        CapacityError: prompt and steps do not fit, or somebody's output came to its end before the
+            measurement did.
     """
     engine = decoder.engine
     if len(prompts) > engine.config.max_num_seqs:

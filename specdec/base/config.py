@@ -106,7 +106,8 @@ class EngineConfig:
         max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a CPU, elsewhere up to 8,192, as
             the attention backend says, and 2,048 beside requests that decode, which wait for a chunk.
         num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what decodes fastest, chosen step by
-            step up to the drafter's own number, by the times and the acceptance measured so far (`specdec.engine.block_choice`).
+            step up to the drafter's own number, by the times and the acceptance measured so far
+            (`specdec.engine.policy.block_choice`).
             None takes what the drafter's checkpoint recommends, else its own number. With "auto", probabilistic drafts make sampled
             output depend on the speed of the machine, which a seed does not repeat.
         tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves it to "auto", which chooses among
@@ -116,8 +117,10 @@ class EngineConfig:
             with the same seed token for token. "probabilistic" draws drafts from the drafter's distribution with numbers of their
             own, in chains alone, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
-        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs (`specdec.engine.graphs`), and with
-            triton_fa the prefill of short chunks as well (`specdec.engine.prefill_graphs`); without effect on a CPU. None captures
+        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs
+            (`specdec.engine.capture.graphs`), and with
+            triton_fa the prefill of short chunks as well
+            (`specdec.engine.capture.prefill_graphs`); without effect on a CPU. None captures
             on CUDA, and on AMD's gfx942 and gfx950 once a captured step has passed its self-check
             (`specdec.device.self_check`), and
             warns and goes on without where the device refuses; True raises there.

@@ -13,9 +13,9 @@ from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import SpecDecError
 from specdec.base.registry import ATTENTION_BACKENDS, KERNELS, VERIFIERS, resolve
 from specdec.device.self_check import Check, Verdict, run, title, verdict_of
-from specdec.engine.capture import has_graphs
+from specdec.engine.capture.capture import has_graphs
+from specdec.engine.capture.graph_check import check_captured_step
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graph_check import check_captured_step
 from specdec.kernels.kernel import Kernel
 
 

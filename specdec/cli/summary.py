@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specdec.base.metrics import pooled
 
 if TYPE_CHECKING:
-    from specdec.engine.timing import StepTimer
+    from specdec.engine.policy.timing import StepTimer
     from specdec.session.decoder import SpecDecoder
     from specdec.session.outputs import GenerationResult
 
@@ -38,7 +38,7 @@ def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
 
 def format_timing(timer: StepTimer) -> str:
     """Table of the phases of a step: seconds in all, milliseconds per decode step, and share."""
-    from specdec.engine.timing import MODEL_PHASES, PHASES
+    from specdec.engine.policy.timing import MODEL_PHASES, PHASES
 
     total = sum(timer.totals.values())
     own = sum(seconds for name, seconds in timer.totals.items() if name not in MODEL_PHASES)

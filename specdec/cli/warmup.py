@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         KeyboardInterrupt: interrupted, after a line that says how far it came.
     """
     from specdec.cli.progress import ProgressBar
-    from specdec.engine.warmup import launch_shape, warm_up_shapes
+    from specdec.engine.capture.warmup import launch_shape, warm_up_shapes
 
     decoder = load_decoder(args, args.drafter, engine_config(args))
     sampling = sampling_params(args)

@@ -17,7 +17,7 @@ from specdec.cluster.config import EngineSpec
 from specdec.cluster.ledger import Verdict
 from specdec.cluster.origin import origin
 from specdec.cluster.rows import Answer, Row, refusal_to_json
-from specdec.engine.warmup import warm_up_shapes
+from specdec.engine.capture.warmup import warm_up_shapes
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult

@@ -13,18 +13,18 @@ from specdec.attention import selector
 from specdec.base.blocks import MOST_NODES, BlockShape
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.engine.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
-from specdec.engine.buckets import BATCH_SIZES, batch_bucket
-from specdec.engine.capture import CudaCapture, captures_graphs
-from specdec.engine.captured import capture_steps
-from specdec.engine.graph_check import check_captured_step
+from specdec.engine.capture.buckets import BATCH_SIZES, batch_bucket
+from specdec.engine.capture.capture import CudaCapture, captures_graphs
+from specdec.engine.capture.captured import capture_steps
+from specdec.engine.capture.graph_check import check_captured_step
+from specdec.engine.capture.prefill_graphs import most_prefill_rows
 from specdec.engine.memory import plan_cache
-from specdec.engine.prefill_graphs import most_prefill_rows
-from specdec.engine.prefix import PrefixCache
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.policy.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
+from specdec.engine.policy.timing import StepTimer
+from specdec.engine.requests.prefix import PrefixCache
+from specdec.engine.requests.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
-from specdec.engine.timing import StepTimer
 from specdec.kernels.kernel import check_all
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.model.core import Drafter, Verifier

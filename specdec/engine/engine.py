@@ -22,17 +22,17 @@ import torch
 
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
-from specdec.engine.admission import Admission, OnTokens
-from specdec.engine.block_choice import BlockChoice, ladder
 from specdec.engine.build import build_engine
-from specdec.engine.outcome import take_over
-from specdec.engine.request import Request, Status
+from specdec.engine.policy.block_choice import BlockChoice, ladder
+from specdec.engine.policy.timing import StepClock
+from specdec.engine.requests.admission import Admission, OnTokens
+from specdec.engine.requests.outcome import take_over
+from specdec.engine.requests.request import Request, Status
+from specdec.engine.requests.scheduler import Chunk, Schedule
+from specdec.engine.requests.second_try import SecondTries
 from specdec.engine.results import ResultQueue
-from specdec.engine.scheduler import Chunk, Schedule
-from specdec.engine.second_try import SecondTries
 from specdec.engine.selection import Selection
 from specdec.engine.slots import samples_first_token
-from specdec.engine.timing import StepClock
 from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.kv_cache import PrefixCounts
 from specdec.model.core import Drafter, Verifier

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.block import Block
-from specdec.engine.capture import Capture
-from specdec.engine.graphs import CapturedSteps, StepShape
-from specdec.engine.request import Request
+from specdec.engine.capture.capture import Capture
+from specdec.engine.capture.graphs import CapturedSteps, StepShape
+from specdec.engine.policy.block import Block
+from specdec.engine.policy.timing import StepTimer
+from specdec.engine.requests.request import Request
 from specdec.engine.slots import SlotState
 from specdec.engine.step_table import result_table
-from specdec.engine.timing import StepTimer
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import AcceptOutput, VerifyOutput
 from specdec.parallel.group import Group

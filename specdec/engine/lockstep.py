@@ -20,10 +20,10 @@ import torch
 
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
-from specdec.engine.admission import OnTokens
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request, Status
-from specdec.engine.scheduler import Schedule
+from specdec.engine.requests.admission import OnTokens
+from specdec.engine.requests.request import Request, Status
+from specdec.engine.requests.scheduler import Schedule
 from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar

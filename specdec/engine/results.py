@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.request import Request
+from specdec.engine.policy.timing import StepClock
+from specdec.engine.requests.request import Request
 from specdec.engine.selection import Selection
 from specdec.engine.step_table import StepColumns, num_columns
-from specdec.engine.timing import StepClock
 from specdec.model.batch import Context
 from specdec.sampling.logprobs import Unpacked, top_of
 

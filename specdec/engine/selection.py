@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.sampling.tensors import SamplingPlan, SamplingTensors
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.blocks import BlockShape
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Chunk, prefill_tokens
+from specdec.engine.requests.request import Request
+from specdec.engine.requests.scheduler import Chunk, prefill_tokens
 from specdec.engine.selection import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.batch import Context, DecodeBatch, ForwardInput, PrefillBatch

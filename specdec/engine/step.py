@@ -13,17 +13,17 @@ from specdec.base.blocks import BlockShape
 from specdec.base.sizes import power_of_two
 from specdec.engine.acceptance import accept, follow
 from specdec.engine.agreement import agreed
-from specdec.engine.block import Block
-from specdec.engine.graphs import StepGraphs
+from specdec.engine.capture.graphs import StepGraphs
+from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
-from specdec.engine.prefill_graphs import PrefillGraphs
-from specdec.engine.request import Request
+from specdec.engine.policy.block import Block
+from specdec.engine.policy.timing import StepClock, StepTimer
+from specdec.engine.requests.request import Request
+from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.results import ScoredPrompts
-from specdec.engine.scheduler import Chunk
 from specdec.engine.selection import Selection
 from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.step_table import result_table
-from specdec.engine.timing import StepClock, StepTimer
 from specdec.kv_cache import copy_states
 from specdec.model.batch import Context, DecodeBatch, PrefillBatch
 from specdec.model.cache_rows import CacheRows

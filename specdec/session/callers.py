@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from weakref import ref
 
-from specdec.engine.request import Request, Status
+from specdec.engine.requests.request import Request, Status
 from specdec.session.handle import Handle
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from specdec.engine.request import Request, Status
+from specdec.engine.requests.request import Request, Status
 from specdec.session.outputs import GenerationResult, StreamChunk
 from specdec.session.text import IncrementalDecoder
 

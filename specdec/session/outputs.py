@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.base.metrics import AcceptanceStats
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.sampling.logprobs import Top
 
 

@@ -19,7 +19,7 @@ import torch
 
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.sampling.params import SamplingParams
 from specdec.session.callers import Callers
 from specdec.session.forks import tell_of_exit, tell_of_forks

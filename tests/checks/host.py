@@ -17,9 +17,9 @@ import torch
 
 from drafters.ngram import NGramDrafter
 from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheConfig, EngineConfig
-from specdec.engine.captured import capture_steps
+from specdec.engine.capture.captured import capture_steps
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Status
+from specdec.engine.requests.request import Status
 from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams

@@ -22,10 +22,10 @@ from specdec.attention.backend import AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.base.config import EngineConfig
 from specdec.device.device import resolve_device
+from specdec.engine.capture.prefill_graphs import most_prefill_rows
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
-from specdec.engine.prefill_graphs import most_prefill_rows
-from specdec.engine.request import Status
+from specdec.engine.requests.request import Status
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.checks.triton import BLOCK, SHAPES, random_verifier

@@ -11,8 +11,8 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine.block import Block
 from specdec.engine.engine import SpecEngine
+from specdec.engine.policy.block import Block
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams

@@ -25,7 +25,7 @@ from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.metrics import pooled
 from specdec.cli.main import main
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.session.drafter_choice import find_drafter
 from tests.drafters.tiny import FakeVerifier
 from tests.evals.tiny import PROMPTS, save_tiny, tiny_decoder

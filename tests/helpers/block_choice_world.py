@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.block_choice import BlockChoice, shapes
-from specdec.engine.buckets import batch_bucket
+from specdec.engine.capture.buckets import batch_bucket
+from specdec.engine.policy.block_choice import BlockChoice, shapes
 
 CAPTURE = 15
 """Plain steps that the first step of a kind takes longer."""
@@ -20,7 +20,7 @@ Block = Any
 
 
 class Chooser(Protocol):
-    """What chooses k; see `specdec.engine.block_choice.BlockChoice`."""
+    """What chooses k; see `specdec.engine.policy.block_choice.BlockChoice`."""
 
     rungs: tuple[Block, ...]
 

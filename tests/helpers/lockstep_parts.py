@@ -15,7 +15,7 @@ from specdec.base.blocks import BlockShape
 from specdec.base.errors import BackendError
 from specdec.engine import guided
 from specdec.engine.agreement import agreed
-from specdec.engine.graphs import ShapeGraphs
+from specdec.engine.capture.graphs import ShapeGraphs
 from specdec.model.core import AcceptOutput
 from specdec.parallel.collectives import least
 from specdec.parallel.mirror import current

@@ -9,8 +9,8 @@ from functools import cache
 from typing import NamedTuple
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.block_choice import BlockChoice
-from specdec.engine.draft_acceptance import Path
+from specdec.engine.policy.block_choice import BlockChoice
+from specdec.engine.policy.draft_acceptance import Path
 
 MOST = 15
 """Positions that were drafted."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted_trees import ScriptedTrees

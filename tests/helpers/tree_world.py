@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from specdec.base.blocks import MOST_NODES, BlockShape
-from specdec.engine.block_choice import BlockChoice, shapes
-from specdec.engine.draft_acceptance import Path
+from specdec.engine.policy.block_choice import BlockChoice, shapes
+from specdec.engine.policy.draft_acceptance import Path
 from tests.helpers.block_choice_world import in_mood
 from tests.helpers.tree_oracle import Node, heap_tree
 

@@ -19,7 +19,7 @@ from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import pooled
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.kv_cache import LayerCache
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput

@@ -15,7 +15,7 @@ from drafters.dflash.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.sampling.params import SamplingParams
 from tests.drafters.tiny import (
     BLOCK,

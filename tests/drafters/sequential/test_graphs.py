@@ -10,9 +10,9 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import toy_drafter
-from tests.specdec.engine import test_graphs
-from tests.specdec.engine.test_graphs import Case, run
-from tests.specdec.engine.test_prefill_graphs import captured_engine, small_shapes
+from tests.specdec.engine.capture import test_graphs
+from tests.specdec.engine.capture.test_graphs import Case, run
+from tests.specdec.engine.capture.test_prefill_graphs import captured_engine, small_shapes
 
 K = 4
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {

@@ -16,7 +16,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import AcceptanceStats
 from specdec.cli.main import main
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult

@@ -22,8 +22,8 @@ from evals.runner import Pass, run_set
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
-from specdec.engine.block_choice import BlockChoice
 from specdec.engine.engine import SpecEngine
+from specdec.engine.policy.block_choice import BlockChoice
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import PROMPTS, PROVENANCE, tiny_decoder, tiny_report

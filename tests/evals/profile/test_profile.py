@@ -12,12 +12,12 @@ from evals.profile.profile import _busy_us, _idle_share, _kernels, covered, form
 from specdec.base.config import EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.cli.main import main
-from specdec.engine import buckets
-from specdec.engine.graphs import StepGraphs
+from specdec.engine.capture import buckets
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.session.decoder import SpecDecoder
 from specdec.session.drafter_choice import find_drafter
 from tests.evals.tiny import tiny_decoder
-from tests.specdec.engine.test_graphs import Recorder
+from tests.specdec.engine.capture.test_graphs import Recorder
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9, 10, 9, 10]]
 

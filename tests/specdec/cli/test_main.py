@@ -24,7 +24,7 @@ from specdec.base.errors import CapacityError
 from specdec.base.metrics import AcceptanceStats
 from specdec.base.registry import VERBS
 from specdec.cli.main import main
-from specdec.engine.timing import StepTimer
+from specdec.engine.policy.timing import StepTimer
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder

@@ -4,7 +4,7 @@ import pytest
 
 from specdec.cli import warmup
 from specdec.cli.main import main
-from specdec.engine.warmup import WarmUpShape
+from specdec.engine.capture.warmup import WarmUpShape
 from tests.evals.tiny import save_tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -18,7 +18,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *shapes: WarmUpShape) -> None:
-    monkeypatch.setattr("specdec.engine.warmup.warm_up_shapes", lambda engine, sampling: list(shapes))
+    monkeypatch.setattr("specdec.engine.capture.warmup.warm_up_shapes", lambda engine, sampling: list(shapes))
 
 
 def test_every_shape_is_launched(command: list[str], capsys: Capture) -> None:

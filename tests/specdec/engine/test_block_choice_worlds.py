@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.engine.draft_acceptance import AcceptanceEstimate
+from specdec.engine.policy.draft_acceptance import AcceptanceEstimate
 from tests.helpers.block_choice_world import ChainLength, Time, World, decode
 
 MOST = 15

@@ -13,14 +13,14 @@ from drafters.draft_model.drafter import DraftModel
 from drafters.mtp.load import load_mtp
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graphs import StepGraphs
 from specdec.model.core import ContextLimits
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model
 from tests.helpers.tiny_predictions import CASES, reference, write_target
-from tests.specdec.engine.test_graphs import Recorder
+from tests.specdec.engine.capture.test_graphs import Recorder
 from verifiers.load import load_verifier
 from verifiers.shape import context_limits
 

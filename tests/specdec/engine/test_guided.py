@@ -13,7 +13,7 @@ pytest.importorskip("xgrammar")
 from drafters.ngram import NGramDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
-from specdec.engine.graphs import StepGraphs
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.guided import GuidedGraphs
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
@@ -28,7 +28,7 @@ from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import random_dflash
 from tests.helpers.trees import random_trees
 from tests.helpers.waiting import HANG
-from tests.specdec.engine.test_graphs import Recorder
+from tests.specdec.engine.capture.test_graphs import Recorder
 
 K, NODES = 4, 9
 

@@ -9,7 +9,7 @@ pytest.importorskip("xgrammar")
 
 from specdec.base.errors import InvalidInputError
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.grammar.grammar import Grammar
 from specdec.sampling.params import SamplingParams
 from specdec.session.session import Session

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine import prefill_graphs
+from specdec.engine.capture import prefill_graphs
+from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.model.core import Verifier
 from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import SHORT_LEN, paged_verifier, plain_greedy, plain_model, random_prompts
-from tests.specdec.engine.test_graphs import Case, Recorder, beginnings, run
+from tests.specdec.engine.capture.test_graphs import Case, Recorder, beginnings, run
 
 K = 3
 TEXT = [token for prompt in random_prompts(3, seed=3) for token in prompt]

@@ -13,7 +13,7 @@ from specdec.base.config import CacheConfig
 from specdec.base.errors import CapacityError
 from specdec.engine.memory import plan_cache
 from specdec.kv_cache import KVLayerSpec, LatentLayerSpec, LayerSpec
-from tests.specdec.engine.test_graphs import Case
+from tests.specdec.engine.capture.test_graphs import Case
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from drafters.ngram import NGramDrafter
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine import prefill_graphs, scheduler
+from specdec.engine.capture import prefill_graphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Chunk
+from specdec.engine.requests import scheduler
+from specdec.engine.requests.request import Request
+from specdec.engine.requests.scheduler import Chunk
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from specdec.session.outputs import GenerationResult
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
-from tests.specdec.engine.test_graphs import Case
-from tests.specdec.engine.test_prefill_graphs import captured_engine
+from tests.specdec.engine.capture.test_graphs import Case
+from tests.specdec.engine.capture.test_prefill_graphs import captured_engine
 
 PROMPTS = [[(7 * i + 3 * j) % 90 + 3 for i in range(length)] for j, length in enumerate((30, 1, 2, 17))]
 

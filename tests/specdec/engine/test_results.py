@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape, DraftTree
-from specdec.engine.outcome import take_over
-from specdec.engine.request import Request, Status
+from specdec.engine.policy.timing import StepClock
+from specdec.engine.requests.outcome import take_over
+from specdec.engine.requests.request import Request, Status
 from specdec.engine.results import FinishedStep, ResultQueue
 from specdec.engine.selection import Selection
 from specdec.engine.step_table import num_columns, result_table
-from specdec.engine.timing import StepClock
 from specdec.model.core import AcceptOutput, DraftOutput
 from specdec.sampling.logprobs import Logprobs
 from specdec.sampling.params import SamplingParams

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Chunk
+from specdec.engine.requests.request import Request
+from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.slots import SlotState
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.sampling.params import SamplingParams

@@ -13,7 +13,7 @@ from drafters.head import HeadConfig
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.blocks import DraftTree
 from specdec.engine import acceptance, step
-from specdec.engine.graphs import StepGraphs
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.step import StepRunner
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import AcceptOutput, Drafter, DraftOutput, VerifyOutput
@@ -25,7 +25,7 @@ from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted_trees import BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash
 from tests.helpers.tree_engine import DRAFTS, MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
-from tests.specdec.engine.test_graphs import Recorder, refuse
+from tests.specdec.engine.capture.test_graphs import Recorder, refuse
 
 HEADS: dict[str, HeadConfig] = {"tree over edges": SelectorConfig(8, 6), "chain of a head with a state": MarkovConfig(8, "rnn")}
 

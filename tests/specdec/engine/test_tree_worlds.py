@@ -5,8 +5,8 @@ import random
 import pytest
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.block_choice import MOST_TREE_ROWS
-from specdec.engine.draft_acceptance import BlockAcceptance, Path
+from specdec.engine.policy.block_choice import MOST_TREE_ROWS
+from specdec.engine.policy.draft_acceptance import BlockAcceptance, Path
 from tests.helpers.block_choice_world import decode
 from tests.helpers.tree_world import MOST, TreeLength, TreeWorld
 

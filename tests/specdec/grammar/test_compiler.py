@@ -267,7 +267,7 @@ def test_one_line(error: Exception) -> None:
 
 def test_waiting_in_the_callers_thread_can_be_interrupted(compiler: GrammarCompiler) -> None:
     """Ctrl-C leaves nothing that compiles."""
-    from specdec.engine.admission import Admission
+    from specdec.engine.requests.admission import Admission
 
     admission = object.__new__(Admission)
     admission.grammars = compiler

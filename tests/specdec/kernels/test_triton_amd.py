@@ -22,8 +22,9 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import BackendError
 from specdec.device import self_check
 from specdec.device.deviation import Deviation
-from specdec.engine import build, graph_check
-from specdec.engine import capture as capturing
+from specdec.engine import build
+from specdec.engine.capture import capture as capturing
+from specdec.engine.capture import graph_check
 from specdec.engine.engine import SpecEngine
 from specdec.layers import experts, fused, packed, packed_check, recurrence_check
 from specdec.model.batch import DecodeBatch

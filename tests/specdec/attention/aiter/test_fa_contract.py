@@ -20,7 +20,7 @@ from specdec.attention.aiter.layout import shuffled
 from specdec.attention.selector import refusals, select_backend
 from specdec.base.errors import BackendError
 from specdec.cli.doctor import ENVIRONMENT
-from specdec.engine.buckets import length_bucket
+from specdec.engine.capture.buckets import length_bucket
 from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
 from tests.helpers.attention_case import Case, spec

@@ -1,6 +1,7 @@
 """Steady decoding of a model with an indexer: once every request has `topk` tokens, no step runs AITER's planner.
 
-Captured steps are recorded and replayed as in `tests.specdec.engine.test_graphs`, calls of AITER included.
+Captured steps are recorded and replayed as in `tests.specdec.engine.capture.test_graphs`, calls of
+AITER included.
 """
 
 from collections.abc import Callable, Hashable
@@ -17,9 +18,9 @@ from drafters.ngram import NGramDrafter
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.engine.selection import Selection
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
@@ -27,7 +28,7 @@ from tests.helpers.aiter_emulation import Machine
 from tests.helpers.sparse_case import Install, pretend_rocm
 from tests.helpers.tiny_models import TOPK, paged_verifier, plain_model, random_prompts
 from tests.specdec.attention.aiter.test_sparse_generation import INDEX_HEAD_DIM, RoundedReference
-from tests.specdec.engine.test_graphs import Recorder
+from tests.specdec.engine.capture.test_graphs import Recorder
 
 MAX_TOKENS = 8
 PROMPTS = [[*prompt[:length], 0] for prompt, length in zip(random_prompts(9, longest=80)[-4:], (13, 14, 2, 12), strict=True)]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine.timing import StepClock, StepTimer
+from specdec.engine.policy.timing import StepClock, StepTimer
 
 
 class Event:

@@ -1,4 +1,5 @@
-"""What steps are expected to take and to give, by the shape of their blocks: what `specdec.engine.block_choice` compares."""
+"""What steps are expected to take and to give, by the shape of their blocks: what
+`specdec.engine.policy.block_choice` compares."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -9,8 +9,8 @@ many each time. It ends where that gives no further token. Other steps cost noth
 import logging
 from collections.abc import Sequence
 
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Chunk, Scheduler
+from specdec.engine.requests.request import Request
+from specdec.engine.requests.scheduler import Chunk, Scheduler
 from specdec.kv_cache import BlockPool, PagedKVCache
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.engine.prefix import PrefixCache
-from specdec.engine.request import Request, Status
+from specdec.engine.requests.prefix import PrefixCache
+from specdec.engine.requests.request import Request, Status
 from specdec.kv_cache import BlockPool, blocks_for
 
 MOST_ROWS_TO_SCORE = 1024

@@ -11,14 +11,14 @@ from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.errors import BackendError
 from specdec.device import self_check
 from specdec.device.deviation import Deviation
-from specdec.engine import capture as capturing
-from specdec.engine import graph_check
-from specdec.engine.capture import captures_graphs
+from specdec.engine.capture import capture as capturing
+from specdec.engine.capture import graph_check
+from specdec.engine.capture.capture import captures_graphs
+from specdec.engine.capture.graph_check import LaunchAgain, check_captured_step
+from specdec.engine.capture.prefill_graphs import PrefillShape
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graph_check import LaunchAgain, check_captured_step
-from specdec.engine.prefill_graphs import PrefillShape
 from tests.helpers.tiny_models import paged_verifier, plain_model
-from tests.specdec.engine.test_graphs import Recorder
+from tests.specdec.engine.capture.test_graphs import Recorder
 
 CUDA = torch.device("cuda", 0)
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.engine.draft_acceptance import Path
-from specdec.engine.request import Request, Status
+from specdec.engine.policy.draft_acceptance import Path
+from specdec.engine.requests.request import Request, Status
 from specdec.engine.results import FinishedStep
 from specdec.sampling.logprobs import Unpacked, top_of
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import BackendError
-from specdec.engine.buckets import BATCH_SIZES, batch_bucket, length_bucket
-from specdec.engine.capture import Capture
+from specdec.engine.capture.buckets import BATCH_SIZES, batch_bucket, length_bucket
+from specdec.engine.capture.capture import Capture
 from specdec.engine.selection import Selection
 from specdec.engine.slots import SlotState
 from specdec.engine.step_table import num_columns

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from specdec.engine import graphs, prefill_graphs
+from specdec.engine.capture import graphs, prefill_graphs
+from specdec.engine.capture.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
 from specdec.engine.engine import SpecEngine
-from specdec.engine.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Chunk
+from specdec.engine.requests.request import Request
+from specdec.engine.requests.scheduler import Chunk
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.core import RoutedExperts
 from specdec.sampling.params import SamplingParams
-from tests.specdec.engine.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
+from tests.specdec.engine.capture.test_graphs import MAX_TOKENS, Case, Recorder, beginnings, run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
 from specdec.model.core import Verifier

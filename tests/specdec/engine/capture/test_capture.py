@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdec.base.errors import BackendError
-from specdec.engine.capture import CudaCapture
+from specdec.engine.capture.capture import CudaCapture
 from tests.helpers.tiny_models import plain_model, random_prompts
-from tests.specdec.engine.test_graphs import DRAFTERS, MAX_TOKENS, Case, run
+from tests.specdec.engine.capture.test_graphs import DRAFTERS, MAX_TOKENS, Case, run
 
 
 class Nothing:

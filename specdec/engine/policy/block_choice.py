@@ -20,10 +20,10 @@ from typing import Literal, NamedTuple
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
-from specdec.engine.buckets import batch_bucket
-from specdec.engine.draft_acceptance import FIRST_GUESS, BlockAcceptance, Path
-from specdec.engine.prospects import Prospects
-from specdec.engine.step_times import ENOUGH, StepSize, StepTimes
+from specdec.engine.capture.buckets import batch_bucket
+from specdec.engine.policy.draft_acceptance import FIRST_GUESS, BlockAcceptance, Path
+from specdec.engine.policy.prospects import Prospects
+from specdec.engine.policy.step_times import ENOUGH, StepSize, StepTimes
 from specdec.model.core import Drafter
 
 PROBING = {False: 0.006, True: 0.002}

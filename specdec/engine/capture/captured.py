@@ -1,9 +1,9 @@
 """Has the steps of an engine captured."""
 
-from specdec.engine.capture import Capture
-from specdec.engine.graphs import StepGraphs
+from specdec.engine.capture.capture import Capture
+from specdec.engine.capture.graphs import StepGraphs
+from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.guided import GuidedGraphs
-from specdec.engine.prefill_graphs import PrefillGraphs
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
 from specdec.parallel.group import group_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from sys import maxsize
 from typing import NamedTuple
 
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.kv_cache import BlockPool, PrefixCounts, Snapshot, prefix_hashes, prefix_root
 from specdec.model.batch import Context
 

@@ -17,9 +17,9 @@ from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.engine import build
-from specdec.engine import prefix as module
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests import prefix as module
+from specdec.engine.requests.request import Request
 from specdec.kv_cache import BlockPool, StateCache, prefix_hashes
 from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.sizes import power_of_two
-from specdec.engine.buckets import batch_bucket, batches, length_bucket, lengths
-from specdec.engine.capture import Capture
-from specdec.engine.graphs import ShapeGraphs
-from specdec.engine.scheduler import Chunk, prefill_tokens
+from specdec.engine.capture.buckets import batch_bucket, batches, length_bucket, lengths
+from specdec.engine.capture.capture import Capture
+from specdec.engine.capture.graphs import ShapeGraphs
+from specdec.engine.requests.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.batch import ForwardInput, PrefillBatch

@@ -8,9 +8,9 @@ import torch
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import BackendError
 from specdec.device.deviation import Deviation, worst
-from specdec.engine import capture as capturing
-from specdec.engine.captured import capture_steps
-from specdec.engine.prefill_graphs import LEAST_ROWS, most_prefill_rows
+from specdec.engine.capture import capture as capturing
+from specdec.engine.capture.captured import capture_steps
+from specdec.engine.capture.prefill_graphs import LEAST_ROWS, most_prefill_rows
 from specdec.kv_cache import blocks_for
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier

@@ -13,12 +13,12 @@ from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.metrics import AcceptanceStats, pooled
 from specdec.cli import generate as generate_command
-from specdec.engine.block_choice import BlockChoice, ladder, shapes
-from specdec.engine.buckets import BATCH_SIZES
+from specdec.engine.capture.buckets import BATCH_SIZES
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.request import Request
-from specdec.engine.step_times import StepSize, StepTimes
+from specdec.engine.policy.block_choice import BlockChoice, ladder, shapes
+from specdec.engine.policy.step_times import StepSize, StepTimes
+from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams

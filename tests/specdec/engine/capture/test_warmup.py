@@ -10,17 +10,17 @@ import specdec.device.device
 from specdec.attention.aiter import fa as rocm_aiter_fa
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine import buckets, prefill_graphs
-from specdec.engine.buckets import batch_bucket, length_bucket
+from specdec.engine.capture import buckets, prefill_graphs
+from specdec.engine.capture.buckets import batch_bucket, length_bucket
+from specdec.engine.capture.graphs import StepGraphs
+from specdec.engine.capture.prefill_graphs import PrefillGraphs
+from specdec.engine.capture.warmup import warm_up_shapes
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.prefill_graphs import PrefillGraphs
-from specdec.engine.warmup import warm_up_shapes
 from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
-from tests.specdec.engine.test_graphs import DRAFTERS, Case, Recorder, beginnings, run
+from tests.specdec.engine.capture.test_graphs import DRAFTERS, Case, Recorder, beginnings, run
 
 _FLOAT32 = (torch.float32,)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=1)
@@ -146,7 +146,7 @@ def test_eager_steps_of_every_size(case: Case, drafter: str) -> None:
 
 def test_long_sequences_are_warmed_up_every_16k(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """AITER compiles a kernel for each further 16,384 keys where steps are eager; a captured step has the bucket's."""
-    monkeypatch.setattr("specdec.engine.warmup.KEYS_PER_KERNEL", 20)
+    monkeypatch.setattr("specdec.engine.capture.warmup.KEYS_PER_KERNEL", 20)
 
     def bounds(engine: SpecEngine) -> set[str]:
         return {shape.title.split("up to ")[1] for shape in warm_up_shapes(engine) if shape.title.startswith("decode")}

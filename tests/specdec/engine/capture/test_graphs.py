@@ -20,10 +20,10 @@ from drafters.ngram import NGramDrafter
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.engine import buckets, graphs
+from specdec.engine.capture import buckets, graphs
+from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.engine.graphs import StepGraphs
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.engine.selection import Selection
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.batch import Context, DecodeBatch

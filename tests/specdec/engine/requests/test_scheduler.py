@@ -10,8 +10,8 @@ from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request, Status
-from specdec.engine.scheduler import Chunk, Scheduler
+from specdec.engine.requests.request import Request, Status
+from specdec.engine.requests.scheduler import Chunk, Scheduler
 from specdec.engine.selection import Selection
 from specdec.kv_cache import BlockPool, blocks_for, prefix_hashes
 from specdec.model.batch import DecodeBatch

@@ -77,7 +77,7 @@ class Request:
     offers_from: int = 0  # L from which on a block may be full that is not yet offered to other requests
     num_kv_tokens: int = 0  # L, as far as results have been read
     num_in_flight: int = 0  # tokens that launched steps whose results are unread add at most
-    num_tries: int = 0  # after logits that were not finite, see `specdec.engine.second_try`
+    num_tries: int = 0  # after logits that were not finite, see `specdec.engine.requests.second_try`
     tried_at: int = -1  # output tokens that were known at the last of them
     num_unread: int = 0  # launches whose result is unread, each of at least one token: the prefill's last one, and steps
     max_output_tokens: int = field(init=False)

@@ -11,7 +11,7 @@ import torch
 from specdec import SpecDecoder
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
+from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.block_choice import MOST_TREE_ROWS, ladder
-from specdec.engine.buckets import batches, lengths
+from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
-from specdec.engine.request import Request
-from specdec.engine.scheduler import Chunk
+from specdec.engine.policy.block_choice import MOST_TREE_ROWS, ladder
+from specdec.engine.requests.request import Request
+from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.selection import Selection
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
