@@ -11,7 +11,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine import build
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import StateCache
-from specdec.layers.recurrence import RecurrentRows
+from specdec.layers.recurrence.recurrence import RecurrentRows
 from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams

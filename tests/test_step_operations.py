@@ -28,8 +28,9 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.kernels import triton_argmax, triton_linear
-from specdec.layers import decoder, fused, linear
+from specdec.kernels import triton_argmax
+from specdec.layers import decoder, linear, triton_linear
+from specdec.layers.ops import fused
 from specdec.sampling import argmax, sampler, scores, triton_sampler
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees import candidates, triton_candidates

@@ -13,9 +13,9 @@ from specdec.layers.decoder import DecoderLayer
 from specdec.layers.layer_inputs import InputGate, LayerInputs
 from specdec.layers.linear import Linear
 from specdec.layers.mlp import FeedForward
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads
-from specdec.layers.rotary import Rope, rotation_order
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads
+from specdec.layers.rotary.rotary import Rope, rotation_order
 from verifiers.description import Description, norm_epsilon
 from verifiers.latent import latent_attention
 from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts

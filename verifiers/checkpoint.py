@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import CheckpointError
 from specdec.base.files import user_path
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
 from verifiers.formats.format import Format, Stored, check_floats, check_known

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from verifiers.checkpoint import EMBEDDING, HEAD
 from verifiers.formats.format import Stored, check_floats
 from verifiers.shares import Share

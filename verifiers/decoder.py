@@ -10,12 +10,12 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.chunks import in_chunks
 from specdec.attention.mla import MlaBackend
-from specdec.kernels.packed import PackedWeight
 from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.decoder import Decoder
 from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
-from specdec.layers.ops_choice import ops_for
+from specdec.layers.ops.choice import ops_for
+from specdec.layers.packed.weight import PackedWeight
 from specdec.layers.sharded import Embedding, GatheredLinear
 from specdec.model.batch import ForwardInput
 from specdec.model.core import RoutedExperts, VerifyOutput

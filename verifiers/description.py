@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import Routing
+from specdec.layers.experts.routing import Routing
 
 
 class NormNames(NamedTuple):
@@ -32,9 +32,10 @@ class Description:
         names: expressions, and what replaces them in the names of transformers' tensors, so that they become those of Llama or,
             for recurrent layers, of Qwen3-Next.
         factors: of tensors of every layer by name, where there are such; they are multiplied into them.
-        ropes: RoPE parameters of each layer, as `specdec.layers.rotary.Rope.of` takes them; None where nothing is rotated.
+        ropes: RoPE parameters of each layer, as `specdec.layers.rotary.rotary.Rope.of` takes them;
+            None where nothing is rotated.
         interleaved: RoPE turns neighboring numbers against each other instead of halves.
-        activation: see `specdec.layers.activation`.
+        activation: see `specdec.layers.ops.activation`.
         norms: where a layer has norms.
         norms_of_recurrent: the same of recurrent layers, where it differs.
         shared_blocks: so many blocks of attention and a feed-forward sublayer stand before hybrid layers in turn, see

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from specdec.attention.selector import select_backend
 from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
 from specdec.base.writing import write_atomically, write_text
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 from verifiers.decoder import DecoderVerifier

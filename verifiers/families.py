@@ -5,9 +5,9 @@ from math import isfinite
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
-from specdec.kernels.experts import Routing
-from specdec.layers.activation import LIMIT, SLOPE
-from specdec.layers.rotary import ROPE_TYPES, Temperature
+from specdec.layers.experts.routing import Routing
+from specdec.layers.ops.activation import LIMIT, SLOPE
+from specdec.layers.rotary.rotary import ROPE_TYPES, Temperature
 from verifiers.description import AFTER, AROUND, BEFORE, Description, Family, NormNames, sigmoid_routing
 from verifiers.hybrids import HYBRIDS
 from verifiers.shape import declared, layer_windows
@@ -19,7 +19,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""From transformers' names to those of `specdec.layers.activation`."""
+"""From transformers' names to those of `specdec.layers.ops.activation`."""
 
 PARTIAL = frozenset(
     {

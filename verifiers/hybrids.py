@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import Routing
+from specdec.layers.experts.routing import Routing
 from verifiers.description import AFTER, BEFORE, Description, Family, NormNames, sigmoid_routing
 from verifiers.states import sizes_of
 

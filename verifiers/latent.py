@@ -4,8 +4,8 @@ from typing import Any
 
 from specdec.attention.mla import MlaSpec
 from specdec.layers.latent_attention import Indexer, LatentAttention, halves_first, latent_scale, split_up
-from specdec.layers.norm import Norm
-from specdec.layers.rotary import Rope
+from specdec.layers.ops.norm import Norm
+from specdec.layers.rotary.rotary import Rope
 from verifiers.weights import Weights
 
 INTERLEAVED_INDEXERS = frozenset({"glm_moe_dsa"})

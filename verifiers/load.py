@@ -25,7 +25,7 @@ from specdec.base.checkpoint.tensor_files import TensorFiles, usually_named
 from specdec.base.config import GenerationSource
 from specdec.base.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.linear import can_pack_four_bit
-from specdec.layers.packed_check import keeps_packed
+from specdec.layers.packed.check import keeps_packed
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 from verifiers.decoder import Checkpoint, DecoderVerifier
@@ -68,7 +68,8 @@ def load_verifier(
         cache_dtype: type of the cache when it is not `dtype`.
         fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
         fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through its own modules.
-        as_stored: quantized weights stay packed where `specdec.layers.packed_check.keeps_packed` says so; otherwise they become
+        as_stored: quantized weights stay packed where `specdec.layers.packed.check.keeps_packed`
+            says so; otherwise they become
             numbers of `dtype` when they are read.
         group: the ranks that compute the target together; each calls this, and reads its part. None for a process alone.
         generation_config: "none" leaves aside what the checkpoint asks of requests, but for what ends them. None says nothing of

@@ -11,13 +11,13 @@ from torch import Tensor
 import specdec.device.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
-from specdec.kernels.experts import PLAIN, Experts
-from specdec.kernels.packed import PackedWeight
-from specdec.layers.joined_experts import JoinedExperts
+from specdec.layers.experts.joined import JoinedExperts
+from specdec.layers.experts.router import Router, aiter_reasons
+from specdec.layers.experts.routing import PLAIN, Experts
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts, MlpBesideExperts
-from specdec.layers.norm import Norm
-from specdec.layers.router import Router, aiter_reasons
+from specdec.layers.ops.norm import Norm
+from specdec.layers.packed.weight import PackedWeight
 from verifiers.description import Description
 from verifiers.weights import Weights
 

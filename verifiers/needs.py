@@ -20,7 +20,7 @@ from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import CheckpointError
 from specdec.base.files import user_path
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
-from specdec.layers.packed_check import keeps_packed
+from specdec.layers.packed.check import keeps_packed
 from specdec.model.core import ContextLimits
 from verifiers.divisions import divisions
 from verifiers.embedded import EMBEDDED, embedded_model_path

@@ -15,7 +15,7 @@ from specdec.base.checkpoint.hub import json_file
 from specdec.base.errors import BackendError, CheckpointError, one_line
 from specdec.kv_cache import LayerSpec, SharedLayerSpec
 from specdec.layers.decoder import Decoder
-from specdec.layers.ops_choice import ops_for
+from specdec.layers.ops.choice import ops_for
 from specdec.layers.prediction import ClusteredHead, PredictionLayers
 from specdec.model.core import Verifier
 from verifiers.builder import LayerBuilder

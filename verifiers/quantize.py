@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 
 GROUP = 128
 """Inputs that share a scale."""

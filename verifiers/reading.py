@@ -9,7 +9,7 @@ import torch
 
 from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
 from specdec.base.validation import LARGEST
-from specdec.layers.rotary import check_parameters
+from specdec.layers.rotary.rotary import check_parameters
 
 Read = TypeVar("Read")
 Judge = Callable[[dict[str, Any]], object]

@@ -11,8 +11,8 @@ from specdec.layers.attention import Attention
 from specdec.layers.linear import Linear
 from specdec.layers.linear_attention import KeyDecayAttention, LinearAttention, ShortConvolution, SideBySide
 from specdec.layers.linear_choice import linear
-from specdec.layers.norm import GroupNorm
-from specdec.layers.recurrence import Recurrence, RecurrentRows
+from specdec.layers.ops.norm import GroupNorm
+from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
 from specdec.model.batch import ForwardInput
 from verifiers.description import norm_epsilon
 from verifiers.states import attends, is_recurrent, sizes_of

@@ -12,7 +12,7 @@ from specdec.attention.backend import AttentionBackend, AttentionSpec, HeadShape
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
 from specdec.base.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
-from specdec.layers.rotary import STATIC_ROPE_TYPES
+from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 from specdec.model.core import ContextLimits, LengthRule
 from verifiers.states import attends, is_recurrent, state_layer_spec
 

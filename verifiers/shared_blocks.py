@@ -8,7 +8,7 @@ from specdec.layers.attention import HeadAttention
 from specdec.layers.linear import Linear
 from specdec.layers.linear_attention import LinearAttention
 from specdec.layers.mlp import GatedMLP
-from specdec.layers.norm import Norm
+from specdec.layers.ops.norm import Norm
 from specdec.layers.shared_block import AdaptedLinear, AfterSharedBlock
 from verifiers.mixture import gated_mlp
 from verifiers.states import attends

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import UnsupportedModelError
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.group import Group
 from verifiers.description import Description
 from verifiers.formats.format import Stored

@@ -14,7 +14,7 @@ MIXERS_ALONE = frozenset({"mlp", "moe"})
 
 
 class Sizes(NamedTuple):
-    """See `specdec.layers.recurrence.Recurrence`."""
+    """See `specdec.layers.recurrence.recurrence.Recurrence`."""
 
     key_heads: int
     value_heads: int

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import FourBitWeight, Linear
 from specdec.layers.linear_choice import linear
+from specdec.layers.packed.weight import PackedWeight
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
 

@@ -8,7 +8,7 @@ from drafters.attention import LatentSizes
 from drafters.dflash.coupling import Coupling
 from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
-from specdec.layers.rotary import STATIC_ROPE_TYPES
+from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 from specdec.model.core import Verifier
 
 MOST_DRAFTS = 1024
@@ -47,19 +47,25 @@ class DFlashConfig:
         num_target_layers: layers of the target, when stated.
         target_hidden_size: width of one tap when it differs from `hidden_size`.
         verifier_name, verifier_architectures: the target it was trained for, when stated.
-        conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and channels that share the changing
+        conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and
+            channels that share the changing
             part of their kernels (DFlash 2); both None without convolutions.
         interleaved: RoPE turns neighboring numbers of a head instead of halves (LFM2.5).
-        attention_sinks: every head has a learned logit that joins the softmax and attends to nothing (MiMo).
+        attention_sinks: every head has a learned logit that joins the softmax and attends to
+            nothing (MiMo).
         attention_value_scale: factor of values (MiMo).
-        attention_gate: attention's output is scaled by the softplus of gates (Laguna); None without gates.
+        attention_gate: attention's output is scaled by the softplus of gates (Laguna); None without
+            gates.
         tap_norms: every tap has a norm of its own before they are joined (Laguna, Kimi K3).
         norms_context: layers norm the context with the norm of their own rows (Laguna).
-        mixes_taps: every draft layer has its own mixture of the taps instead of `fc`, and projects the context to keys and values
+        mixes_taps: every draft layer has its own mixture of the taps instead of `fc`, and projects
+            the context to keys and values
             apart from its rows (DFlare, arXiv 2606.02091).
-        gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers, normed values, unscaled scores.
+        gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers,
+            normed values, unscaled scores.
         keys_as_values: values are the keys before their norm.
-        latent: sizes of latent attention (Kimi K3); None for attention with heads of their own keys. `head_dim` is that of queries.
+        latent: sizes of latent attention (Kimi K3); None for attention with heads of their own
+            keys. `head_dim` is that of queries.
         head: what corrects the logits behind each token; None for plain DFlash.
         tied_tables: the head's tables are projections of the target's own, see
             `drafters.dflash.tied`.

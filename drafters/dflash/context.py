@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from drafters.dflash.model import DFlashModel
 from specdec.layers.linear_choice import linear
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Ops
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Ops
 
 
 class Context:

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from drafters.dflash.config import DFlashConfig
-from specdec.layers.grouped_convolution import Side, mix_rows
+from specdec.layers.ops.grouped_convolution import Side, mix_rows
 
 
 class DFlashConvolution(nn.Module):
-    """`specdec.layers.grouped_convolution` around one sublayer; new ones leave everything as it is."""
+    """`specdec.layers.ops.grouped_convolution` around one sublayer; new ones leave everything as it
+    is."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()

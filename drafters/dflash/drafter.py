@@ -28,7 +28,7 @@ from specdec.attention.mla import MlaBackend
 from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
-from specdec.layers.rotary import Angles, Rope
+from specdec.layers.rotary.rotary import Angles, Rope
 from specdec.model.batch import DecodeBatch, PrefillBatch
 from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
 

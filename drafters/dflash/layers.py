@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.latent import LatentProjections
-from specdec.layers.rotary import rotate
+from specdec.layers.rotary.rotary import rotate
 
 
 class DFlashAttention(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from drafters.dflash.config import DFlashConfig
 from drafters.dflash.latent import LatentProjections
 from drafters.dflash.layers import DFlashAttention, DFlashLayer, turned
-from specdec.layers.rotary import Angles, Rope
+from specdec.layers.rotary.rotary import Angles, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""

@@ -15,15 +15,15 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
-from specdec.layers.grouped_convolution import GroupedConvolution
 from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear
 from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import ConvolvedMLP, GatedMLP
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads
-from specdec.layers.ops_choice import ops_for
-from specdec.layers.rotary import Angles, Rope, rotate, rotation_order
+from specdec.layers.ops.choice import ops_for
+from specdec.layers.ops.grouped_convolution import GroupedConvolution
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads
+from specdec.layers.rotary.rotary import Angles, Rope, rotate, rotation_order
 
 Keep = Callable[[Tensor], Tensor]
 """Rows of `[rows, ...]` whose final states are wanted."""

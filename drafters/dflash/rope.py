@@ -5,7 +5,7 @@ from typing import Any
 
 from drafters.dflash.families import Family
 from drafters.keys import Keys, require, rope_sets, rotary_factor
-from specdec.layers.rotary import check_parameters
+from specdec.layers.rotary.rotary import check_parameters
 
 
 def rope_parameters(keys: Keys, family: Family, windows: tuple[int | None, ...], head_dim: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from drafters.attention import LatentSizes
 from specdec.attention.mla import MlaSpec
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up
 from specdec.layers.linear_choice import linear
-from specdec.layers.norm import Norm
-from specdec.layers.rotary import Rope
+from specdec.layers.ops.norm import Norm
+from specdec.layers.rotary.rotary import Rope
 
 EPSILON = 1e-6
 """Of the norms inside the attention, whatever config.json says about others."""

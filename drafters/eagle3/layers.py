@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 from drafters.eagle3.rope import rope_parameters, whole_heads
 from drafters.keys import LIMITS, Keys, count, require
 from specdec.base.errors import one_line
-from specdec.layers.rotary import Rope
+from specdec.layers.rotary.rotary import Rope
 
 Layers: TypeAlias = LlamaConfig | Qwen3Config | DeepseekV3Config
 """What a head's layers may be like."""

@@ -22,10 +22,10 @@ from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear
 from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import GatedMLP
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads, Ops
-from specdec.layers.ops_choice import ops_for
-from specdec.layers.rotary import Rope
+from specdec.layers.ops.choice import ops_for
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads, Ops
+from specdec.layers.rotary.rotary import Rope
 from specdec.layers.shared_block import EMBEDDINGS
 from specdec.model.core import Verifier
 

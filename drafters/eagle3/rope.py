@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafters.keys import Keys, require, rotary_factor, section
-from specdec.layers.rotary import STATIC_ROPE_TYPES, check_parameters
+from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES, check_parameters
 
 _KNOWN = (
     "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor",

@@ -16,7 +16,7 @@ from drafters.dflash.tied import checkpoint_names, tie
 from drafters.training.config import TrainConfig
 from drafters.training.heads import init_head, new_head
 from specdec.base.errors import InvalidInputError
-from specdec.layers.rotary import STATIC_ROPE_TYPES
+from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 
 
 def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashModel:

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads, Ops
-from specdec.layers.rotary import Angles, Rope
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads, Ops
+from specdec.layers.rotary.rotary import Angles, Rope
 from specdec.layers.sharded import norm_divided
 from specdec.parallel.group import Group
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.layers.attention import Attention, Rows
-from specdec.layers.grouped_convolution import GroupedConvolution
 from specdec.layers.layer_inputs import InputGate
 from specdec.layers.linear import Linear
 from specdec.layers.mlp import FeedForward, MixtureOfExperts, MlpBesideExperts
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Join, Ops
-from specdec.layers.rotary import Angles, Rope
+from specdec.layers.ops.grouped_convolution import GroupedConvolution
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Join, Ops
+from specdec.layers.rotary.rotary import Angles, Rope
 from specdec.layers.shared_block import EMBEDDINGS
 
 

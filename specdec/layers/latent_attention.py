@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from specdec.attention.mla import IndexerRows, MlaBackend, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
 from specdec.layers.attention import Rows
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Ops
-from specdec.layers.rotary import Angles, Rope, rotate
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Ops
+from specdec.layers.rotary.rotary import Angles, Rope, rotate
 
 SELECTED = "selected"
 """Under which a layer leaves the positions it selected, for later layers without an indexer."""

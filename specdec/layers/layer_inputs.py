@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.layers.activation import gated
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Join, Ops
+from specdec.layers.ops.activation import gated
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Join, Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class InputGate:
         gate: to [P], whose activation is the factor of the input.
         projection: back to [H].
         norm: of what it puts out.
-        activation: see `specdec.layers.activation`.
+        activation: see `specdec.layers.ops.activation`.
     """
 
     gate: Linear

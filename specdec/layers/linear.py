@@ -55,7 +55,8 @@ class Linear(ABC):
     def few_rows(
         self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
     ) -> Tensor | None:
-        """The product of few rows by our own kernel, see `specdec.kernels.triton_linear.few_rows`; None where there is none."""
+        """The product of few rows by our own kernel, see `specdec.layers.triton_linear.few_rows`;
+        None where there is none."""
         return None
 
 
@@ -91,7 +92,7 @@ class DenseLinear(Linear):
     def few_rows(
         self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
     ) -> Tensor | None:
-        from specdec.kernels.triton_linear import few_rows  # it imports Triton
+        from specdec.layers.triton_linear import few_rows  # it imports Triton
 
         return few_rows(x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead)
 

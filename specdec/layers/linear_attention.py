@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from specdec.kv_cache import StateCache
 from specdec.layers.attention import Attention, Rows
 from specdec.layers.linear import Linear
-from specdec.layers.norm import GroupNorm
-from specdec.layers.ops import Ops
-from specdec.layers.recurrence import Recurrence, RecurrentRows
-from specdec.layers.rotary import Rope
+from specdec.layers.ops.norm import GroupNorm
+from specdec.layers.ops.ops import Ops
+from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
+from specdec.layers.rotary.rotary import Rope
 
 
 @dataclass(frozen=True, slots=True, eq=False)

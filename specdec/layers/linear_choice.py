@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import BlockedLinear, DenseLinear, FourBitLinear, FourBitWeight, Linear, can_block, can_pack_four_bit
-from specdec.layers.packed import PackedLinear
+from specdec.layers.packed.linear import PackedLinear
+from specdec.layers.packed.weight import PackedWeight
 
 
 def linear(weight: Tensor | PackedWeight, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:

@@ -6,13 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import Experts
-from specdec.layers.grouped_convolution import GroupedConvolution
-from specdec.layers.joined_experts import JoinedExperts
+from specdec.layers.experts.joined import JoinedExperts
+from specdec.layers.experts.router import Router
+from specdec.layers.experts.routing import Experts
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Join, Ops
-from specdec.layers.router import Router
+from specdec.layers.ops.grouped_convolution import GroupedConvolution
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Join, Ops
 from specdec.parallel.collectives import summed
 from specdec.parallel.group import Group
 
@@ -35,7 +35,7 @@ class GatedMLP(FeedForward):
     Attributes:
         gate_up: to gate, then up; without a gate to up alone.
         down: back to H.
-        activation: see `specdec.layers.activation`.
+        activation: see `specdec.layers.ops.activation`.
     """
 
     gate_up: Linear

@@ -20,7 +20,7 @@ from specdec.attention.mla import MlaBackend
 from specdec.kv_cache import LayerSpec
 from specdec.layers.decoder import Decoder
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
+from specdec.layers.ops.norm import Norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)

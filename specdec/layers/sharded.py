@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.layers.linear import Linear
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Ops
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Ops
 from specdec.parallel.collectives import all_reduce, gather_last
 from specdec.parallel.group import Group
 
@@ -94,7 +94,8 @@ class Embedding:
 
 
 def norm_divided(parts: tuple[Tensor, ...], norms: tuple[Norm, ...], group: Group) -> list[Tensor]:
-    """Rows [T, ...] that the ranks have parts of, normed whole as `specdec.layers.norm.rms_norm` does.
+    """Rows [T, ...] that the ranks have parts of, normed whole as
+    `specdec.layers.ops.norm.rms_norm` does.
 
     Args:
         parts: this rank's numbers of each kind of row.

@@ -9,9 +9,9 @@ from specdec.layers.attention import Attention, HeadAttention, Rows
 from specdec.layers.linear import Linear
 from specdec.layers.linear_attention import LinearAttention
 from specdec.layers.mlp import GatedMLP
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Ops
-from specdec.layers.rotary import Rope
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Ops
+from specdec.layers.rotary.rotary import Rope
 
 EMBEDDINGS = "embeddings"
 """Under which a decoder leaves what its first layer is given."""

@@ -151,7 +151,8 @@ class LengthRule(NamedTuple):
 
     Attributes:
         start: tokens up to which they are the usual ones.
-        grows: beyond it they change row by row (`specdec.layers.rotary.Growth`); otherwise a request that may come to be longer has
+        grows: beyond it they change row by row (`specdec.layers.rotary.rotary.Growth`); otherwise
+            a request that may come to be longer has
             others from its first token on (LongRoPE).
     """
 
@@ -188,7 +189,8 @@ class Verifier(Protocol):
     """Tokens that stand for what a part of the checkpoint that is not here would have seen or heard, with that in words."""
 
     weight_codes: tuple[str, ...]
-    """How packed weights are read (`specdec.kernels.packed.Code`); empty where all are plain numbers."""
+    """How packed weights are read (`specdec.layers.packed.weight.Code`); empty where all are plain
+    numbers."""
 
     @property
     def weight_bytes(self) -> int:

@@ -22,9 +22,9 @@ from specdec.attention.aiter.groups import plan_packed
 from specdec.attention.aiter.layout import Layout, read_rows, shuffled
 from specdec.attention.aiter.scratch import Scratch
 from specdec.kernels import aiter, aiter_triton_only
-from specdec.kernels.aiter_layers import AiterLayers
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
-from specdec.layers.rotary import Angles, rotate
+from specdec.layers.aiter.kernels import AiterLayers
+from specdec.layers.rotary.rotary import Angles, rotate
 from tests.helpers.attention_case import Case, attention, spec
 from tests.helpers.trees import random_trees
 

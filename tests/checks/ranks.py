@@ -22,7 +22,7 @@ from evals.bench.dummy_engine import FreeDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.device.device import resolve_device
 from specdec.engine.engine import SpecEngine
-from specdec.layers.exchange import shared_rows
+from specdec.layers.ops.exchange import shared_rows
 from specdec.model.core import Verifier
 from specdec.parallel.collectives import all_reduce
 from specdec.parallel.group import Group, join_group, rank_device

@@ -205,9 +205,9 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
 
 def check_fused(rows: int, bytes_per_us: float) -> None:
     """Lines for the kernels around attention with the 8B shape, beside plain torch in a graph."""
-    from specdec.kernels.triton_activation import gated
     from specdec.kernels.triton_norm import add_rms_norm
     from specdec.kernels.triton_rope import rope_store
+    from specdec.layers.ops.triton_activation import gated
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE).bfloat16()

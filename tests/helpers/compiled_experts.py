@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_expert_groups, triton_expert_products, triton_experts, triton_router
-from specdec.kernels.experts import Routing
+from specdec.layers.experts import triton_expert_groups, triton_expert_products, triton_experts, triton_router
+from specdec.layers.experts.routing import Routing
 from tests.helpers.triton_interpreter import compile_for
 
 if TYPE_CHECKING:

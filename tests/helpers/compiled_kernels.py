@@ -8,21 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.kernels import (
-    triton_activation,
-    triton_argmax,
-    triton_attention,
-    triton_embedding,
-    triton_grouped_convolution,
-    triton_linear,
-    triton_merge,
-    triton_norm,
-    triton_prefill,
-    triton_rope,
-    triton_splits,
-)
+from specdec.kernels import triton_argmax, triton_attention, triton_merge, triton_norm, triton_prefill, triton_rope, triton_splits
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
-from specdec.layers.activation import ACTIVATIONS
+from specdec.layers import triton_linear
+from specdec.layers.ops import triton_activation, triton_embedding, triton_grouped_convolution
+from specdec.layers.ops.activation import ACTIVATIONS
 from specdec.sampling import triton_filters, triton_sampler
 from tests.helpers.compiled_experts import expert_kernels
 from tests.helpers.compiled_matches import match_kernels

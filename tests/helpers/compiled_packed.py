@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec.kernels import triton_expert_products, triton_experts, triton_packed, triton_packed_products
-from specdec.kernels.packed import Code, PackedWeight, run_of
+from specdec.layers.experts import triton_expert_products, triton_experts
+from specdec.layers.packed import triton_packed, triton_packed_products
+from specdec.layers.packed.weight import Code, PackedWeight, run_of
 from tests.helpers.triton_interpreter import compile_for
 
 if TYPE_CHECKING:

@@ -3,16 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import (
-    triton_gated_norm,
-    triton_recurrence,
-    triton_recurrence_inputs,
-    triton_recurrence_ring,
-    triton_short_convolution,
-)
-from specdec.kernels import triton_recurrence_chunks as chunks
-from specdec.kernels import triton_recurrence_key_systems as key_systems
-from specdec.kernels import triton_recurrence_systems as systems
+from specdec.layers.ops import triton_gated_norm
+from specdec.layers.recurrence import triton_recurrence, triton_recurrence_inputs, triton_recurrence_ring, triton_short_convolution
+from specdec.layers.recurrence import triton_recurrence_chunks as chunks
+from specdec.layers.recurrence import triton_recurrence_key_systems as key_systems
+from specdec.layers.recurrence import triton_recurrence_systems as systems
 from tests.helpers.triton_interpreter import compile_for
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specdec.engine import triton_acceptance
-from specdec.kernels import triton_angles, triton_edges, triton_forecasts
+from specdec.kernels import triton_edges, triton_forecasts
 from specdec.kernels.triton_argmax import SLICE
+from specdec.layers.rotary import triton_angles
 from specdec.model import triton_block_rows, triton_cache_rows
 from specdec.sampling import triton_masks
 from specdec.sampling.trees import triton_candidates, triton_trees, triton_tries

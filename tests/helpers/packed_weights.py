@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.kernels.packed import Code, PackedWeight
+from specdec.layers.packed.weight import Code, PackedWeight
 
 CODES: tuple[Code, ...] = get_args(Code)
 

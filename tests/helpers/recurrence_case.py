@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdec.kv_cache.state import StateCache
-from specdec.layers.recurrence import Recurrence, RecurrentRows
-from specdec.layers.recurrence import recur as oracle
+from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
+from specdec.layers.recurrence.recurrence import recur as oracle
 from tests.helpers.bounds import Float64
 
 Recur = Callable[[Tensor, Recurrence, StateCache, RecurrentRows], Tensor]

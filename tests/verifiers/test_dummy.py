@@ -10,7 +10,7 @@ import torch
 from specdec.base.config import EngineConfig
 from specdec.base.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from specdec.engine.engine import SpecEngine
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts
 from verifiers.dummy import dummy_verifier, experts_met, quantized_weights, random_model, read_config

@@ -15,7 +15,7 @@ from specdec.base.errors import CheckpointError
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.layers.linear import BlockedLinear, DenseLinear, can_block
 from specdec.layers.linear_choice import linear
-from specdec.layers.rotary import Angles, Rope
+from specdec.layers.rotary.rotary import Angles, Rope
 from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier
 from tests.helpers.bounds import assert_as_exact, assert_rows_as_exact, in_float64

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from specdec.kv_cache import KVLayerSpec, StateLayerSpec
-from specdec.layers.router import route
+from specdec.layers.experts.router import route
 from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model
 from verifiers.families import describe

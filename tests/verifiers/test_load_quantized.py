@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, CohereConfig, PreTrainedModel
 
 from specdec import SpecDecoder
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear_attention import LinearAttention
-from specdec.layers.packed import PackedLinear
+from specdec.layers.packed.linear import PackedLinear
+from specdec.layers.packed.weight import PackedWeight
 from specdec.model.core import Verifier
 from tests.helpers import quantized, tiny_composites
 from tests.helpers.tiny_models import plain_model, random_prompts, tiny_tokenizer

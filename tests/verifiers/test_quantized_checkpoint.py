@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from tests.helpers.quantized import Written, quantize_files
 from tests.helpers.tiny_models import plain_model

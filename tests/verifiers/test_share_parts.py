@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import SpecDecError
-from specdec.kernels.packed import PackedWeight
 from specdec.layers.linear import DenseLinear
+from specdec.layers.packed.weight import PackedWeight
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
 from tests.helpers.quantized import quantize_files

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from verifiers.formats.format import Format, Parts, as_number, per_output
 from verifiers.formats.settings import Settings
 

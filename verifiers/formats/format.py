@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError, SpecDecError, one_line
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from verifiers.formats.lists import Listed
 
 Stored = Tensor | PackedWeight

@@ -3,7 +3,7 @@
 import torch
 
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from verifiers.formats.bits import halves, paired
 from verifiers.formats.float4 import MX_BITS, MX_GROUP, NV_BITS, NV_GROUP
 from verifiers.formats.float8 import BLOCK, floats

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from verifiers.formats.format import check_floats, check_known
 from verifiers.formats.method import format_of
 from verifiers.names import UNUSED, place_of

@@ -15,7 +15,7 @@ from drafters.dflash.config_json import config_json
 from drafters.dflash.layout import parse_config
 from drafters.dflash.model import DFlashModel
 from specdec.base.errors import CheckpointError
-from specdec.layers.rotary import Angles, Rope, rotate
+from specdec.layers.rotary.rotary import Angles, Rope, rotate
 from tests.drafters.dflash.test_layout import KINDS_OF_DRAFTERS, F, S, zlab
 from tests.drafters.tiny import TINY
 

@@ -18,7 +18,7 @@ from drafters.eagle3.config import parse_config
 from drafters.fit import fit_of
 from specdec.base.errors import CheckpointError
 from specdec.cli.main import main
-from specdec.layers.rotary import Rope
+from specdec.layers.rotary.rotary import Rope
 from tests.drafters.any_value import Place, check_any_value
 from tests.drafters.eagle3.heads import LLAMA, SGLANG, SPECULATORS, head_tensors, write_head
 from tests.drafters.eagle3.test_checkpoint import TargetShape

@@ -22,10 +22,10 @@ from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import GatedMLP
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads
-from specdec.layers.ops_choice import ops_for
-from specdec.layers.rotary import Angles, Rope, rotate
+from specdec.layers.ops.choice import ops_for
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads
+from specdec.layers.rotary.rotary import Angles, Rope, rotate
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams

@@ -14,7 +14,7 @@ from specdec.attention.selector import refusals, select_backend
 from specdec.cli.main import main
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterFa, AiterIndexer, AiterMla, AiterRouter, AiterTriton
-from specdec.kernels.aiter_layers import AiterLayers
+from specdec.layers.aiter.kernels import AiterLayers
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_emulation.signatures import VERSIONS, version_key
 from tests.helpers.attention_case import spec

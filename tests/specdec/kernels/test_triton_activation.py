@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specdec.kernels.experts import PLAIN
-from specdec.layers.activation import ACTIVATIONS, gated
-from specdec.layers.activation import activate as plainly
+from specdec.layers.experts.routing import PLAIN
+from specdec.layers.ops.activation import ACTIVATIONS, gated
+from specdec.layers.ops.activation import activate as plainly
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.triton_interpreter import require_triton
 
@@ -14,8 +14,8 @@ DEVICE = require_triton()
 import triton  # noqa: E402 (only where it can run)
 import triton.language as tl  # noqa: E402
 
-from specdec.kernels import triton_activation  # noqa: E402
-from specdec.kernels.triton_activation import activate  # noqa: E402
+from specdec.layers.ops import triton_activation  # noqa: E402
+from specdec.layers.ops.triton_activation import activate  # noqa: E402
 
 
 @triton.jit

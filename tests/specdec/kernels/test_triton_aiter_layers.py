@@ -20,10 +20,10 @@ from specdec.base.config import EngineConfig
 from specdec.device import self_check
 from specdec.engine.engine import SpecEngine
 from specdec.kv_cache import KVLayerSpec
-from specdec.layers import aiter_layers
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads, Join
-from specdec.layers.rotary import Angles
+from specdec.layers.aiter import check as aiter_layers
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads, Join
+from specdec.layers.rotary.rotary import Angles
 from tests.helpers.aiter_emulation.signatures import VERSIONS
 from tests.helpers.tiny_models import paged_verifier, plain_model
 from tests.helpers.triton_interpreter import require_triton
@@ -32,8 +32,8 @@ DEVICE = require_triton()
 if DEVICE.type != "cpu":
     pytest.skip("this machine's own GPU is no AMD GPU; make check interprets this file", allow_module_level=True)
 
-from specdec.layers.aiter_ops import AiterOps  # noqa: E402 (only where Triton can run)
-from specdec.layers.triton_ops import TritonOps  # noqa: E402
+from specdec.layers.aiter.ops import AiterOps  # noqa: E402 (only where Triton can run)
+from specdec.layers.ops.kernels import TritonOps  # noqa: E402
 from tests.specdec.kernels.test_triton_amd import LIMITS, MODEL, Amd, Run, expected, generate, verdicts  # noqa: E402, F401
 
 BESIDE = "fused_layers,embedding,-experts,-few_rows,-captured_step,-argmax,-sampler"

@@ -26,7 +26,11 @@ from specdec.engine import build
 from specdec.engine.capture import capture as capturing
 from specdec.engine.capture import graph_check
 from specdec.engine.engine import SpecEngine
-from specdec.layers import experts, fused, packed, packed_check, recurrence_check
+from specdec.layers.experts import experts
+from specdec.layers.ops import fused
+from specdec.layers.packed import check as packed_check
+from specdec.layers.packed import linear as packed
+from specdec.layers.recurrence import check as recurrence_check
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
 from specdec.sampling import argmax, sampler
@@ -41,23 +45,13 @@ DEVICE = require_triton()
 if DEVICE.type != "cpu":
     pytest.skip("this machine's own GPU is no AMD GPU; make check interprets this file", allow_module_level=True)
 
-from specdec.kernels import (  # noqa: E402
-    triton_activation,
-    triton_argmax,
-    triton_attention,
-    triton_embedding,
-    triton_experts,
-    triton_gated_norm,
-    triton_grouped_convolution,
-    triton_linear,
-    triton_norm,
-    triton_packed,
-    triton_recurrence,
-    triton_rope,
-    triton_router,
-    triton_short_convolution,
-)
-from specdec.layers import triton_ops  # noqa: E402 (only where Triton can run)
+from specdec.kernels import triton_argmax, triton_attention, triton_norm, triton_rope  # noqa: E402
+from specdec.layers import triton_linear  # noqa: E402
+from specdec.layers.experts import triton_experts, triton_router  # noqa: E402
+from specdec.layers.ops import kernels as triton_ops  # noqa: E402 (only where Triton can run)
+from specdec.layers.ops import triton_activation, triton_embedding, triton_gated_norm, triton_grouped_convolution  # noqa: E402
+from specdec.layers.packed import triton_packed  # noqa: E402
+from specdec.layers.recurrence import triton_recurrence, triton_short_convolution  # noqa: E402
 from specdec.sampling import triton_sampler  # noqa: E402
 from specdec.sampling.trees import triton_candidates, triton_trees  # noqa: E402
 

@@ -9,13 +9,14 @@ import torch
 from drafters.dflash import edges as plain_edges
 from drafters.dflash.edges import check_edges, edges_of
 from specdec.device.deviation import deviation
-from specdec.layers import rotary
-from specdec.layers.rotary import Angles, Rope, check_angles
+from specdec.layers.rotary import rotary
+from specdec.layers.rotary.rotary import Angles, Rope, check_angles
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_angles, triton_edges  # noqa: E402 (only where Triton can run)
+from specdec.kernels import triton_edges  # noqa: E402 (only where Triton can run)
+from specdec.layers.rotary import triton_angles  # noqa: E402
 
 
 @pytest.mark.parametrize("as_logprobs", [False, True])

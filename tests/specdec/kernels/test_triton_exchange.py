@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specdec.layers.linear import DenseLinear
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Join
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Join
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.shared_rows import MOST_ROWS
 from tests.helpers.triton_interpreter import require_triton
@@ -17,7 +17,7 @@ from tests.helpers.triton_interpreter import require_triton
 DEVICE = require_triton()
 
 from specdec.kernels.triton_norm import add_rms_norm  # noqa: E402 (only where Triton can run)
-from specdec.layers.triton_ops import TritonOps  # noqa: E402
+from specdec.layers.ops.kernels import TritonOps  # noqa: E402
 
 SIZE, WIDTH = 3, 40
 FLAGS = 2 * MOST_ROWS * WIDTH  # numbers before them

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import PLAIN, Experts, SharedExperts
-from specdec.layers.experts import apply_experts
+from specdec.layers.experts.experts import apply_experts
+from specdec.layers.experts.routing import PLAIN, Experts, SharedExperts
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_expert_groups, triton_experts  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_expert_groups import group_by_expert, most_blocks  # noqa: E402
-from specdec.kernels.triton_experts import FEW_ROWS, experts, few_rows_tile, many_rows_tile, unsupported_reasons  # noqa: E402
 from specdec.kernels.triton_launch import overlap_options  # noqa: E402
+from specdec.layers.experts import triton_expert_groups, triton_experts  # noqa: E402
+from specdec.layers.experts.triton_expert_groups import group_by_expert, most_blocks  # noqa: E402
+from specdec.layers.experts.triton_experts import FEW_ROWS, experts, few_rows_tile, many_rows_tile, unsupported_reasons  # noqa: E402
 
 
 class Case(NamedTuple):

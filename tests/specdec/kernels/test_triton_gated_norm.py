@@ -11,7 +11,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels.triton_gated_norm import gated_norm, sigmoid_gate  # noqa: E402 (only where Triton can run)
+from specdec.layers.ops.triton_gated_norm import gated_norm, sigmoid_gate  # noqa: E402 (only where Triton can run)
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from specdec.layers.grouped_convolution import Side
-from specdec.layers.grouped_convolution import mix_rows as plainly
+from specdec.layers.ops.grouped_convolution import Side
+from specdec.layers.ops.grouped_convolution import mix_rows as plainly
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels.triton_grouped_convolution import CHANNELS_PER_PROGRAM, mix_rows  # noqa: E402 (only where Triton can run)
+from specdec.layers.ops.triton_grouped_convolution import CHANNELS_PER_PROGRAM, mix_rows  # noqa: E402 (only where Triton can run)
 
 
 def inputs(blocks: int, width: int, hidden: int, taps: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -26,17 +26,10 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.kernels import (
-    triton_argmax,
-    triton_attention,
-    triton_embedding,
-    triton_linear,
-    triton_norm,
-    triton_prefetch,
-    triton_rope,
-)
+from specdec.kernels import triton_argmax, triton_attention, triton_norm, triton_prefetch, triton_rope
 from specdec.kernels.triton_prefetch import surplus
-from specdec.layers import fused, linear
+from specdec.layers import linear, triton_linear
+from specdec.layers.ops import fused, triton_embedding
 from specdec.sampling import argmax
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, random_dflash

@@ -18,17 +18,17 @@ from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
-from specdec.kernels.experts import Experts, Routing
-from specdec.kernels.packed import PackedWeight
 from specdec.kv_cache import KVLayerSpec, LayerCache
-from specdec.layers.joined_experts import JoinedExperts
+from specdec.layers.experts.joined import JoinedExperts
+from specdec.layers.experts.router import Router
+from specdec.layers.experts.routing import Experts, Routing
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts
-from specdec.layers.norm import Norm
-from specdec.layers.ops import Heads, Join, TorchOps
-from specdec.layers.packed import PackedLinear
-from specdec.layers.rotary import Angles, rotate
-from specdec.layers.router import Router
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads, Join, TorchOps
+from specdec.layers.packed.linear import PackedLinear
+from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.rotary.rotary import Angles, rotate
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
@@ -43,16 +43,16 @@ from verifiers.shape import backend_spec
 DEVICE = require_triton()
 
 from specdec.kernels import triton_prefetch  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_activation import gated as triton_gated  # noqa: E402
-from specdec.kernels.triton_embedding import embed  # noqa: E402
-from specdec.kernels.triton_experts import FEW_ROWS  # noqa: E402
 from specdec.kernels.triton_launch import num_processors, overlap_options  # noqa: E402
-from specdec.kernels.triton_linear import divide, few_rows  # noqa: E402
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm  # noqa: E402
 from specdec.kernels.triton_prefetch import hint_options, surplus  # noqa: E402
 from specdec.kernels.triton_rope import rope_store  # noqa: E402
-from specdec.layers.recurrent_ops import RecurrentOps  # noqa: E402
-from specdec.layers.triton_ops import TritonOps  # noqa: E402
+from specdec.layers.experts.triton_experts import FEW_ROWS  # noqa: E402
+from specdec.layers.ops.kernels import TritonOps  # noqa: E402
+from specdec.layers.ops.triton_activation import gated as triton_gated  # noqa: E402
+from specdec.layers.ops.triton_embedding import embed  # noqa: E402
+from specdec.layers.recurrence.ops import RecurrentOps  # noqa: E402
+from specdec.layers.triton_linear import divide, few_rows  # noqa: E402
 
 
 def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels.packed import Code, PackedWeight
-from specdec.layers.packed import PackedLinear
+from specdec.layers.packed.linear import PackedLinear
+from specdec.layers.packed.weight import Code, PackedWeight
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.packed_weights import in_order, packed
@@ -17,8 +17,8 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_packed, triton_packed_codes  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_packed import MANY_ROWS, Tile, Wide, dequantized, few_rows, multiply  # noqa: E402
+from specdec.layers.packed import triton_packed, triton_packed_codes  # noqa: E402
+from specdec.layers.packed.triton_packed import MANY_ROWS, Tile, Wide, dequantized, few_rows, multiply  # noqa: E402
 
 
 class Case(NamedTuple):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import Experts
-from specdec.kernels.packed import Code
-from specdec.layers.experts import apply_experts
+from specdec.layers.experts.experts import apply_experts
+from specdec.layers.experts.routing import Experts
+from specdec.layers.packed.weight import Code
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.packed_weights import in_order, packed
@@ -16,7 +16,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels.triton_experts import FEW_ROWS, experts, packed_tile, unsupported_reasons  # noqa: E402 (where Triton can run)
+from specdec.layers.experts.triton_experts import FEW_ROWS, experts, packed_tile, unsupported_reasons  # noqa: E402 (where Triton can run)
 
 
 class Case(NamedTuple):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.layers.recurrence import Recurrence
-from specdec.layers.recurrence import recur as oracle
+from specdec.layers.recurrence.recurrence import Recurrence
+from specdec.layers.recurrence.recurrence import recur as oracle
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.recurrence_case import EXPONENTIALS, NAN, World, at_once, exactly, forward_rows, layer, spoiled_cache
@@ -15,8 +15,8 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_recurrence_inputs, triton_recurrence_ring  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_recurrence import MOST_SERIAL, recur, tile_for  # noqa: E402
+from specdec.layers.recurrence import triton_recurrence_inputs, triton_recurrence_ring  # noqa: E402
+from specdec.layers.recurrence.triton_recurrence import MOST_SERIAL, recur, tile_for  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
     "delta": {},

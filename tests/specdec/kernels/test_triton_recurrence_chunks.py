@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.layers.recurrence import Recurrence
+from specdec.layers.recurrence.recurrence import Recurrence
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.recurrence_case import EXPONENTIALS, World, at_once, exactly, layer
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_recurrence  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_recurrence import recur  # noqa: E402
+from specdec.layers.recurrence import triton_recurrence  # noqa: E402 (only where Triton can run)
+from specdec.layers.recurrence.triton_recurrence import recur  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
     "delta": {"heads": (1, 2), "sizes": (16, 24)},

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.experts import Routing
-from specdec.layers import router
+from specdec.layers.experts import router
+from specdec.layers.experts.routing import Routing
 from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels.triton_router import route  # noqa: E402 (only where Triton can run)
+from specdec.layers.experts.triton_router import route  # noqa: E402 (only where Triton can run)
 
 KINDS = {
     "renormalized softmax": Routing(128, 8),

@@ -12,8 +12,8 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_recurrence_ring, triton_short_convolution  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_short_convolution import convolve  # noqa: E402
+from specdec.layers.recurrence import triton_recurrence_ring, triton_short_convolution  # noqa: E402
+from specdec.layers.recurrence.triton_short_convolution import convolve  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from specdec.layers.norm import GroupNorm, gated_norm
+from specdec.layers.ops.norm import GroupNorm, gated_norm
 from tests.helpers.bounds import Float64, assert_as_exact
 
 ROWS, GROUPS, WIDTH, EPSILON = 5, 3, 20, 1e-3

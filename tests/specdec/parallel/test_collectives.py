@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.layers.linear import DenseLinear
-from specdec.layers.norm import Norm, rms_norm
-from specdec.layers.ops import TorchOps
+from specdec.layers.ops.norm import Norm, rms_norm
+from specdec.layers.ops.ops import TorchOps
 from specdec.layers.sharded import Embedding, GatheredLinear, SummedLinear, norm_divided
 from specdec.parallel.collectives import all_agree, all_reduce, broadcast, gather_last, summed
 from specdec.parallel.group import Group

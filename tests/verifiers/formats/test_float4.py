@@ -5,7 +5,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from verifiers.formats.float4 import Mxfp4, float4
 from verifiers.formats.modelopt import ModelOpt

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
-from specdec.kernels.packed import PackedWeight
+from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from tests.helpers.quantized import Written
 from verifiers.formats.float8 import Float8

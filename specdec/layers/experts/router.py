@@ -1,0 +1,127 @@
+"""Choosing a token's experts: top-k of router logits, in plain torch and with AITER's kernels.
+
+    Mixtral (arXiv 2401.04088), Qwen      softmax scores, mostly renormalized
+    gpt-oss, Granite                      the same: softmax over the logits of the chosen
+    DeepSeek-V2 (arXiv 2405.04434)        softmax scores, not renormalized; a group counts as its best expert
+    DeepSeek-V3 (arXiv 2412.19437), GLM   sigmoid scores; a bias joins the choice, not the weights; a group counts as its best two
+
+All compute in float32. `specdec.layers.experts.triton_router` is the same in a kernel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import specdec.device.device
+from specdec.kernels import aiter
+from specdec.kernels.aiter import AiterRouter
+from specdec.layers.experts.routing import Routing
+from specdec.layers.linear import Linear
+
+ARCHITECTURES = ("gfx942", "gfx950")
+"""AMD architectures that AITER's kernels of this kind are built for."""
+
+AITER_GROUPS = (1, 2, 4, 8)
+"""Numbers of expert groups that AITER's kernels are built for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """What chooses the experts of a layer.
+
+    Attributes:
+        gate: to one logit per expert. A gate in float32 has its logits computed in float32 from hidden states of any type.
+        routing: how experts are chosen from logits.
+        bias: [num_experts], if and only if `routing.biased`.
+        aiter: AITER's kernels where they choose; None where we do.
+    """
+
+    gate: Linear
+    routing: Routing
+    bias: Tensor | None = None
+    aiter: AiterRouter | None = None
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 [T, top_k] and expert ids of the same shape for `hidden` [T, H], by AITER or in plain torch."""
+        logits = self.gate(hidden.to(self.gate.dtype))
+        if self.aiter is not None:
+            return route_with_aiter(self.aiter, logits, self.routing, self.bias)
+        return route(logits, self.routing, self.bias)
+
+
+def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
+    """All reasons why AITER cannot choose on `device`; empty when it can."""
+    architecture = specdec.device.device.rocm_architecture(device)
+    if architecture is None:
+        return [f"{device} is not a ROCm device"]
+    reasons = []
+    if architecture not in ARCHITECTURES:
+        reasons.append(f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})")
+    reasons += aiter.unavailable_reasons(AiterRouter)
+    if routing.num_groups not in AITER_GROUPS:
+        reasons.append(f"{routing.num_groups} groups of experts (the kernels take {', '.join(map(str, AITER_GROUPS))})")
+    if routing.biased != (routing.scores == "sigmoid"):
+        reasons.append(f"{routing.scores} scores {'with a' if routing.biased else 'without a'} bias")
+    if routing.biased and not routing.renormalized:
+        reasons.append("weights that are not normalized (the kernel for many tokens always does that)")
+    return reasons
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Chooses experts in plain torch.
+
+    Args:
+        logits: [num_tokens, num_experts].
+        routing: how.
+        bias: [num_experts], if and only if `routing.biased`.
+
+    Returns:
+        weights float32 [num_tokens, top_k], and expert ids int64 of the same shape, from the highest score to the lowest.
+
+    >>> weights, ids = route(torch.tensor([[0.0, 3.0, 3.0, 1.0]]), Routing(4, 2))
+    >>> weights, ids
+    (tensor([[0.5000, 0.5000]]), tensor([[1, 2]]))
+    """
+    assert routing.biased == (bias is not None), "a bias belongs to what is biased"
+    logits = logits.float()
+    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
+    # Logits also tell apart what a softmax rounds to the same number.
+    unbiased = logits if routing.scores == "softmax" else scores
+    choice = unbiased if bias is None else scores + bias.float()
+    if routing.grouped:
+        groups = choice.unflatten(-1, (routing.num_groups, -1))
+        strength = groups.topk(2, dim=-1).values.sum(-1) if routing.scores == "sigmoid" else groups.amax(-1)
+        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(-1, _highest(strength, routing.topk_groups), True)
+        choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    ids = _highest(choice, routing.top_k)
+    if routing.scores == "softmax" and routing.renormalized:
+        return logits.gather(-1, ids).softmax(dim=-1) * routing.scaling, ids
+    weights = scores.gather(-1, ids)
+    if routing.renormalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
+    return weights * routing.scaling, ids
+
+
+def _highest(numbers: Tensor, count: int) -> Tensor:
+    """Places of the highest numbers of each row, in order; of equal ones the first comes first, which `topk` does not promise."""
+    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def route_with_aiter(ops: AiterRouter, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same with AITER's kernels; `bias` has the type of `logits`, since a kernel reads it as such."""
+    assert bias is None or bias.dtype == logits.dtype, "the kernel reads the bias in the type of the logits"
+    shape = (len(logits), routing.top_k)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    common = {"gating_output": logits, "topk_weights": weights, "need_renorm": routing.renormalized}
+    groups = {"num_expert_group": routing.num_groups, "topk_group": routing.topk_groups, "routed_scaling_factor": routing.scaling}
+    if routing.biased:
+        ops.biased_grouped_topk(**common, **groups, topk_ids=ids, correction_bias=bias)
+    elif routing.num_groups > 1:
+        ops.grouped_topk(**common, **groups, topk_ids=ids, is_softmax=True)
+    else:
+        ops.topk_softmax(**common, topk_indices=ids, token_expert_indices=torch.empty_like(ids))
+        weights *= routing.scaling
+    # Experts are looked up with 64 bits, and what a kernel says of a row of NaN must be one of them.
+    return weights, torch.remainder(ids, routing.num_experts, out=torch.empty_like(ids, dtype=torch.int64))

@@ -1,0 +1,140 @@
+"""Which of our Triton kernels compute a model's layers, and the self-checks of those around attention."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.device.deviation import Deviation, deviation, mismatches, normal, worst
+from specdec.kernels.kernel import FLOATS, HALF, Kernel
+from specdec.kv_cache import KVLayerSpec
+from specdec.layers.ops.grouped_convolution import Side
+from specdec.layers.ops.grouped_convolution import mix_rows as plainly_mix_rows
+
+EPSILON = 1e-5
+
+
+def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Norms of one and of many warps, partial sums, SwiGLU, and RoPE with and without the cache write."""
+    return worst([*_norm_deviations(device, dtype), _swiglu_deviation(device, dtype), *_rope_deviations(device, dtype)])
+
+
+FUSED_LAYERS = Kernel("fused_layers", check_fused_layers, dtypes=FLOATS)
+
+
+def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Products whose inputs are split among programs, that are gated, and plain ones, of one row and of several."""
+    from specdec.layers.triton_linear import few_rows  # it imports Triton
+
+    def off(rows: int, width: int, gated: bool, may_split: bool) -> Deviation:
+        x, weight = normal(rows, 576).to(dtype), (normal(width * (1 + gated), 576) / 24).to(dtype)
+        activation = "silu" if gated else None
+        got = few_rows(x.to(device), weight.to(device), activation=activation, may_split=may_split)
+        assert got is not None, "the kernel takes this shape"
+        exact = x.double() @ weight.double().T
+        exact = _swiglu(exact) if gated else exact
+        return deviation((got.sum(0) if got.ndim == 3 else got).to(dtype), exact.to(dtype), exact)
+
+    cases = ((1, 64, False, True), (5, 64, False, False), (33, 960, True, False))
+    return worst(off(*case) for case in cases)
+
+
+FEW_ROWS = Kernel("few_rows", check_few_rows, dtypes=HALF)
+
+
+def check_embedding(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Rows of more columns than a program takes."""
+    from specdec.layers.ops.triton_embedding import embed
+
+    table, ids = normal(9, 1500).to(dtype), torch.tensor([[8, 0, 3], [3, 5, 8]])
+    return mismatches(embed(ids.to(device), table.to(device)), F.embedding(ids, table))
+
+
+EMBEDDING = Kernel("embedding", check_embedding, dtypes=FLOATS)
+
+
+def check_grouped_convolution(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """Blocks of two lengths, more channels than a program takes, and both sides."""
+    from specdec.layers.ops.triton_grouped_convolution import mix_rows  # it imports Triton
+
+    def off(width: int, hidden: int, taps: int, side: Side) -> Deviation:
+        shapes = (3 * width, hidden), (3 * width, 2 * taps * hidden // 16), (2, taps, hidden)
+        x, dynamic, base = (normal(*shape).to(dtype) for shape in shapes)
+        got = mix_rows(x.to(device), dynamic.to(device), base.to(device), width, side)
+        exact = plainly_mix_rows(x.double(), dynamic.double(), base.double(), width, side)
+        return deviation(got, plainly_mix_rows(x, dynamic, base, width, side), exact)
+
+    return worst([off(8, 1056, 2, 0), off(3, 96, 3, 1)])
+
+
+GROUPED_CONVOLUTION = Kernel("grouped_convolution", check_grouped_convolution, dtypes=FLOATS)
+
+
+def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
+    from specdec.kernels.triton_norm import add_rms_norm, rms_norm
+
+    for width in (576, 4096):
+        x, residual, weight = (normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,)))
+        residual = residual[:5]  # of another shape, so that it is not x again
+        gain, stream = weight.to(device), residual.to(device)
+        yield _deviation(rms_norm(x.to(device), gain, EPSILON), _norm, x, weight)
+        normed, added = add_rms_norm(x.to(device), stream, gain, EPSILON)
+        yield mismatches(added, x + residual)
+        yield _deviation(normed, _norm, x + residual, weight)
+    parts = normal(3, 5, width)
+    normed, added = add_rms_norm(parts.to(device), stream, gain, EPSILON)
+    yield deviation(added, parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double())
+    yield _deviation(normed, _norm, added.cpu(), weight)
+
+
+def _swiglu_deviation(device: torch.device, dtype: torch.dtype) -> Deviation:
+    from specdec.layers.ops.triton_activation import gated
+
+    joined = (3 * normal(5, 2 * 1536)).to(dtype)
+    return _deviation(gated(joined.to(device), "silu"), _swiglu, joined)
+
+
+def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
+    from specdec.kernels.triton_rope import rope_store, rotated_rows
+
+    heads, kv_heads, dim = 6, 2, 128
+    rows, angles, norm = normal(5, heads + 2 * kv_heads, dim).to(dtype), normal(5, dim // 2), normal(dim).to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.tensor([20, 25, 21, 31, 23])
+    cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)
+    query, key, value = rows.to(device).split([heads, kv_heads, kv_heads], dim=1)
+    names = ("cos", "sin", "query_norm", "key_norm")
+    options = {name: tensor.to(device) for name, tensor in zip(names, (cos, sin, norm, norm), strict=True)}
+    stored = rope_store(query, key, value, cache, slots.to(device), epsilon=EPSILON, **options)
+    rotated, new_key, new_value = rotated_rows(query, key, value, epsilon=EPSILON, **options)
+    keys, values = (side.cpu().flatten(0, 1)[slots] for side in cache)
+    expected_query, expected_key, expected_value = rows.split([heads, kv_heads, kv_heads], dim=1)
+    for got in (stored, rotated):
+        yield _deviation(got, _rotated, expected_query, cos, sin, norm)
+    for got in (keys, new_key):
+        yield _deviation(got, _rotated, expected_key, cos, sin, norm)
+    for got in (values, new_value):
+        yield mismatches(got, expected_value)
+
+
+def _deviation(actual: Tensor, formula: Callable[..., Tensor], *inputs: Tensor) -> Deviation:
+    """How far a kernel is from a formula of plain torch in the type of these inputs."""
+    return deviation(actual, formula(*inputs), formula(*(tensor.double() for tensor in inputs)))
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Computed in float32 at least, rounded, then weighted, as transformers does."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
+
+
+def _swiglu(joined: Tensor) -> Tensor:
+    gate, up = joined.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor) -> Tensor:
+    low, high = _norm(rows, norm).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)

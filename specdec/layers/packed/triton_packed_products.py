@@ -1,0 +1,226 @@
+"""Products of rows with weights of few bits, in Triton: tiles of codes become numbers in registers, sums are float32.
+
+The scale of a group multiplies its partial sum, so no weight is rounded. A zero takes as many times the sum of the group's inputs,
+which is one more product, with ones. In which order inputs are added up depends on the weight alone, so a row has the same bits
+whatever rows are beside it.
+"""
+
+import triton
+import triton.language as tl
+
+from specdec.kernels.triton_overlap import await_previous
+from specdec.kernels.triton_prefetch import hint_program, send_hints
+from specdec.layers.ops.triton_activation import activate
+from specdec.layers.packed.triton_packed_codes import numbers_of
+from specdec.layers.packed.triton_packed_lanes import sums_in_lanes
+
+
+@triton.jit
+def _words(place: tl.tensor, within: tl.tensor, UNEVEN: tl.constexpr) -> tl.tensor:
+    """A tile of words, with no mask where none is needed."""
+    if UNEVEN:
+        return tl.load(place, mask=within, other=0)
+    else:
+        return tl.load(place)
+
+
+@triton.jit
+def _add_piece(
+    total: tl.tensor,  # float32 [COLUMNS, ROWS]
+    up: tl.tensor,  # the same of the second side, if GATED
+    words: tl.tensor,  # addresses of uint16 [COLUMNS, RUN]
+    inputs: tl.tensor,  # addresses of the inputs of the words' first codes [RUN, ROWS]
+    mask: tl.tensor,  # [1, ROWS], rows that there are
+    scale: tl.tensor,  # addresses of the columns' first scales [COLUMNS]
+    zero: tl.tensor,  # the same of zeros, or None
+    begin: tl.tensor,  # number of the first input
+    CODE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,  # a scale has the whole row and is left to the caller
+    RUN: tl.constexpr,
+    SIDE: tl.constexpr,  # columns from one side to the other
+    ROW_WORDS: tl.constexpr,
+    UNEVEN: tl.constexpr,  # there may be fewer inputs
+    GATED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both sums and the products of a span of inputs with their weights."""
+    COUNT: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 2
+    SPAN: tl.constexpr = COUNT * RUN
+    # Runs of one group.
+    ALIKE: tl.constexpr = COUNT if GROUP % SPAN == 0 else (GROUP // RUN if SPAN % GROUP == 0 else 1)
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    dtype: tl.constexpr = inputs.dtype.element_ty
+    within = tl.expand_dims(begin + tl.zeros([1], tl.int32) < ROW_WORDS * COUNT, -1)  # a whole piece is, or none of it
+    numbers = numbers_of(_words(words, within, UNEVEN), CODE, MIDDLE, dtype, ASSEMBLY)
+    up_numbers = numbers
+    if GATED:
+        up_numbers = numbers_of(_words(words + SIDE * ROW_WORDS, within, UNEVEN), CODE, MIDDLE, dtype, ASSEMBLY)
+    ones = tl.full(numbers[0].shape, 1.0, dtype)
+    part = tl.zeros_like(total)
+    up_part = part
+    sums = part
+    for i in tl.static_range(COUNT):
+        there = mask
+        if UNEVEN:
+            there = mask & tl.expand_dims(tl.arange(0, RUN) < INPUTS - begin - i * RUN, -1)
+        values = tl.load(inputs + i * RUN, mask=there, other=0.0)
+        if WHOLE:
+            total = tl.dot(numbers[i], values, total)
+            if GATED:
+                up = tl.dot(up_numbers[i], values, up)
+        else:
+            if i % ALIKE == 0:
+                part = tl.zeros_like(total)
+                up_part = part
+                sums = part
+            part = tl.dot(numbers[i], values, part)
+            if GATED:
+                up_part = tl.dot(up_numbers[i], values, up_part)
+            if zero is not None:
+                sums = tl.dot(ones, values, sums)
+            if i % ALIKE == ALIKE - 1:
+                place = tl.minimum((begin + i * RUN) // GROUP, GROUPS - 1)  # what is behind the last is padding, of no weight
+                if zero is not None:
+                    part -= tl.load(zero + place).to(tl.float32).expand_dims(-1) * sums
+                    if GATED:
+                        up_part -= tl.load(zero + place + SIDE * GROUPS).to(tl.float32).expand_dims(-1) * sums
+                total += part * tl.load(scale + place).to(tl.float32).expand_dims(-1)
+                if GATED:
+                    up += up_part * tl.load(scale + place + SIDE * GROUPS).to(tl.float32).expand_dims(-1)
+    return total, up
+
+
+@triton.jit
+def packed_sums(
+    rows: tl.tensor,  # addresses of the rows [ROWS]
+    there: tl.tensor,  # which of them there are [1, ROWS]
+    words: tl.tensor,  # addresses of the columns' words, uint16 [COLUMNS]
+    scales: tl.tensor,  # addresses of their scales
+    zeros: tl.tensor,  # the same of zeros, or None
+    split: tl.tensor,  # which share of the inputs
+    SIDE: tl.constexpr,  # columns from gate to up
+    INPUTS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    CODE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,  # see `specdec.layers.packed.weight.PackedWeight`
+    GATED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up` is; the same without one."""
+    COUNT: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 2  # codes of a word
+    SPAN: tl.constexpr = COUNT * RUN
+    ROWS: tl.constexpr = rows.shape[0]
+    COLUMNS: tl.constexpr = words.shape[0]
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    WHOLE: tl.constexpr = GROUP >= INPUTS and zeros is None
+    PADDED: tl.constexpr = ROW_WORDS * COUNT
+    # Inputs of each lane.
+    STEPS: tl.constexpr = (PADDED + DEPTH * LANES * SPLITS - 1) // (DEPTH * LANES * SPLITS)
+    SHARE: tl.constexpr = STEPS * DEPTH
+    UNEVEN: tl.constexpr = INPUTS % DEPTH != 0 or SHARE * LANES * SPLITS != PADDED
+    run = tl.arange(0, RUN)
+    if LANES == 1:
+        first = split * SHARE
+        tiles = words[:, None] + (first // COUNT + run)[None, :]
+        inputs = rows[None, :] + (first + run)[:, None]
+        real = there
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        first = (split * LANES + tl.arange(0, LANES)[:, None]) * SHARE
+        tiles = words[None, :, None] + (first // COUNT + run[None, :])[:, None, :]
+        inputs = rows[None, None, :] + (first + run[None, :])[:, :, None]
+        real = there[None, :, :]
+        total = tl.zeros([LANES, COLUMNS, ROWS], tl.float32)
+    up = total
+    for step in range(0, SHARE, DEPTH):
+        for piece in tl.static_range(DEPTH // SPAN):
+            total, up = _add_piece(
+                total, up, tiles + piece * RUN, inputs + piece * SPAN, real, scales, zeros, first + step + piece * SPAN,
+                CODE, MIDDLE, INPUTS, GROUP, WHOLE, RUN, SIDE, ROW_WORDS, UNEVEN, GATED, ASSEMBLY,
+            )  # fmt: skip
+        tiles += DEPTH // COUNT
+        inputs += DEPTH
+    if LANES > 1:
+        total = tl.sum(total, 0)
+        up = tl.sum(up, 0)
+    if WHOLE:
+        total *= tl.load(scales).to(tl.float32)[:, None]
+        if GATED:
+            up *= tl.load(scales + SIDE * GROUPS).to(tl.float32)[:, None]
+    return total, up
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def packed_kernel(
+    x: tl.tensor,  # [num_rows, INPUTS]
+    words: tl.tensor,  # uint16 [WIDTH, ROW_WORDS], or twice that with an activation: gate, then up
+    scale: tl.tensor,  # [WIDTH, groups], or twice that width
+    zero: tl.tensor,  # the same, or None
+    bias: tl.tensor,  # as many numbers as the weight has rows, or None
+    output: tl.tensor,  # [num_rows, WIDTH], or float32 [SPLITS, num_rows, WIDTH]
+    num_rows: tl.tensor,
+    x_stride: tl.tensor,
+    ahead: tl.tensor,  # weight to send hints about, or None
+    WIDTH: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    CODE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # a name, or None
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DIRECT: tl.constexpr,  # see `specdec.layers.packed.triton_packed.Tile`
+    AHEAD: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """Program (c, s, r): tile c of the columns, share s of the inputs, tile r of the rows."""
+    if ahead is not None:
+        program = hint_program(AHEAD)
+        if program >= 0:
+            send_hints(ahead, program, AHEAD)
+            return
+    GATED: tl.constexpr = ACTIVATION is not None
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    split = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if WIDTH % COLUMNS:
+        column = tl.minimum(column, WIDTH - 1)  # whose result is stored again
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    there = (row < num_rows)[None, :]
+    rows = x + row.to(tl.int64) * x_stride
+    places = words + column.to(tl.int64) * ROW_WORDS
+    zeros = None if zero is None else zero + column * GROUPS
+    if DIRECT:
+        total, up = sums_in_lanes(
+            x, row, row < num_rows, x_stride, words, scale, zero, column, split,
+            WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, SPLITS, ASSEMBLY, OVERLAP,
+        )  # fmt: skip
+    else:
+        await_previous(OVERLAP)
+        total, up = packed_sums(
+            rows, there, places, scale + column * GROUPS, zeros, split,
+            WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, SPLITS, ASSEMBLY,
+        )  # fmt: skip
+    dtype = output.dtype.element_ty
+    if bias is not None:  # of the sum of all splits, so one of them adds it
+        total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[:, None]
+        if GATED:
+            up += tl.load(bias + WIDTH + column).to(tl.float32)[:, None]
+    if GATED:  # rounded where the product and the activation would be two kernels
+        total = activate(total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
+    place = (split * num_rows + row[None, :]).to(tl.int64) * WIDTH + column[:, None]
+    tl.store(output + place, total.to(dtype), mask=there)

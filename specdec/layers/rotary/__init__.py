@@ -1,0 +1,2 @@
+"""Rotary position embeddings: frequencies, angles and the rotation itself. Attention layers and
+drafters use them."""
