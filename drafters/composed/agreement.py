@@ -19,7 +19,7 @@ def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutp
     """
     output, num_accepted = accept.token_ids, accept.num_accepted
     if KERNEL.runs_on(output.device):
-        from specdec.kernels.triton_forecasts import agree  # it imports Triton
+        from drafters.composed.triton_forecasts import agree  # it imports Triton
 
         agreed = output.new_zeros(count, len(output)) if len(drafts) < count else output.new_empty(count, len(output))
         for n, draft in drafts.items():

@@ -86,7 +86,7 @@ def _correct(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _correct_on_triton(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    from specdec.kernels import triton_forecasts  # it imports Triton
+    from drafters.composed import triton_forecasts  # it imports Triton
 
     return triton_forecasts.correct(told, sums, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, prior=float(PRIOR), least=LEAST)
 
@@ -109,7 +109,7 @@ def _observe(sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: T
 def _observe_on_triton(
     sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: Tensor, counts: Tensor, best: Tensor | None
 ) -> None:
-    from specdec.kernels import triton_forecasts  # it imports Triton
+    from drafters.composed import triton_forecasts  # it imports Triton
 
     before = forecasts.told, forecasts.corrected
     triton_forecasts.observe(

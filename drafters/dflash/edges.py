@@ -53,7 +53,7 @@ def edges_of(
         return logprobs_of(table, scores) if as_logprobs else table
     left, _ = head.left(hidden[:, :, None], before, None)
     if compared is None and left.dtype == head.right.dtype and KERNEL.runs_on(left.device):
-        from specdec.kernels import triton_edges  # it imports Triton
+        from drafters.dflash import triton_edges  # it imports Triton
 
         sides = left.contiguous(), columns, head.right.detach().contiguous()
         return triton_edges.edges(*sides, scores, scale, first_slot=head.first_slot, as_logprobs=as_logprobs)
@@ -120,7 +120,7 @@ def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, 
 
 def check_edges(device: torch.device) -> Deviation:
     """Tables of several sizes, with slots that are not corrected, of scores and of log-probabilities."""
-    from specdec.kernels import triton_edges
+    from drafters.dflash import triton_edges
 
     generator, found = torch.Generator().manual_seed(0), []
     half = torch.float16 if device.type == "cpu" else torch.bfloat16  # of which Triton's interpreter has no products

@@ -1,6 +1,7 @@
 """Searching and choosing on our kernels where they run, and in plain torch (`matches`, `choice`) elsewhere, with equal results.
 
-On a GPU plain torch takes dozens of small kernels for it, whose launches cost more than what they do.
+On a GPU plain torch takes dozens of small kernels for it, whose launches cost more than what they
+do.
 """
 
 import torch
@@ -16,7 +17,7 @@ from specdec.kernels.kernel import Kernel
 def search(texts: Texts, limits: Limits) -> Found:
     """See `drafters.suffix.matches.search`."""
     if _fits(texts.history.device, limits.occurrences, limits.depth):
-        from specdec.kernels import triton_matches  # it imports Triton
+        from drafters.suffix import triton_matches  # it imports Triton
 
         return Found(*triton_matches.search(*texts, *limits), texts.slots)
     return matches.search(texts, limits)
@@ -25,7 +26,7 @@ def search(texts: Texts, limits: Limits) -> Found:
 def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
     """See `drafters.suffix.choice.best_chain`."""
     if _fits(lengths.device, *continuations.shape[1:]):
-        from specdec.kernels import triton_choice  # it imports Triton
+        from drafters.suffix import triton_choice  # it imports Triton
 
         return Chain(*triton_choice.best_chain(continuations, lengths, longest))
     return choice.best_chain(continuations, lengths, longest)
@@ -38,7 +39,7 @@ def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
 
 
 def _weigh_on_triton(continuations: Tensor, lengths: Tensor) -> Weighed:
-    from specdec.kernels import triton_choice  # it imports Triton
+    from drafters.suffix import triton_choice  # it imports Triton
 
     return Weighed(*triton_choice.weigh(continuations, lengths, by_length=BY_LENGTH, by_age=BY_AGE, shortest=SHORTEST))
 
@@ -47,14 +48,14 @@ def _fits(device: torch.device, count: int, depth: int) -> bool:
     """Whether our kernels keep so many continuations of such a depth."""
     if not KERNEL.runs_on(device):
         return False
-    from specdec.kernels.triton_matches import MOST_MATCHES, MOST_TOKENS  # it imports Triton
+    from drafters.suffix.triton_matches import MOST_MATCHES, MOST_TOKENS  # it imports Triton
 
     return count <= MOST_MATCHES and depth <= MOST_TOKENS
 
 
 def check_matches(device: torch.device) -> Deviation:
     """Texts of few different tokens, of several chunks and of one token, with and without past ones."""
-    from specdec.kernels import triton_choice, triton_matches
+    from drafters.suffix import triton_choice, triton_matches
 
     generator = torch.Generator().manual_seed(0)
     history = torch.randint(3, (4, 1500), dtype=torch.int32, generator=generator)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.kernels import triton_argmax, triton_attention, triton_merge, triton_norm, triton_prefill, triton_rope, triton_splits
+from specdec.attention.triton import triton_attention, triton_merge, triton_prefill, triton_splits
+from specdec.kernels import triton_argmax, triton_norm, triton_rope
 from specdec.kernels.triton_launch import AMD_SHARED_MEMORY
 from specdec.layers import triton_linear
 from specdec.layers.ops import triton_activation, triton_embedding, triton_grouped_convolution

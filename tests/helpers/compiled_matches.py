@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdec.kernels import triton_choice, triton_matches
+from drafters.suffix import triton_choice, triton_matches
 from tests.helpers.triton_interpreter import compile_for
 
 if TYPE_CHECKING:

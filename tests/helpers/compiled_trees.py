@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from drafters.composed import triton_forecasts
+from drafters.dflash import triton_edges
 from specdec.engine import triton_acceptance
-from specdec.kernels import triton_edges, triton_forecasts
 from specdec.kernels.triton_argmax import SLICE
 from specdec.layers.rotary import triton_angles
 from specdec.model import triton_block_rows, triton_cache_rows

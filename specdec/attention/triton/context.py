@@ -9,7 +9,8 @@ rectangle; the two are merged, with sinks. What is left over goes to the kernel 
     the rest   oooo
 
 Where a context is no multiple of `PIECE`, pieces of that size take rectangles alone, and the kernel for prompts goes on from there
-(`specdec.kernels.triton_prefill.Earlier`). Keys are gathered from the cache, once per layer and request.
+(`specdec.attention.triton.triton_prefill.Earlier`). Keys are gathered from the cache, once per
+layer and request.
 """
 
 from collections.abc import Callable
@@ -139,8 +140,8 @@ def attend(
         [num_tokens, num_heads, head_dim], contiguous.
     """
     # Triton itself is imported only where it is used.
-    from specdec.kernels.triton_merge import merge_two
-    from specdec.kernels.triton_prefill import Earlier
+    from specdec.attention.triton.triton_merge import merge_two
+    from specdec.attention.triton.triton_prefill import Earlier
 
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     gathered_of, key, value = -1, cache.key, cache.value

@@ -1,6 +1,7 @@
 """Multi-head attention on CUDA devices, and on CDNA devices without AITER, with our own Triton kernels.
 
-Kernels: `specdec.kernels.triton_prefill` for prompts, `specdec.kernels.triton_attention` for few rows and for blocks whose rows see
+Kernels: `specdec.attention.triton.triton_prefill` for prompts,
+`specdec.attention.triton.triton_attention` for few rows and for blocks whose rows see
 each other; both read the cache, so a chunk needs no second path. A library takes part in long contexts, if there is a faster one
 (`specdec.attention.triton.libraries`).
 Layout: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device, and launches depend on nothing but the
@@ -24,7 +25,7 @@ from specdec.kernels.triton_launch import num_processors, shared_memory, unavail
 from specdec.kv_cache import LayerCache
 
 if TYPE_CHECKING:
-    from specdec.kernels.triton_attention import Tile
+    from specdec.attention.triton.triton_attention import Tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 512
@@ -79,7 +80,8 @@ class TritonFaBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         # Triton itself is imported only where it is used.
-        from specdec.kernels import triton_attention, triton_prefill, triton_rope
+        from specdec.attention.triton import triton_attention, triton_prefill
+        from specdec.kernels import triton_rope
 
         super().__init__(spec)
         if any(one.chunk for one in spec.each):  # whose rows would be requests of their own

@@ -45,7 +45,8 @@ DEVICE = require_triton()
 if DEVICE.type != "cpu":
     pytest.skip("this machine's own GPU is no AMD GPU; make check interprets this file", allow_module_level=True)
 
-from specdec.kernels import triton_argmax, triton_attention, triton_norm, triton_rope  # noqa: E402
+from specdec.attention.triton import triton_attention  # noqa: E402
+from specdec.kernels import triton_argmax, triton_norm, triton_rope  # noqa: E402
 from specdec.layers import triton_linear  # noqa: E402
 from specdec.layers.experts import triton_experts, triton_router  # noqa: E402
 from specdec.layers.ops import kernels as triton_ops  # noqa: E402 (only where Triton can run)

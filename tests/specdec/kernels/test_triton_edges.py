@@ -15,7 +15,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_edges  # noqa: E402 (only where Triton can run)
+from drafters.dflash import triton_edges  # noqa: E402 (only where Triton can run)
 from specdec.layers.rotary import triton_angles  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_splits  # noqa: E402 (only where Triton can run)
+from specdec.attention.triton import triton_splits  # noqa: E402 (only where Triton can run)
 
 BLOCK = 16
 UNIFORM = [(21, 5), (64, 5), (5, 5)]

@@ -14,7 +14,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_forecasts  # noqa: E402 (only where Triton can run)
+from drafters.composed import triton_forecasts  # noqa: E402 (only where Triton can run)
 
 
 def block(seed: int, drafts: int, *, tree: bool, counted: bool) -> DraftOutput:

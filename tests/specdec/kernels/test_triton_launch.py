@@ -22,11 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from specdec.attention.triton import fa as triton_fa
+from specdec.attention.triton import triton_attention
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
-from specdec.kernels import triton_argmax, triton_attention, triton_norm, triton_prefetch, triton_rope
+from specdec.kernels import triton_argmax, triton_norm, triton_prefetch, triton_rope
 from specdec.kernels.triton_prefetch import surplus
 from specdec.layers import linear, triton_linear
 from specdec.layers.ops import fused, triton_embedding

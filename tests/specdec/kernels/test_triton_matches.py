@@ -12,7 +12,7 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_choice, triton_matches  # noqa: E402 (only where Triton can run)
+from drafters.suffix import triton_choice, triton_matches  # noqa: E402
 
 
 class Case(NamedTuple):

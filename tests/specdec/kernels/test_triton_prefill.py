@@ -16,8 +16,8 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels import triton_prefill  # noqa: E402 (only where Triton can run)
-from specdec.kernels.triton_attention import Tile  # noqa: E402
+from specdec.attention.triton import triton_prefill  # noqa: E402 (only where Triton can run)
+from specdec.attention.triton.triton_attention import Tile  # noqa: E402
 from tests.specdec.kernels.test_triton_fa import BLOCK, check_attention, compare, scenario, spec  # noqa: E402
 
 REQUESTS = [(40, 40), (75, 33), (33, 1), (60, 20)]

@@ -1,7 +1,8 @@
 """Attention of prompts in Triton: many causal rows over a paged cache.
 
 A program holds the queries of all heads that share a key head, for a tile of consecutive rows, as in
-`specdec.kernels.triton_attention`, and walks over blocks of keys, which begin at multiples of their size:
+`specdec.attention.triton.triton_attention`, and walks over blocks of keys, which begin at multiples
+of their size:
 
     keys    | masked | seen by every row | masked |        the first part exists with a window alone
             window begins             diagonal
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_attention import KEY_TILE_BYTES, LOG2E, MOST_PER_WARPS, Tile, padded
+from specdec.attention.triton.triton_attention import KEY_TILE_BYTES, LOG2E, MOST_PER_WARPS, Tile, padded
 from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kv_cache import LayerCache
@@ -208,7 +209,8 @@ def prefill_attention(
     output: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`specdec.kernels.triton_attention.paged_attention` for causal rows, in one part, of which requests have many.
+    """`specdec.attention.triton.triton_attention.paged_attention` for causal rows, in one part, of
+    which requests have many.
 
     Args:
         query: [num_tokens, num_heads, head_dim], packed rows; any strides but the last.

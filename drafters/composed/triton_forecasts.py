@@ -1,6 +1,7 @@
 """What became of forecasts, in Triton: how many drafts the output agrees with, and the mean error of forecasts that were alike.
 
-It is what `drafters.composed.calibration` and `agreement` compute in plain torch, in some sixty small kernels of each step.
+It is what `drafters.composed.calibration` and `agreement` compute in plain torch, in some sixty
+small kernels of each step.
 """
 
 import math

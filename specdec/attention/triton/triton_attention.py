@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.attention.triton.triton_splits import merge_splits
 from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous, release_next
-from specdec.kernels.triton_splits import merge_splits
 from specdec.kv_cache import LayerCache
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -2,7 +2,8 @@
 
 Programs first find the best matches of their chunk of the columns, so that even one request keeps many processors busy; then one
 program per request finds the best of those. A match's length and column are compared as one integer, so how columns are divided
-changes nothing. Columns are those of the pool of past texts, and behind them those of the request's own text.
+changes nothing. Columns are those of the pool of past texts, and behind them those of the request's
+own text.
 """
 
 import torch

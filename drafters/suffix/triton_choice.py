@@ -1,6 +1,7 @@
 """Which of several continuations to draft, in Triton, one program per request: what `drafters.suffix.choice` chooses and weighs.
 
-How far each continuation agrees with another is added up for every length of match at once, in integers, so the means are torch's.
+How far each continuation agrees with another is added up for every length of match at once, in
+integers, so the means are torch's.
 """
 
 import math
