@@ -17,16 +17,19 @@ from specdec.cli.options import revision_option
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from drafters.dflash.config import DFlashConfig
+    from drafters.dflash.config.config import DFlashConfig
 
 LAYOUTS = ("z-lab", "speculators", "sglang")
 
 _EPILOG = """\
 example:
-  specdec convert RedHatAI/Qwen3-8B-speculator.dflash qwen3-8b-dflash --to z-lab --model Qwen/Qwen3-8B
+  specdec convert RedHatAI/Qwen3-8B-speculator.dflash qwen3-8b-dflash --to z-lab --model
+  Qwen/Qwen3-8B
 
-Every layout that can be loaded can be read. DFlash and its relatives are written in the layouts of z-lab and speculators, EAGLE-3
-in those of sglang and speculators. A layout that has no words for what a drafter does is refused. Tables that a head makes of its
+Every layout that can be loaded can be read. DFlash and its relatives are written in the layouts of
+z-lab and speculators, EAGLE-3
+in those of sglang and speculators. A layout that has no words for what a drafter does is refused.
+Tables that a head makes of its
 target's are written whole, for which the target is loaded. The card with the license goes along.
 """
 
@@ -46,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs `specdec convert`; 0 when the folder is written.
 
     Raises:
-        SpecDecError: the source cannot be read, the layout cannot express it, or the folder cannot be written.
+        SpecDecError: the source cannot be read, the layout cannot express it, or the folder cannot
+            be written.
     """
     note = convert(args.source, args.folder, args.to, target=args.model)
     print(f"written to {args.folder} in the layout of {args.to}")
@@ -62,17 +66,19 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         source: a folder, or a name on the hub.
         folder: to make.
         layout: one of `LAYOUTS`.
-        target: name of the target, from whose config.json come its name and layers where the source does not say them, and from
+        target: name of the target, from whose config.json come its name and layers where the source
+            does not say them, and from
             whose weights tied tables; None takes the one that the source names.
 
     Returns:
-        What is to be said of who can read it, and of its license, see `drafters.license`; None where there is nothing.
+        What is to be said of who can read it, and of its license, see `drafters.license`; None
+        where there is nothing.
 
     Raises:
         SpecDecError: see `run`; or no such layout, or no such target.
     """
     from drafters.checkpoint import CONFIG, called, find_folder, naming, read_json
-    from drafters.dflash.heads import ALGORITHMS
+    from drafters.dflash.config.heads import ALGORITHMS
     from drafters.license import CARD, license_note
     from drafters.load import algorithm_in
 
@@ -96,9 +102,9 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
 
 
 def _convert_dflash(source: Path, folder: Path, layout: str, target: str | None) -> str | None:
-    from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
-    from drafters.dflash.config_json import misreading
-    from drafters.dflash.layout import Layout
+    from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+    from drafters.dflash.config.config_json import misreading
+    from drafters.dflash.config.layout import Layout
 
     if layout == "sglang":
         raise CheckpointError("SGLang reads DFlash drafters in z-lab's layout; use --to z-lab")

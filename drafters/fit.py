@@ -9,10 +9,10 @@ import torch
 
 from drafters.algorithms import algorithm_of, unsupported
 from drafters.checkpoint import called
-from drafters.dflash import layout as dflash
-from drafters.dflash.checkpoint import tensor_shapes
+from drafters.dflash.config import layout as dflash
+from drafters.dflash.config.checkpoint import tensor_shapes
+from drafters.dflash.config.heads import ALGORITHMS
 from drafters.dflash.drafter import check_fit
-from drafters.dflash.heads import ALGORITHMS
 from drafters.eagle3 import config as eagle3
 from drafters.eagle3.checkpoint import tensor_shapes as eagle3_shapes
 from drafters.eagle3.drafter import check_fit as check_head_fit

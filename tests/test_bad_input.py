@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-from drafters.dflash.checkpoint import write_checkpoint
+from drafters.dflash.config.checkpoint import write_checkpoint
 from specdec import EngineConfig, SamplingParams, SpecDecError, SpecDecoder
 from specdec.base.errors import LONGEST, CheckpointError, InvalidInputError
 from specdec.base.packages import ROOT

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from drafters.dflash.checkpoint import write_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import write_checkpoint
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import load_dflash
 from drafters.dflash.model import DFlashModel
 from drafters.ngram import load_ngram

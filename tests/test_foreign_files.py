@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters.dflash.checkpoint import write_checkpoint
+from drafters.dflash.config.checkpoint import write_checkpoint
 from drafters.fit import read_fit
 from drafters.load import load_drafter
 from specdec import SpecDecoder

@@ -133,7 +133,7 @@ def test_offence_is_reported_with_its_line(tmp_path: Path, name: str, source: st
     ("name", "source"),
     [
         ("evals/x.py", "import drafters, verifiers.hf, specdec"),
-        ("drafters/x.py", "from specdec.model.core import Drafter\nfrom drafters.dflash.config import DFlashConfig"),
+        ("drafters/x.py", "from specdec.model.core import Drafter\nfrom drafters.dflash.config.config import DFlashConfig"),
         ("specdec/x.py", "import specdec.drafters_like\nfrom .evals import run"),
         ("specdec/kernels/aiter.py", "import aiter"),
         ("specdec/kernels/aiter_triton.py", "import aiter.ops.triton"),

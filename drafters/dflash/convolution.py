@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from specdec.layers.ops.grouped_convolution import Side, mix_rows
 
 

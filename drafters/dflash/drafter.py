@@ -15,8 +15,8 @@ from torch import Tensor
 
 from drafters.attention import attention_like, latent_like
 from drafters.checkpoint import check_same_target, check_target
-from drafters.dflash.checkpoint import read_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import read_checkpoint
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel

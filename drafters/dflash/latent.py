@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from specdec.attention.mla import MlaSpec
 from specdec.layers.latent_attention import LatentAttention, halves_first, latent_scale, split_up
 from specdec.layers.linear import Linear

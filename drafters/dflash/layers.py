@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.latent import LatentProjections
 from specdec.layers.rotary.rotary import rotate

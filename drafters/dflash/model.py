@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.latent import LatentProjections
 from drafters.dflash.layers import DFlashAttention, DFlashLayer, turned
 from specdec.layers.rotary.rotary import Angles, Rope

@@ -22,10 +22,10 @@ from specdec.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from drafters.dflash.config import DFlashConfig
+    from drafters.dflash.config.config import DFlashConfig
     from drafters.dflash.coupling import Coupling
-    from drafters.training.dataset import Answer
-    from drafters.training.prompts import TrainingPrompt
+    from drafters.training.data.dataset import Answer
+    from drafters.training.data.prompts import TrainingPrompt
     from specdec.session.decoder import SpecDecoder
 
     Answers = dict[float, list[tuple[int, Answer]]]
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         SpecDecError: an option, a file or a model is wrong.
     """
     from drafters.checkpoint import CONFIG, read_json
-    from drafters.dflash.checkpoint import read_checkpoint
+    from drafters.dflash.config.checkpoint import read_checkpoint
     from drafters.dflash.coupling import Coupling
     from drafters.dflash.drafter import check_fit
 
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(config: CoupleConfig) -> list[TrainingPrompt]:
-    from drafters.training.prompts import read_prompts
+    from drafters.training.data.prompts import read_prompts
 
     prompts = [prompt for file in config.prompts for prompt in read_prompts(user_path(file))]
     if not prompts:
@@ -134,8 +134,8 @@ def _answers(config: CoupleConfig, decoder: SpecDecoder, prompts: list[TrainingP
         InvalidInputError: a prompt does not fit the target.
         SpecDecError: there is no answer with an anchor and a draft.
     """
-    from drafters.training.answers import tokenized
-    from drafters.training.dataset import Answer
+    from drafters.training.data.answers import tokenized
+    from drafters.training.data.dataset import Answer
 
     texts, found = [tokenized(decoder, prompt) for prompt in prompts], {}
     for temperature in temperatures:
@@ -168,7 +168,7 @@ def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors
     from drafters.dflash.coupling import Coupling
     from drafters.dflash.model import DFlashModel
     from drafters.dflash.tied import expanded
-    from drafters.training.coupling import Choices, choices_of, fit_weights
+    from drafters.training.loss.coupling import Choices, choices_of, fit_weights
     from drafters.training.target import Target
     from specdec.base.registry import VERIFIERS, resolve
     from specdec.device.device import resolve_device, resolve_dtype

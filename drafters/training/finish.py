@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash.config_json import misreading
-from drafters.dflash.heads import ARCHITECTURES
-from drafters.dflash.layout import Layout
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.config_json import misreading
+from drafters.dflash.config.heads import ARCHITECTURES
+from drafters.dflash.config.layout import Layout
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, expanded
-from drafters.training.answers import FEW_SHOT_STOP
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import Answer
+from drafters.training.data.answers import FEW_SHOT_STOP
+from drafters.training.data.dataset import Answer
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
 from specdec.base.errors import CheckpointError, SpecDecError

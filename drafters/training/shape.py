@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.dflash.checkpoint import read_checkpoint
-from drafters.dflash.config import DFlashConfig, default_taps
+from drafters.dflash.config.checkpoint import read_checkpoint
+from drafters.dflash.config.config import DFlashConfig, default_taps
 from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.drafter import check_fit
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, tie
 from drafters.training.config import TrainConfig
-from drafters.training.heads import init_head, new_head
+from drafters.training.loss.heads import init_head, new_head
 from specdec.base.errors import InvalidInputError
 from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 

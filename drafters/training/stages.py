@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from drafters.dflash.config_json import misreading
-from drafters.training.answers import write_answers
+from drafters.dflash.config.config_json import misreading
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import Answer, AnswerSet
-from drafters.training.documents import answers_of, documents_run, write_documents
-from drafters.training.evaluate import replay, shapes_of
+from drafters.training.data.answers import write_answers
+from drafters.training.data.dataset import Answer, AnswerSet
+from drafters.training.data.documents import answers_of, documents_run, write_documents
+from drafters.training.data.self_prompts import write_self_prompts
 from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
+from drafters.training.loss.evaluate import replay, shapes_of
 from drafters.training.processes import process_group
-from drafters.training.self_prompts import write_self_prompts
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
 from drafters.training.target import Target

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.training.blocks import SequenceBatch
+from drafters.training.loss.blocks import SequenceBatch
 from drafters.training.target_forward import PackedForward, PlainForward
 from specdec.base.errors import InvalidInputError
 from specdec.engine.build import target_tree_reasons

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from drafters.training.blocks import SequenceBatch
+from drafters.training.loss.blocks import SequenceBatch
 from specdec.attention.backend import AttentionMetadata
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.model.batch import ForwardInput

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch import distributed as dist
 
 from drafters.dflash.model import DFlashModel
-from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import AnswerSet
-from drafters.training.evaluate import replay
-from drafters.training.heads import HEAD_MODULES
+from drafters.training.data.dataset import AnswerSet
 from drafters.training.log import TrainLog
-from drafters.training.losses import ChunkedLoss, LossConfig, default_gamma
-from drafters.training.mask import use_flex
-from drafters.training.objective import Objective
+from drafters.training.loss.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
+from drafters.training.loss.evaluate import replay
+from drafters.training.loss.heads import HEAD_MODULES
+from drafters.training.loss.losses import ChunkedLoss, LossConfig, default_gamma
+from drafters.training.loss.mask import use_flex
+from drafters.training.loss.objective import Objective
 from drafters.training.optimizer import MasterOptimizer, lr_factor
 from drafters.training.processes import termination
 from drafters.training.provenance import alike

@@ -14,8 +14,8 @@ from weakref import WeakSet
 from packaging.version import Version
 
 from drafters.convert import convert
-from drafters.dflash.checkpoint import read_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import read_checkpoint
+from drafters.dflash.config.config import DFlashConfig
 from drafters.shipped import shipped_drafter_path
 from evals.peers.peer import only_greedy, require
 from evals.report.provenance import checkpoint_folder

@@ -192,7 +192,7 @@ def tiny(args: argparse.Namespace, device: torch.device, calls: dict[str, int]) 
 
 def random_drafter(verifier: Verifier) -> Drafter:
     """A DFlash drafter with random weights: full and sliding layers, bidirectional and causal."""
-    from drafters.dflash.config import DFlashConfig
+    from drafters.dflash.config.config import DFlashConfig
     from drafters.dflash.drafter import DFlashDrafter
     from drafters.dflash.model import DFlashModel
 

@@ -31,7 +31,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.shipped import shipped_drafter_path

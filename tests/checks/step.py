@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from drafters.convert import convert
-from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash.config import DFlashConfig
-from drafters.dflash.layout import Layout
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.layout import Layout
 from drafters.eagle3.checkpoint import read_checkpoint as eagle3_checkpoint
 from drafters.license import CARD
 from drafters.shipped import shipped_drafter_path

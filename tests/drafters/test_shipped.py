@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from drafters import shipped
-from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.ngram import NGramDrafter
 from drafters.shipped import load_shipped, shipped_drafter_path
 from drafters.training.config import build_config
-from drafters.training.heads import new_head
+from drafters.training.loss.heads import new_head
 from evals.bench.bench import Bench
 from evals.bench.config import BenchConfig
 from evals.prompt_sets import load_prompt_set

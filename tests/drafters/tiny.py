@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from drafters.dflash.checkpoint import tensor_shapes, write_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import tensor_shapes, write_checkpoint
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.layout import Layout
 from drafters.dflash.drafter import DFlashDrafter
-from drafters.dflash.layout import Layout
 from drafters.dflash.model import DFlashModel
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend

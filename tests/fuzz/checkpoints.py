@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from gguf import GGUFWriter
 
-from drafters.dflash.checkpoint import write_checkpoint
-from drafters.dflash.config_json import config_json
+from drafters.dflash.config.checkpoint import write_checkpoint
+from drafters.dflash.config.config_json import config_json
 from drafters.fit import fit_of
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.session.decoder import SpecDecoder

@@ -49,7 +49,7 @@ from transformers import (
     YoutuConfig,
 )
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from drafters.head import HeadConfig

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.dflash.checkpoint import read_checkpoint, tensor_shapes, write_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import read_checkpoint, tensor_shapes, write_checkpoint
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
 from drafters.dflash.model import DFlashModel
 from drafters.training.shape import make_drafter

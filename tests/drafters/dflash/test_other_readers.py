@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from drafters.convert import convert
-from drafters.dflash.config import DFlashConfig
-from drafters.dflash.config_json import config_json, misreading
-from drafters.dflash.layout import Layout, parse_config
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.config_json import config_json, misreading
+from drafters.dflash.config.layout import Layout, parse_config
 from drafters.dspark.markov import MarkovConfig
 from specdec.base.errors import CheckpointError
 from tests.drafters.tiny import TINY, write_tiny_dflash

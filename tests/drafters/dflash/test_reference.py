@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import BoundDFlash, load_dflash
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.layout import parse_config
 from drafters.dflash.drafter import BoundDFlash
-from drafters.dflash.layout import parse_config
 from drafters.dspark.markov import MarkovConfig
 from drafters.load import load_drafter
 from drafters.training.shape import make_drafter

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.dflash.checkpoint import read_checkpoint
-from drafters.dflash.config import DFlashConfig
-from drafters.dflash.config_json import config_json
+from drafters.dflash.config.checkpoint import read_checkpoint
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.config_json import config_json
+from drafters.dflash.config.layout import parse_config
 from drafters.dflash.drafter import BoundDFlash
-from drafters.dflash.layout import parse_config
 from drafters.dflash.model import DFlashModel
 from drafters.domino.gru import DominoConfig
 from drafters.head import left_sides

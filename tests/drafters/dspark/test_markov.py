@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dflash.model import DFlashModel
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import left_sides

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import expanded
 from drafters.shipped import shipped_drafter_path
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import Answer, AnswerSet
-from drafters.training.evaluate import replay
+from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.finish import engine_run
+from drafters.training.loss.evaluate import replay
 from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
 from specdec.base.registry import VERIFIERS, resolve

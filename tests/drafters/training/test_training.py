@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.config import DFlashConfig
 from drafters.training import finish, state
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import read_answers
+from drafters.training.data.dataset import read_answers
 from drafters.training.log import TrainLog
 from drafters.training.optimizer import MasterOptimizer
 from drafters.training.stages import run_stages

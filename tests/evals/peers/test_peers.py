@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dspark.markov import MarkovConfig
 from drafters.shipped import shipped_drafter_path
 from evals.bench.bench import Bench

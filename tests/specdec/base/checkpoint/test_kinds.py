@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters.convert import convert
-from drafters.dflash.checkpoint import read_checkpoint
+from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.eagle3.checkpoint import read_checkpoint as read_head
 from drafters.fit import read_fit
 from drafters.load import load_drafter

@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 from drafters.training.config import TrainConfig
-from drafters.training.prompts import PromptSet, TrainingPrompt, few_shot_text, make_prompts
+from drafters.training.data.prompts import PromptSet, TrainingPrompt, few_shot_text, make_prompts
+from drafters.training.data.self_prompts import read_self_prompts
+from drafters.training.data.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
 from drafters.training.provenance import check_origin, origin_of, write_origin
-from drafters.training.self_prompts import read_self_prompts
-from drafters.training.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder

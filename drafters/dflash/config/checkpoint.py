@@ -17,12 +17,12 @@ from drafters.checkpoint import (
     read_tensors,
     write_folder,
 )
-from drafters.dflash.config import DFlashConfig
-from drafters.dflash.config_json import config_json
-from drafters.dflash.heads import head_names
-from drafters.dflash.layout import Layout, parse_config
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.config_json import config_json
+from drafters.dflash.config.heads import head_names
+from drafters.dflash.config.layout import Layout, parse_config
+from drafters.dflash.config.names import zlab_names
 from drafters.dflash.model import DFlashModel
-from drafters.dflash.names import zlab_names
 from drafters.dflash.tied import TIED
 from drafters.keys import require
 from drafters.vocabulary import check_map, drafted, without_full_map

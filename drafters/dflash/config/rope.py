@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from drafters.dflash.families import Family
+from drafters.dflash.config.families import Family
 from drafters.keys import Keys, require, rope_sets, rotary_factor
 from specdec.layers.rotary.rotary import check_parameters
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafters.algorithms import architecture_of
 from drafters.attention import LatentSizes
-from drafters.dflash.config import AttentionGate
+from drafters.dflash.config.config import AttentionGate
 from drafters.keys import Keys, require
 
 

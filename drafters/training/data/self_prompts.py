@@ -1,7 +1,7 @@
 """Prompts that the target writes itself: given the beginning of a user's turn, it goes on as a user would.
 
 The method is Magpie's (Xu et al., arXiv 2406.08464). It needs no data, and reaches whatever the target was taught to answer. Some
-turns are begun for it (`drafters.training.openings`).
+turns are begun for it (`drafters.training.data.openings`).
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 from drafters.training.config import TrainConfig
-from drafters.training.openings import opening
+from drafters.training.data.openings import opening
+from drafters.training.data.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
 from drafters.training.provenance import check_origin, origin_of, write_origin
-from drafters.training.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
@@ -27,7 +27,8 @@ _MARK = "THE-PROMPT"
 def write_self_prompts(
     config: TrainConfig, load_decoder: Callable[[], SpecDecoder], say: Say, *, rank: int = 0, world: int = 1
 ) -> bool:
-    """Writes the prompts that are missing; see `drafters.training.answers.write_answers` for arguments and result.
+    """Writes the prompts that are missing; see `drafters.training.data.answers.write_answers` for
+    arguments and result.
 
     Raises:
         InvalidInputError: the target has no chat template, or the folder holds prompts of other settings.

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import Answer, AnswerSet
-from drafters.training.evaluate import replay
-from drafters.training.losses import ChunkedLoss, LossConfig, block_loss, decay_weights, dpace_weights
-from drafters.training.mask import BlockAttention, Kind, use_flex
-from drafters.training.objective import Objective
+from drafters.training.data.dataset import Answer, AnswerSet
+from drafters.training.loss.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
+from drafters.training.loss.evaluate import replay
+from drafters.training.loss.losses import ChunkedLoss, LossConfig, block_loss, decay_weights, dpace_weights
+from drafters.training.loss.mask import BlockAttention, Kind, use_flex
+from drafters.training.loss.objective import Objective
 from drafters.training.optimizer import MasterOptimizer
 from drafters.training.target import Target
 from specdec.attention.backend import AttentionSpec

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from drafters.algorithms import algorithm_of, unsupported
-from drafters.dflash.config import DFlashConfig, default_taps
+from drafters.dflash.config.config import DFlashConfig, default_taps
+from drafters.dflash.config.families import Family, family_of
+from drafters.dflash.config.heads import ALGORITHMS, HEAD_KEYS, parse_head, predicts_from_anchor
+from drafters.dflash.config.rope import rope_parameters
 from drafters.dflash.coupling import parse_coupling
-from drafters.dflash.families import Family, family_of
-from drafters.dflash.heads import ALGORITHMS, HEAD_KEYS, parse_head, predicts_from_anchor
-from drafters.dflash.rope import rope_parameters
 from drafters.keys import MOST_LAYERS, PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from drafters.choice import MOST_CANDIDATES
 from drafters.dflash.model import DFlashModel
 from drafters.head import Head, left_sides
-from drafters.training.blocks import SequenceBatch, block_hidden, make_blocks
-from drafters.training.dataset import Answer, in_batches
+from drafters.training.data.dataset import Answer, in_batches
+from drafters.training.loss.blocks import SequenceBatch, block_hidden, make_blocks
 from drafters.training.target import Target
 from specdec.sampling.noise import Purpose, gumbel, stream
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from drafters.training.config import TrainConfig
-from drafters.training.names import FIRST_NAMES
+from drafters.training.data.names import FIRST_NAMES
 from specdec.base.errors import InvalidInputError
 from specdec.base.files import parse_object, read_lines, user_path
 

@@ -10,13 +10,13 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from drafters.dflash.config import DFlashConfig
-from drafters.dflash.config_json import config_json
-from drafters.dflash.layout import parse_config
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.config_json import config_json
+from drafters.dflash.config.layout import parse_config
 from drafters.dflash.model import DFlashModel
 from specdec.base.errors import CheckpointError
 from specdec.layers.rotary.rotary import Angles, Rope, rotate
-from tests.drafters.dflash.test_layout import KINDS_OF_DRAFTERS, F, S, zlab
+from tests.drafters.dflash.config.test_layout import KINDS_OF_DRAFTERS, F, S, zlab
 from tests.drafters.tiny import TINY
 
 ROPES: dict[str, dict[str, Any]] = {

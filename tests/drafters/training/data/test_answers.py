@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from drafters.training import answers, self_prompts
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import read_answers
-from drafters.training.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
+from drafters.training.data import answers, self_prompts
+from drafters.training.data.dataset import read_answers
+from drafters.training.data.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
+from drafters.training.data.shards import stable_seed
 from drafters.training.provenance import PROVENANCE
-from drafters.training.shards import stable_seed
 from drafters.training.stages import run_stages
 from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from specdec.engine.engine import SpecEngine
@@ -315,7 +315,7 @@ def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
     config = small_config(tmp_path, self_prompts=20)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "answers"]
     ran = subprocess.run(
-        command + as_flags(config), cwd=Path(__file__).parents[3], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
+        command + as_flags(config), cwd=Path(__file__).parents[4], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
     )
     assert ran.returncode == 0, ran.stderr.decode()
     assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))

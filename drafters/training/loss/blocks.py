@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.dflash.model import DFlashModel
-from drafters.training.mask import BlockAttention
+from drafters.training.loss.mask import BlockAttention
 
 
 @dataclass(slots=True)

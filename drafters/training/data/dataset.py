@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.training.blocks import SequenceBatch
-from drafters.training.shards import read_shard
+from drafters.training.data.shards import read_shard
+from drafters.training.loss.blocks import SequenceBatch
 from specdec.base.errors import InvalidInputError
 
 MOST_MASKED = 0.01

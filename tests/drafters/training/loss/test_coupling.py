@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.domino.gru import DominoConfig
 from drafters.head import HeadConfig
-from drafters.training import coupling
-from drafters.training.coupling import Choices, fit_weights
+from drafters.training.loss import coupling
+from drafters.training.loss.coupling import Choices, fit_weights
 from specdec.cli.main import main
 from tests.drafters.tiny import TINY, tiny_tensors
 from tests.drafters.training.toy import MASK, VOCAB, one_thread, write_prompts, write_target  # noqa: F401

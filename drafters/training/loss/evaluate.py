@@ -16,10 +16,10 @@ from drafters.choice import MOST_CANDIDATES
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
-from drafters.training.blocks import Blocks, block_hidden, make_blocks
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import AnswerSet, in_batches
-from drafters.training.mask import use_flex
+from drafters.training.data.dataset import AnswerSet, in_batches
+from drafters.training.loss.blocks import Blocks, block_hidden, make_blocks
+from drafters.training.loss.mask import use_flex
 from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
 from specdec.model.batch import DecodeBatch

@@ -14,8 +14,8 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
 from drafters.training.config import TrainConfig, build_config
-from drafters.training.heads import new_head
-from drafters.training.openings import opening
+from drafters.training.data.openings import opening
+from drafters.training.loss.heads import new_head
 from tests.drafters.tiny import TINY, FakeVerifier
 
 RECIPES = Path(drafters.training.__file__).parent / "recipes"

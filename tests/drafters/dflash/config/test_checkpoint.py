@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.dflash.checkpoint import read_checkpoint, write_checkpoint
-from drafters.dflash.config import DFlashConfig
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.dflash.config.config import DFlashConfig
 from specdec.base.errors import CapacityError, CheckpointError
 from tests.drafters.tiny import HIDDEN, TINY, VOCAB, tiny_tensors, write_tiny_dflash
 from tests.helpers import quantized

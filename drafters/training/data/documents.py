@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import Answer, read_answers
-from drafters.training.openings import WORDS
+from drafters.training.data.dataset import Answer, read_answers
+from drafters.training.data.openings import WORDS
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
 

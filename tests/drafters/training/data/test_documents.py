@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from drafters.training import documents
 from drafters.training.config import TrainConfig
-from drafters.training.dataset import read_answers
-from drafters.training.documents import answers_of, document_prompt, documents_run, texts_of
-from drafters.training.prompts import read_prompts
+from drafters.training.data import documents
+from drafters.training.data.dataset import read_answers
+from drafters.training.data.documents import answers_of, document_prompt, documents_run, texts_of
+from drafters.training.data.prompts import read_prompts
 from drafters.training.stages import run_stages
 from specdec.base.errors import InvalidInputError
 from tests.drafters.training.toy import one_thread, toy_config  # noqa: F401

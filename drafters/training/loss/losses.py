@@ -167,7 +167,8 @@ class ChunkedLoss:
     """A loss of any number of blocks with bounded memory.
 
     Args:
-        step: loss of some blocks from (hidden, labels, valid, previous, teacher_hidden), as `drafters.training.objective` has it.
+        step: loss of some blocks from (hidden, labels, valid, previous, teacher_hidden), as
+            `drafters.training.loss.objective` has it.
         rows: most rows whose logits exist at once.
         weights: that `step` reads, and which are trained.
         compile: fuse the passes over the logits.

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from drafters.dflash.config import DFlashConfig
-from drafters.dflash.config_json import config_json
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.config_json import config_json
+from drafters.dflash.config.layout import parse_config
 from drafters.dflash.coupling import Coupling
-from drafters.dflash.layout import parse_config
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
 from specdec.base.errors import CheckpointError

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.head import Head, left_sides
-from drafters.training.losses import LossConfig, block_loss, block_weights
+from drafters.training.loss.losses import LossConfig, block_loss, block_weights
 
 ToLogits = Callable[[Tensor], Tensor]
 """Final hidden states [..., H] to logits [..., V]."""

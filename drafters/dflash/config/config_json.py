@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from drafters.dflash.config import DFlashConfig
-from drafters.dflash.heads import ARCHITECTURES
-from drafters.dflash.layout import Layout
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.config.heads import ARCHITECTURES
+from drafters.dflash.config.layout import Layout
 from drafters.keys import require
 
 

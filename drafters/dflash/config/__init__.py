@@ -1,0 +1,2 @@
+"""What the files of a DFlash drafter say, in every public layout. Loading and converting read and
+write through it."""
