@@ -16,8 +16,8 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.model.core import Drafter, Verifier
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.scripted import ScriptedDrafter
-from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier
+from verifiers.weights.embedded import embedded_model_path
 
 pytestmark = pytest.mark.slow
 

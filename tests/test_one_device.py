@@ -19,9 +19,9 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.edits import Edits
 from specdec.sampling.tensors import SamplingPlan
 from tests.helpers.tiny_models import CONFIGS, random_dflash
+from verifiers.config.shape import backend_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import backend_spec
 
 META = torch.device("meta")
 PLANS = {

@@ -35,9 +35,9 @@ from specdec.sampling import argmax, sampler, scores, triton_sampler
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees import candidates, triton_candidates
 from tests.helpers.tiny_models import CONFIGS, random_dflash
+from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import attention_spec
 
 ROOT = Path(__file__).parents[1]
 MEMORY_ONLY = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "unbind"}

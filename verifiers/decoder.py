@@ -20,12 +20,12 @@ from specdec.layers.sharded import Embedding, GatheredLinear
 from specdec.model.batch import ForwardInput
 from specdec.model.core import RoutedExperts, VerifyOutput
 from specdec.sampling.params import SamplingDefaults
-from verifiers.builder import LayerBuilder
-from verifiers.description import Description
-from verifiers.recurrent import recurrent_rows
-from verifiers.shape import context_limits, layer_caches, layer_kinds, layer_specs, layer_windows, length_rule
-from verifiers.shares import shared
-from verifiers.weights import Weights
+from verifiers.building.builder import LayerBuilder
+from verifiers.building.recurrent import recurrent_rows
+from verifiers.config.description import Description
+from verifiers.config.shape import context_limits, layer_caches, layer_kinds, layer_specs, layer_windows, length_rule
+from verifiers.weights.shares import shared
+from verifiers.weights.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,7 +43,7 @@ class DecoderVerifier:
 
     Args:
         config: the whole model's.
-        description: of its family, from the config as `verifiers.shares.shared` gives it.
+        description: of its family, from the config as `verifiers.weights.shares.shared` gives it.
         weights: its tensors, or a rank's part of them, which are taken over.
         name: how to call it in messages.
         backend: attention over the cache.

@@ -10,12 +10,12 @@ from specdec.attention.selector import refusals
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import UnsupportedModelError
 from specdec.parallel.group import Group
-from verifiers.complete import shapes_of
-from verifiers.families import describe
+from verifiers.config.families import describe
+from verifiers.config.shape import backend_spec
 from verifiers.formats.method import format_of
-from verifiers.shape import backend_spec
-from verifiers.shares import Share, shared
 from verifiers.sizes import packed_names
+from verifiers.weights.complete import shapes_of
+from verifiers.weights.shares import Share, shared
 
 RANKS = (2, 3, 4, 5, 6, 7, 8, 16)
 """GPUs that a machine may have."""

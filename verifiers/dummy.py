@@ -23,19 +23,19 @@ from specdec.base.writing import write_atomically, write_text
 from specdec.layers.packed.weight import PackedWeight
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
+from verifiers.config.families import describe
+from verifiers.config.reading import check_numbers
+from verifiers.config.shape import backend_spec, eos_token_ids
+from verifiers.config.wrappers import config_entries, text_class, text_config
+from verifiers.config.wrappers import read_config as config_in
 from verifiers.decoder import DecoderVerifier
-from verifiers.families import describe
 from verifiers.formats.format import Stored
 from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.quantize import WAYS
-from verifiers.reading import check_numbers
-from verifiers.shape import backend_spec, eos_token_ids
-from verifiers.shares import Share, shared
 from verifiers.support import check_supported
-from verifiers.weights import Weights
-from verifiers.wrappers import config_entries, text_class, text_config
-from verifiers.wrappers import read_config as config_in
+from verifiers.weights.quantize import WAYS
+from verifiers.weights.shares import Share, shared
+from verifiers.weights.weights import Weights
 
 _LEFT_PLAIN = re.compile(r"\.(in_proj_a|in_proj_b|shared_expert_gate|weights_proj)$")
 """Linear layers of few outputs, which published checkpoints do not quantize."""
@@ -135,7 +135,8 @@ def dummy_verifier(
 
     Args:
         model: gives its weights up.
-        quantize: one of `verifiers.quantize.WAYS`, for all linear layers and experts of the decoder layers; None for none.
+        quantize: one of `verifiers.weights.quantize.WAYS`, for all linear layers and experts of the
+            decoder layers; None for none.
 
     Raises:
         BackendError: no backend, or not the named one, can serve the model.
@@ -177,7 +178,7 @@ def dummy_rank(
         BackendError: no backend, or not the named one, can serve the model.
         UnsupportedModelError: our own layers do not run it, or the ranks do not divide it.
     """
-    from verifiers.complete import shapes_of
+    from verifiers.weights.complete import shapes_of
 
     local = shared(config, group)
     description = describe(local)
@@ -217,7 +218,7 @@ def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
 
     Args:
         model: whose family our own layers run.
-        quantize: one of `verifiers.quantize.WAYS`.
+        quantize: one of `verifiers.weights.quantize.WAYS`.
     """
     weights = Weights.of_model(model)
     linear = {

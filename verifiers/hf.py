@@ -16,11 +16,9 @@ from specdec.base.errors import UnsupportedModelError
 from specdec.model.batch import ForwardInput
 from specdec.model.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingDefaults
-from verifiers.decoder import DecoderVerifier
-from verifiers.description import Description
-from verifiers.families import describe
-from verifiers.hf_attention import ATTENTION_NAME, PagedForward
-from verifiers.shape import (
+from verifiers.config.description import Description
+from verifiers.config.families import describe
+from verifiers.config.shape import (
     context_limits,
     declared,
     eos_token_ids,
@@ -30,8 +28,10 @@ from verifiers.shape import (
     layer_windows,
     peculiarity,
 )
-from verifiers.weights import Weights
-from verifiers.wrappers import is_composite, load_text, text_class
+from verifiers.config.wrappers import is_composite, load_text, text_class
+from verifiers.decoder import DecoderVerifier
+from verifiers.hf_attention import ATTENTION_NAME, PagedForward
+from verifiers.weights.weights import Weights
 
 
 def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
@@ -80,7 +80,8 @@ def verifier_for(model: PreTrainedModel, *, name: str, backend: AttentionBackend
         model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its device.
         name: how to call it in messages.
         backend: attention over the cache.
-        fuse: False runs every model through its own modules, but for latent attention and what `verifiers.shape.peculiarity`
+        fuse: False runs every model through its own modules, but for latent attention and what
+            `verifiers.config.shape.peculiarity`
             names, which they do not have on our cache.
 
     Raises:

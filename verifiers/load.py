@@ -28,17 +28,17 @@ from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed.check import keeps_packed
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
+from verifiers.config.description import Description
+from verifiers.config.families import describe
+from verifiers.config.generation import read_generation
+from verifiers.config.reading import blamed, check_numbers, check_sizes, read
+from verifiers.config.shape import backend_spec, context_limits, peculiarity
 from verifiers.decoder import Checkpoint, DecoderVerifier
-from verifiers.description import Description
-from verifiers.embedded import EMBEDDED, FOUR_BIT, embedded_model_path
-from verifiers.families import describe
 from verifiers.formats.format import check_floats
-from verifiers.generation import read_generation
-from verifiers.reading import blamed, check_numbers, check_sizes, read
-from verifiers.shape import backend_spec, context_limits, peculiarity
-from verifiers.shares import Share, shared
-from verifiers.tokenizer import tokenizer_in
-from verifiers.weights import Weights
+from verifiers.weights.embedded import EMBEDDED, FOUR_BIT, embedded_model_path
+from verifiers.weights.shares import Share, shared
+from verifiers.weights.tokenizer import tokenizer_in
+from verifiers.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def load_verifier(
         assert isinstance(backend, AttentionBackend) and description is not None
         verifier = DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend)
     else:
-        from verifiers.wrappers import media_token_ids
+        from verifiers.config.wrappers import media_token_ids
 
         folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
         check_adapter(given, folder, what="target")
@@ -125,8 +125,8 @@ def _understood(
     name: str, path: Path, entries: Mapping[str, Any], group: Group | None, fuse: bool, options: dict[str, Any]
 ) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
     """The config of a target, that of its text part, this rank's share, and what it asks of an attention backend."""
+    from verifiers.config.wrappers import config_of, read_config, text_config
     from verifiers.support import check_supported
-    from verifiers.wrappers import config_of, read_config, text_config
 
     def judge(whole: Any) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
         config = text_config(whole)
@@ -147,9 +147,9 @@ def _understood(
 
 
 def _blame_of_shapes(folder: Path, error: BaseException) -> str:
-    """What of a config keeps a model from being made of it; see `verifiers.reading.read`."""
-    from verifiers.complete import shapes_of
-    from verifiers.wrappers import config_entries, config_of, text_config
+    """What of a config keeps a model from being made of it; see `verifiers.config.reading.read`."""
+    from verifiers.config.wrappers import config_entries, config_of, text_config
+    from verifiers.weights.complete import shapes_of
 
     return blamed(config_entries(str(folder)), lambda entries: shapes_of(text_config(config_of(entries))), error)
 
@@ -170,7 +170,7 @@ class _Reading(NamedTuple):
     @property
     def config(self) -> Any:
         """Of the text part."""
-        from verifiers.wrappers import text_config
+        from verifiers.config.wrappers import text_config
 
         return text_config(self.whole)
 
@@ -199,7 +199,7 @@ def _share(config: Any, group: Group, name: str, fuse: bool) -> Share:
 
 def _own(reading: _Reading, fuse: bool) -> Verifier | None:
     """A target on our own layers, which take its weights from the files; None where transformers' modules have to."""
-    from verifiers.wrappers import say_text_only
+    from verifiers.config.wrappers import say_text_only
 
     config = reading.config
     description = describe(config) if reading.share is None else reading.share.description
@@ -210,8 +210,8 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
 
 
 def _built(reading: _Reading, config: Any, description: Description) -> Verifier:
-    from verifiers.checkpoint import read_weights
-    from verifiers.complete import complete, shapes_of
+    from verifiers.weights.checkpoint import read_weights
+    from verifiers.weights.complete import complete, shapes_of
 
     share, group = reading.share, None
     if share is not None:
@@ -226,8 +226,8 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
 
 def _theirs(reading: _Reading, fuse: bool) -> Verifier:
     """A target whose modules transformers makes; quantized weights become plain numbers before it sees them."""
+    from verifiers.config.wrappers import say_text_only
     from verifiers.hf import verifier_for
-    from verifiers.wrappers import say_text_only
 
     say_text_only(reading.whole)
     # transformers finds files of the usual names alone, and would take an adapter's word for what the model is.
@@ -245,9 +245,9 @@ def _theirs(reading: _Reading, fuse: bool) -> Verifier:
 
 def _load_plain(reading: _Reading) -> tuple[Any, list[str]]:
     """By transformers, which would turn integers into floats without a word."""
-    from verifiers.complete import shapes_of
+    from verifiers.config.names import name_of
     from verifiers.hf import load_model
-    from verifiers.names import name_of
+    from verifiers.weights.complete import shapes_of
 
     files, shapes = TensorFiles(reading.folder), shapes_of(reading.config)
     for source in files.names:
@@ -258,9 +258,9 @@ def _load_plain(reading: _Reading) -> tuple[Any, list[str]]:
 
 
 def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
-    from verifiers.checkpoint import read_weights
-    from verifiers.complete import shapes_of
     from verifiers.hf import model_of
+    from verifiers.weights.checkpoint import read_weights
+    from verifiers.weights.complete import shapes_of
 
     weights = read_weights(reading.folder, reading.config, device=torch.device("cpu"), dtype=reading.dtype, as_stored=False)
     shapes = shapes_of(reading.config)

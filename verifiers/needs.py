@@ -22,18 +22,26 @@ from specdec.base.files import user_path
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
 from specdec.layers.packed.check import keeps_packed
 from specdec.model.core import ContextLimits
+from verifiers.config.families import describe
+from verifiers.config.generation import FILE, generation_of
+from verifiers.config.prediction_families import predicts
+from verifiers.config.reading import blamed, check_numbers, check_sizes, read
+from verifiers.config.shape import (
+    INDEXED_MODELS,
+    LATENT_MODELS,
+    backend_spec,
+    context_limits,
+    layer_caches,
+    layer_specs,
+    layer_windows,
+)
+from verifiers.config.wrappers import READ_AS, config_of, text_config
 from verifiers.divisions import divisions
-from verifiers.embedded import EMBEDDED, embedded_model_path
-from verifiers.families import describe
 from verifiers.formats.method import QUANTIZATION, format_of, method_of, stated_quantization
-from verifiers.generation import FILE, generation_of
-from verifiers.prediction_families import predicts
-from verifiers.reading import blamed, check_numbers, check_sizes, read
-from verifiers.shape import INDEXED_MODELS, LATENT_MODELS, backend_spec, context_limits, layer_caches, layer_specs, layer_windows
 from verifiers.sizes import weight_bytes
 from verifiers.support import unsupported_reasons
-from verifiers.tokenizer import WHOLE, tokenizer_in, tokenizer_reasons
-from verifiers.wrappers import READ_AS, config_of, text_config
+from verifiers.weights.embedded import EMBEDDED, embedded_model_path
+from verifiers.weights.tokenizer import WHOLE, tokenizer_in, tokenizer_reasons
 
 ROOM = 0.9
 """Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest."""

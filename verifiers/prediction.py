@@ -18,15 +18,15 @@ from specdec.layers.decoder import Decoder
 from specdec.layers.ops.choice import ops_for
 from specdec.layers.prediction import ClusteredHead, PredictionLayers
 from specdec.model.core import Verifier
-from verifiers.builder import LayerBuilder
-from verifiers.checkpoint import read_named
-from verifiers.complete import check_shapes, shapes_of
+from verifiers.building.builder import LayerBuilder
+from verifiers.config.families import describe
+from verifiers.config.prediction_families import ASSISTANT, FAMILIES, SPECULATORS, PredictionFamily, prediction_name
+from verifiers.config.shape import backend_spec, cache_layers, head_shape, layer_caches, layer_kinds, layer_specs
+from verifiers.config.wrappers import config_of
 from verifiers.decoder import DecoderVerifier
-from verifiers.families import describe
-from verifiers.prediction_families import ASSISTANT, FAMILIES, SPECULATORS, PredictionFamily, prediction_name
-from verifiers.shape import backend_spec, cache_layers, head_shape, layer_caches, layer_kinds, layer_specs
-from verifiers.weights import Weights
-from verifiers.wrappers import config_of
+from verifiers.weights.checkpoint import read_named
+from verifiers.weights.complete import check_shapes, shapes_of
+from verifiers.weights.weights import Weights
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """Model types of Gemma 4's assistants."""

@@ -1,7 +1,8 @@
 """Which Hugging Face models can be targets, told from the config alone: an unfit one is refused before its weights are read.
 
 A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
-of its own, or one of a family that our own layers build (`verifiers.families`). Its rows must not depend on each other in any
+of its own, or one of a family that our own layers build (`verifiers.config.families`). Its rows
+must not depend on each other in any
 other way, because requests share a forward. Of a multimodal model the text part is judged.
 """
 
@@ -12,13 +13,13 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from specdec.base.errors import CheckpointError, UnsupportedModelError
-from verifiers.families import describe
+from verifiers.config.families import describe
+from verifiers.config.hybrids import HYBRIDS
+from verifiers.config.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
+from verifiers.config.states import MIXERS_ALONE, STATES
+from verifiers.config.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 from verifiers.formats.method import format_of, stated_quantization
 from verifiers.formats.settings import SettingError
-from verifiers.hybrids import HYBRIDS
-from verifiers.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
-from verifiers.states import MIXERS_ALONE, STATES
-from verifiers.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})  # one thing, in two releases of transformers

@@ -35,9 +35,11 @@ class DummyConfig:
     """What is measured.
 
     Attributes:
-        prompt_tokens: lengths of prompts. The first is measured with every number of requests, further ones with one request.
+        prompt_tokens: lengths of prompts. The first is measured with every number of requests,
+            further ones with one request.
         concurrencies: requests at once.
-        verify_rows: rows per request of steps that verify a chain of drafts; 1 leaves such steps out.
+        verify_rows: rows per request of steps that verify a chain of drafts; 1 leaves such steps
+            out.
         trees: drafts per request of steps that verify a tree.
         steps: timed steps of a pass.
         repeats: timed passes of every side, taken in turn.
@@ -45,7 +47,8 @@ class DummyConfig:
         seed: of weights and prompts.
         peers: only "vllm" knows dummy weights.
         graphs: what to capture, see `EngineConfig`.
-        quantize: how the weights are quantized, see `verifiers.quantize`; None for plain numbers.
+        quantize: how the weights are quantized, see `verifiers.weights.quantize`; None for plain
+            numbers.
     """
 
     prompt_tokens: tuple[int, ...] = (1024,)
@@ -99,8 +102,10 @@ class DummyBench:
         verifier: the target, see `verifiers.dummy`.
         entries: of its config.json.
         config: what is measured.
-        met: different experts that so many rows met, by number of rows; see `verifiers.dummy.experts_met`.
-        weights: folder with the target's weights for the peer, see `verifiers.dummy.write_weights`; None gives it none.
+        met: different experts that so many rows met, by number of rows; see
+            `verifiers.dummy.experts_met`.
+        weights: folder with the target's weights for the peer, see `verifiers.dummy.write_weights`;
+            None gives it none.
         progress: told what is measured.
 
     Raises:

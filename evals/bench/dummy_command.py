@@ -28,8 +28,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from evals.report.table import format_report
     from specdec.parallel.group import join_group, rank_device
     from specdec.session.provenance import dtype_name, origin_of_run, sha256_of
+    from verifiers.config.shape import expert_counts
     from verifiers.dummy import check_way, dummy_rank, dummy_verifier, experts_met, random_model, read_config, write_weights
-    from verifiers.shape import expert_counts
 
     if args.html:
         raise InvalidInputError("a report of --dummy-weights has no plots; leave out --html")

@@ -60,7 +60,8 @@ def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
     """llama.cpp on the embedded model's own file, or on the GGUF file named behind the colon.
 
     Raises:
-        InvalidInputError: not installed, no file, or the target's checkpoint asks for what it has otherwise.
+        InvalidInputError: not installed, no file, or the target's checkpoint asks for what it has
+            otherwise.
     """
     defaults = verifier.defaults
     if defaults.repetition_penalty != 1 or defaults.min_tokens or defaults.min_length:
@@ -71,7 +72,7 @@ def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
     if detail is None and verifier.name != "embedded":
         raise InvalidInputError(f"peer {NAME!r} needs the GGUF file of {verifier.name!r}; give it as {NAME}:FILE")
     if detail is None:
-        from verifiers.embedded import gguf_path
+        from verifiers.weights.embedded import gguf_path
 
         return LlamaCppPeer(gguf_path(), verifier)
     if not Path(detail).is_file():

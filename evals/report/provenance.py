@@ -55,7 +55,7 @@ def _drafter_checkpoint(name: str) -> dict[str, Any]:
 def checkpoint_folder(name: str) -> Path | None:
     """Where the files of a checkpoint lie on this machine; None when they do not."""
     if name == "embedded":
-        from verifiers.embedded import embedded_model_path
+        from verifiers.weights.embedded import embedded_model_path
 
         return embedded_model_path()
     return found_folder(name)

@@ -80,7 +80,7 @@ VERIFIERS = {
 """Functions `(name_or_path, *, device, dtype, attention) -> (Verifier, tokenizer)`."""
 
 TOKENIZERS = {
-    "hf": "verifiers.tokenizer:load_tokenizer",
+    "hf": "verifiers.weights.tokenizer:load_tokenizer",
 }
 """Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above loads."""
 
@@ -173,7 +173,8 @@ def resolve(table: Mapping[str, str | Callable[..., Any]], name: str, kind: str)
     """Imports and returns what `name` stands for.
 
     Raises:
-        InvalidInputError: the name is not in the table; the message lists all names, near ones first.
+        InvalidInputError: the name is not in the table; the message lists all names, near ones
+            first.
     """
     if name not in table:
         raise unknown_name(table, name, kind)

@@ -39,7 +39,7 @@ from evals.prompt_sets import BUNDLED, load_prompt_set
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, SpecDecError
 from specdec.session.decoder import SpecDecoder
-from verifiers.embedded import embedded_model_path
+from verifiers.weights.embedded import embedded_model_path
 
 NEAR_TIE = 1e-3
 """Largest difference of two float32 logits that rounding may turn around."""

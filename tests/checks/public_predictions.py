@@ -12,8 +12,8 @@ from specdec.base.errors import SpecDecError
 from tests.checks.public_targets import TOO_LARGE, target_needs
 from tests.helpers.tiny_assistants import gemma4_target, write_assistant
 from tests.helpers.tiny_predictions import CASES, reference, write_target
+from verifiers.config.prediction_families import FAMILIES
 from verifiers.load import load_verifier
-from verifiers.prediction_families import FAMILIES
 
 
 def refusal(target: str, model: str | None) -> str | None:

@@ -21,10 +21,10 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.checks.public_targets import data
-from verifiers.families import FAMILIES, describe
+from verifiers.config.families import FAMILIES, describe
+from verifiers.config.wrappers import READ_AS, WRAPPERS, text_config
 from verifiers.needs import Needs, needs_of
 from verifiers.support import unsupported_reasons
-from verifiers.wrappers import READ_AS, WRAPPERS, text_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 

@@ -23,9 +23,9 @@ from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, PagedKVCache, blocks_for
 from specdec.model.batch import ForwardInput
+from verifiers.config.families import describe
 from verifiers.decoder import DecoderVerifier
-from verifiers.families import describe
-from verifiers.weights import Weights
+from verifiers.weights.weights import Weights
 
 DEVICE = torch.device("cuda")
 BLOCK = 16

@@ -57,10 +57,10 @@ from specdec.attention.selector import select_backend
 from specdec.model.core import Verifier
 from tests.helpers.tiny_hybrids import hybrid_configs
 from tests.helpers.tiny_shapes import shape_configs
+from verifiers.config.shape import backend_spec
+from verifiers.config.wrappers import text_class
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import backend_spec
-from verifiers.wrappers import text_class
 
 VOCAB = 97
 WINDOW = 8

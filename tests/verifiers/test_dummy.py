@@ -13,9 +13,9 @@ from specdec.engine.engine import SpecEngine
 from specdec.layers.packed.weight import PackedWeight
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts
+from verifiers.config.shape import expert_counts
 from verifiers.dummy import dummy_verifier, experts_met, quantized_weights, random_model, read_config
-from verifiers.quantize import WAYS
-from verifiers.shape import expert_counts
+from verifiers.weights.quantize import WAYS
 
 CPU = torch.device("cpu")
 ALL = CONFIGS | LATENT_CONFIGS

@@ -21,12 +21,12 @@ from specdec.model.core import Verifier
 from tests.helpers.bounds import assert_as_exact, assert_rows_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import CONFIGS, SHORT_LEN, WINDOW, paged_verifier, plain_model, random_prompts
+from verifiers.config.families import describe
+from verifiers.config.hybrids import HYBRIDS
+from verifiers.config.shape import layer_windows, peculiarity
 from verifiers.decoder import DecoderVerifier
-from verifiers.families import describe
 from verifiers.hf import HFVerifier, description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.hybrids import HYBRIDS
-from verifiers.shape import layer_windows, peculiarity
 
 BLOCK = 4
 DESCRIBED = [name for name in CONFIGS if describe(CONFIGS[name]())]

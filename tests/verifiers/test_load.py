@@ -13,7 +13,7 @@ from specdec.model.core import Verifier
 from tests.helpers.hub_cache import cached, offline
 from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from verifiers.load import load_verifier
-from verifiers.tokenizer import load_tokenizer, tokenizer_reasons
+from verifiers.weights.tokenizer import load_tokenizer, tokenizer_reasons
 
 FOREIGN = "raise SystemExit('code of the repository was run')\n"
 AUTO_MAP = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model", "AutoTokenizer": ["foreign.Tok", None]}

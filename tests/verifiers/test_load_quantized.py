@@ -20,16 +20,16 @@ from specdec.layers.packed.weight import PackedWeight
 from specdec.model.core import Verifier
 from tests.helpers import quantized, tiny_composites
 from tests.helpers.tiny_models import plain_model, random_prompts, tiny_tokenizer
-from tests.verifiers.test_checkpoint import logits, read, verifier_of
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
 from tests.verifiers.test_quantized_checkpoint import BLOCK as SCALED
 from tests.verifiers.test_quantized_checkpoint import PLAIN, fp8_files
+from tests.verifiers.weights.test_checkpoint import logits, read, verifier_of
 from verifiers import load as loading
+from verifiers.config.wrappers import read_config, text_config
 from verifiers.decoder import DecoderVerifier
 from verifiers.formats.lists import Listed
 from verifiers.hf import HFVerifier
 from verifiers.load import load_verifier
-from verifiers.wrappers import read_config, text_config
 
 Patch = pytest.MonkeyPatch
 Log = pytest.LogCaptureFixture
@@ -262,7 +262,7 @@ def test_linear_attention_whose_projections_are_stored_in_two_ways(name: str, tm
     def packed(weight: Any, bias: Any = None, **options: Any) -> Any:
         return PackedLinear(weight, bias) if isinstance(weight, PackedWeight) else plain(weight, bias, **options)
 
-    from verifiers import weights
+    from verifiers.weights import weights
 
     plain = weights.linear
     for kept in (False, True):  # on a CPU the packed part becomes numbers as well

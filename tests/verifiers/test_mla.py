@@ -12,9 +12,9 @@ from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import LATENT_CONFIGS, TOPK, paged_verifier, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
+from verifiers.config.shape import INDEXED_MODELS, LATENT_MODELS
 from verifiers.decoder import DecoderVerifier
 from verifiers.load import load_verifier
-from verifiers.shape import INDEXED_MODELS, LATENT_MODELS
 
 _TOKENS = [token for prompt in random_prompts(8, seed=2) for token in prompt]
 SEQUENCES = [_TOKENS[:45], _TOKENS[45:64], _TOKENS[64:95]]

@@ -8,7 +8,7 @@ import transformers
 from tests.checks import public_targets
 from tests.checks.public_targets import Row, data, missing_types, rows
 from tests.checks.targets_table import PAGE, page
-from verifiers.families import FAMILIES
+from verifiers.config.families import FAMILIES
 
 GB = 10**9
 

@@ -16,7 +16,7 @@ from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from tests.helpers.quantized import Written, quantize_files
 from tests.helpers.tiny_models import plain_model
-from tests.verifiers.test_checkpoint import logits, read, verifier_of
+from tests.verifiers.weights.test_checkpoint import logits, read, verifier_of
 from verifiers.formats.lists import Listed
 
 PLAIN = ("lm_head", "embed_tokens", "mlp.gate", "router", "shared_expert_gate", "weights_proj")
@@ -234,7 +234,7 @@ def test_lists_with_the_prefix_of_a_composite(tmp_path: Path, caplog: pytest.Log
         with caplog.at_level(logging.WARNING):
             found = read(folder, config)
         assert isinstance(found["model.layers.0.mlp.gate_proj.weight"], PackedWeight)
-        (message,) = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
+        (message,) = [record.message for record in caplog.records if record.name == "verifiers.weights.checkpoint"]
         first = f"{prefix}model.layers.0.mlp.gate_proj"
         assert (
             message
@@ -287,7 +287,7 @@ def test_experts_of_several_kinds_become_numbers(tmp_path: Path, caplog: pytest.
     assert isinstance(weight, Tensor)
     assert weight.equal(torch.stack([numbers[f"{scope}.{expert}.w2.weight"].float() for expert in range(4)]))
     assert isinstance(found["model.layers.0.mlp.experts.down_proj"], PackedWeight)
-    said = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
+    said = [record.message for record in caplog.records if record.name == "verifiers.weights.checkpoint"]
     assert len(said) == 2 and all("layers.1.mlp.experts.0." in line and "stored in several ways" in line for line in said)
 
 
@@ -315,7 +315,7 @@ def test_what_no_packed_form_has_is_said_once(
         with caplog.at_level(logging.WARNING):
             found = read(tmp_path / "target", model.config, torch.bfloat16, as_stored=as_stored)
         assert all(isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 for weight in found.values())
-        said = [record.message for record in caplog.records if record.name == "verifiers.checkpoint"]
+        said = [record.message for record in caplog.records if record.name == "verifiers.weights.checkpoint"]
         assert len(said) == count and all("68 quantized weights become plain numbers" in line for line in said)
 
 

@@ -18,12 +18,12 @@ from tests.helpers.quantized import quantize_files
 from tests.helpers.tiny_models import CONFIGS, VOCAB, plain_model, tiny_tokenizer
 from tests.verifiers.test_load_quantized import cohere, fp8_target
 from tests.verifiers.test_quantized_checkpoint import CASES, PLAIN
-from verifiers.checkpoint import read_weights
+from verifiers.config.families import describe
+from verifiers.config.wrappers import read_config
 from verifiers.dummy import dummy_rank
-from verifiers.families import describe
 from verifiers.load import load_verifier
-from verifiers.shares import Share, shared
-from verifiers.wrappers import read_config
+from verifiers.weights.checkpoint import read_weights
+from verifiers.weights.shares import Share, shared
 
 
 def share_of(config: Any, rank: int, size: int = 2) -> Share:

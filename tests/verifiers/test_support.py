@@ -35,8 +35,8 @@ from specdec.kv_cache import PagedKVCache
 from specdec.model.batch import ForwardInput
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import paged_verifier
-from verifiers.hybrids import HYBRIDS
-from verifiers.shape import LATENT_MODELS
+from verifiers.config.hybrids import HYBRIDS
+from verifiers.config.shape import LATENT_MODELS
 from verifiers.support import check_supported, unsupported_reasons
 
 BLOCK = 4

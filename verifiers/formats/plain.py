@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specdec.layers.packed.weight import PackedWeight
+from verifiers.config.names import UNUSED, place_of
 from verifiers.formats.format import check_floats, check_known
 from verifiers.formats.method import format_of
-from verifiers.names import UNUSED, place_of
 
 
 def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def test_fifty_greedy_generations_equal_those_of_hf(models: tuple[HFLM, SpecdecL
 
 def test_greedy_generations_of_the_embedded_model_equal_those_of_hf() -> None:
     """The same with a real model in float32."""
-    from verifiers.embedded import embedded_model_path
+    from verifiers.weights.embedded import embedded_model_path
 
     engine = EngineConfig(num_draft_tokens=None, max_num_seqs=4, max_model_len=512, cache=CacheConfig(memory_bytes=2**29))
     decoder = SpecDecoder.from_pretrained("embedded", drafter="ngram", device="cpu", dtype="float32", engine=engine)

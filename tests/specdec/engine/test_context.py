@@ -21,8 +21,8 @@ from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model
 from tests.helpers.tiny_predictions import CASES, reference, write_target
 from tests.specdec.engine.capture.test_graphs import Recorder
+from verifiers.config.shape import context_limits
 from verifiers.load import load_verifier
-from verifiers.shape import context_limits
 
 STATED, MORE, K = 40, 10, 3
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -34,9 +34,9 @@ from specdec.layers.ops import fused, triton_embedding
 from specdec.sampling import argmax
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import CONFIGS, random_dflash
+from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import attention_spec
 
 SHARED_MEMORY = 227 * 1024
 

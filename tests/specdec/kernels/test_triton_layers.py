@@ -36,9 +36,9 @@ from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import plain_model, random_dflash, random_prompts
 from tests.helpers.triton_interpreter import require_triton
+from verifiers.config.shape import backend_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import backend_spec
 
 DEVICE = require_triton()
 

@@ -27,7 +27,7 @@ from tests.drafters.tiny import TINY, VOCAB, input_table, tiny_model, tiny_targe
 from tests.drafters.training.toy import one_thread  # noqa: F401
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
-from verifiers.shape import peculiarity
+from verifiers.config.shape import peculiarity
 
 KINDS: list[Kind] = [(False, None), (True, None), (True, 5), (False, 3)]
 ANCHORS = torch.tensor([[2, 7, 8, 19], [0, 0, 4, 11]])  # the second sequence has two invalid blocks

@@ -45,9 +45,9 @@ from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 from tests.specdec.attention.aiter.test_mla_sparse import rounded
+from verifiers.config.shape import backend_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import backend_spec
 
 pytestmark = pytest.mark.slow
 

@@ -30,9 +30,9 @@ from tests.helpers.attention_case import Case, spec
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier
 from tests.specdec.attention.aiter.test_fa import model_of, on
+from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
-from verifiers.shape import attention_spec
 
 CUDA = torch.device("cuda")
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz

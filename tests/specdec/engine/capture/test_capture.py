@@ -119,9 +119,9 @@ def test_on_an_accelerator(drafter: str) -> None:
     """Real graphs: the tokens of eager steps on the same device."""
     from specdec.attention.selector import select_backend
     from tests.helpers.tiny_models import VOCAB
+    from verifiers.config.shape import attention_spec
     from verifiers.hf import verifier_for
     from verifiers.hf_attention import ATTENTION_NAME
-    from verifiers.shape import attention_spec
 
     case = Case.__new__(Case)
     case.outputs = {tuple(p): [token % VOCAB for token in range(MAX_TOKENS)] for p in random_prompts(7, seed=2)}

@@ -29,10 +29,10 @@ from specdec.layers.experts.routing import Routing
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.bounds import Float64, assert_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
-from verifiers import mixture
-from verifiers.description import Description
-from verifiers.families import describe
-from verifiers.weights import Weights
+from verifiers.building import mixture
+from verifiers.config.description import Description
+from verifiers.config.families import describe
+from verifiers.weights.weights import Weights
 
 HIDDEN, EXPERTS = 12, 32
 _COMMON: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}

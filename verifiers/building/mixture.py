@@ -18,8 +18,8 @@ from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops.norm import Norm
 from specdec.layers.packed.weight import PackedWeight
-from verifiers.description import Description
-from verifiers.weights import Weights
+from verifiers.config.description import Description
+from verifiers.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 

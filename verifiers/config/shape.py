@@ -14,7 +14,7 @@ from specdec.base.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
 from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 from specdec.model.core import ContextLimits, LengthRule
-from verifiers.states import attends, is_recurrent, state_layer_spec
+from verifiers.config.states import attends, is_recurrent, state_layer_spec
 
 STRETCHED = ("dynamic", "linear", "longrope", "yarn")
 """RoPE types whose `factor` is one of lengths."""
@@ -29,7 +29,7 @@ SINKS = frozenset({"gpt_oss", "mimo_v2_flash"})
 """Model types of which some layers, or all, have sinks."""
 
 LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "mistral4", "youtu"}
-"""Model types with latent attention as `verifiers.latent` builds it."""
+"""Model types with latent attention as `verifiers.building.latent` builds it."""
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -93,7 +93,7 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         kv_heads *= 2  # as its module in Transformers has it; no entry of the config says so
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
-    ranks = getattr(config, "ranks", 1)  # see `verifiers.shares.shared`
+    ranks = getattr(config, "ranks", 1)  # see `verifiers.weights.shares.shared`
     if min(heads, kv_heads, head_dim) < 1:
         raise CheckpointError(
             f"layer {layer} has {heads} heads, {kv_heads} for keys, of {head_dim} numbers; fetch config.json again"

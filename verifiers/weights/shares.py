@@ -20,10 +20,10 @@ from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import UnsupportedModelError
 from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.group import Group
-from verifiers.description import Description
+from verifiers.config.description import Description
+from verifiers.config.shape import LATENT_MODELS, head_shape
+from verifiers.config.states import attends, is_recurrent, sizes_of
 from verifiers.formats.format import Stored
-from verifiers.shape import LATENT_MODELS, head_shape
-from verifiers.states import attends, is_recurrent, sizes_of
 
 Kind = Literal["slices", "tokens", "first"]
 
@@ -174,7 +174,8 @@ class Share:
 
 
 def shared(config: Any, group: Group | None) -> Any:
-    """The config as `verifiers.shape` and `verifiers.recurrent` read it: with as many heads as a rank has of them."""
+    """The config as `verifiers.config.shape` and `verifiers.building.recurrent` read it: with as
+    many heads as a rank has of them."""
     if group is None:
         return config
     local = copy.copy(config)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.base.errors import CheckpointError
 from tests.helpers.tiny_models import plain_model
-from verifiers.checkpoint import read_weights
-from verifiers.formats.gguf import gguf_file
+from verifiers.weights.checkpoint import read_weights
+from verifiers.weights.gguf import gguf_file
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -103,7 +103,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the file is opened."""
     (tmp_path / "model.gguf").touch()
-    monkeypatch.setattr("verifiers.formats.gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("verifiers.weights.gguf.find_spec", lambda name: None)
     with pytest.raises(
         CheckpointError, match=r"'model.gguf' needs package gguf, which is not installed; run: python -m pip install gguf"
     ):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.layers.packed.weight import PackedWeight
 from verifiers.formats.format import Stored
-from verifiers.weights import Weights
+from verifiers.weights.weights import Weights
 
 
 def packed(rows: int, seed: int = 0, group: int = 8) -> PackedWeight:
@@ -22,7 +22,7 @@ def packed(rows: int, seed: int = 0, group: int = 8) -> PackedWeight:
 def test_packed_projections_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output by output, in the order that each asks for, and a bias beside them."""
     made: list[Any] = []
-    monkeypatch.setattr("verifiers.weights.linear", lambda *parts, **more: made.append((parts, more)))
+    monkeypatch.setattr("verifiers.weights.weights.linear", lambda *parts, **more: made.append((parts, more)))
     first, second = packed(6), packed(4, seed=1)
     order = torch.tensor([5, 0, 3, 1, 2, 4])
     biases = torch.arange(6.0), torch.arange(4.0)

@@ -11,9 +11,9 @@ from specdec.kv_cache import KVLayerSpec, StateLayerSpec
 from specdec.layers.experts.router import route
 from tests.helpers.bounds import Float64, assert_as_exact
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model
-from verifiers.families import describe
-from verifiers.shape import layer_caches
-from verifiers.states import attends, is_recurrent
+from verifiers.config.families import describe
+from verifiers.config.shape import layer_caches
+from verifiers.config.states import attends, is_recurrent
 
 
 def test_scores_of_lfm2_that_are_small() -> None:
@@ -60,7 +60,7 @@ def test_dropped_layers_keep_nothing() -> None:
 
 def test_weights_that_are_renamed_and_scaled() -> None:
     """In this order, within a layer, and only where there are such."""
-    from verifiers.weights import Weights
+    from verifiers.weights.weights import Weights
 
     weights = Weights({"model.layers.0.mixer.q_proj.weight": torch.ones(2, 3), "model.norm_f.weight": torch.ones(3)})
     weights.rename([(r"\.mixer\.(?=q)", ".a."), (r"\.a\.", ".b."), (r"norm_f\.", "norm.")])

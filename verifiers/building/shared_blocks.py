@@ -10,9 +10,9 @@ from specdec.layers.linear_attention import LinearAttention
 from specdec.layers.mlp import GatedMLP
 from specdec.layers.ops.norm import Norm
 from specdec.layers.shared_block import AdaptedLinear, AfterSharedBlock
-from verifiers.mixture import gated_mlp
-from verifiers.states import attends
-from verifiers.weights import Weights
+from verifiers.building.mixture import gated_mlp
+from verifiers.config.states import attends
+from verifiers.weights.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

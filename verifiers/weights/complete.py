@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from specdec.base.errors import CheckpointError
 from specdec.layers.packed.weight import PackedWeight
-from verifiers.checkpoint import EMBEDDING, HEAD
+from verifiers.config.wrappers import bare_class, text_class
 from verifiers.formats.format import Stored, check_floats
-from verifiers.shares import Share
-from verifiers.wrappers import bare_class, text_class
+from verifiers.weights.checkpoint import EMBEDDING, HEAD
+from verifiers.weights.shares import Share
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def complete(weights: Mapping[str, Stored], config: Any, share: Share | None = N
     """The weights that the model has a use for, of which none is missing.
 
     Args:
-        weights: as `verifiers.checkpoint.read_weights` returns them.
+        weights: as `verifiers.weights.checkpoint.read_weights` returns them.
         config: of the text model.
         share: what they are; None for all of the model.
 
@@ -60,7 +60,7 @@ def check_shapes(weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[in
     """Whether there is a weight of each of these names, in its shape and of floats.
 
     Args:
-        weights: as `verifiers.checkpoint.read_named` returns them.
+        weights: as `verifiers.weights.checkpoint.read_named` returns them.
         shapes: what is asked for.
         ignored: expressions for names that may be missing.
 

@@ -18,12 +18,12 @@ from specdec.model.core import Verifier
 from tests.helpers.tiny_composites import CONFIGS, IMAGE, VIDEO, change_tensors, composite, save, type_of
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
-from verifiers.families import FAMILIES
+from verifiers.config.families import FAMILIES
+from verifiers.config.wrappers import WRAPPERS, load_text, media_token_ids, read_config, text_config
 from verifiers.hf import HFVerifier, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.load import load_verifier
 from verifiers.support import unsupported_reasons
-from verifiers.wrappers import WRAPPERS, load_text, media_token_ids, read_config, text_config
 
 NEEDS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Families that only our own layers can run."""

@@ -8,9 +8,9 @@ from specdec.base.errors import InvalidInputError
 from specdec.layers.experts.routing import Routing
 from specdec.layers.ops.activation import LIMIT, SLOPE
 from specdec.layers.rotary.rotary import ROPE_TYPES, Temperature
-from verifiers.description import AFTER, AROUND, BEFORE, Description, Family, NormNames, sigmoid_routing
-from verifiers.hybrids import HYBRIDS
-from verifiers.shape import declared, layer_windows
+from verifiers.config.description import AFTER, AROUND, BEFORE, Description, Family, NormNames, sigmoid_routing
+from verifiers.config.hybrids import HYBRIDS
+from verifiers.config.shape import declared, layer_windows
 
 ACTIVATIONS = {
     "silu": "silu",

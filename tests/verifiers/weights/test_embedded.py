@@ -21,9 +21,9 @@ from specdec.device.device import uses_avx512
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
 from tests.helpers.waiting import HANG
-from verifiers import embedded
-from verifiers.embedded import embedded_model_path
 from verifiers.load import load_verifier
+from verifiers.weights import embedded
+from verifiers.weights.embedded import embedded_model_path
 
 WEIGHTS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
 """Of the name and bytes of every tensor in order of name; equal, when written down, to what transformers' GGUF reader gives."""
@@ -292,7 +292,7 @@ def test_limit_on_file_sizes(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from specdec.base.errors import CapacityError
-from verifiers import embedded
+from verifiers.weights import embedded
 embedded.gguf_path = Path
 embedded._model_files = lambda payload: {{"model.safetensors": bytes(300_000)}}
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -353,5 +353,5 @@ from specdec import SpecDecoder
 SpecDecoder.from_pretrained("embedded")
 print([name for name in {heavy} if name in sys.modules])
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
     assert found.stdout.splitlines()[-1] == "[]"

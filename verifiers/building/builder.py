@@ -16,14 +16,14 @@ from specdec.layers.mlp import FeedForward
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Heads
 from specdec.layers.rotary.rotary import Rope, rotation_order
-from verifiers.description import Description, norm_epsilon
-from verifiers.latent import latent_attention
-from verifiers.mixture import gated_mlp, mixture, mlp_beside_experts
-from verifiers.recurrent import mamba, mixer
-from verifiers.shape import cache_layers, layer_kinds, layer_windows, position_embeddings
-from verifiers.shared_blocks import SharedBlocks
-from verifiers.states import attends, is_recurrent
-from verifiers.weights import Reorder, Weights
+from verifiers.building.latent import latent_attention
+from verifiers.building.mixture import gated_mlp, mixture, mlp_beside_experts
+from verifiers.building.recurrent import mamba, mixer
+from verifiers.building.shared_blocks import SharedBlocks
+from verifiers.config.description import Description, norm_epsilon
+from verifiers.config.shape import cache_layers, layer_kinds, layer_windows, position_embeddings
+from verifiers.config.states import attends, is_recurrent
+from verifiers.weights.weights import Reorder, Weights
 
 
 class LayerBuilder:

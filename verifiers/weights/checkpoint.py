@@ -16,12 +16,12 @@ from specdec.base.files import user_path
 from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
+from verifiers.config.names import EXPERT, class_facts, name_of, place_of
+from verifiers.config.shape import expert_counts
 from verifiers.formats.format import Format, Stored, check_floats, check_known
-from verifiers.formats.gguf import gguf_file, read_gguf
 from verifiers.formats.method import format_of, quantization_of
-from verifiers.names import EXPERT, class_facts, name_of, place_of
-from verifiers.shape import expert_counts
-from verifiers.shares import Share
+from verifiers.weights.gguf import gguf_file, read_gguf
+from verifiers.weights.shares import Share
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ def read_named(
             their formats differ in what lies where. None for all.
 
     Returns:
-        Tensors by name, for `verifiers.weights.Weights`. Packed experts are [E, out, in] whichever way round transformers has them.
+        Tensors by name, for `verifiers.weights.weights.Weights`. Packed experts are [E, out, in]
+        whichever way round transformers has them.
 
     Raises:
         CheckpointError: files or tensors are missing or damaged, or the weights are quantized in a way that is not read.

@@ -11,8 +11,8 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from specdec.base.checkpoint.hub import checkpoint_folder, files_of, json_file, json_object, unpinned
 from specdec.base.errors import UnsupportedModelError
 from specdec.base.files import user_path
-from verifiers.embedded import EMBEDDED, embedded_model_path
-from verifiers.reading import NO_FOREIGN_CODE, read
+from verifiers.config.reading import NO_FOREIGN_CODE, read
+from verifiers.weights.embedded import EMBEDDED, embedded_model_path
 
 WHOLE, STATED = "tokenizer.json", "tokenizer_config.json"
 
@@ -46,7 +46,7 @@ def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
 
 
 def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
-    from verifiers.wrappers import read_config
+    from verifiers.config.wrappers import read_config
 
     stated = json_object(folder / STATED, name, what="target") if (folder / STATED).is_file() else {}
     tokenizer: PreTrainedTokenizerBase

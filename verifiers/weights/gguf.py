@@ -8,8 +8,8 @@ import torch
 
 from specdec.base.errors import CheckpointError, one_line
 from verifiers.formats.format import Stored
-from verifiers.shares import Share
-from verifiers.weights import COMPUTED
+from verifiers.weights.shares import Share
+from verifiers.weights.weights import COMPUTED
 
 
 def gguf_file(path: Path) -> Path | None:

@@ -12,8 +12,8 @@ from specdec.kv_cache import KVLayerSpec, PagedKVCache, SharedLayerSpec
 from specdec.model.core import Verifier
 from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model
 from tests.verifiers.test_hf import BLOCK, PackedRun
+from verifiers.config.shape import attention_spec, cache_layers, head_shape, layer_kinds
 from verifiers.needs import needs_of
-from verifiers.shape import attention_spec, cache_layers, head_shape, layer_kinds
 
 CPU = torch.device("cpu")
 SLIDING, FULL = HeadShape(4, 2, 16), HeadShape(4, 1, 24)

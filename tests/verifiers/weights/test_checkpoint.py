@@ -18,15 +18,15 @@ from specdec.model.core import Verifier
 from tests.helpers import tiny_composites
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
 from tests.verifiers.test_hf import BLOCK, PackedRun
-from verifiers.checkpoint import read_weights
+from verifiers.config.families import FAMILIES, describe
+from verifiers.config.names import name_of, place_of
+from verifiers.config.shape import backend_spec
+from verifiers.config.wrappers import text_config
 from verifiers.decoder import DecoderVerifier
-from verifiers.families import FAMILIES, describe
 from verifiers.formats.format import Stored
 from verifiers.formats.method import quantization_of
-from verifiers.names import name_of, place_of
-from verifiers.shape import backend_spec
-from verifiers.weights import COMPUTED, Weights
-from verifiers.wrappers import text_config
+from verifiers.weights.checkpoint import read_weights
+from verifiers.weights.weights import COMPUTED, Weights
 
 CPU = torch.device("cpu")
 

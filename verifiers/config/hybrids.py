@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from specdec.layers.experts.routing import Routing
-from verifiers.description import AFTER, BEFORE, Description, Family, NormNames, sigmoid_routing
-from verifiers.states import sizes_of
+from verifiers.config.description import AFTER, BEFORE, Description, Family, NormNames, sigmoid_routing
+from verifiers.config.states import sizes_of
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
 FEED_FORWARD = (r"\.feed_forward\.", ".mlp.")

@@ -12,7 +12,7 @@ from tests.helpers.tiny_models import _COMMON, CONFIGS, LATENT_CONFIGS, WINDOW, 
 from tests.helpers.tiny_ranks import SEQUENCE, Made, Way, make
 from tests.helpers.tiny_shapes import shape_configs
 from tests.verifiers.test_hf import check_logits
-from verifiers.families import describe
+from verifiers.config.families import describe
 
 RANKS = 2
 FAMILIES = [name for name, config in (CONFIGS | LATENT_CONFIGS).items() if describe(config())]

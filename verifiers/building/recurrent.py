@@ -14,9 +14,9 @@ from specdec.layers.linear_choice import linear
 from specdec.layers.ops.norm import GroupNorm
 from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
 from specdec.model.batch import ForwardInput
-from verifiers.description import norm_epsilon
-from verifiers.states import attends, is_recurrent, sizes_of
-from verifiers.weights import Weights
+from verifiers.config.description import norm_epsilon
+from verifiers.config.states import attends, is_recurrent, sizes_of
+from verifiers.weights.weights import Weights
 
 OLMO_EPSILON = 1e-5
 """Of the norms of value heads in OLMo hybrids, which no config states."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from verifiers.names import RENAMED, RENAMED_IN, UNUSED
+from verifiers.config.names import RENAMED, RENAMED_IN, UNUSED
 
 Kinds = Callable[[Any], Sequence[str]]
 

@@ -17,7 +17,7 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.tiny_models import VOCAB, plain_greedy, plain_model, random_dflash, random_prompts, tiny_tokenizer
-from verifiers.generation import generation_of
+from verifiers.config.generation import generation_of
 from verifiers.load import load_verifier
 
 PROMPT = [5, 6, 7]
@@ -73,7 +73,7 @@ def written(folder: Path, model: PreTrainedModel, prompt: list[int] = PROMPT) ->
 
 
 def lines(log: Log) -> list[str]:
-    return [record.getMessage() for record in log.records if record.name == "verifiers.generation"]
+    return [record.getMessage() for record in log.records if record.name == "verifiers.config.generation"]
 
 
 CHANGING = {

@@ -6,7 +6,7 @@ from specdec.attention.mla import MlaSpec
 from specdec.layers.latent_attention import Indexer, LatentAttention, halves_first, latent_scale, split_up
 from specdec.layers.ops.norm import Norm
 from specdec.layers.rotary.rotary import Rope
-from verifiers.weights import Weights
+from verifiers.weights.weights import Weights
 
 INTERLEAVED_INDEXERS = frozenset({"glm_moe_dsa"})
 """Model types whose indexer pairs neighbors in its RoPE; the others pair halves there, whatever their attention does."""

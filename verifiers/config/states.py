@@ -54,7 +54,7 @@ def state_layer_spec(config: Any, dtype: torch.dtype) -> StateLayerSpec:
 
 def sizes_of(config: Any) -> Sizes:
     """Of the recurrent layers of a model, or of a rank's part of them; see
-    `verifiers.shares.shared`."""
+    `verifiers.weights.shares.shared`."""
     whole, ranks = _whole_sizes(config), getattr(config, "ranks", 1)
     return whole._replace(key_heads=whole.key_heads // ranks, value_heads=whole.value_heads // ranks)
 
