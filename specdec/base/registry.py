@@ -101,7 +101,8 @@ class Verb(NamedTuple):
     Attributes:
         name: its first word.
         summary: its line in `specdec --help`.
-        home: a module with `add_arguments(parser)` and `run(args) -> exit status`, which imports torch inside `run` alone.
+        home: a module with `add_arguments(parser)` and `run(args) -> exit status`, which imports
+            torch inside `run` alone.
     """
 
     name: str
@@ -119,7 +120,7 @@ VERBS = (
     Verb("couple", "fit how far a drafter trusts its probabilities and the target's noise", "drafters.training.couple"),
     Verb("convert", "write a drafter's checkpoint in another layout", "drafters.convert"),
     Verb("warmup", "compile what a configuration will need, before a request waits for it", "specdec.cli.warmup"),
-    Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor"),
+    Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor.doctor"),
 )
 
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.grammar.limits import MOST_CHARACTERS, MOST_PATTERN_CHARACTERS, check_size
-from specdec.grammar.schema import NO_TEXT, reading
-from specdec.grammar.text_rules import Text
+from specdec.grammar.schema.schema import NO_TEXT, reading
+from specdec.grammar.schema.text_rules import Text
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
 
@@ -26,11 +26,13 @@ class Grammar:
 
     Attributes:
         kind: how `text` is read.
-        text: a JSON schema, a regular expression, a list of strings as JSON, or rules in GBNF, whose first is called root; empty
+        text: a JSON schema, a regular expression, a list of strings as JSON, or rules in GBNF,
+            whose first is called root; empty
             for any JSON object.
 
     Raises:
-        InvalidInputError: nothing could ever match it, or xgrammar would not hold to all that it asks for.
+        InvalidInputError: nothing could ever match it, or xgrammar would not hold to all that it
+            asks for.
 
     >>> Grammar.choice(["yes", "no"])
     Grammar(kind='choice', text='["yes", "no"]')

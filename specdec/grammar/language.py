@@ -1,7 +1,8 @@
 """Texts that meet several conditions at once, as rules in GBNF: the automaton of a regular expression's derivatives.
 
 Expressions are numbers of an `Algebra`. The derivative of one by a character is what may follow that character. See Brzozowski,
-"Derivatives of Regular Expressions" (1964); with Owens, Reppy and Turon (2009) characters that lead to the same go as one.
+"Derivatives of Regular Expressions" (1964); with Owens, Reppy and Turon (2009) characters that lead
+to the same go as one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
-from specdec.grammar.characters import LAST, NOT_TEXT, Characters, Ranges, both, others, ranges
 from specdec.grammar.limits import MOST_EXPRESSIONS, MOST_STATES
-from specdec.grammar.pattern import Both, Node, Options, Repeat, Row
+from specdec.grammar.schema.characters import LAST, NOT_TEXT, Characters, Ranges, both, others, ranges
+from specdec.grammar.schema.pattern import Both, Node, Options, Repeat, Row
 
 Expression = int
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.grammar.limits import shown
-from specdec.grammar.text_rules import Text
+from specdec.grammar.schema.text_rules import Text
 
 
 @dataclass(slots=True)

@@ -6,14 +6,14 @@ import json
 import re
 
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.schema import FIRST_MARK, reading
-from specdec.grammar.text_rules import Text
+from specdec.grammar.schema.schema import FIRST_MARK, reading
+from specdec.grammar.schema.text_rules import Text
 
 LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 """Characters of strings with a length, as xgrammar 0.2.8 writes them into a schema's grammar, and as JSON has them: no tab."""
 
 MARKED = re.compile(r'\(\("\\ue000" "\\u(e[0-9a-f]{3}|E[0-9A-F]{3})"\)\)')
-"""A mark of `specdec.grammar.schema`, as xgrammar 0.2.8 writes it."""
+"""A mark of `specdec.grammar.schema.schema`, as xgrammar 0.2.8 writes it."""
 
 OTHER_NAMES = re.compile(r"^\w*addl_key\w* ::= .*$", re.MULTILINE)
 ESCAPED = r' | ("\\" basic_escape basic_string_sub)'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specdec.grammar.characters import LAST, Characters
-from specdec.grammar.pattern import Anchor, Both, Look, Node, Options, Repeat, Row, read_pattern, refusal
+from specdec.grammar.schema.characters import LAST, Characters
+from specdec.grammar.schema.pattern import Anchor, Both, Look, Node, Options, Repeat, Row, read_pattern, refusal
 
 EVERYTHING = Repeat(Characters.span(0, LAST), 0, None)
 """Any text."""

@@ -18,20 +18,20 @@ from specdec.base.errors import SpecDecError
 from specdec.base.version import __version__
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingParams
-from specdec.serve.answer import Answer
-from specdec.serve.chat import ChatCompletion, chat_text
-from specdec.serve.completion import Completion
+from specdec.serve.answers.answer import Answer
+from specdec.serve.answers.chat import ChatCompletion, chat_text
+from specdec.serve.answers.completion import Completion
+from specdec.serve.answers.token_bytes import TokenBytes
+from specdec.serve.answers.transport import ClientGone, Defects, EventStream, Whole, unless_gone
 from specdec.serve.errors import RequestError, malformed, refused
 from specdec.serve.front import Front, Outputs
 from specdec.serve.guard import Guard
 from specdec.serve.limits import MOST_PROMPT_LOGPROBS, TOKENIZED
-from specdec.serve.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.protocol import Chat, ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from specdec.serve.sampling import sampling_params
-from specdec.serve.status import PAGE, Status
+from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
+from specdec.serve.state.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
-from specdec.serve.token_bytes import TokenBytes
-from specdec.serve.transport import ClientGone, Defects, EventStream, Whole, unless_gone
 from specdec.session.outputs import GenerationResult
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from specdec.base.registry import parts_of
 from specdec.sampling.params import SamplingParams
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, busy, engine_failed
+from specdec.serve.state.totals import Totals
 from specdec.serve.texts import Texts
-from specdec.serve.totals import Totals
 from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle, Stream
 from specdec.session.outputs import GenerationResult, StreamChunk

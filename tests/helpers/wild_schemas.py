@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from specdec.grammar.formats import FORMATS
+from specdec.grammar.schema.formats import FORMATS
 
 _VALUES: list[Any] = ["a", 'b"', 1, 2.5, None, True, False, [1], {"k": "v"}, "", -3, "é\n"]
 _BOUNDS = [-5, 0, 1, 3, 10, 2.5, -0.001, 1e-7, 100.125, -1e6, 1234567.891]

@@ -12,7 +12,7 @@ from drafters.training.config import TrainConfig, build_config
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.registry import VERBS
-from specdec.cli import doctor
+from specdec.cli.doctor import doctor
 from specdec.cli.fields import add_options, byte_size, from_options
 from specdec.cli.main import Parser, main
 from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu

@@ -16,7 +16,7 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.fields import grammar_of
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.limits import MOST_CHARACTERS, MOST_COMPARISONS, MOST_PATTERN_CHARACTERS
-from specdec.grammar.schema_form import CHOICES, NOT_KNOWN, OF_TYPE
+from specdec.grammar.schema.form import CHOICES, NOT_KNOWN, OF_TYPE
 from tests.helpers.live_server import live_server
 from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
 from tests.helpers.waiting import HANG

@@ -116,7 +116,7 @@ def test_a_defect_keeps_the_connection(live: Live, monkeypatch: pytest.MonkeyPat
             assert answer.status_code == 500 and "defect" in answer.json()["error"]["message"] and "secret" not in answer.text
             assert "connection" not in answer.headers
         with monkeypatch.context() as patch:
-            patch.setattr("specdec.serve.completion.Completion.delta", fail)
+            patch.setattr("specdec.serve.answers.completion.Completion.delta", fail)
             events = client.post("/v1/completions", json=body | {"stream": True}).text
             assert "the server has a defect" in events and events.endswith("data: [DONE]\n\n")
         stream = next(iter(client._transport._pool.connections))  # type: ignore[attr-defined]

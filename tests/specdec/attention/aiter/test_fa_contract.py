@@ -19,7 +19,7 @@ from specdec.attention.aiter.groups import AiterPlan, plan_groups, plan_packed
 from specdec.attention.aiter.layout import shuffled
 from specdec.attention.selector import refusals, select_backend
 from specdec.base.errors import BackendError
-from specdec.cli.doctor import ENVIRONMENT
+from specdec.cli.doctor.doctor import ENVIRONMENT
 from specdec.engine.capture.buckets import length_bucket
 from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache

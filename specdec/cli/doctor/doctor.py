@@ -1,6 +1,6 @@
 """`specdec doctor`: what this machine is, what is installed, and which attention backend would serve a model, with reasons.
 
-With `--model` it says instead whether that one would run here (`specdec.cli.doctor_model`).
+With `--model` it says instead whether that one would run here (`specdec.cli.doctor.model`).
 """
 
 from __future__ import annotations
@@ -97,13 +97,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs `specdec doctor`; 0 when a backend can serve the model, 1 when none can.
 
     Raises:
-        SpecDecError: the device or type does not exist here, or a number or a combination of options makes no model.
+        SpecDecError: the device or type does not exist here, or a number or a combination of
+            options makes no model.
     """
     from specdec.attention.selector import refusals
     from specdec.device.device import describe_device, torch_build, unseen_gpu
 
     if args.model is not None:
-        from specdec.cli.doctor_model import run_model
+        from specdec.cli.doctor.model import run_model
 
         _refuse_beside_a_model(args)
         return run_model(args)
@@ -128,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(environment or ["  none of the variables that change what runs is set"]))
     status = int(all(refused.values()))
     if args.run:
-        from specdec.cli.doctor_run import run_checks
+        from specdec.cli.doctor.run import run_checks
 
         status |= run_checks(device, spec.dtype, spec.cache_dtype)
     return status
@@ -216,7 +217,8 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
     """One line per backend: chosen, possible, or refused with all reasons; then what it says of itself, and what it cannot do for
     a block drafter.
 
-    Beside latent attention a drafter runs on a backend for ordinary heads, so nothing is said of drafters there.
+    Beside latent attention a drafter runs on a backend for ordinary heads, so nothing is said of
+    drafters there.
     """
     from dataclasses import replace
 

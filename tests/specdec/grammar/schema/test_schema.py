@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
-from specdec.grammar.formats import FORMATS
 from specdec.grammar.grammar import Grammar
+from specdec.grammar.schema.formats import FORMATS
 from tests.helpers.grammar_texts import CHARACTERS, sample, writes, writes_json
 
 INTEGERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}

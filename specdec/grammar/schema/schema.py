@@ -15,13 +15,13 @@ from math import isfinite
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
-from specdec.grammar.formats import FORMATS, LONGEST
 from specdec.grammar.limits import DEEPEST, MOST_PATTERN_CHARACTERS, MOST_REASONS, shown
-from specdec.grammar.pattern import NOT_HELD
 from specdec.grammar.reading import Place, Reading
-from specdec.grammar.schema_form import CHOICES, LENGTHS, NOT_KNOWN, OF_TYPE, WORDS, meets, narrowed, parts_of
-from specdec.grammar.schema_refs import Root, is_of, types_of
-from specdec.grammar.text_rules import Text
+from specdec.grammar.schema.form import CHOICES, LENGTHS, NOT_KNOWN, OF_TYPE, WORDS, meets, narrowed, parts_of
+from specdec.grammar.schema.formats import FORMATS, LONGEST
+from specdec.grammar.schema.pattern import NOT_HELD
+from specdec.grammar.schema.refs import Root, is_of, types_of
+from specdec.grammar.schema.text_rules import Text
 
 SHORT = 64
 """A longest length up to which an endless format is held to it as well."""

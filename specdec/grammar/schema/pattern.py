@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 
 from specdec.base.errors import InvalidInputError
-from specdec.grammar.characters import LAST, Characters, named
 from specdec.grammar.limits import DEEPEST, shown
+from specdec.grammar.schema.characters import LAST, Characters, named
 
 CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 

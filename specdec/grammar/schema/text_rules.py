@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, replace
 
 from specdec.base.errors import InvalidInputError
-from specdec.grammar.characters import LAST, Characters, Ranges, both, ranges
 from specdec.grammar.language import Algebra, TooManyStates, automaton
-from specdec.grammar.pattern import Both, Node, Options, Repeat, Row
+from specdec.grammar.schema.characters import LAST, Characters, Ranges, both, ranges
+from specdec.grammar.schema.pattern import Both, Node, Options, Repeat, Row
 from specdec.grammar.settle import settled
 
 logger = logging.getLogger(__name__)

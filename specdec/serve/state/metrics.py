@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from specdec.serve.front import Front
-from specdec.serve.totals import Histogram
+from specdec.serve.state.totals import Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

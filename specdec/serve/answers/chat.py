@@ -10,7 +10,7 @@ from typing import Any
 from specdec.base.errors import InvalidInputError
 from specdec.base.messages import readable
 from specdec.sampling.logprobs import Top
-from specdec.serve.answer import Answer
+from specdec.serve.answers.answer import Answer
 from specdec.serve.errors import RequestError
 from specdec.serve.protocol import Chat, ChatRequest, TokenizeRequest
 from specdec.session.decoder import SpecDecoder

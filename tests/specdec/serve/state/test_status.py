@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="fastapi comes with the extra serve")
 
 from drafters.ngram import NGramDrafter
 from specdec.base.config import EngineConfig
-from specdec.serve.status import PAGE
+from specdec.serve.state.status import PAGE
 from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import tiny_decoder
 from tests.helpers.live_server import Live, live_server

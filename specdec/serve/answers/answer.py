@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from specdec.serve.acceptance import meta_info, speculative_decoding
+from specdec.serve.answers.acceptance import meta_info, speculative_decoding
+from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.protocol import Generation
-from specdec.serve.token_bytes import TokenBytes
 from specdec.session.outputs import GenerationResult, StreamChunk
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec.base.config import CacheConfig, EngineConfig
-from specdec.serve.token_bytes import TokenBytes
+from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.live_server import live_server
 from tests.helpers.tiny_models import paged_verifier, plain_model

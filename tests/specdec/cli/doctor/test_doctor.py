@@ -16,7 +16,7 @@ from specdec.device.deviation import Deviation
 from specdec.kernels import aiter
 from tests.helpers.aiter_emulation import Machine, install
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *options: str, status: int = 0) -> str:

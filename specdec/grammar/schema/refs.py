@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.limits import MOST_COMPARISONS
-from specdec.grammar.schema_form import OF_TYPE, TYPES, malformed
+from specdec.grammar.schema.form import OF_TYPE, TYPES, malformed
 
 MOST_OPTIONS = 100
 """Of a `oneOf`, beside constants: each is compared with each."""
@@ -53,7 +53,7 @@ class Root:
         return found if isinstance(found, bool | Mapping) else None
 
     def malformed(self, schema: Mapping[str, Any]) -> list[str]:
-        """See `specdec.grammar.schema_form.malformed`; looked at once."""
+        """See `specdec.grammar.schema.form.malformed`; looked at once."""
         if id(schema) not in self._malformed:
             self._malformed[id(schema)] = malformed(schema)
         return self._malformed[id(schema)]

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specdec.sampling.logprobs import Top
-from specdec.serve.answer import Answer
+from specdec.serve.answers.answer import Answer
+from specdec.serve.answers.token_bytes import TextLength
 from specdec.serve.protocol import CompletionRequest
-from specdec.serve.token_bytes import TextLength
 from specdec.session.outputs import GenerationResult, StreamChunk
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.serve.front import Front
 
-PAGE = files("specdec.serve").joinpath("status.html").read_text("utf-8")
+PAGE = files("specdec.serve.state").joinpath("status.html").read_text("utf-8")
 """All of it in one file, so that it works without a network."""
 
 

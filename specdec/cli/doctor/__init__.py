@@ -1,0 +1,1 @@
+"""`specdec doctor`: this machine, one model on it, and its kernels."""
