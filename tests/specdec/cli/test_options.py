@@ -12,7 +12,6 @@ from drafters.training.config import TrainConfig, build_config
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.registry import VERBS
-from specdec.cli.doctor import doctor
 from specdec.cli.fields import add_options, byte_size, from_options
 from specdec.cli.main import Parser, main
 from specdec.cli.options import engine_config, load_decoder, sampling_params, say_gpu
@@ -242,7 +241,7 @@ def test_which_gpu_or_why_none(capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert captured.out == ""
         return captured.err
 
-    monkeypatch.setattr(doctor, "describe_device", lambda device: f"{device}, AMD Instinct MI300X, ROCm gfx942")
+    monkeypatch.setattr(device, "describe_device", lambda where: f"{where}, AMD Instinct MI300X, ROCm gfx942")
     assert said("auto", seen=True) == "specdec: on cuda, AMD Instinct MI300X, ROCm gfx942\n"
     assert said("auto", seen=False, reason="an AMD GPU is here, but") == "specdec: no GPU is used: an AMD GPU is here, but\n"
     assert said("cpu", seen=False, reason="an AMD GPU is here, but") == said("auto", seen=False) == ""

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,7 +14,12 @@ import pytest
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, InvalidInputError
+from specdec.engine import engine as engine_module
+from specdec.engine.requests import scheduler
 from specdec.sampling.params import SamplingParams
+from specdec.session import callers
+from specdec.session import handle as handle_module
+from specdec.session import session as session_module
 from specdec.session import turns as turns_module
 from specdec.session.decoder import SpecDecoder
 from specdec.session.session import Session
@@ -24,8 +28,8 @@ from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenize
 from tests.helpers.waiting import HANG, gated, in_time, wait_until
 
 PROMPT, SAMPLING = [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True)
-HOST = ("session", "turns", "callers", "handle", "engine", "scheduler")
-WATCHED = {str(Path(turns_module.__file__).with_name(f"{name}.py")) for name in HOST}
+HOST = (session_module, turns_module, callers, handle_module, engine_module, scheduler)
+WATCHED = {str(module.__file__) for module in HOST}
 
 
 @pytest.fixture(scope="module")

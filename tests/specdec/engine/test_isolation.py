@@ -17,7 +17,7 @@ from tests.helpers.guided import SAMPLINGS, GuidedCase, tokens
 from tests.specdec.engine.test_guided import captured, drafter
 
 TEXTS = Grammar.choice(["yesterday", "tomorrow"])
-OURS, THEIRS = RuntimeError("it broke"), InvalidInputError("it was\nasked wrongly")
+OURS, THEIRS = RuntimeError("it broke"), InvalidInputError("it was asked wrongly")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ def test_tries(seed: int, num_nodes: int, keep: float) -> None:
     for i in range(4):
         tokens = [row[:length] for row, length in zip(continuations[i].tolist(), lengths[i].tolist(), strict=True)]
         assert_best(drafts, i, shares(tokens, weights[i].tolist(), keep))
-    assert drafts.num_drafts[3] == 0 and drafts.tree.parents[4].eq(0).all() and drafts.tree.depths[3].eq(1).all()
+    assert drafts.num_drafts[3] == 0 and drafts.tree.parents[3].eq(0).all() and drafts.tree.depths[3].eq(1).all()
 
 
 def test_one_occurrence_is_a_chain() -> None:
