@@ -421,8 +421,9 @@ def test_half_the_vocabulary_nan_is_reported(folders: Path, tmp_path: Path, caps
 
 def test_no_refusal_is_an_assert() -> None:
     """`python -O` runs none of them; here it runs tables of bad files and values."""
-    files = ("specdec/test_tensor_files", "specdec/test_deviation", "specdec/test_metrics", "specdec/layers/test_packed")
-    tables = [f"tests/{file}.py" for file in (*files, "drafters/dflash/test_layout", "verifiers/formats/test_integers")]
+    ours = ("base/checkpoint/test_tensor_files", "device/test_deviation", "base/test_metrics", "layers/packed/test_linear")
+    theirs = ("drafters/dflash/config/test_layout", "verifiers/formats/test_integers")
+    tables = [f"tests/{file}.py" for file in (*(f"specdec/{file}" for file in ours), *theirs)]
     chosen = ["-k", "damage or refus or deviations or scales"]
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tables, *chosen]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)

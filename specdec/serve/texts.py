@@ -145,7 +145,7 @@ def characters(given: Any) -> int:
     """Characters of all texts in what was JSON.
 
     >>> characters([{"role": "user", "content": [{"text": "abc"}]}])
-    18
+    22
     """
     return sum(len(one) for one in _strings(given))
 

@@ -313,14 +313,15 @@ class Session:
         """
         with self._lock:
             left: BaseException | None = error
-            self._unsound = error
+            again, self._unsound = self._unsound is error, error
             handles = self._callers.handles
             self._new, self._cancelled = [], deque()
             try:
                 self.engine.reset()
                 left = None
             except Exception as lost:  # as of a device that is lost; what is raised is the error that came first
-                logger.warning("the engine cannot begin anew: %s", lost)
+                if not again:
+                    logger.warning("the engine cannot begin anew: %s", lost)
             for handle in handles:
                 handle.stream.fail(error)
             self._callers.clear()

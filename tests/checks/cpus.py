@@ -23,6 +23,7 @@ OURS = (
     "specdec/engine",
     "specdec/kv_cache",
     "specdec/layers",
+    "specdec/model",
     "specdec/sampling",
     "drafters",
     "verifiers",
