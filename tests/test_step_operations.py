@@ -29,7 +29,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
 from specdec.kernels import triton_argmax
-from specdec.layers import decoder, linear, triton_linear
+from specdec.layers import decoder, linear_choice, triton_linear
 from specdec.layers.ops import fused
 from specdec.sampling import argmax, sampler, scores, triton_sampler
 from specdec.sampling.params import SamplingParams
@@ -122,7 +122,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         monkeypatch.setattr(user, "choose_slice", filled)
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
-    monkeypatch.setattr(linear, "can_block", lambda weight: False)  # a layout for CPUs
+    monkeypatch.setattr(linear_choice, "can_block", lambda weight: False)  # a layout for CPUs
     monkeypatch.setattr(scores, "lowered_in_cache", scores.lowered)  # a way for CPUs
     for module in (triton_fa, triton_linear):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)

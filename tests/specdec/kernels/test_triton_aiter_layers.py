@@ -19,6 +19,7 @@ from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import EngineConfig
 from specdec.device import self_check
 from specdec.engine.engine import SpecEngine
+from specdec.kernels.kernel import check_all
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers.aiter import check as aiter_layers
 from specdec.layers.ops.norm import Norm
@@ -143,6 +144,7 @@ def test_what_keeps_them_out(
     amd: Amd, caplog: pytest.LogCaptureFixture, architecture: str, version: str | None, more: list[str], reason: str
 ) -> None:
     """One line for all layers of target and drafter; ours, or plain torch, run then."""
+    check_all(DEVICE)  # of what comes behind the choice of tokens nothing is asked again
     machine = amd(architecture, "0.1.20" if version == "0.1.14" else version)
     if version == "0.1.14":
         amd.patch.setattr(aiter_layers.aiter, "installed_version", lambda: version)

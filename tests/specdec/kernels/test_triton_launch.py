@@ -29,7 +29,7 @@ from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
 from specdec.kernels import triton_argmax, triton_norm, triton_prefetch, triton_rope
 from specdec.kernels.triton_prefetch import surplus
-from specdec.layers import linear, triton_linear
+from specdec.layers import linear_choice, triton_linear
 from specdec.layers.ops import fused, triton_embedding
 from specdec.sampling import argmax
 from specdec.sampling.params import SamplingParams
@@ -103,7 +103,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
         monkeypatch.setattr(kernel, "runs_on", lambda *where: True)
     monkeypatch.setattr(triton_argmax, "argmax", filled)
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
-    monkeypatch.setattr(linear, "can_block", lambda weight: False)  # a layout for CPUs
+    monkeypatch.setattr(linear_choice, "can_block", lambda weight: False)  # a layout for CPUs
     for module in (triton_fa, triton_linear):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     for module in (triton_argmax, triton_attention, triton_embedding, triton_linear, triton_norm, triton_prefetch, triton_rope):
