@@ -327,7 +327,8 @@ def test_a_target_that_fails_is_named(tmp_path: Path, self_prompts: int, file: s
     """Catches prompts and answers that are quietly left out because every logit is NaN."""
     write_chat_target(tmp_path)
     weights = tmp_path / "target" / "model.safetensors"
-    save_file({name: tensor * torch.nan for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    poisoned = {name: tensor * torch.nan if tensor.ndim > 1 else tensor for name, tensor in load_file(weights).items()}
+    save_file(poisoned, weights, {"format": "pt"})
     with pytest.raises(SpecDecError, match=rf"the target failed on record \d+ of {file}.jsonl.gz: .*NaN"):
         run_stages(("answers",), small_config(tmp_path, self_prompts=self_prompts))
 
