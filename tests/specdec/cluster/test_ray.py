@@ -152,8 +152,8 @@ def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
     )
     beginnings = [prompt for _, prompt in begun(folder)]
     assert beginnings.count(tokens[4]) == 2, "once among others, once alone"
-    # Of the others only the one in the other slot of the engine that died first.
-    assert len(beginnings) - 2 - len(served) <= 1
+    # Of the others only those in the other slots of the two engines that died.
+    assert len(beginnings) - 2 - len(served) <= 2
     again = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
     assert [again.get(row.key) is not None for row in rows] == [index in served for index in range(len(rows))]
 
