@@ -152,7 +152,7 @@ def what_leaks(live: Live) -> list[str]:
         "blocks of the cache": engine.pool.num_used,
         "sequences of the prefix cache": len(engine.scheduler.prefix._sequences),
         "slots": engine.config.max_num_seqs - len(engine.scheduler._free_slots),
-        "handles": sum(type(thing) is Handle for thing in gc.get_objects()),
+        "handles": sum(type(thing) is Handle and thing._session is session for thing in gc.get_objects()),
     }
     return [f"{count} {what} are left" for what, count in left.items() if count]
 
