@@ -41,16 +41,21 @@ class Kernel:
         reasons: Callable[..., list[str]] | None = None,
     ) -> None:
         self.name, self.check, self.dtypes, self._reasons = name, check, dtypes, reasons
-        self._runs: dict[tuple[torch.device, tuple[torch.dtype, ...]], bool] = {}
+        self._runs: dict[torch.device, bool] = {}
         Kernel.made.append(self)
 
     def runs_on(self, device: torch.device, *dtype: torch.dtype) -> bool:
-        """Whether it is used on a device, and for rows of a type where there are `dtypes`."""
-        where = device, dtype
-        if where not in self._runs:
-            usable = not self.reasons(device, *dtype)
-            self._runs[where] = usable and passes(self.name, device, self.bound(device, *dtype), *dtype)
-        return self._runs[where]
+        """Whether it is used on a device, and for rows of a type where there are `dtypes`.
+
+        Those without are asked in every step, and the answer of the first time is kept.
+        """
+        if dtype or device not in self._runs:
+            check = self.bound(device, *dtype)
+            runs = not self.reasons(device, *dtype) and passes(self.name, device, check, *dtype)
+            if dtype:
+                return runs
+            self._runs[device] = runs
+        return self._runs[device]
 
     def reasons(self, device: torch.device, *dtype: torch.dtype) -> list[str]:
         """Why it cannot run there, whatever its check says; empty when it can."""

@@ -94,12 +94,14 @@ def test_what_a_step_may_meet_is_decided_when_the_engine_is_built(made: list[Ker
     assert asked == [("edges",)]
 
 
-def test_a_kernel_is_asked_once_for_a_device_and_a_type(made: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_asked_for_a_device_and_a_type(made: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = noted(monkeypatch)
     one = Kernel("argmax", lambda device, dtype: Deviation(0, 0), dtypes=HALF, reasons=lambda *where: [])
     for _ in range(2):
         assert one.runs_on(CPU, torch.float16) and not one.runs_on(CPU, torch.float32)
-    assert asked == [("argmax", torch.float16)]
+    assert asked == [("argmax", torch.float16)] * 2
     assert one.reasons(CPU, torch.float64) == ["it takes bfloat16 and float16"]
-    one.forget()
-    assert one.runs_on(CPU, torch.float16) and len(asked) == 2
+    two = Kernel("argmax", lambda device: Deviation(0, 0), reasons=lambda device: [])
+    assert two.runs_on(CPU) and two.runs_on(CPU) and asked[2:] == [("argmax",)]
+    two.forget()
+    assert two.runs_on(CPU) and len(asked) == 4

@@ -96,8 +96,7 @@ class Refusing(Repeat):
 def next_start() -> None:
     """Another process would know nothing; of what comes behind the choice of tokens nothing is asked again."""
     self_check._known.clear()
-    layers = fused.FUSED_LAYERS, fused.FEW_ROWS, fused.EMBEDDING, packed_check.KERNEL
-    for kernel in (argmax.KERNEL, sampler.KERNEL, *layers):
+    for kernel in (argmax.KERNEL, sampler.KERNEL):
         kernel.forget()
 
 
