@@ -1,0 +1,106 @@
+"""The target as training sees it: features of whole sequences."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.training.loss.blocks import SequenceBatch
+from drafters.training.target import Target
+from specdec.attention.backend import AttentionSpec
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.base.errors import InvalidInputError
+from tests.drafters.tiny import VOCAB, tiny_target
+from tests.drafters.training.toy import one_thread  # noqa: F401
+from tests.helpers.bounds import assert_as_exact, in_float64
+from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
+from verifiers.config.shape import peculiarity
+
+
+def sequences(token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: list[int] | None = None) -> SequenceBatch:
+    """Whole rows of `token_ids` int64 [S, T] without a prompt, unless said otherwise."""
+    lengths = lengths or [token_ids.shape[1]] * len(token_ids)
+    return SequenceBatch(token_ids, torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths), lengths)
+
+
+class TinyVerifier:
+    """What `Target` needs of a loaded target."""
+
+    name, embedding_scale, final_softcap, device, dtype = "tiny", 1.0, None, torch.device("cpu"), torch.float32
+    kv_specs: tuple[()] = ()
+    attention = TorchRefBackend(AttentionSpec(device, dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=16))
+
+    def __init__(self, model: Any = None) -> None:
+        self.model: Any = model or tiny_target()
+        self.layers = self.model.model.layers
+        self.num_layers, self.vocab_size = len(self.layers), self.model.config.vocab_size
+
+    def keep_layers(self, count: int) -> None:
+        del self.layers[count:]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.model.model.embed_tokens.weight)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits
+
+
+def outputs(model: Any, tokens: Tensor) -> tuple[Any, Any]:
+    """What `model` says, with all hidden states, and what it says in float64."""
+    with torch.no_grad():
+        plain = model(tokens, output_hidden_states=True)
+    return plain, in_float64(model, tokens, output_hidden_states=True)
+
+
+def taps(output: Any, layers: tuple[int, ...]) -> Tensor:
+    """Outputs of `layers`, 0-based, side by side."""
+    return torch.cat([output.hidden_states[layer + 1] for layer in layers], dim=-1)
+
+
+def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
+    """Catches taps off by one, and padding that reaches the tokens before it."""
+    tokens = torch.randint(VOCAB - 1, (2, 12), generator=torch.Generator().manual_seed(0))
+    plain, exact = outputs(tiny_target(), tokens)
+    runs = [taps(output, (1, 2, 4)) for output in (plain, exact)]
+    target = Target(TinyVerifier(), (1, 2, 4))
+    features, _ = target.features(sequences(tokens))
+    assert_as_exact(features, *runs)
+    padded, _ = target.features(sequences(F.pad(tokens, (0, 5), value=7), lengths=[12, 12]))
+    assert_as_exact(padded[:, :12], *runs)
+    full = Target(TinyVerifier(), (1, 2, 4), distribution=True)
+    assert_as_exact(full.head(full.features(sequences(tokens))[1]), plain.logits, exact.logits)
+    with pytest.raises(InvalidInputError, match=r"taps \[1, 6\] .* choose from 0 to 5"):
+        Target(TinyVerifier(), (1, 6))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_target_features_are_those_of_transformers(name: str) -> None:
+    """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's own attention, or not at all."""
+    plain = plain_model(name)
+    verifier = paged_verifier(plain) if peculiarity(plain.config) else TinyVerifier(plain_model(name))
+    tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
+    features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
+    assert_as_exact(features, *(taps(output, (0, 2)) for output in outputs(plain, tokens)))
+
+
+@pytest.mark.parametrize("distribution", [False, True])
+@pytest.mark.parametrize("name", LATENT_CONFIGS)
+def test_latent_attention_gives_the_features_of_transformers_whatever_the_padding(name: str, distribution: bool) -> None:
+    """Catches rows packed or put back at wrong places, caches that sequences share, and taps or final states of other layers."""
+    plain = plain_model(name)
+    lengths = [19, 1, 24, 8]  # with blocks of 4 tokens: some end in the middle of one
+    tokens = torch.randint(3, plain.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0))
+    target = Target(paged_verifier(plain), (0, 2), distribution=distribution)
+    features, final = target.features(sequences(tokens, lengths=lengths))
+    padded, _ = target.features(sequences(F.pad(tokens, (0, 7), value=5), lengths=lengths))
+    runs = list(zip(*(outputs(plain, tokens[i : i + 1, :length]) for i, length in enumerate(lengths)), strict=True))
+    own = torch.arange(24) < torch.tensor(lengths)[:, None]
+    for found in (features, padded[:, :24]):
+        assert_as_exact(found[own], *(torch.cat([taps(output, (0, 2))[0] for output in side]) for side in runs))
+    if distribution:
+        assert_as_exact(target.head(final[own]), *(torch.cat([output.logits[0] for output in side]) for side in runs))
+    assert not features.is_inference(), "autograd cannot keep it for the drafter's gradients"
+    assert len(target.verifier._decoder.layers) == (4 if distribution else 3), "layers above the taps cost time"
