@@ -33,8 +33,7 @@ class Choice(NamedTuple):
     Attributes:
         token_ids: int64 [num_reqs, n], of the target.
         probs: float32 [num_reqs, n, V'], what they were drawn from, a number for each column of the
-            logits; None where they are
-            point masses.
+            logits; None where they are point masses.
         own: float32 [num_reqs, n], how likely the network thinks each, given the noise where it is
             known; None unless asked for.
     """

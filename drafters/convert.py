@@ -23,14 +23,13 @@ LAYOUTS = ("z-lab", "speculators", "sglang")
 
 _EPILOG = """\
 example:
-  specdec convert RedHatAI/Qwen3-8B-speculator.dflash qwen3-8b-dflash --to z-lab --model
-  Qwen/Qwen3-8B
+  specdec convert RedHatAI/Qwen3-8B-speculator.dflash qwen3-8b-dflash --to z-lab \\
+      --model Qwen/Qwen3-8B
 
 Every layout that can be loaded can be read. DFlash and its relatives are written in the layouts of
-z-lab and speculators, EAGLE-3
-in those of sglang and speculators. A layout that has no words for what a drafter does is refused.
-Tables that a head makes of its
-target's are written whole, for which the target is loaded. The card with the license goes along.
+z-lab and speculators, EAGLE-3 in those of sglang and speculators. A layout that has no words for
+what a drafter does is refused. Tables that a head makes of its target's are written whole, for
+which the target is loaded. The card with the license goes along.
 """
 
 
@@ -67,8 +66,8 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         folder: to make.
         layout: one of `LAYOUTS`.
         target: name of the target, from whose config.json come its name and layers where the source
-            does not say them, and from
-            whose weights tied tables; None takes the one that the source names.
+            does not say them, and from whose weights tied tables; None takes the one that the
+            source names.
 
     Returns:
         What is to be said of who can read it, and of its license, see `drafters.license`; None

@@ -1,9 +1,8 @@
 """specdec: lossless speculative decoding centered on DFlash.
 
 Read `engine.engine` (the step), then `model.core` (the nouns); docs/life-of-a-request.md follows a
-prompt through the rooms. Drafters,
-targets and evaluations live in the packages `drafters`, `verifiers` and `evals`, which
-`base.registry` names.
+prompt through the rooms. Drafters, targets and evaluations live in the packages `drafters`,
+`verifiers` and `evals`, which `base.registry` names.
 """
 
 from importlib import import_module

@@ -81,8 +81,7 @@ def verifier_for(model: PreTrainedModel, *, name: str, backend: AttentionBackend
         name: how to call it in messages.
         backend: attention over the cache.
         fuse: False runs every model through its own modules, but for latent attention and what
-            `verifiers.config.shape.peculiarity`
-            names, which they do not have on our cache.
+            `verifiers.config.shape.peculiarity` names, which they do not have on our cache.
 
     Raises:
         UnsupportedModelError: only our own layers could run it, and its projections are no plain ones.

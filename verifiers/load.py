@@ -69,8 +69,7 @@ def load_verifier(
         fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
         fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through its own modules.
         as_stored: quantized weights stay packed where `specdec.layers.packed.check.keeps_packed`
-            says so; otherwise they become
-            numbers of `dtype` when they are read.
+            says so; otherwise they become numbers of `dtype` when they are read.
         group: the ranks that compute the target together; each calls this, and reads its part. None for a process alone.
         generation_config: "none" leaves aside what the checkpoint asks of requests, but for what ends them. None says nothing of
             it, either: the target gets no requests.

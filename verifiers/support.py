@@ -2,8 +2,8 @@
 
 A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
 of its own, or one of a family that our own layers build (`verifiers.config.families`). Its rows
-must not depend on each other in any
-other way, because requests share a forward. Of a multimodal model the text part is judged.
+must not depend on each other in any other way, because requests share a forward. Of a multimodal
+model the text part is judged.
 """
 
 from collections.abc import Iterator

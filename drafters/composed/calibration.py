@@ -26,8 +26,7 @@ class Forecasts(NamedTuple):
         told: float32 [P, num_reqs], drafts that will be accepted.
         corrected: float32 [P, num_reqs], the same, put right.
         shifts: float32 [P, num_reqs], logarithms of how many times as many it is then. At most 0:
-            more than once as many would make
-            a path likelier than its beginning.
+            more than once as many would make a path likelier than its beginning.
     """
 
     told: Tensor

@@ -1,11 +1,9 @@
 """A composition of drafters: copying where a text repeats itself, a model where it does not.
 
 Every drafter drafts in every step; on a CPU models are left out of a step where they are not worth
-their time (`worth`). For each
-request the chain is verified of which most drafts are expected to be accepted, or the union of the
-trees (`union`). What a drafter
-expects is put right by what was accepted of its drafts lately. The tokens that the target puts out
-tell that of all that drafted,
+their time (`worth`). For each request the chain is verified of which most drafts are expected to be
+accepted, or the union of the trees (`union`). What a drafter expects is put right by what was
+accepted of its drafts lately. The tokens that the target puts out tell that of all that drafted,
 not of the chosen one alone, so none has to be tried for it. Drafts are point masses, so whose they
 are changes no output.
 """

@@ -9,7 +9,8 @@ from specdec.layers.ops.grouped_convolution import Side, mix_rows
 
 class DFlashConvolution(nn.Module):
     """`specdec.layers.ops.grouped_convolution` around one sublayer; new ones leave everything as it
-    is."""
+    is.
+    """
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()

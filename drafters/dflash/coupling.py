@@ -1,8 +1,8 @@
 """How far a drafter's probabilities, and the noise that the target will choose by, are to be trusted: weights a and b per slot.
 
 The target's token is believed to be x with probability softmax(a log q + b g)
-(`specdec.sampling.trees.candidates`). Where q is an
-average over all that earlier slots may say, both are less than 1. `specdec couple` fits them.
+(`specdec.sampling.trees.candidates`). Where q is an average over all that earlier slots may say,
+both are less than 1. `specdec couple` fits them.
 """
 
 from collections.abc import Mapping

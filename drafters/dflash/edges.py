@@ -27,8 +27,7 @@ def edges_of(
     corrections of them.
 
     A head with a state has one along each path. Here all paths to a slot have the state of the best
-    chain before it, so the table
-    is exact behind every token of that chain.
+    chain before it, so the table is exact behind every token of that chain.
 
     Args:
         head: the head.
@@ -39,8 +38,7 @@ def edges_of(
         scores: float32 [num_reqs, K, C], their log-probabilities without the head.
         scale: float32 [num_reqs, K], factor on the head's corrections; None are ones.
         compared: the tokens, as columns, that a head with `compares_candidates` compares, with
-            their log-probabilities; None where
-            they are the candidates.
+            their log-probabilities; None where they are the candidates.
         as_logprobs: gives `logprobs_of` the table.
 
     Returns:
@@ -78,10 +76,8 @@ def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
     of `edges_of`.
 
     They are normalized over the candidates: the head shares out among them what they have without
-    it, all together. Over the whole
-    vocabulary it would also move some to or from the other tokens; that would cost a product with
-    all of `right` for each candidate
-    before.
+    it, all together. Over the whole vocabulary it would also move some to or from the other tokens;
+    that would cost a product with all of `right` for each candidate before.
     """
     return (edges.log_softmax(dim=-1) + together(scores)[..., None, None]).clamp(max=0)
 

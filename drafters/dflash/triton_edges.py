@@ -1,9 +1,8 @@
 """What a head says of every candidate behind every candidate of the slot before, in Triton; see `drafters.dflash.edges`.
 
 One program per slot gathers the candidates' rows of the head's table, multiplies, adds what is
-known of them without the head, and
-makes log-probabilities of the sums if they are wanted: in plain torch these are four small kernels,
-and seven more.
+known of them without the head, and makes log-probabilities of the sums if they are wanted: in plain
+torch these are four small kernels, and seven more.
 """
 
 import torch

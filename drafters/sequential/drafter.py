@@ -50,7 +50,8 @@ class SequentialDrafter(Drafter):
     @property
     def weight_bytes(self) -> int:
         """See `specdec.model.core.Drafter.weight_bytes`; drafts after the first one read them
-        again."""
+        again.
+        """
         return self.network.weight_bytes
 
     @property

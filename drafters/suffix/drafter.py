@@ -69,7 +69,8 @@ class SuffixDrafter(Drafter):
         self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
     ) -> "BoundSuffix":
         """See `specdec.model.core.Drafter.bind`; copied drafts are point masses under any
-        `draft_sampling`."""
+        `draft_sampling`.
+        """
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
         return BoundSuffix(self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device))

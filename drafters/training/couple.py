@@ -36,8 +36,7 @@ example:
   specdec couple run/drafter --model path/or/hub-name --prompts more-questions.jsonl
 
 Prompts that the drafter was not trained on tell most. What is output does not depend on the
-weights, only how many drafts are
-accepted when sampling. docs/training.md says more.
+weights, only how many drafts are accepted when sampling. docs/training.md says more.
 """
 
 

@@ -3,8 +3,7 @@
 The exported folder is loaded as any user would load it and answers the held-out prompts in the real
 engine: greedily, in chains and
 trees, and by sampling. Training replays these very answers with its own forward. Wrong rows, taps,
-masks, positions, noise or lost
-settings all show as a difference of tau.
+masks, positions, noise or lost settings all show as a difference of tau.
 """
 
 import json

@@ -33,19 +33,18 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   specdec bench
-  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 --drafter smollm2-dflash
-  ngram -k 4 8
+  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 \\
+      --drafter smollm2-dflash ngram -k 4 8
   specdec bench --max-num-seqs 1 8 32 --temperature 0 1 --out report.json --html report.html
   specdec bench --peer transformers transformers-lookup llama.cpp
-  specdec bench --dummy-weights qwen3-8b --max-num-seqs 1 32 --prompt-tokens 1024 16384 --max-tokens
-  64 --peer vllm
+  specdec bench --dummy-weights qwen3-8b --max-num-seqs 1 32 --prompt-tokens 1024 16384 \\
+      --max-tokens 64 --peer vllm
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
 
 Sets: bundled (comes with the package), gsm8k, math500, humaneval, mbpp, mt-bench (from the hub),
-code, editing, translation,
-summaries, questions, retrieval (made from the manual of the Python that runs), or any JSONL file
-with --data.
+code, editing, translation, summaries, questions, retrieval (made from the manual of the Python that
+runs), or any JSONL file with --data.
 docs/evaluation.md says what is measured and how, and documents the report.
 """
 

@@ -81,7 +81,8 @@ class AttentionSpec:
 
 class TreeRows(NamedTuple):
     """Where the rows of draft trees stand, see `specdec.base.blocks`. The first row of a request is
-    its anchor, and has zeros."""
+    its anchor, and has zeros.
+    """
 
     ancestors: Tensor  # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
     depths: Tensor  # int64 [num_tokens], positions after the anchor

@@ -1,2 +1,3 @@
 """What every room may use: errors, configurations, files, names of what can be chosen. It imports
-nothing else of specdec."""
+nothing else of specdec.
+"""

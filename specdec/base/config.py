@@ -107,9 +107,9 @@ class EngineConfig:
             the attention backend says, and 2,048 beside requests that decode, which wait for a chunk.
         num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what decodes fastest, chosen step by
             step up to the drafter's own number, by the times and the acceptance measured so far
-            (`specdec.engine.policy.block_choice`).
-            None takes what the drafter's checkpoint recommends, else its own number. With "auto", probabilistic drafts make sampled
-            output depend on the speed of the machine, which a seed does not repeat.
+            (`specdec.engine.policy.block_choice`). None takes what the drafter's checkpoint
+            recommends, else its own number. With "auto", probabilistic drafts make sampled output
+            depend on the speed of the machine, which a seed does not repeat.
         tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves it to "auto", which chooses among
             chains and trees where drafter and target serve trees; a number of draft tokens makes chains.
         draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the target will choose by (Daliri, Musco
@@ -118,12 +118,11 @@ class EngineConfig:
             own, in chains alone, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs
-            (`specdec.engine.capture.graphs`), and with
-            triton_fa the prefill of short chunks as well
-            (`specdec.engine.capture.prefill_graphs`); without effect on a CPU. None captures
+            (`specdec.engine.capture.graphs`), and with triton_fa the prefill of short chunks as
+            well (`specdec.engine.capture.prefill_graphs`); without effect on a CPU. None captures
             on CUDA, and on AMD's gfx942 and gfx950 once a captured step has passed its self-check
-            (`specdec.device.self_check`), and
-            warns and goes on without where the device refuses; True raises there.
+            (`specdec.device.self_check`), and warns and goes on without where the device refuses;
+            True raises there.
         timing: measure the phases of each step; synchronizes the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.

@@ -1,5 +1,6 @@
 """Files of a user: text and JSON, read with messages that name the file and the line.
-`specdec.base.writing` writes them."""
+`specdec.base.writing` writes them.
+"""
 
 import io
 import json

@@ -27,8 +27,7 @@ class Grammar:
     Attributes:
         kind: how `text` is read.
         text: a JSON schema, a regular expression, a list of strings as JSON, or rules in GBNF,
-            whose first is called root; empty
-            for any JSON object.
+            whose first is called root; empty for any JSON object.
 
     Raises:
         InvalidInputError: nothing could ever match it, or xgrammar would not hold to all that it

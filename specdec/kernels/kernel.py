@@ -17,8 +17,7 @@ FLOATS = (*HALF, torch.float32)
 
 
 class Kernel:
-    """What a plain function asks before it takes its kernel. `specdec.base.registry.KERNELS` lists
-    all.
+    """What a plain function asks before it takes its kernel; all are in `registry.KERNELS`.
 
     Args:
         name: of its verdicts, in messages and in `SPECDEC_KERNELS`.
@@ -49,12 +48,10 @@ class Kernel:
 
         Those without are asked in every step, and the answer of the first time is kept.
         """
-        if dtype or device not in self._runs:
-            check = self.bound(device, *dtype)
-            runs = not self.reasons(device, *dtype) and passes(self.name, device, check, *dtype)
-            if dtype:
-                return runs
-            self._runs[device] = runs
+        if dtype:
+            return self._asked(device, *dtype)
+        if device not in self._runs:
+            self._runs[device] = self._asked(device)
         return self._runs[device]
 
     def reasons(self, device: torch.device, *dtype: torch.dtype) -> list[str]:
@@ -63,17 +60,21 @@ class Kernel:
             return [f"it takes {' and '.join(str(one).removeprefix('torch.') for one in self.dtypes)}"]
         return self._reasons(device, *dtype) if self._reasons else unavailable_reasons(device)
 
-    def of(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    def variant(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """What tells its verdict for a model of that type; of one that it does not take, float16's."""
         return () if not self.dtypes else (dtype if dtype in self.dtypes else torch.float16,)
 
-    def bound(self, device: torch.device, *dtype: torch.dtype) -> Check:
+    def check_on(self, device: torch.device, *dtype: torch.dtype) -> Check:
         """Its check for one device and type."""
         return partial(self.check, device, *dtype)
 
     def forget(self) -> None:
         """Asks again from here on, as another process would."""
         self._runs.clear()
+
+    def _asked(self, device: torch.device, *dtype: torch.dtype) -> bool:
+        check = self.check_on(device, *dtype)
+        return not self.reasons(device, *dtype) and passes(self.name, device, check, *dtype)
 
 
 def check_all(device: torch.device) -> None:

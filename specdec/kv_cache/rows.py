@@ -64,8 +64,7 @@ def move_rows(tensors: Iterable[Tensor], slots: Tensor, path: Tensor) -> None:
         tensors: of `side_by_side`.
         slots: int64 [num_reqs, N + 1], where the rows of the block lie.
         path: int64 [num_reqs, D + 1], the row to put in the place of row d, as
-            `specdec.sampling.trees.trees.walk` returns it: 0, then
-            ascending, then d itself.
+            `specdec.sampling.trees.trees.walk` returns it: 0, then ascending, then d itself.
     """
     sources, targets = slots.gather(1, path)[:, 1:].flatten(), slots[:, 1 : path.shape[1]].flatten()
     for tensor in tensors:

@@ -56,7 +56,8 @@ class Linear(ABC):
         self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
     ) -> Tensor | None:
         """The product of few rows by our own kernel, see `specdec.layers.triton_linear.few_rows`;
-        None where there is none."""
+        None where there is none.
+        """
         return None
 
 

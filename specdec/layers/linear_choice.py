@@ -12,9 +12,8 @@ def linear(weight: Tensor | PackedWeight, bias: Tensor | None = None, *, four_bi
 
     Args:
         weight: [out, in]; packed, or on a CPU in bfloat16, it may be released once the layer
-            exists. It gets no gradient. A packed
-            one stays so on accelerators; on a CPU, where codes cost more than the bytes they save,
-            it becomes numbers here.
+            exists. It gets no gradient. A packed one stays so on accelerators; on a CPU, where
+            codes cost more than the bytes they save, it becomes numbers here.
         bias: [out], or None.
         four_bit: what `weight` was made from, if anything.
     """

@@ -152,8 +152,7 @@ class LengthRule(NamedTuple):
     Attributes:
         start: tokens up to which they are the usual ones.
         grows: beyond it they change row by row (`specdec.layers.rotary.rotary.Growth`); otherwise
-            a request that may come to be longer has
-            others from its first token on (LongRoPE).
+            a request that may come to be longer has others from its first token on (LongRoPE).
     """
 
     start: int
@@ -190,7 +189,8 @@ class Verifier(Protocol):
 
     weight_codes: tuple[str, ...]
     """How packed weights are read (`specdec.layers.packed.weight.Code`); empty where all are plain
-    numbers."""
+    numbers.
+    """
 
     @property
     def weight_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """Where the rows of blocks stand, in Triton, one program per request; see
-`specdec.model.block_rows`."""
+`specdec.model.block_rows`.
+"""
 
 import torch
 import triton

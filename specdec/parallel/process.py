@@ -32,7 +32,8 @@ class Settings(TypedDict):
 
 def quieten() -> None:
     """Leaves it to rank 0 to print, and to end in good order when it is told to by a signal, which
-    often goes to all processes."""
+    often goes to all processes.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()

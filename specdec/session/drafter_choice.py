@@ -24,9 +24,9 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
 
     Args:
         choice: a name in the registry; "auto", which chooses by the target's name
-            (`specdec.base.registry.drafter_name`); None or
-            "none"; a checkpoint by folder or hub name; several of these with + between them, of which in every step the one
-            drafts that promises most; a function `(path | None, *, verifier) -> Drafter`, also as
+            (`specdec.base.registry.drafter_name`); None or "none"; a checkpoint by folder or hub
+            name; several of these with + between them, of which in every step the one drafts that
+            promises most; a function `(path | None, *, verifier) -> Drafter`, also as
             "module:function"; or a drafter that is ready.
 
     Raises:

@@ -30,7 +30,8 @@ class Sizes(NamedTuple):
 
 def is_recurrent(config: Any, layer: int) -> bool:
     """Whether a decoder layer keeps a state per request in the place of keys and values, or beside
-    them."""
+    them.
+    """
     return _kind(config, layer) in STATES
 
 
@@ -54,7 +55,8 @@ def state_layer_spec(config: Any, dtype: torch.dtype) -> StateLayerSpec:
 
 def sizes_of(config: Any) -> Sizes:
     """Of the recurrent layers of a model, or of a rank's part of them; see
-    `verifiers.weights.shares.shared`."""
+    `verifiers.weights.shares.shared`.
+    """
     whole, ranks = _whole_sizes(config), getattr(config, "ranks", 1)
     return whole._replace(key_heads=whole.key_heads // ranks, value_heads=whole.value_heads // ranks)
 

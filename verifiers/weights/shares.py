@@ -175,7 +175,8 @@ class Share:
 
 def shared(config: Any, group: Group | None) -> Any:
     """The config as `verifiers.config.shape` and `verifiers.building.recurrent` read it: with as
-    many heads as a rank has of them."""
+    many heads as a rank has of them.
+    """
     if group is None:
         return config
     local = copy.copy(config)

@@ -48,8 +48,8 @@ class DFlashConfig:
         target_hidden_size: width of one tap when it differs from `hidden_size`.
         verifier_name, verifier_architectures: the target it was trained for, when stated.
         conv_kernel_size, conv_group_size: rows that the convolutions around sublayers mix, and
-            channels that share the changing
-            part of their kernels (DFlash 2); both None without convolutions.
+            channels that share the changing part of their kernels (DFlash 2); both None without
+            convolutions.
         interleaved: RoPE turns neighboring numbers of a head instead of halves (LFM2.5).
         attention_sinks: every head has a learned logit that joins the softmax and attends to
             nothing (MiMo).
@@ -59,8 +59,7 @@ class DFlashConfig:
         tap_norms: every tap has a norm of its own before they are joined (Laguna, Kimi K3).
         norms_context: layers norm the context with the norm of their own rows (Laguna).
         mixes_taps: every draft layer has its own mixture of the taps instead of `fc`, and projects
-            the context to keys and values
-            apart from its rows (DFlare, arXiv 2606.02091).
+            the context to keys and values apart from its rows (DFlare, arXiv 2606.02091).
         gemma: layers are those of Gemma 4 instead of Qwen3 (DeepSpec): norms around both sublayers,
             normed values, unscaled scores.
         keys_as_values: values are the keys before their norm.

@@ -1,2 +1,3 @@
 """Files of checkpoints, before anything is known of the model in them. Targets and drafters are
-read through it."""
+read through it.
+"""

@@ -64,8 +64,8 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
         yield Kind(name, types_of(spec), backend.unsupported_reasons(spec), partial(check_attention, backend, spec))
     for name in KERNELS:
         kernel: Kernel = resolve(KERNELS, name, "kernel")
-        kind = kernel.of(dtype)
-        yield Kind(name, kind, kernel.reasons(device, *kind), kernel.bound(device, *kind))
+        variant = kernel.variant(dtype)
+        yield Kind(name, variant, kernel.reasons(device, *variant), kernel.check_on(device, *variant))
     yield _captured_step(spec)
 
 

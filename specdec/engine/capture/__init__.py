@@ -1,2 +1,3 @@
 """Steps that are captured once and replayed. The engine makes and replays them; warm-up and
-self-checks drive it."""
+self-checks drive it.
+"""

@@ -1,5 +1,6 @@
 """What steps are expected to take and to give, by the shape of their blocks: what
-`specdec.engine.policy.block_choice` compares."""
+`specdec.engine.policy.block_choice` compares.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """The self-check of the kernels that multiply with packed weights; see `specdec.layers.ops.fused`
-for those of the others."""
+for those of the others.
+"""
 
 from collections.abc import Iterator
 from typing import get_args

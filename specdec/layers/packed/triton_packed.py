@@ -277,7 +277,8 @@ def codes_of(weight: PackedWeight, device: torch.device) -> dict[str, Any]:
 
 def expert_codes(weight: PackedWeight, lanes: int, device: torch.device) -> tuple[Any, ...]:
     """What `specdec.layers.experts.triton_expert_tiles.multiply_packed` has to know of experts'
-    codes."""
+    codes.
+    """
     options = codes_of(weight, device)
     return *(options[name] for name in ("CODE", "MIDDLE", "GROUP", "RUN", "ROW_WORDS")), lanes, options["ASSEMBLY"]
 

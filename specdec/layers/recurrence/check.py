@@ -1,5 +1,6 @@
 """The self-check of the kernels of recurrent layers; see `specdec.layers.ops.fused` for those of
-the others."""
+the others.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """`specdec.layers.ops.ops.Ops` where our kernels compute recurrent layers and nothing else, as
-around latent attention."""
+around latent attention.
+"""
 
 from torch import Tensor
 

@@ -9,12 +9,11 @@ beforehand, side by side, and only the products with the state remain for the wa
     launch 3    states and outputs                     one program per request, value head and some of its columns
 
 Launches 1 and 2 are in specdec.layers.recurrence.triton_recurrence_systems, and for decays of key
-channels (arXiv 2510.26692) launch 1 is in
-specdec.layers.recurrence.triton_recurrence_key_systems. Chunks end at multiples of their size in
-the sequence, not in the
-forward. So a prompt has the same bits whether it comes whole or in pieces of whole chunks. Sums are float32, and the triangular
-systems are solved in float32. In half precision a float32 operand of another product counts as the sum of two numbers of the
-model's type.
+channels (arXiv 2510.26692) launch 1 is in specdec.layers.recurrence.triton_recurrence_key_systems.
+Chunks end at multiples of their size in the sequence, not in the forward. So a prompt has the same
+bits whether it comes whole or in pieces of whole chunks. Sums are float32, and the triangular
+systems are solved in float32. In half precision a float32 operand of another product counts as the
+sum of two numbers of the model's type.
 """
 
 from typing import NamedTuple

@@ -46,7 +46,8 @@ class Layer(Protocol):
 
 class Rows(Protocol):
     """Whose rows a forward has: `specdec.layers.recurrence.recurrence.RecurrentRows`, which lies
-    above."""
+    above.
+    """
 
     @property
     def slots(self) -> Tensor: ...

@@ -1,5 +1,6 @@
 """What the chunks of a prompt need that depends on no state, in Triton; see
-`specdec.layers.recurrence.triton_recurrence_chunks`."""
+`specdec.layers.recurrence.triton_recurrence_chunks`.
+"""
 
 import torch
 import triton

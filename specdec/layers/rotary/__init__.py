@@ -1,2 +1,3 @@
 """Rotary position embeddings: frequencies, angles and the rotation itself. Attention layers and
-drafters use them."""
+drafters use them.
+"""

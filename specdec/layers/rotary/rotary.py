@@ -152,7 +152,8 @@ class Rope:
 
     def frequencies_of(self, position_ids: Tensor, rope_lens: Tensor) -> Tensor:
         """float32 [..., head_dim / 2] for rows with these positions and
-        `specdec.model.batch.ForwardInput.rope_lens`, int64 [...]."""
+        `specdec.model.batch.ForwardInput.rope_lens`, int64 [...].
+        """
         if self.long_frequencies is not None:
             return torch.where(rope_lens[..., None] > 0, self.long_frequencies, self.frequencies)
         if self.growth is None:
