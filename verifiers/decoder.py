@@ -15,7 +15,7 @@ from specdec.layers.decoder import Decoder
 from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops.choice import ops_for
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from specdec.layers.sharded import Embedding, GatheredLinear
 from specdec.model.batch import ForwardInput
 from specdec.model.core import RoutedExperts, VerifyOutput
@@ -75,7 +75,8 @@ class DecoderVerifier:
         table = weights.tensor("model.embed_tokens.weight")
         self._embedding = Embedding(table, self.group)
         self.device, self.dtype = table.device, table.dtype
-        packed = {weight.code for weight in weights.tensors.values() if isinstance(weight, PackedWeight)}
+        stored = [weight for weight in weights.tensors.values() if isinstance(weight, Quantized)]
+        packed = {code for weight in stored for code in weight.kinds}
         self.weight_codes: tuple[str, ...] = () if self.device.type == "cpu" else tuple(sorted(packed))
         head = weights.optional("lm_head.weight")
         self._head = linear(table if head is None else head, weights.optional("lm_head.bias"))

@@ -3,11 +3,12 @@
 from torch import Tensor
 
 from specdec.layers.linear import BlockedLinear, DenseLinear, FourBitLinear, FourBitWeight, Linear, can_block, can_pack_four_bit
+from specdec.layers.packed.gguf import GgufWeight, Quantized
 from specdec.layers.packed.linear import PackedLinear
 from specdec.layers.packed.weight import PackedWeight
 
 
-def linear(weight: Tensor | PackedWeight, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
+def linear(weight: Tensor | Quantized, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
     """The layer that this machine runs fastest.
 
     Args:
@@ -17,9 +18,10 @@ def linear(weight: Tensor | PackedWeight, bias: Tensor | None = None, *, four_bi
         bias: [out], or None.
         four_bit: what `weight` was made from, if anything.
     """
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, PackedWeight | GgufWeight):
         if weight.device.type != "cpu":
-            return PackedLinear(weight, bias)
+            packed = weight.packed() if isinstance(weight, GgufWeight) else weight
+            return PackedLinear(packed, bias)
         weight = weight.dequantized()
     if not can_block(weight):
         return DenseLinear(weight, bias)

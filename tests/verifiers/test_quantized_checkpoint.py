@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
+from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from tests.helpers.quantized import Written, quantize_files
@@ -139,7 +140,7 @@ def test_numbers_are_those_that_were_written(written: tuple[Path, Path, Any], as
     for name, weight in found.items():
         numbers = expected[name]
         assert isinstance(numbers, Tensor)
-        if isinstance(weight, PackedWeight):
+        if isinstance(weight, Quantized):
             packed += 1
             weight = weight.dequantized()
         if case.stored:
@@ -180,7 +181,7 @@ def test_experts_of_gpt_oss(as_stored: bool, dtype: torch.dtype, tmp_path: Path)
     for name, numbers in expected.items():
         weight = found[name]
         if as_stored:
-            assert isinstance(weight, PackedWeight) and weight.dequantized().equal(numbers.to(dtype))
+            assert isinstance(weight, Quantized) and weight.dequantized().equal(numbers.to(dtype))
         else:
             assert isinstance(weight, Tensor) and weight.equal(numbers.transpose(1, 2).to(dtype)) and weight.is_contiguous()
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -221,7 +222,7 @@ def test_merged_experts_of_8_bit_floats(tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for layer in range(4):
         weight, want = (weights[f"model.layers.{layer}.mlp.experts.down_proj"] for weights in (found, expected))
-        assert isinstance(weight, PackedWeight) and isinstance(want, PackedWeight)
+        assert isinstance(weight, Quantized) and isinstance(want, Quantized)
         assert weight.dequantized().equal(want.dequantized())
 
 

@@ -17,6 +17,7 @@ from specdec.layers.experts.routing import PLAIN, Experts
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops.norm import Norm
+from specdec.layers.packed.gguf import GgufWeight, Quantized
 from specdec.layers.packed.weight import PackedWeight
 from verifiers.config.description import Description
 from verifiers.weights.weights import Weights
@@ -73,9 +74,14 @@ def _experts(experts: Weights, description: Description) -> Experts:
     return Experts(gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias"))
 
 
-def _as_run(weight: Tensor | PackedWeight) -> Tensor | PackedWeight:
-    """On a CPU plain numbers, as `specdec.layers.linear.linear` has them."""
-    return weight.dequantized() if isinstance(weight, PackedWeight) and weight.device.type == "cpu" else weight
+def _as_run(weight: Tensor | Quantized) -> Tensor | PackedWeight:
+    """Plain numbers on a CPU, as `linear` has them, and of what the kernels of experts do not take."""
+    packed = weight.packed() if isinstance(weight, GgufWeight) else weight
+    if not isinstance(packed, PackedWeight) or (packed.plain and packed.device.type != "cpu"):
+        return packed
+    if packed.device.type != "cpu":
+        logger.warning("experts of %s in GGUF's blocks become plain numbers", packed.code)
+    return packed.dequantized()
 
 
 def gated_mlp(weights: Weights, activation: str) -> GatedMLP:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError, SpecDecError, one_line
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from verifiers.formats.lists import Listed
 
-Stored = Tensor | PackedWeight
+Stored = Tensor | Quantized
 """A weight [..., out, in] in plain numbers or as the checkpoint stores it."""
 
 Parts = Mapping[str, Tensor]

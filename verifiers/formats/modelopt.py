@@ -3,7 +3,7 @@
 import torch
 
 from specdec.base.errors import CheckpointError
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from verifiers.formats.bits import halves, paired
 from verifiers.formats.float4 import MX_BITS, MX_GROUP, NV_BITS, NV_GROUP
 from verifiers.formats.float8 import BLOCK, floats
@@ -64,7 +64,7 @@ class ModelOpt(Format):
             stored = floats(module, parts, self._block, dtype)
         if "pre_quant_scale" not in parts:
             return stored
-        numbers = stored.dequantized(torch.float32) if isinstance(stored, PackedWeight) else stored
+        numbers = stored.dequantized(torch.float32) if isinstance(stored, Quantized) else stored
         factors = as_number(parts["pre_quant_scale"]).float().reshape(-1)
         if len(factors) != numbers.shape[-1]:
             raise CheckpointError(

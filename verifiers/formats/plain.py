@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from verifiers.config.names import UNUSED, place_of
 from verifiers.formats.format import check_floats, check_known
 from verifiers.formats.method import format_of
@@ -43,5 +43,5 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
             found[f"{module}.weight"] = parts["weight"]
             continue
         weight = form.weight(module, parts, dtype)
-        found[f"{module}.weight"] = weight.dequantized(dtype) if isinstance(weight, PackedWeight) else weight.to(dtype)
+        found[f"{module}.weight"] = weight.dequantized(dtype) if isinstance(weight, Quantized) else weight.to(dtype)
     return found

@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import CheckpointError
 from specdec.base.files import user_path
+from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
@@ -269,18 +270,18 @@ class _Reader:
 
     def _dense(self, weight: Stored) -> Tensor:
         """In plain numbers, of experts one by one: on the way they take several times their room."""
-        if not isinstance(weight, PackedWeight):
+        if not isinstance(weight, Quantized):
             return weight.to(self._dtype)
-        if weight.codes.ndim == 2:
+        if len(weight.shape) == 2:
             return weight.dequantized(self._dtype)
-        numbers = torch.empty(*weight.codes.shape[:-1], weight.in_features, dtype=self._dtype, device=weight.device)
+        numbers = torch.empty(weight.shape, dtype=self._dtype, device=weight.device)
         for expert, target in enumerate(numbers):
             target.copy_(weight.expert(expert).dequantized(self._dtype))
         return numbers
 
     def _finished(self, weight: Stored) -> Stored:
         """As `read_weights` returns it."""
-        if not isinstance(weight, PackedWeight) or self._as_stored:
+        if not isinstance(weight, Quantized) or self._as_stored:
             return weight
         dense = self._dense(weight)
         return dense.transpose(1, 2).contiguous() if self._transposed and dense.ndim == 3 else dense

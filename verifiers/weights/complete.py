@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.base.errors import CheckpointError
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from verifiers.config.wrappers import bare_class, text_class
 from verifiers.formats.format import Stored, check_floats
 from verifiers.weights.checkpoint import EMBEDDING, HEAD
@@ -75,7 +75,7 @@ def check_shapes(weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[in
         weight = weights.get(name)
         if weight is None or tuple(weight.shape) == tuple(shape):
             continue
-        packed_experts = isinstance(weight, PackedWeight) and len(shape) == 3  # which are never transposed
+        packed_experts = isinstance(weight, Quantized) and len(shape) == 3  # which are never transposed
         if not packed_experts or sorted(weight.shape) != sorted(shape):
             raise CheckpointError(
                 f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}; fetch the whole checkpoint again"

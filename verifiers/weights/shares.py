@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import UnsupportedModelError
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from specdec.parallel.group import Group
 from verifiers.config.description import Description
 from verifiers.config.shape import LATENT_MODELS, head_shape
@@ -100,7 +100,7 @@ class Share:
         rule = self._rule(name)
         if rule is None:
             return whole
-        return self._packed_part(name, rule, whole) if isinstance(whole, PackedWeight) else self._plain_part(name, rule, whole)
+        return self._packed_part(name, rule, whole) if isinstance(whole, Quantized) else self._plain_part(name, rule, whole)
 
     def _plain_part(self, name: str, rule: _Rule, whole: Tensor) -> Tensor:
         if -rule.axis > whole.ndim:
@@ -111,7 +111,7 @@ class Share:
         parts = [whole.narrow(rule.axis, piece.start, len(piece)) for piece in self._slices(name, rule, size)]
         return self._padded(rule, torch.cat(parts, dim=rule.axis), size)
 
-    def _packed_part(self, name: str, rule: _Rule, whole: PackedWeight) -> PackedWeight:
+    def _packed_part(self, name: str, rule: _Rule, whole: Quantized) -> Quantized:
         # Packed experts lie as [E, out, in] whichever way round transformers has them.
         axis = -3 - rule.axis if self._transposed and len(whole.shape) == 3 else rule.axis
         pieces = self._slices(name, rule, whole.shape[axis])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specdec.base.errors import CheckpointError
 from specdec.layers.linear import FourBitWeight, Linear
 from specdec.layers.linear_choice import linear
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized, alike, joined
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
 
@@ -38,7 +38,7 @@ class Weights:
         group: the ranks that tensors are divided among, of which these are one rank's; None for whole ones.
     """
 
-    tensors: dict[str, Tensor | PackedWeight]
+    tensors: dict[str, Tensor | Quantized]
     prefix: str = ""
     group: Group | None = None
 
@@ -60,7 +60,7 @@ class Weights:
         tensor = self.tensors.pop(self.prefix + name, None)
         if tensor is None:
             return None
-        if isinstance(tensor, PackedWeight):
+        if isinstance(tensor, Quantized):
             return tensor.dequantized()
         taken = tensor.detach()
         tensor.data = taken.new_empty(0)  # whoever else holds the parameter does not keep its memory
@@ -110,7 +110,7 @@ class Weights:
         """Replaces a projection by several, each of which has the rows int64 [n] of it that are named beside it."""
         for field in ("weight", "bias"):
             stored = self.tensors.get(f"{self.prefix}{name}.{field}")
-            if isinstance(stored, PackedWeight):
+            if isinstance(stored, Quantized):
                 del self.tensors[f"{self.prefix}{name}.{field}"]
                 device = stored.device
                 self.tensors.update(
@@ -119,7 +119,7 @@ class Weights:
             elif (whole := self.optional(f"{name}.{field}")) is not None:
                 self.tensors.update({f"{self.prefix}{part}.{field}": whole[rows] for part, rows in parts.items()})
 
-    def experts(self, name: str, *, transposed: bool) -> Tensor | PackedWeight:
+    def experts(self, name: str, *, transposed: bool) -> Tensor | Quantized:
         """The weights [E, out, in] of all experts, packed if the checkpoint is.
 
         Args:
@@ -130,7 +130,7 @@ class Weights:
             CheckpointError: there is none of that name.
         """
         stored = self.tensors.get(self.prefix + name)
-        if isinstance(stored, PackedWeight):
+        if isinstance(stored, Quantized):
             del self.tensors[self.prefix + name]
             return stored
         weight = self.tensor(name)
@@ -139,8 +139,8 @@ class Weights:
     def alike(self, *names: str) -> bool:
         """Whether projections can be joined as they are stored: packed in one way, or all of them in plain numbers."""
         found = [self.tensors.get(f"{self.prefix}{name}.weight") for name in names]
-        packed = [weight for weight in found if isinstance(weight, PackedWeight)]
-        return not packed or (len(packed) == len(names) and PackedWeight.alike(packed))
+        packed = [weight for weight in found if isinstance(weight, Quantized)]
+        return not packed or (len(packed) == len(names) and alike(packed))
 
     def linear(self, *names: str, reorder: tuple[Reorder | None, ...] = ()) -> Linear:
         """Projections as one, with what they have of biases, packed and four-bit forms.
@@ -170,18 +170,19 @@ class Weights:
         """A projection whose products are added up over the ranks."""
         return part if self.group is None else SummedLinear(part, self.group)
 
-    def _packed(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> PackedWeight | None:
+    def _packed(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> Quantized | None:
         """All projections as one packed weight; None, and all left where they are, unless all are packed in one way."""
         scoped = [f"{self.prefix}{name}.weight" for name in names]
-        found = [weight for name in scoped if isinstance(weight := self.tensors.get(name), PackedWeight)]
-        if len(found) < len(names) or not PackedWeight.alike(found):
+        stored = [self.tensors.get(name) for name in scoped]
+        found = [weight for weight in stored if isinstance(weight, Quantized)]
+        if len(found) < len(names) or not alike(found):
             if found:
                 logger.warning("%s are stored in several ways and become plain numbers", ", ".join(scoped))
             return None
         for name in scoped:
             del self.tensors[name]
         parts = [part if order is None else _reordered(part, order) for part, order in zip(found, orders, strict=True)]
-        return parts[0] if len(parts) == 1 else PackedWeight.joined(parts)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     def _bias(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> Tensor | None:
         """The biases of all projections, while their weights are here; zeros for one without, and None if all are."""
@@ -203,6 +204,6 @@ class Weights:
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def _reordered(weight: PackedWeight, order: Reorder) -> PackedWeight:
+def _reordered(weight: Quantized, order: Reorder) -> Quantized:
     """The outputs of a packed weight in another order."""
     return weight.select(order(torch.arange(weight.out_features, device=weight.device)))

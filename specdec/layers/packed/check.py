@@ -3,7 +3,6 @@ for those of the others.
 """
 
 from collections.abc import Iterator
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ KERNEL = Kernel("packed", check_packed, dtypes=HALF)
 def _product_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
     from specdec.layers.packed import triton_packed  # it imports Triton
 
-    for code in get_args(Code):
+    for code in _SIZES:
         weight = _weight(code, (80, 192), dtype)
         there = weight.to(device).arranged()
         most, tiled = triton_packed.MOST_ROWS, triton_packed.MOST_TILED_ROWS

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Code = Literal["e4m3", "int8", "int4", "e2m1"]
-"""How a code is read: an 8-bit float, a signed byte, an unsigned half of a byte, or a 4-bit float (0, .5, 1, 1.5, 2, 3, 4, 6)."""
+Code = Literal["e4m3", "int8", "int4", "int5", "int6", "e2m1", "nl4"]
+"""How a code is read: an 8-bit float, a signed byte, an unsigned number of 4, 5 or 6 bits, a 4-bit
+float (0, .5, 1, 1.5, 2, 3, 4, 6), or the place of a number in `NL4`."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What GGUF's IQ4_NL calls by 4 bits."""
+OUTER = 256
+"""Inputs that share scales of scales."""
+_HIGH_BITS: dict[Code, int] = {"int5": 1, "int6": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight `scale * (value of code - middle - zero)`, in groups of inputs of one output.
+    """A weight `scale * (value of code - middle - zero) - minimum`, in groups of inputs of an output.
 
     Formats with wider blocks, such as 128 x 128, repeat a scale for each output: a few per cent of the codes, and every format is
     then read by one kernel and joined with others output by output.
@@ -36,6 +42,11 @@ class PackedWeight:
             times as many inputs hold the first `run` of them as their first codes, the next as their second ones, and so on.
         padding: inputs that `codes` has at the end of a row beyond those that there are.
         middle: a zero that all groups share.
+        high: what `codes` leave of codes of 5 and 6 bits, uint8 [..., out, in / 8 or in / 4]: a byte
+            holds one or two bits of as many codes as fit, in their order, the lowest bits first.
+        minimum: like `scale`, or None; there is no `zero` then.
+        outer: float16 [..., out, in / 256], or twice that with minima: for every 256 inputs what
+            multiplies their scales, then their minima, both of which are int8 then; or None.
     """
 
     codes: Tensor
@@ -47,6 +58,9 @@ class PackedWeight:
     run: int = 1
     padding: int = 0
     middle: int = 0
+    high: Tensor | None = None
+    minimum: Tensor | None = None
+    outer: Tensor | None = None
 
     def __post_init__(self) -> None:
         groups = -(-self.in_features // self.group)
@@ -58,7 +72,22 @@ class PackedWeight:
     @property
     def halves(self) -> bool:
         """Whether a byte holds two codes."""
-        return self.code in ("int4", "e2m1")
+        return self.code not in ("e4m3", "int8")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What its codes are called where it is said which weights a model has."""
+        return (self.code,)
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of a code that are in `high`."""
+        return _HIGH_BITS.get(self.code, 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are codes, scales and zeros alone, which every kernel takes."""
+        return self.code != "nl4" and self.high is self.minimum is self.outer is None
 
     @property
     def in_features(self) -> int:
@@ -78,7 +107,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zeros."""
-        return self.codes.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
     @property
     def device(self) -> torch.device:
@@ -89,29 +118,34 @@ class PackedWeight:
         """The numbers [..., out, in], computed in float32 or wider and rounded once to `dtype`, by default the weight's."""
         dtype = dtype or self.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        values = _values(self.codes, self.code, self.run, wide)[..., : self.in_features]
+        codes = _in_order(self.codes, self.high, self.code, self.run)[..., : self.in_features]
+        values = values_of(codes, self.code, wide)
 
-        def spread(numbers: Tensor) -> Tensor:
-            return numbers.to(wide).repeat_interleave(self.group, dim=-1)[..., : self.in_features]
+        def spread(numbers: Tensor, which: int = 0) -> Tensor:
+            numbers = numbers.to(wide)
+            if self.outer is not None:
+                each = 1 if self.minimum is None else 2
+                outer = self.outer[..., which::each].to(wide)
+                numbers = numbers * outer.repeat_interleave(OUTER // self.group, dim=-1)
+            return numbers.repeat_interleave(self.group, dim=-1)[..., : self.in_features]
 
         values = values - self.middle if self.middle else values
         values = values if self.zero is None else values - spread(self.zero)
-        return (values * spread(self.scale)).to(dtype)
+        values = values * spread(self.scale)
+        return (values if self.minimum is None else values - spread(self.minimum, 1)).to(dtype)
 
     def select(self, order: Tensor) -> PackedWeight:
         """The outputs whose numbers are in `order`, int64 [n], in that order, of every expert."""
-        zero = None if self.zero is None else self.zero.index_select(-2, order)
-        codes = _bytes(self.codes).index_select(-2, order).view(self.codes.dtype)
-        return replace(self, codes=codes, scale=self.scale.index_select(-2, order), zero=zero)
+        return self._changed(lambda tensor: tensor.index_select(-2, order))
 
     def rows(self, start: int, end: int) -> PackedWeight:
         """The outputs from `start` to before `end`, as views."""
-        zero = None if self.zero is None else self.zero[..., start:end, :]
-        return replace(self, codes=self.codes[..., start:end, :], scale=self.scale[..., start:end, :], zero=zero)
+        return self._changed(lambda tensor: tensor[..., start:end, :])
 
     def inputs(self, start: int, end: int) -> PackedWeight:
         """The inputs from `start` to before `end`, copied, so that the others need not be kept; see `divides`."""
-        assert self.run == 1 and self.divides(start) and self.divides(end), "whole groups, before `arranged`"
+        assert self.plain and self.run == 1, "before `arranged`"
+        assert self.divides(start) and self.divides(end), "whole groups"
         last = end == self.in_features
         codes = slice(start // (1 + self.halves), None if last else end // (1 + self.halves))
         groups = slice(None) if self.group >= self.in_features else slice(start // self.group, -(-end // self.group))
@@ -127,15 +161,24 @@ class PackedWeight:
 
     def expert(self, number: int) -> PackedWeight:
         """One of the weights along the first axis, as views."""
-        zero = None if self.zero is None else self.zero[number]
-        return replace(self, codes=self.codes[number], scale=self.scale[number], zero=zero)
+        return self._changed(lambda tensor: tensor[number])
 
     def to(self, target: torch.device | torch.dtype) -> PackedWeight:
         """The same on that device, or for rows of that type; codes stay as they are."""
         if isinstance(target, torch.dtype):
             return replace(self, dtype=target)
-        zero = None if self.zero is None else self.zero.to(target)
-        return replace(self, codes=self.codes.to(target), scale=self.scale.to(target), zero=zero)
+        return self._changed(lambda tensor: tensor.to(target))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by the names of fields."""
+        names = ("scale", "zero", "high", "minimum", "outer")
+        found = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return found | {"codes": _bytes(self.codes)}
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The same with other tensors; codes go through as bytes, for few operations know 8-bit floats."""
+        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **tensors | {"codes": tensors["codes"].view(self.codes.dtype)})
 
     @staticmethod
     def joined(parts: Sequence[PackedWeight]) -> PackedWeight:
@@ -150,7 +193,12 @@ class PackedWeight:
     @staticmethod
     def alike(parts: Sequence[PackedWeight]) -> bool:
         """Whether parts are stored in one way, so that they can be joined."""
-        return len({(x.in_features, x.group, x.code, x.dtype, x.run, x.padding, x.middle) for x in parts}) == 1
+        return len({x._manner() for x in parts}) == 1
+
+    def _manner(self) -> tuple[object, ...]:
+        extra = self.outer is not None, self.minimum is not None
+        order = self.in_features, self.run, self.padding
+        return self.group, self.code, self.dtype, self.middle, order, extra
 
     def arranged(self) -> PackedWeight:
         """The same as kernels read it, once for good; it has to look at numbers, so the host waits.
@@ -164,12 +212,19 @@ class PackedWeight:
             first = float(zero.flatten()[0])
             if first in range(16) and bool((zero == first).all()):
                 zero, middle = None, middle + int(first)
-        numbers = replace(self, scale=_narrow(self.scale), zero=None if zero is None else _narrow(zero), middle=middle)
+        numbers: dict[str, Any] = {
+            name: _narrow(tensor) for name, tensor in self._tensors().items() if name not in ("codes", "high", "zero")
+        }
+        numbers["zero"] = None if zero is None else _narrow(zero)
+        weight = replace(self, middle=middle, **numbers)
         if run is None or self.run > 1:
-            return replace(numbers, codes=self.codes.contiguous())
+            high = None if self.high is None else self.high.contiguous()
+            return replace(weight, codes=self.codes.contiguous(), high=high)
         padding = -self.in_features % (run * (4 if self.halves else 2))
-        codes = _rearranged(_bytes(self.codes), self.halves, run, padding).view(self.codes.dtype)
-        return replace(numbers, codes=codes, run=run, padding=padding)
+        codes = _rearranged(_bytes(self.codes), 4 if self.halves else 8, run, padding)
+        high = None if self.high is None else _rearranged(self.high, self.high_bits, run, padding)
+        codes = codes.view(self.codes.dtype)
+        return replace(weight, codes=codes, high=high, run=run, padding=padding)
 
 
 def run_of(group: int, inputs: int, halves: bool) -> int | None:
@@ -194,44 +249,85 @@ def _bytes(codes: Tensor) -> Tensor:
     return codes.view(torch.uint8)
 
 
-def _values(codes: Tensor, code: Code, run: int, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes stand for, in the order of their inputs."""
+def fields(numbers: Tensor, bits: int) -> Tensor:
+    """The numbers of `bits` bits in bytes, the lowest bits first: [..., 8 / bits times as many]."""
+    if bits == 8:
+        return numbers
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=numbers.device)
+    return (numbers[..., None] >> shifts & 2**bits - 1).flatten(-2)
+
+
+def _in_bytes(numbers: Tensor, bits: int) -> Tensor:
+    """The other way."""
+    count = 8 // bits
+    shifted = [numbers[..., place::count] << place * bits for place in range(count)]
+    return reduce(torch.bitwise_or, shifted)
+
+
+def planes(codes: Tensor, code: Code) -> tuple[Tensor, Tensor | None]:
+    """`codes` and `high` of a weight, of codes [..., out, in] with a byte each."""
     if code in ("e4m3", "int8"):
-        return (codes if run == 1 else codes.unflatten(-1, (-1, run, 2)).mT.flatten(-3)).to(dtype)
-    numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    numbers = numbers if run == 1 else numbers.unflatten(-1, (-1, run, 4)).mT.flatten(-3)
-    if code == "int4":
-        return numbers.to(dtype)
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device=codes.device)
-    return table[numbers.int()]
+        return codes, None
+    bits = _HIGH_BITS.get(code, 0)
+    return _in_bytes(codes & 15, 4), _in_bytes(codes >> 4, bits) if bits else None
 
 
-def _rearranged(codes: Tensor, halves: bool, run: int, padding: int) -> Tensor:
-    """Bytes in the order of inputs, put into runs with padding at the end of each row; some rows at a time, as they are many."""
-    count = 4 if halves else 2
-    output = codes.new_empty(*codes.shape[:-1], codes.shape[-1] + padding * 2 // count)
+def _in_order(codes: Tensor, high: Tensor | None, code: Code, run: int) -> Tensor:
+    """Codes with a byte each, in the order of their inputs."""
+    halves = code not in ("e4m3", "int8")
+    numbers = fields(codes, 4) if halves else codes
+    numbers = numbers if high is None else numbers | fields(high, _HIGH_BITS[code]) << 4
+    if run == 1:
+        return numbers
+    return numbers.unflatten(-1, (-1, run, 4 if halves else 2)).mT.flatten(-3)
+
+
+def values_of(codes: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes stand for."""
+    if code not in ("e2m1", "nl4"):
+        return codes.to(dtype)
+    table = (*_E2M1, *(-value for value in _E2M1)) if code == "e2m1" else NL4
+    return torch.tensor(table, dtype=dtype, device=codes.device)[codes.int()]
+
+
+def _rearranged(codes: Tensor, bits: int, run: int, padding: int) -> Tensor:
+    """Bytes in the order of inputs, put into runs with padding; some rows at a time, as they are many.
+
+    Args:
+        codes: uint8 [..., out, in * bits / 8].
+        bits: of an input; 8 in weights with two codes a word, fewer in those with four.
+        run: see `PackedWeight`.
+        padding: inputs.
+    """
+    count = 2 if bits == 8 else 4
+    output = codes.new_empty(*codes.shape[:-1], codes.shape[-1] + padding * bits // 8)
     for source, target in zip(codes.flatten(0, -2).split(4096), output.flatten(0, -2).split(4096), strict=True):
-        apart = torch.stack([source & 15, source >> 4], dim=-1).flatten(1) if halves else source
-        words = F.pad(apart, (0, padding)).unflatten(1, (-1, count, run)).mT.flatten(1)
-        target.copy_(words[:, ::2] | words[:, 1::2] << 4 if halves else words)
+        padded = F.pad(fields(source, bits), (0, padding))
+        target.copy_(_in_bytes(padded.unflatten(1, (-1, count, run)).mT.flatten(1), bits))
     return output
 
 
 def _narrow(numbers: Tensor) -> Tensor:
-    """Contiguous, in the narrowest type that holds every number."""
+    """Contiguous, in the narrowest type that holds every number; integers stay what they are."""
     for dtype in (torch.bfloat16, torch.float16):
-        if numbers.dtype.itemsize > dtype.itemsize and numbers.to(dtype).to(numbers.dtype).equal(numbers):
+        if (
+            numbers.is_floating_point()
+            and numbers.dtype.itemsize > dtype.itemsize
+            and numbers.to(dtype).to(numbers.dtype).equal(numbers)
+        ):
             return numbers.to(dtype).contiguous()
     return numbers.contiguous()
 
 
 def _combined(parts: Sequence[PackedWeight], combine: Callable[[list[Tensor]], Tensor]) -> PackedWeight:
     assert PackedWeight.alike(parts), "parts that are stored in one way"
-    first, zero = parts[0], None
-    if any(part.zero is not None for part in parts):
-        zero = combine(_promoted([torch.zeros_like(part.scale) if part.zero is None else part.zero for part in parts]))
-    codes = combine([_bytes(part.codes) for part in parts]).view(first.codes.dtype)
-    return replace(first, codes=codes, scale=combine(_promoted([part.scale for part in parts])), zero=zero)
+    first, tensors = parts[0], [part._tensors() for part in parts]
+    names = set().union(*tensors)
+    joined: dict[str, Any] = {
+        name: combine(_promoted([one[name] if name in one else torch.zeros_like(one["scale"]) for one in tensors]))
+        for name in names
+    }
+    return replace(first, **joined | {"codes": joined["codes"].view(first.codes.dtype)})
 
 
 def _promoted(tensors: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
+from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from verifiers.formats.compressed_tensors import CompressedTensors
@@ -47,7 +48,7 @@ def form_of(weights: dict[str, Any], **changes: Any) -> CompressedTensors:
 
 
 def numbers(weight: Stored) -> Tensor:
-    return weight.dequantized(torch.float32) if isinstance(weight, PackedWeight) else weight
+    return weight.dequantized(torch.float32) if isinstance(weight, Quantized) else weight
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (40, 96)])

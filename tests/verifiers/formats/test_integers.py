@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
+from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from verifiers.formats.awq import Awq
@@ -19,7 +20,7 @@ DTYPE = torch.bfloat16
 
 
 def numbers(weight: Stored) -> Tensor:
-    return weight.dequantized(torch.float64) if isinstance(weight, PackedWeight) else weight.double()
+    return weight.dequantized(torch.float64) if isinstance(weight, Quantized) else weight.double()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
@@ -53,7 +54,7 @@ def test_groups_of_scattered_inputs(zeros: bool, bits: int) -> None:
     file = quantized.packed_integers(torch.empty(24, 64), bits, 16, zeros=zeros)
     for groups in (torch.full((64,), -1), torch.arange(64) // 16):
         kept = packed_integers("x", file.parts | {"weight_g_idx": groups.int()}, bits, 16, DTYPE)
-        assert isinstance(kept, PackedWeight) and numbers(kept).equal(file.numbers)
+        assert isinstance(kept, Quantized) and numbers(kept).equal(file.numbers)
 
 
 @pytest.mark.parametrize(("shape", "group"), [((24, 64), 16), ((16, 40), 16), ((144, 448), 128)])
@@ -73,7 +74,7 @@ def test_gptq(shape: tuple[int, int], group: int, version: int, bits: int) -> No
     form = Gptq({"bits": bits, "group_size": group, "checkpoint_format": layout})
     file = quantized.gptq(torch.empty(shape), bits, group, version=version)
     weight = form.read("x", file.parts, DTYPE)
-    assert isinstance(weight, PackedWeight) and numbers(weight).equal(file.numbers)
+    assert isinstance(weight, Quantized) and numbers(weight).equal(file.numbers)
     scattered = quantized.gptq(torch.empty(shape), bits, group, version=version, scattered=True)
     weight = form.read("x", scattered.parts, DTYPE)
     assert isinstance(weight, Tensor)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from tests.helpers import quantized
 from tests.helpers.quantized import Written
 from verifiers.formats.float8 import Float8
@@ -19,7 +19,7 @@ W = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 
 
 def numbers(weight: Stored) -> Tensor:
-    return weight.dequantized(torch.float64) if isinstance(weight, PackedWeight) else weight.double()
+    return weight.dequantized(torch.float64) if isinstance(weight, Quantized) else weight.double()
 
 
 AUTO_ROUND: dict[str, tuple[dict[str, Any], Written]] = {
@@ -52,7 +52,7 @@ def test_auto_round(kind: str, method: str) -> None:
     form = format_of({"group_size": 16} | settings | {"quant_method": method})
     form.check("x", file.parts)
     weight = form.read("x", file.parts, torch.bfloat16)
-    assert isinstance(weight, PackedWeight)
+    assert isinstance(weight, Quantized)
     torch.testing.assert_close(numbers(weight), file.numbers, rtol=1e-6, atol=0)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
-from specdec.layers.packed.weight import PackedWeight
+from specdec.layers.packed.gguf import Quantized
 from tests.helpers import quantized
 from tests.helpers.quantized import Written
 from verifiers.formats.format import Stored
@@ -18,7 +18,7 @@ SHAPE = (40, 64)
 
 
 def numbers(weight: Stored) -> Tensor:
-    return weight.dequantized(torch.float64) if isinstance(weight, PackedWeight) else weight.double()
+    return weight.dequantized(torch.float64) if isinstance(weight, Quantized) else weight.double()
 
 
 def float8(weight: Tensor, block: tuple[int, int], kind: torch.dtype = torch.float32) -> Written:
@@ -61,7 +61,7 @@ def test_numbers_are_those_that_were_written(kind: str) -> None:
         {"quantization": {"quant_algo": algorithm, "group_size": 32}},
     ):
         weight = format_of(quantization).read("x", file.parts, torch.bfloat16)
-        assert isinstance(weight, PackedWeight) == ("pre_quant_scale" not in file.parts)
+        assert isinstance(weight, Quantized) == ("pre_quant_scale" not in file.parts)
         torch.testing.assert_close(numbers(weight), file.numbers, rtol=1e-6, atol=0)
 
 

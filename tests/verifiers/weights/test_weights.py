@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from verifiers.formats.format import Stored
 from verifiers.weights.weights import Weights
@@ -30,7 +31,7 @@ def test_packed_projections_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Weights(tensors)
     weights.under("x.").linear("a", "b", reorder=(lambda rows: rows[order], None))
     ((weight, bias), more) = made[0]
-    assert isinstance(weight, PackedWeight) and not more and not weights.tensors
+    assert isinstance(weight, Quantized) and not more and not weights.tensors
     assert weight.dequantized().equal(torch.cat([first.dequantized()[order], second.dequantized()]))
     assert bias.tolist() == [*order.tolist(), 0, 1, 2, 3]
 
@@ -39,7 +40,7 @@ def test_packed_projections_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_projections_stored_in_several_ways_become_numbers(other: Stored, caplog: pytest.LogCaptureFixture) -> None:
     """And the log says so, once."""
     first = packed(6)
-    numbers = other.dequantized() if isinstance(other, PackedWeight) else other.clone()
+    numbers = other.dequantized() if isinstance(other, Quantized) else other.clone()
     with caplog.at_level(logging.WARNING):
         layer = Weights({"a.weight": first, "b.weight": other}).linear("a", "b")
     assert layer(torch.eye(16)).t().equal(torch.cat([first.dequantized(), numbers]))
