@@ -68,7 +68,7 @@ class DecoderVerifier:
         self.checkpoint = checkpoint
         self.name, self.attention, self.eos_token_ids = name, backend, eos
         self.media_token_ids: Mapping[int, str] = {}
-        self.defaults = SamplingDefaults()
+        self.defaults, self.random_weights = SamplingDefaults(), False
         self.config, self.group, self._description = config, weights.group, description
         own = shared(config, self.group)
         weights.rename(description.names)

@@ -8,7 +8,7 @@ import re
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -36,6 +36,8 @@ from verifiers.support import check_supported
 from verifiers.weights.quantize import WAYS
 from verifiers.weights.shares import Share, shared
 from verifiers.weights.weights import Weights
+
+Made = TypeVar("Made", bound=Verifier)
 
 _LEFT_PLAIN = re.compile(r"\.(in_proj_a|in_proj_b|shared_expert_gate|weights_proj)$")
 """Linear layers of few outputs, which published checkpoints do not quantize."""
@@ -146,7 +148,7 @@ def dummy_verifier(
     options: dict[str, Any] = {"block_size": block_size, "cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
     backend = select_backend(attention, backend_spec(model.config, device=model.device, dtype=model.dtype, **options))
     if quantize is None:
-        return verifier_for(model, name=name, backend=backend, fuse=fuse)
+        return _random(verifier_for(model, name=name, backend=backend, fuse=fuse))
     description = description_of(model)
     if description is None:
         raise InvalidInputError(
@@ -154,7 +156,8 @@ def dummy_verifier(
             f" leave out weights {quantize!r}"
         )
     weights, eos = quantized_weights(model, quantize), eos_token_ids(model.config.eos_token_id)
-    return DecoderVerifier(model.config, description, weights, name=name, backend=backend, eos=eos)
+    given = {"name": name, "backend": backend, "eos": eos}
+    return _random(DecoderVerifier(model.config, description, weights, **given))
 
 
 def dummy_rank(
@@ -199,7 +202,13 @@ def dummy_rank(
             whole.normal_(std=spread, generator=generator.manual_seed(seed + crc32(key.encode())))
         tensors[key] = whole if share is None else share.part(key, whole)
     eos = eos_token_ids(config.eos_token_id)
-    return DecoderVerifier(config, description, Weights(tensors, group=group), name=name, backend=backend, eos=eos)
+    weights, given = Weights(tensors, group=group), {"name": name, "backend": backend, "eos": eos}
+    return _random(DecoderVerifier(config, description, weights, **given))
+
+
+def _random(verifier: Made) -> Made:
+    verifier.random_weights = True
+    return verifier
 
 
 def check_way(quantize: str | None) -> None:

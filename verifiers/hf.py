@@ -149,7 +149,7 @@ class HFVerifier:
         self.final_softcap: float | None = declared(config, "final_logit_softcapping")
         self.eos_token_ids = eos
         self.media_token_ids: Mapping[int, str] = {}
-        self.defaults = SamplingDefaults()
+        self.defaults, self.random_weights = SamplingDefaults(), False
         self.weight_codes: tuple[str, ...] = ()
         self._embedding = model.get_input_embeddings().weight
         self._head: nn.Module = model.get_output_embeddings()

@@ -39,6 +39,8 @@ examples:
   specdec bench --peer transformers transformers-lookup llama.cpp
   specdec bench --dummy-weights qwen3-8b --max-num-seqs 1 32 --prompt-tokens 1024 16384 \\
       --max-tokens 64 --peer vllm
+  specdec bench --dummy-weights qwen3-8b --synthetic-acceptance 6.5 -k 15 --max-num-seqs 1 8 32 \\
+      --prompt-tokens 256 --max-tokens 64 --peer vllm
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
 
@@ -91,6 +93,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify-rows", nargs="+", type=whole_number, default=[8], metavar="N", help="rows per request of a step that verifies "
         "a chain of N - 1 drafts which cost nothing; 1 leaves it out (default 8); --tree adds trees")  # fmt: skip
 
+    add(
+        "--synthetic-acceptance",
+        nargs="+",
+        type=float,
+        metavar="L",
+        help="tokens/s with the drafts of a DFlash drafter with random weights, of which so many"
+        " are accepted that a step puts out L tokens; or rates at which the first 1, 2, ... are."
+        " --drafter names its config.json, -k how many drafts",
+    )
+    add(
+        "--synthetic-spread",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="means of requests lie evenly in L - S to L + S (default 0: all alike)",
+    )
+
     ray_options(parser)
 
     add = parser.add_argument_group("output").add_argument
@@ -111,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"unknown action {action!r} (known: compare, show; none to measure)")
     if len(files) != counts[action]:
         raise InvalidInputError(f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench --help")
+    if args.synthetic_acceptance and args.dummy_weights is None:
+        raise InvalidInputError("--synthetic-acceptance is for random weights; add --dummy-weights")
     if args.ray is not None and (action != "measure" or args.dummy_weights is not None):
         raise InvalidInputError("--ray spreads prompt sets over engines; leave it out with compare, show and --dummy-weights")
     if action == "measure" and args.dummy_weights is not None:

@@ -107,6 +107,7 @@ class DummyBench:
         weights: folder with the target's weights for the peer, see `verifiers.dummy.write_weights`;
             None gives it none.
         progress: told what is measured.
+        per_step: see `Room.of`.
 
     Raises:
         CapacityError: the prompts do not fit the model.
@@ -121,11 +122,16 @@ class DummyBench:
         met: Mapping[int, float | None] | None = None,
         weights: Path | None = None,
         progress: Progress | None = None,
+        per_step: int = 2,
     ) -> None:
         self._verifier, self._entries, self._config, self._met = verifier, entries, config, met or {}
         self._weights = weights
         self._progress = progress or (lambda title: None)
-        self._rooms = {(length, count): Room.of(verifier, count, length, config.steps) for length, count in config.cells}
+        self._rooms: dict[tuple[int, int], Room] = {}
+        for length, count in config.cells:
+            room = Room.of(verifier, count, length, config.steps, per_step)
+            self._rooms[length, count] = room
+        self._vocab_size, self._group = verifier.vocab_size, group_of(verifier)
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Measures part by part; yields the report after each, which is complete when the iterator ends.
@@ -133,25 +139,12 @@ class DummyBench:
         Raises:
             InvalidInputError: the peer is not installed, or the target is on a CPU.
         """
-        config, verifier = self._config, self._verifier
-        self._bandwidth = measured_bandwidth(verifier.device)
+        config, group = self._config, self._group
+        report = self._new_report(provenance)
         self._progress("vLLM starts" if config.peers else "measuring")
-        group = group_of(verifier)
         # A peer starts ranks of its own; of ours the first one alone asks it.
         peer = self._start_peer(1 if group is None else group.size) if config.peers and (group is None or group.rank == 0) else None
-        report = new_report(
-            "specdec-dummy-bench",
-            provenance,
-            {"steps": config.steps, "warm_steps": WARM_STEPS, "repeats": config.repeats, "warmup": config.warmup}
-            | {"seed": config.seed, "graphs": config.graphs, "quantize": config.quantize, "config": self._entries},
-        )
-        report |= {
-            "weight_bytes": verifier.weight_bytes,
-            "bandwidth": self._bandwidth,
-            "peer": peer.version if peer else None,
-            "experts": self._experts(),
-            "rows": [],
-        }
+        report["peer"] = peer.version if peer else None
         try:
             for number, cell in enumerate(config.cells, start=1):
                 report["rows"] += self._measure(*cell, peer)
@@ -160,6 +153,24 @@ class DummyBench:
         finally:
             if peer:
                 peer.close()
+
+    def _new_report(self, provenance: dict[str, Any]) -> dict[str, Any]:
+        """The report without rows."""
+        config = self._config
+        self._bandwidth = measured_bandwidth(self._verifier.device)
+        report = new_report(
+            "specdec-dummy-bench",
+            provenance,
+            {"steps": config.steps, "warm_steps": WARM_STEPS, "repeats": config.repeats, "warmup": config.warmup}
+            | {"seed": config.seed, "graphs": config.graphs, "quantize": config.quantize, "config": self._entries},
+        )
+        return report | {
+            "weight_bytes": self._verifier.weight_bytes,
+            "bandwidth": self._bandwidth,
+            "peer": None,
+            "experts": self._experts(),
+            "rows": [],
+        }
 
     def _measure(self, length: int, count: int, peer: VllmSteps | None) -> list[dict[str, Any]]:
         """Rows of one part: prefill, a plain step, and steps that verify drafts."""
@@ -201,13 +212,13 @@ class DummyBench:
                     if repeat >= 0:
                         seconds.append(spent)
             # A rank that went on to its next pass would keep its GPU busy, waiting for the first one, while that one asks the peer.
-            all_agree(True, group_of(self._verifier))
+            all_agree(True, self._group)
         return ours, theirs
 
     def _prompts(self, prompt_tokens: int, num_reqs: int, repeat: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self._config.seed + repeat + self._config.warmup)
-        shape = num_reqs, prompt_tokens
-        prompts: list[list[int]] = torch.randint(self._verifier.vocab_size, shape, generator=generator).tolist()
+        shape, most = (num_reqs, prompt_tokens), self._vocab_size
+        prompts: list[list[int]] = torch.randint(most, shape, generator=generator).tolist()
         return prompts
 
     def _step(self, seconds: tuple[list[float], list[float]], own: OwnSteps, length: int, count: int) -> dict[str, Any]:
@@ -257,11 +268,17 @@ SPARE = 6 * 2**30
 
 
 def _row(seconds: tuple[list[float], list[float]], unit: str, figure: Callable[[float], float]) -> dict[str, Any]:
-    """Figures of both sides; the ratio is ours to the peer's."""
-    ours, theirs = (_spread([figure(one) for one in side]) if side else None for side in seconds)
-    assert ours is not None, "there is at least one timed pass"
-    ratio = ours["median"] / theirs["median"] if theirs else None
-    return {"unit": unit, "ours": ours, "theirs": theirs, "ratio": ratio, "roofline": None, "distinct_tokens": None}
+    """Figures of both sides, made of their seconds."""
+    return figures_of(*([figure(one) for one in side] for side in seconds), unit)
+
+
+def figures_of(ours: list[float], theirs: list[float], unit: str) -> dict[str, Any]:
+    """What a row has of both sides' passes; the ratio is ours to theirs."""
+    assert ours, "there is at least one timed pass"
+    own, peer = _spread(ours), _spread(theirs) if theirs else None
+    ratio = own["median"] / peer["median"] if peer else None
+    figures = {"unit": unit, "ours": own, "theirs": peer, "ratio": ratio}
+    return figures | {"roofline": None, "distinct_tokens": None}
 
 
 def _spread(values: list[float]) -> dict[str, Any]:

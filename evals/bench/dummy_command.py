@@ -21,8 +21,10 @@ def measure_dummy(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: an option, the config or the device is wrong.
     """
+    from drafters.dflash.dummy import dummy_config
     from evals.bench.dummy import DummyBench, DummyConfig
     from evals.bench.shapes import config_file, entries
+    from evals.bench.synthetic import SyntheticBench, survival_of
     from evals.peers.vllm_steps import library_for
     from evals.report.report import write_report
     from evals.report.table import format_report
@@ -55,6 +57,14 @@ def measure_dummy(args: argparse.Namespace) -> int:
         library_for(device)
     say_gpu(args.device)
     group, dtype = join_group(device), resolve_dtype(args.dtype, device)
+    synthetic: dict[str, Any] = {}
+    if args.synthetic_acceptance:
+        named = [name for name in args.drafter if name != "auto"]
+        drafter = dummy_config(shape, config_file(named[0]) if named else None)
+        values, spread = args.synthetic_acceptance, args.synthetic_spread
+        survival = survival_of(values, spread, drafter.max_draft_tokens)
+        drafts = tuple(args.num_draft_tokens)
+        synthetic = {"drafter": drafter, "survival": survival, "drafts": drafts}
     choices: dict[str, Any] = {
         "name": args.dummy_weights,
         "attention": args.attention,
@@ -89,7 +99,13 @@ def measure_dummy(args: argparse.Namespace) -> int:
     speaks = group is None or group.rank == 0
     report: dict[str, Any] | None = None
     given = Path(weights.name) if weights else None
-    bench = DummyBench(verifier, entries(file), config, met=met, weights=given, progress=_say if speaks else None)
+    options: dict[str, Any] = {"met": met, "weights": given, "progress": _say if speaks else None}
+    bench: DummyBench
+    if synthetic:
+        bench = SyntheticBench(verifier, entries(file), config, **synthetic, **options)
+    else:
+        bench = DummyBench(verifier, entries(file), config, **options)
+    del verifier  # it goes when the bench lets it go
     try:
         for report in bench.run(provenance):
             if args.out and speaks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from evals.roofline import synchronize
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import CapacityError
+from specdec.engine.build import PREFILL_TOKENS_BESIDE
 from specdec.engine.capture.buckets import batch_bucket
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request, Status
@@ -90,14 +91,30 @@ class Room:
     max_model_len: int
 
     @classmethod
-    def of(cls, verifier: Verifier, num_reqs: int, prompt_tokens: int, steps: int) -> Room:
+    def of(
+        cls,
+        verifier: Verifier,
+        num_reqs: int,
+        prompt_tokens: int,
+        steps: int,
+        per_step: int = 2,
+    ) -> Room:
         """Room for so many prompts and the steps behind them; some requests begin to decode while others are prefilled.
+
+        Args:
+            verifier: the target.
+            num_reqs: most requests at once.
+            prompt_tokens: of a prompt.
+            steps: that are timed.
+            per_step: most tokens that a step puts out for a request; with drafts that nobody forces
+                one is accepted by chance now and then.
 
         Raises:
             CapacityError: the model has no such length.
         """
-        early = num_reqs * -(-prompt_tokens // 512)
-        most = prompt_tokens + 2 * (WARM_STEPS + steps + early)
+        chunk = 512 if verifier.device.type == "cpu" else PREFILL_TOKENS_BESIDE
+        early = -(-num_reqs * prompt_tokens // chunk) + 1
+        most = prompt_tokens + per_step * (WARM_STEPS + steps + early)
         if most > verifier.max_model_len:
             raise CapacityError(
                 f"prompts of {prompt_tokens:,} tokens and {steps} steps need {most:,} positions and {verifier.name} has"
@@ -106,35 +123,57 @@ class Room:
         return cls(num_reqs, most)
 
 
+def _num_tokens(requests: Sequence[Request]) -> int:
+    return sum(len(request.output_token_ids) for request in requests)
+
+
 class OwnSteps:
-    """Our engine, plain or with `FreeDrafter`.
+    """Our engine, plain or with drafts.
 
     Args:
         verifier: the target.
         room: sizes the cache, and no larger.
-        shape: of each request's block in a step.
+        shape: of each request's block in a step; None has the engine choose it step by step.
+        drafter: makes the drafts; None takes `FreeDrafter`.
+        survival: rates at which drafts are accepted, see `StepRunner.force`; None leaves it to
+            the target.
         graphs: see `EngineConfig`.
 
     Attributes:
         distinct: different tokens among those that the requests decoded last.
+        tokens: that the timed steps put out.
     """
 
     name = "specdec"
 
-    def __init__(self, verifier: Verifier, room: Room, *, shape: BlockShape = PLAIN, graphs: bool | None = None) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        room: Room,
+        *,
+        shape: BlockShape | None = PLAIN,
+        drafter: Drafter | None = None,
+        survival: Sequence[Sequence[float]] | None = None,
+        graphs: bool | None = None,
+    ) -> None:
+        if drafter is None and shape is not None and shape.drafts:
+            drafter = FreeDrafter(shape.depth)
+        chains = shape is not None and not shape.is_tree
         self.engine = SpecEngine(
             verifier,
-            FreeDrafter(shape.depth) if shape.drafts else None,
+            drafter,
             EngineConfig(
                 max_num_seqs=room.num_reqs,
                 max_model_len=room.max_model_len,
-                num_draft_tokens=None,
-                tree_nodes=shape.drafts if shape.is_tree else None,
+                num_draft_tokens=shape.drafts if shape is not None and chains else "auto",
+                tree_nodes=shape.drafts if shape is not None and shape.is_tree else None,
                 graphs=graphs,
                 cache=CacheConfig(memory_bytes=ROOM, prefix_caching=False),
             ),
         )
-        self.distinct = 0
+        if survival is not None:
+            self.engine.runner.force(survival)
+        self.distinct = self.tokens = 0
 
     def prefill(self, prompts: Sequence[list[int]]) -> float:
         """Seconds from the first request to the last one's first token."""
@@ -152,11 +191,13 @@ class OwnSteps:
         for _ in range(WARM_STEPS):
             self.engine.step()
         synchronize(self.engine.verifier.device)
+        before = _num_tokens(requests)
         started = time.perf_counter()
         for _ in range(count):
             self.engine.step()
         synchronize(self.engine.verifier.device)
         seconds = time.perf_counter() - started
+        self.tokens = _num_tokens(requests) - before
         assert all(request.status is Status.RUNNING for request in requests), "a request ended while steps were timed"
         self.distinct = len({request.output_token_ids[-1] for request in requests})
         for request in requests:
@@ -172,8 +213,9 @@ class OwnSteps:
             torch.cuda.empty_cache()
 
     def _submit(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Request]:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        return [self.engine.add_request(prompt, sampling) for prompt in prompts]
+        greedy = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        samplings = [replace(greedy, seed=seed) for seed in range(len(prompts))]
+        return [self.engine.add_request(*one) for one in zip(prompts, samplings, strict=True)]
 
     def _drain(self) -> None:
         while self.engine.has_work:

@@ -84,7 +84,7 @@ class VllmPeer:
             SpecDecError: the drafter cannot be read, or vLLM would draft otherwise.
         """
         config = read_checkpoint(drafter)[0]
-        _check_drafter(self.name, config, self._verifier, self.version)
+        check_drafter(self.name, config, self._verifier, self.version)
         method, model = "dflash", str(checkpoint_folder(drafter) or drafter)
         if config.head is not None:
             self._written = TemporaryDirectory(prefix="specdec-vllm-")
@@ -173,7 +173,7 @@ def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
     return links
 
 
-def _check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: str) -> None:
+def check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: str) -> None:
     """Refuses what vLLM reads over without an error: it would draft otherwise than the checkpoint means. Read in 0.23 and 0.26.
 
     Raises:

@@ -49,9 +49,13 @@ class VllmSteps:
         spare: bytes of each accelerator to leave free beside what is taken already.
         ranks: GPUs that compute the model together, from the first.
         weights: folder with safetensors files, which gets the config; None takes vLLM's own dummy weights.
+        speculation: vLLM's options for a drafter; None decodes plainly.
 
     Raises:
         InvalidInputError: see `library_for`.
+
+    Attributes:
+        tokens: that the steps of the last `decode` put out.
     """
 
     name = "vllm"
@@ -67,6 +71,7 @@ class VllmSteps:
         spare: int,
         ranks: int = 1,
         weights: Path | None = None,
+        speculation: dict[str, Any] | None = None,
     ) -> None:
         if ranks > 1:
             for name in [name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC_")]:
@@ -90,8 +95,10 @@ class VllmSteps:
             tensor_parallel_size=ranks,
             gpu_memory_utilization=(free - spare - HEADROOM) / total,
             **_options(config),
+            **({"speculative_config": speculation} if speculation else {}),
         ).llm_engine
         self._request_ids = count()
+        self._most, self.tokens = max_model_len, 0
 
     def prefill(self, prompts: Sequence[list[int]]) -> float:
         """Seconds from the first request to the last one's first token."""
@@ -101,6 +108,22 @@ class VllmSteps:
         """Seconds of `count` steps of the request that began last, behind `warm` of its steps; the others decode as well."""
         ends = self._times(prompts, 1 + warm + count)
         return ends[warm + count] - ends[warm]
+
+    def decode(self, prompts: Sequence[list[int]], count: int, warm: int) -> float:
+        """Seconds of `count` steps in which all prompts decode, behind `warm` of them."""
+        lengths = self._submit(prompts, self._most - len(prompts[0]))
+        while not all(lengths.values()):
+            self._step(lengths)
+        for _ in range(warm):
+            self._step(lengths)
+        before, started = sum(lengths.values()), time.perf_counter()
+        for _ in range(count):
+            self._step(lengths)
+        seconds, self.tokens = time.perf_counter() - started, sum(lengths.values()) - before
+        self._engine.abort_request(list(lengths))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return seconds
 
     def close(self) -> None:
         """Ends the engine and its process."""
@@ -112,25 +135,33 @@ class VllmSteps:
         """Seconds from the first request until every request has 1, 2, ... `most` tokens."""
         # Those that began first go on until the last one has its tokens, so that all steps have all rows.
         spare = 0 if most == 1 else len(prompts)
+        ends: list[float] = []
+        started = time.perf_counter()
+        lengths = self._submit(prompts, most + spare)
+        while self._engine.has_unfinished_requests():
+            self._step(lengths)
+            ends += [time.perf_counter() - started] * (min(lengths.values()) - len(ends))
+        return ends
+
+    def _submit(self, prompts: Sequence[list[int]], most: int) -> dict[str, int]:
+        """Queues requests of up to `most` tokens; output tokens so far by their names."""
         params = self._library.SamplingParams(
             temperature=0.0,
-            max_tokens=most + spare,
+            max_tokens=most,
             ignore_eos=True,
             detokenize=False,
             output_kind=self._library.sampling_params.RequestOutputKind.CUMULATIVE,
         )
         lengths: dict[str, int] = {}
-        ends: list[float] = []
-        started = time.perf_counter()
         for prompt in prompts:
             request_id = str(next(self._request_ids))
             self._engine.add_request(request_id, self._library.inputs.tokens_input(prompt), params)
             lengths[request_id] = 0
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                lengths[output.request_id] = len(output.outputs[0].token_ids)
-            ends += [time.perf_counter() - started] * (min(lengths.values()) - len(ends))
-        return ends
+        return lengths
+
+    def _step(self, lengths: dict[str, int]) -> None:
+        for output in self._engine.step():
+            lengths[output.request_id] = len(output.outputs[0].token_ids)
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:

@@ -98,13 +98,26 @@ def dummy_table(report: Report) -> list[str]:
         f" {settings['repeats']} passes of"
         f" {settings['steps']} steps, prefill apart; of bound: to reading weights and cache at"
         f" {report['bandwidth'] / 1e9:,.0f} GB/s, as measured here.",
-        *(
-            [f"ratio: ours to vLLM {peer}'s, below 1 faster for a step and above 1 for prefill; same prompts, in turn."]
-            if peer
-            else []
-        ),
+        *([f"ratio: ours to vLLM {peer}'s; below 1 is faster in ms, above 1 else."] * bool(peer)),
+        *_given_acceptance(report),
         *_experts_met(report["experts"], report["rows"]),
     ]
+
+
+def _given_acceptance(report: Report) -> list[str]:
+    """Where acceptance was given, how many tokens steps put out, and how long they take."""
+    lines = []
+    for row in report["rows"]:
+        if row.get("tau") and row["work"] != "plain":
+            step = row["num_reqs"] * row["tau"] / row["ours"]["median"] * 1e3
+            peer = ""
+            if row["theirs"]:
+                spent = row["num_reqs"] * row["peer_tau"] / row["theirs"]["median"] * 1e3
+                peer = f"; vLLM tau {row['peer_tau']:.2f}, {spent:.2f} ms"
+            own = f"tau {row['tau']:.2f}, {step:.2f} ms a step{peer}"
+            lines.append(f"  {row['num_reqs']} requests, {row['work']}: {own}")
+    head = "acceptance is given; tokens that a step puts out for a request, and its time:"
+    return [head, *lines] if lines else []
 
 
 def _figure(side: dict[str, Any]) -> tuple[str, str]:

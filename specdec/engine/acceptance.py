@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.base.blocks import DraftTree
 from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 from specdec.model.core import AcceptOutput, DraftOutput
@@ -36,6 +37,7 @@ def accept(
     positions: Tensor,
     depth: int | None = None,
     masks: TokenMasks | None = None,
+    forced: Tensor | None = None,
 ) -> AcceptOutput:
     """Decides one step for every request; shapes are static and the host never waits.
 
@@ -50,6 +52,8 @@ def accept(
         positions: int64 [num_reqs, k + 1].
         depth: most drafts of a path of a tree, see `specdec.base.blocks.BlockShape`.
         masks: what the grammars of requests allow; applied to `logits` in place, or to a copy where log-probabilities are wanted.
+        forced: int64 [num_reqs], how many drafts are accepted whatever the target chooses, see
+            `StepRunner.force`; None accepts what it agrees with.
 
     Returns:
         The outcome. A request whose logits are not finite says so in `finite`; its tokens are valid ids without meaning, and
@@ -68,11 +72,15 @@ def accept(
     scores = scored(logits, sampling, tokens, positions, tree)
     if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
         token_ids, finite = argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
+        if forced is not None and k:
+            tokens, token_ids = _forced(tokens, token_ids, forced[:, None], num_drafts, tree)
         if draft is not None and tree is not None:
-            path, num_accepted = walk(draft.token_ids, tree, token_ids, depth or k, num_drafts)
+            proposed = draft.token_ids if forced is None else tokens[:, 1:].contiguous()
+            path, num_accepted = walk(proposed, tree, token_ids, depth or k, num_drafts)
             return _along(path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling))
         num_accepted, next_anchors, whole = _of_chain(tokens, token_ids, num_drafts, finite)
     else:
+        assert forced is None, "only point masses are accepted whatever the target chooses"
         assert tree is None, "what is rejected on another branch would have to leave the residual, too"
         _, finite = argmax(scores)
         probs = processed_probs(scores, sampling)
@@ -86,6 +94,53 @@ def accept(
         finite=whole,
         logprobs=_logprobs(raw, token_ids, sampling),
     )
+
+
+def drawn(survival: Tensor, seeds: Tensor, seq_lens: Tensor) -> Tensor:
+    """How many drafts a step accepts by given rates.
+
+    Args:
+        survival: float64 [R, K], see `StepRunner.force`.
+        seeds: int64 [num_reqs].
+        seq_lens: int64 [num_reqs], positions of the anchors.
+
+    Returns:
+        int64 [num_reqs], in [0, K].
+    """
+    uniforms = uniform(seeds, seq_lens[:, None], Purpose.ACCEPT)
+    return (uniforms < survival.index_select(0, seeds % len(survival))).sum(dim=1)
+
+
+def _forced(
+    tokens: Tensor,
+    token_ids: Tensor,
+    count: Tensor,
+    num_drafts: Tensor | None,
+    tree: DraftTree | None,
+) -> tuple[Tensor, Tensor]:
+    """Makes the drafts and the target's tokens agree on the first drafts of the deepest path alone.
+
+    Args:
+        tokens, num_drafts, tree: as of `accept`.
+        token_ids: int64 [num_reqs, k + 1], what the target chose behind every row.
+        count: int64 [num_reqs, 1], drafts to keep.
+
+    Returns:
+        `tokens` with -1 for each rejected draft, and `token_ids` with the kept drafts behind their
+        parents.
+    """
+    drafts = tokens[:, 1:]
+    k = drafts.shape[1]
+    places = torch.arange(k, device=tokens.device).expand_as(drafts)
+    counts = places < (k if num_drafts is None else num_drafts[:, None])
+    parents = places if tree is None else tree.parents
+    kept = counts & ((places if tree is None else tree.depths - 1) < count)
+    if tree is not None:
+        deepest = torch.where(counts, tree.depths, 0).argmax(dim=1, keepdim=True)
+        kept &= (tree.ancestors.gather(1, deepest) >> places) & 1 == 1
+    behind = F.pad(token_ids, (0, 1)).scatter(1, torch.where(kept, parents, k + 1), drafts)
+    tokens = torch.cat([tokens[:, :1], torch.where(kept, drafts, -1)], dim=1)
+    return tokens, behind[:, :-1].contiguous()
 
 
 def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logprobs: Logprobs | None) -> AcceptOutput:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape
+from specdec.base.errors import InvalidInputError
 from specdec.base.sizes import power_of_two
-from specdec.engine.acceptance import accept, follow
+from specdec.engine.acceptance import accept, drawn, follow
 from specdec.engine.agreement import agreed
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.capture.prefill_graphs import PrefillGraphs
@@ -74,8 +75,28 @@ class StepRunner:
         self.graphs: StepGraphs | None = None
         self.guided_graphs: GuidedGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
+        self._survival: Tensor | None = None
         self._caches, self._aux_layer_ids = caches, aux_layer_ids
         self._slots, self._timer = slots, timer
+
+    def force(self, survival: Sequence[Sequence[float]]) -> None:
+        """Accepts drafts at given rates, whatever the target says: output without meaning.
+
+        Args:
+            survival: [R, K], falling rates at which the first 1, 2, ... K drafts of a step are
+                accepted together; a request with seed s has row s % R. In a tree they are those of
+                the deepest path. Set before a step is captured.
+
+        Raises:
+            InvalidInputError: the target has weights that mean something.
+        """
+        if not self.verifier.random_weights:
+            raise InvalidInputError(
+                f"drafts cannot be accepted at given rates: {self.verifier.name!r} has weights of a"
+                " checkpoint, and its output would be spoilt; give a target with random weights"
+            )
+        device = self._slots.device
+        self._survival = torch.tensor(survival, dtype=torch.float64, device=device)
 
     def step(self, batch: DecodeBatch) -> tuple[DraftOutput | None, AcceptOutput]:
         """Draft, verify, accept, commit. Nothing in here waits for the device."""
@@ -104,7 +125,12 @@ class StepRunner:
         token_ids = block.token_ids
         with self._timer.phase("accept"):
             logits = verify.logits.view(*token_ids.shape, -1)
-            accepted = accept(token_ids, logits, block.draft, batch.sampling, block.positions, batch.shape.depth, masks)
+            forced = None
+            if self._survival is not None:
+                seeds = self._slots.sampling.seeds.index_select(0, batch.slots)
+                forced = drawn(self._survival, seeds, batch.seq_lens)
+            given = block.draft, batch.sampling, block.positions, batch.shape.depth, masks
+            accepted = accept(token_ids, logits, *given, forced)
             accepted = agreed(accepted, self._group)
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)

@@ -187,6 +187,8 @@ class Verifier(Protocol):
     media_token_ids: Mapping[int, str]
     """Tokens that stand for what a part of the checkpoint that is not here would have seen or heard, with that in words."""
 
+    random_weights: bool
+    """Its output means nothing: weights are random, to measure its shape."""
     weight_codes: tuple[str, ...]
     """How packed weights are read (`specdec.layers.packed.weight.Code`); empty where all are plain
     numbers.

@@ -11,13 +11,12 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from drafters.dflash.config.config import DFlashConfig
-from drafters.dflash.drafter import DFlashDrafter
-from drafters.dflash.model import DFlashModel
+from drafters.dflash.dummy import dummy_config, dummy_drafter
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.base.config import EngineConfig
@@ -26,27 +25,8 @@ from specdec.engine.capture.prefill_graphs import most_prefill_rows
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.requests.request import Status
-from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.checks.triton import BLOCK, SHAPES, random_verifier
-
-
-def random_drafter(shape: dict[str, Any], verifier: Verifier) -> DFlashDrafter:
-    """A DFlash drafter of 5 layers and blocks of 16, with random weights, for a target of that shape."""
-    config = DFlashConfig(
-        block_size=16,
-        mask_token_id=1,
-        target_layer_ids=tuple(range(1, shape["num_hidden_layers"] - 1, shape["num_hidden_layers"] // 5))[:5],
-        windows=(None,) * 5,
-        causal=(False,) * 5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        max_position_embeddings=40960,
-        num_target_layers=shape["num_hidden_layers"],
-        **{name: value for name, value in shape.items() if name not in ("model_type", "num_hidden_layers")},
-    )
-    with verifier.device:
-        return DFlashDrafter(DFlashModel(config), verifier)
-
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -85,7 +65,8 @@ def check_step(name: str, attention: str, device: torch.device) -> dict[str, flo
         for num_reqs, context in ((2, 32),) if tiny else ((1, 1024), (32, 1024), (1, 32768)):
             if context > 1024 and drafts in (1, 3, 7):
                 continue
-            drafter = random_drafter(shape, verifier) if drafts else None
+            own = dummy_config(SimpleNamespace(**shape))
+            drafter = dummy_drafter(own, verifier) if drafts else None
             config = EngineConfig(
                 max_num_seqs=num_reqs, max_model_len=context + 1024, max_prefill_tokens=4096, num_draft_tokens=drafts or None
             )

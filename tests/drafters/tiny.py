@@ -117,7 +117,7 @@ class FakeVerifier:
         self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
         self.max_model_len, self.context = 512, ContextLimits(512, 512)
         self.eos_token_ids: tuple[int, ...] = ()
-        self.defaults = SamplingDefaults()
+        self.defaults, self.random_weights = SamplingDefaults(), False
         self.weight_bytes, self.routed_experts = 0, None
         self.kv_specs: list[Any] = []
         self.windows: list[int | None] = []
