@@ -156,7 +156,7 @@ def dummy_verifier(
             f" leave out weights {quantize!r}"
         )
     weights, eos = quantized_weights(model, quantize), eos_token_ids(model.config.eos_token_id)
-    given = {"name": name, "backend": backend, "eos": eos}
+    given: dict[str, Any] = {"name": name, "backend": backend, "eos": eos}
     return _random(DecoderVerifier(model.config, description, weights, **given))
 
 
@@ -202,8 +202,8 @@ def dummy_rank(
             whole.normal_(std=spread, generator=generator.manual_seed(seed + crc32(key.encode())))
         tensors[key] = whole if share is None else share.part(key, whole)
     eos = eos_token_ids(config.eos_token_id)
-    weights, given = Weights(tensors, group=group), {"name": name, "backend": backend, "eos": eos}
-    return _random(DecoderVerifier(config, description, weights, **given))
+    given: dict[str, Any] = {"name": name, "backend": backend, "eos": eos}
+    return _random(DecoderVerifier(config, description, Weights(tensors, group=group), **given))
 
 
 def _random(verifier: Made) -> Made:

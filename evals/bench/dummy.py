@@ -269,7 +269,8 @@ SPARE = 6 * 2**30
 
 def _row(seconds: tuple[list[float], list[float]], unit: str, figure: Callable[[float], float]) -> dict[str, Any]:
     """Figures of both sides, made of their seconds."""
-    return figures_of(*([figure(one) for one in side] for side in seconds), unit)
+    ours, theirs = ([figure(one) for one in side] for side in seconds)
+    return figures_of(ours, theirs, unit)
 
 
 def figures_of(ours: list[float], theirs: list[float], unit: str) -> dict[str, Any]:
