@@ -22,15 +22,18 @@ def agreed(accepted: AcceptOutput, group: Group | None) -> AcceptOutput:
     """A step's outcome as rank 0 has it; log-probabilities, on which nothing depends, stay each rank's own."""
     if group is None or os.environ.get(VARIABLE) == "0":
         return accepted
-    columns = [accepted.num_accepted[:, None], accepted.next_anchors[:, None], accepted.finite.long()[:, None], accepted.token_ids]
-    columns += [] if accepted.path is None else [accepted.path]
-    table = broadcast(torch.cat(columns, dim=1), group)
-    width = accepted.token_ids.shape[1]
+    parts = [accepted.num_accepted, accepted.next_anchors, accepted.finite.long(), accepted.token_ids]
+    parts += [] if accepted.path is None else [accepted.path]
+    # One part behind the other, so that each is contiguous, as kernels read them.
+    flat = broadcast(torch.cat([part.flatten() for part in parts]), group)
+    sizes = [part.numel() for part in parts]
+    said = [one.view(part.shape) for one, part in zip(flat.split(sizes), parts, strict=True)]
+    num_accepted, next_anchors, finite, token_ids, *path = said
     return replace(
         accepted,
-        num_accepted=table[:, 0],
-        next_anchors=table[:, 1],
-        finite=table[:, 2] > 0,
-        token_ids=table[:, 3 : 3 + width],
-        path=None if accepted.path is None else table[:, 3 + width :],
+        num_accepted=num_accepted,
+        next_anchors=next_anchors,
+        finite=finite > 0,
+        token_ids=token_ids,
+        path=path[0] if path else None,
     )

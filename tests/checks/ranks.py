@@ -121,9 +121,20 @@ def _microseconds(work: Callable[[], object], device: torch.device, calls: int) 
     return (time.perf_counter() - started) / 5 / calls * 1e6
 
 
-def tokens(verifier: Verifier, k: int, max_tokens: int) -> list[list[int]]:
+BLOCKS = {"no drafts": (0, 0), "7 drafts": (7, 0), "a tree of 15": (7, 15)}
+"""Depth, and nodes of a tree or 0."""
+
+
+def tokens(verifier: Verifier, block: str, max_tokens: int) -> list[list[int]]:
     """Greedy tokens of a few prompts with random drafts."""
-    config = EngineConfig(max_num_seqs=4, max_model_len=256, num_draft_tokens=k or None, cache=CacheConfig(memory_bytes=2**28))
+    k, nodes = BLOCKS[block]
+    config = EngineConfig(
+        max_num_seqs=4,
+        max_model_len=256,
+        num_draft_tokens=k if k and not nodes else None,
+        tree_nodes=nodes or None,
+        cache=CacheConfig(memory_bytes=2**28),
+    )
     engine = SpecEngine(verifier, FreeDrafter(k) if k else None, config)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, verifier.vocab_size, (length,), generator=generator).tolist() for length in (3, 17, 40, 90, 33, 8)]
@@ -144,10 +155,10 @@ def check_tokens(group: Group, device: torch.device, say: Say, *, small: bool) -
     right = True
     for dtype in (torch.float32, torch.bfloat16):
         whole, part = (dummy_rank(config, one, device, dtype, name="random") for one in (None, group))
-        for k in (0, 7):
-            together, alone = (tokens(one, k, 8 if small else 64) for one in (part, whole))
+        for block in BLOCKS:
+            together, alone = (tokens(one, block, 8 if small else 64) for one in (part, whole))
             equal = sum(one == other for one, other in zip(together, alone, strict=True))
-            say(f"{dtype}, {k} drafts: {equal} of {len(alone)} outputs are those of one process")
+            say(f"{dtype}, {block}: {equal} of {len(alone)} outputs are those of one process")
             right &= equal == len(alone) or dtype == torch.bfloat16
     return right
 

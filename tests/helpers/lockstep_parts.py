@@ -202,11 +202,14 @@ def outcomes_agree(path: bool) -> bool:
         tensor(2, 4), tensor(2), tensor(2) + 1, torch.tensor([True, rank() == 0]), None, tensor(2, 4) if path else None
     )
     got, number = agreed(found, mirror.group), 0
+    dense = got.num_accepted, got.next_anchors, got.finite, got.token_ids, got.path
     same: list[Callable[[], bool]] = [
         lambda: torch.equal(got.token_ids, tensor(2, 4)),
         lambda: torch.equal(got.num_accepted, tensor(2)),
         lambda: torch.equal(got.next_anchors, tensor(2) + 1),
         lambda: got.finite.tolist() == [True, True],
         lambda: torch.equal(got.path, tensor(2, 4)) if path and got.path is not None else got.path is None and not path,
+        # Kernels read them so.
+        lambda: all(one.is_contiguous() for one in dense if one is not None),
     ]
     return bool(least(int(all(one() for one in same)), mirror.group))
