@@ -14,6 +14,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from evals.accuracy.bundled_task import bundled_task
+from evals.accuracy.humaneval_task import HUMANEVAL, humaneval_task
 from evals.prompt_sets import BUNDLED
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.base.files import read_jsonl
@@ -40,9 +41,9 @@ class Tasks:
 
     def __init__(self, names: Sequence[str], *, data: Mapping[str, str], limit: int | None, folder: Path) -> None:
         # The index of lm-eval's own tasks takes seconds, which the bundled problems do not need.
-        self._manager = _all_tasks() if set(names) - {BUNDLED} else TaskManager(include_defaults=False)
+        self._manager = _all_tasks() if set(names) - {BUNDLED, *HUMANEVAL} else TaskManager(include_defaults=False)
         self._limit = limit
-        known = [BUNDLED, *self._manager.all_tasks]
+        known = [BUNDLED, *HUMANEVAL, *self._manager.all_tasks]
         for name in names:
             if name not in known:
                 near = get_close_matches(name, known, n=5)
@@ -86,17 +87,19 @@ class Tasks:
     def _spec(self, name: str, data: str | None, folder: Path) -> str | dict[str, Any]:
         if name == BUNDLED:
             return bundled_task(folder)
-        if data is None:
+        if data is None and name not in HUMANEVAL:
             return name
+        own = {} if data is None else _data(data, folder)
+        if name in HUMANEVAL:
+            return humaneval_task(name, folder) | own
         path = self._manager.task_index[name].yaml_path
         if path is None:
             raise InvalidInputError(f"task {name!r} has no single configuration file; --data serves single tasks only")
         override = folder / f"{name}.yaml"
         content = {
             "include": str(path),
-            "dataset_path": "json",
             "dataset_name": None,
-            "dataset_kwargs": {"data_files": _splits(Path(data)), "cache_dir": str(folder / "datasets")},
+            **own,
         }
         write_text(override, json.dumps(content))  # JSON is YAML, too
         return str(override)
@@ -115,6 +118,12 @@ def _needs(error: ImportError) -> InvalidInputError:
 @cache
 def _all_tasks() -> TaskManager:
     return TaskManager()
+
+
+def _data(data: str, folder: Path) -> dict[str, Any]:
+    """What has lm-eval read a user's files."""
+    kwargs = {"data_files": _splits(Path(data)), "cache_dir": str(folder / "datasets")}
+    return {"dataset_path": "json", "dataset_kwargs": kwargs}
 
 
 def _splits(path: Path) -> dict[str, str]:
