@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-fewshot", type=whole_number, metavar="N", help="examples in the prompt (default: the task's own number)")
     add("--chat", action="store_true", help="use the chat template, with few-shot examples as turns")
     add("--system", metavar="TEXT", help="system message, with --chat")
+    peers = "models of lm-eval beside ours: hf, vllm, or NAME:FOLDER"
+    add("--peer", nargs="+", default=[], metavar="NAME", help=peers)
     for option, name, how in _HARNESS:
         add(option, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
 
@@ -100,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("--log-samples needs a folder to write to; name it with --out")
     if args.system is not None and not args.chat:
         raise InvalidInputError("--system needs the chat template; add --chat")
+    if args.peer and args.ray is not None:
+        raise InvalidInputError("peers run in this process; leave out --peer or --ray")
     if find_spec("lm_eval") is None:
         raise InvalidInputError(f"specdec eval needs lm-eval, which is not installed; run: {install_command('eval')}")
 
@@ -129,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         log_samples=args.log_samples,
         folder=folder,
+        peers=tuple(args.peer),
     )
     try:
         report = evaluate(system, drafter, config, origin)

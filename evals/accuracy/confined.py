@@ -1,7 +1,8 @@
-"""What a program that a model wrote runs in: its own process reads this file, confines itself, and runs the program.
+"""A process that reads a program which a model wrote, confines itself, and runs the program.
 
-The process may compute and read files. Every other system call is refused by a seccomp filter: it opens no file to write, makes no
-socket, process or thread, signals nobody, and cannot lift its limits. The file imports nothing of the package.
+It may compute and read files. Every other system call is refused by a seccomp filter: it opens no
+file to write, makes no socket, process or thread, signals nobody, and cannot lift its limits. This
+file imports nothing of the package.
 """
 
 import ctypes
@@ -18,32 +19,25 @@ MEMORY = 2 * 2**30
 UNCONFINED = 70
 """Exit status of a process that could not confine itself, and so ran nothing."""
 
-# By machine: the code of its system calls (AUDIT_ARCH), openat, open or None, and the others that are allowed.
-_CALLS: dict[str, tuple[int, int, int | None, tuple[int, ...]]] = {
-    # read write close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask
-    # rt_sigreturn pread64 readv writev access select sched_yield mremap madvise dup dup2 nanosleep
-    # getpid exit uname fcntl getdents getcwd readlink gettimeofday getrusage sysinfo times getuid getgid
-    # geteuid getegid getppid getpgrp sigaltstack statfs fstatfs arch_prctl gettid time futex
-    # sched_getaffinity getdents64 set_tid_address restart_syscall clock_gettime clock_getres
-    # clock_nanosleep exit_group get_mempolicy newfstatat readlinkat faccessat pselect6 ppoll
-    # set_robust_list getrandom statx rseq faccessat2
+# By machine: the code of its system calls (AUDIT_ARCH), openat, open or None, and the others that
+# are allowed: those that read, write what is open, map memory, tell the time, sleep, handle signals
+# of its own, tell names of users and of the machine, and end it.
+_CALLS: dict[str, tuple[int, int, int | None, str]] = {
     "x86_64": (
         0xC000003E,
         257,
         2,
-        (0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 19, 20, 21, 23, 24, 25, 28, 32, 33)
-        + (35, 39, 60, 63, 72, 78, 79, 89, 96, 98, 99, 100, 102, 104, 107, 108, 110, 111, 131, 137)
-        + (138, 158, 186, 201, 202, 204, 217, 218, 219, 228, 229, 230, 231, 239, 262, 267, 269, 270)
-        + (271, 273, 318, 332, 334, 439),
+        "0 1 3 4 5 6 7 8 9 10 11 12 13 14 15 17 19 20 21 23 24 25 28 32 33 35 39 60 63 72 78 79 89"
+        " 96 98 99 100 102 104 107 108 110 111 131 137 138 158 186 201 202 204 217 218 219 228 229"
+        " 230 231 239 262 267 269 270 271 273 318 332 334 439",
     ),
-    # The same, as far as the machine has them, in the order of its numbers.
     "aarch64": (
         0xC00000B7,
         56,
         None,
-        (17, 23, 25, 43, 44, 48, 57, 61, 62, 63, 64, 65, 66, 67, 72, 73, 78, 79, 80, 93, 94, 96, 98)
-        + (99, 101, 113, 114, 115, 123, 124, 128, 132, 134, 135, 139, 153, 160, 165, 169, 172, 173)
-        + (174, 175, 176, 177, 178, 179, 214, 215, 216, 222, 226, 233, 236, 278, 291, 293, 439),
+        "17 23 25 43 44 48 57 61 62 63 64 65 66 67 72 73 78 79 80 93 94 96 98 99 101 113 114 115"
+        " 123 124 128 132 134 135 139 153 160 165 169 172 173 174 175 176 177 178 179 214 215 216"
+        " 222 226 233 236 278 291 293 439",
     ),
 }
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -58,12 +52,13 @@ def _filter(machine: str) -> bytes:
     code, openat, open_, allowed = _CALLS[machine]
     program = [(_LOAD, 0, 0, _MACHINE), (_EQUAL, 1, 0, code), (_RETURN, 0, 0, _REFUSE)]
     program.append((_LOAD, 0, 0, _NUMBER))
-    for call in allowed:
+    for call in map(int, allowed.split()):
         program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
-    for call, flags in ((openat, 2), (open_, 1)):
-        if call is not None:
-            program += [(_EQUAL, 0, 4, call), (_LOAD, 0, 0, _ARGUMENTS + 8 * flags)]
-            program += [(_ANY_BIT, 0, 1, _WRITES), (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
+    for opening, flags in ((openat, 2), (open_, 1)):
+        if opening is not None:
+            program += [(_EQUAL, 0, 4, opening), (_LOAD, 0, 0, _ARGUMENTS + 8 * flags)]
+            program += [(_ANY_BIT, 0, 1, _WRITES), (_RETURN, 0, 0, _REFUSE)]
+            program.append((_RETURN, 0, 0, _ALLOW))
     program.append((_RETURN, 0, 0, _REFUSE))
     return b"".join(struct.pack("HBBI", *one) for one in program)
 
@@ -96,7 +91,7 @@ def confine(seconds: int) -> None:
 
 
 def main() -> None:
-    """Reads a word and a program, and writes the word once the program has ended without an error."""
+    """Reads a word and a program; writes the word once the program has ended without an error."""
     seconds = int(sys.argv[1])
     word, _, source = sys.stdin.read().partition("\n")
     answer = os.dup(1)

@@ -8,16 +8,20 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evals.accuracy.lm_eval_sample import Sample
+from evals.certainty import rights, wilson
 from evals.divergence import first_divergence
 from evals.report.report import Report, new_report, write_report
 from evals.speed import Speed
-from evals.system import Parting, System
+from evals.system import LocalSystem, Parting, System
 from specdec.base.journal import Journal
 from specdec.base.metrics import mean_tau, pooled
 from specdec.base.writing import write_text
+
+if TYPE_CHECKING:
+    from evals.accuracy.lm_eval_tasks import Tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class EvalConfig:
         gen_kwargs: generation arguments over the task's own.
         seed: for sampled answers.
         log_samples: keep lm-eval's record of every sample.
+        peers: models of lm-eval that answer as well, see `evals.accuracy.lm_eval_peers`.
         folder: where the report, the journals of both sides and the samples go; None writes nothing.
     """
 
@@ -47,11 +52,13 @@ class EvalConfig:
     seed: int = 0
     log_samples: bool = False
     folder: Path | None = None
+    peers: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
         """What belongs in the report."""
-        stated = {name: getattr(self, name) for name in ("limit", "num_fewshot", "chat", "system", "seed")}
+        names = ("limit", "num_fewshot", "chat", "system", "seed", "peers")
+        stated = {name: getattr(self, name) for name in names}
         return stated | {"tasks": list(self.tasks), "data": dict(self.data), "gen_kwargs": dict(self.gen_kwargs)}
 
 
@@ -70,8 +77,10 @@ def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[
         SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the journals.
     """
     from evals.accuracy.lm_eval_model import SpecdecLM
+    from evals.accuracy.lm_eval_peers import check_peers, harness_peer
     from evals.accuracy.lm_eval_tasks import Tasks
 
+    check_peers(config.peers)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it comments every setting
     with tempfile.TemporaryDirectory() as scratch:
         tasks = Tasks(config.tasks, data=config.data, limit=config.limit, folder=Path(scratch))
@@ -83,27 +92,36 @@ def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[
             )
             side.warm_up()
             lm = SpecdecLM(system=side, journal=journal, seed=config.seed, title=name)
-            results[name] = tasks.evaluate(
-                lm,
-                num_fewshot=config.num_fewshot,
-                apply_chat_template=config.chat,
-                fewshot_as_multiturn=config.chat,
-                system_instruction=config.system,
-                gen_kwargs=dict(config.gen_kwargs) or None,
-                log_samples=config.log_samples,
-            )
+            results[name] = _results(lm, tasks, config, name)
             samples[name] = lm.samples
-            if config.log_samples and config.folder:
-                _write_samples(results[name], config.folder, name)
+        for name in config.peers:
+            assert isinstance(system, LocalSystem), "the command refuses peers of a cluster"
+            peer = harness_peer(name, system)
+            results[name] = _results(peer, tasks, config, name.partition(":")[0])
+            del peer
     report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": system.settings["k"]})
-    report["tasks"] = [
-        _task(system, task, {name: results[name]["results"][task] for name in sides}, samples)
-        for task in results["plain"]["results"]
-    ]
+    names = results["plain"]["results"]
+    report["tasks"] = [_task(system, task, results, samples) for task in names]
     report["complete"] = True
     if config.folder:
         write_report(report, config.folder / "report.json")
     return report
+
+
+def _results(lm: Any, tasks: Tasks, config: EvalConfig, side: str) -> dict[str, Any]:
+    """What lm-eval makes of a side's answers."""
+    results = tasks.evaluate(
+        lm,
+        num_fewshot=config.num_fewshot,
+        apply_chat_template=config.chat,
+        fewshot_as_multiturn=config.chat,
+        system_instruction=config.system,
+        gen_kwargs=dict(config.gen_kwargs) or None,
+        log_samples=True,  # which answers are right, that is
+    )
+    if config.log_samples and config.folder:
+        _write_samples(results, config.folder, side)
+    return results
 
 
 def _journal_settings(side: System, drafter: str, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -119,16 +137,22 @@ def _journal_settings(side: System, drafter: str, provenance: dict[str, Any]) ->
     }
 
 
-def _task(system: System, task: str, metrics: dict[str, dict[str, Any]], samples: dict[str, list[Sample]]) -> dict[str, Any]:
+def _task(
+    system: System,
+    task: str,
+    results: Mapping[str, Mapping[str, Any]],
+    samples: Mapping[str, list[Sample]],
+) -> dict[str, Any]:
     own = {name: [sample for sample in side if sample.task == task] for name, side in samples.items()}
     speeds = {name: _speed(side) for name, side in own.items()}
     pairs = list(zip(own["plain"], own["speculative"], strict=True))
+    metrics = {name: _metrics(side, task) for name, side in results.items()}
     return {
         "task": task,
         "num_samples": len(pairs),
         **{
             name: {
-                "metrics": _metrics(metrics[name]),
+                "metrics": metrics[name],
                 "num_tokens": speeds[name].num_tokens[0],
                 "seconds": speeds[name].seconds[0],
                 "tokens_per_second": speeds[name].median,
@@ -137,6 +161,7 @@ def _task(system: System, task: str, metrics: dict[str, dict[str, Any]], samples
             for name, side in own.items()
         },
         "ratio": speeds["speculative"].ratio(speeds["plain"]),
+        "peers": {name: {"metrics": one} for name, one in metrics.items() if name not in own},
         "differences": _differences(system, [(plain, other) for plain, other in pairs if plain.text != other.text]),
     }
 
@@ -150,18 +175,24 @@ def _acceptance(samples: list[Sample]) -> dict[str, Any]:
     return pooled(stats).to_dict() | {"mean_tau": mean_tau(stats), "tau_per_request": [one.tau for one in stats]}
 
 
-def _metrics(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Value and standard error by "metric,filter".
-
-    >>> _metrics({"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1})
-    {'exact_match,strict-match': {'value': 0.5, 'stderr': 0.1}}
+def _metrics(results: Mapping[str, Any], task: str) -> dict[str, dict[str, Any]]:
+    """Of a side by "metric,filter": value and standard error, and where answers are right or wrong
+    a 95 % interval, and which are right (`evals.certainty.rights`).
     """
-    found: dict[str, dict[str, float | None]] = {}
-    for name, value in results.items():
+    right = rights(results["samples"][task])
+    own = results["results"][task]
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in own.items():
         metric, comma, chosen = name.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-            stderr = results.get(f"{metric}_stderr,{chosen}")
-            found[name] = {"value": float(value), "stderr": float(stderr) if isinstance(stderr, int | float) else None}
+            stderr = own.get(f"{metric}_stderr,{chosen}")
+            known = right.get(name)
+            found[name] = {
+                "value": float(value),
+                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+                "interval": None if known is None else wilson(known.count("1"), len(known)),
+                "right": known,
+            }
     return found
 
 

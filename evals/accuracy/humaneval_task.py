@@ -1,4 +1,4 @@
-"""HumanEval (Chen et al. 2021, arXiv 2107.03374) with lm-eval's prompts and stops, and programs run in confined processes."""
+"""HumanEval (Chen et al. 2021, arXiv 2107.03374), asked as lm-eval does, tested in processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def humaneval_task(name: str, folder: Path) -> dict[str, Any]:
 
 
 def judged(problem: Mapping[str, Any], answers: Sequence[str]) -> dict[str, float]:
-    """Whether the first answer, up to a code fence, completes the function so that its tests pass."""
+    """Whether the first answer, up to a code fence, completes a function that passes its tests."""
     body = answers[0].partition("```")[0]
     test = f"{problem['test']}\ncheck({problem['entry_point']})\n"
     return {"pass@1": float(passes(f"{problem['prompt']}{body}\n{test}"))}
@@ -62,7 +62,5 @@ def _problems(folder: Path) -> dict[str, Any]:
     packed = Path(package.submodule_search_locations[0], "data", "HumanEval.jsonl.gz")
     file = folder / "humaneval.jsonl"
     write_text(file, gzip.decompress(packed.read_bytes()).decode())
-    return {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": str(folder / "datasets")},
-    }
+    kwargs = {"data_files": {"test": str(file)}, "cache_dir": str(folder / "datasets")}
+    return {"dataset_path": "json", "dataset_kwargs": kwargs}

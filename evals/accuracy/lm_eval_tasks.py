@@ -40,8 +40,9 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str], *, data: Mapping[str, str], limit: int | None, folder: Path) -> None:
-        # The index of lm-eval's own tasks takes seconds, which the bundled problems do not need.
-        self._manager = _all_tasks() if set(names) - {BUNDLED, *HUMANEVAL} else TaskManager(include_defaults=False)
+        # The index of lm-eval's own tasks takes seconds, which our own do not need.
+        theirs = set(names) - {BUNDLED, *HUMANEVAL}
+        self._manager = _all_tasks() if theirs else TaskManager(include_defaults=False)
         self._limit = limit
         known = [BUNDLED, *HUMANEVAL, *self._manager.all_tasks]
         for name in names:

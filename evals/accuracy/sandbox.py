@@ -1,4 +1,4 @@
-"""Runs programs that a model wrote, each in a confined process of its own: see `evals.accuracy.confined`."""
+"""Runs programs that a model wrote, each in a process of its own: `evals.accuracy.confined`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from evals.report.report import Report
-from evals.report.table import align, part_title
+from evals.report.table import align, judged, part_title
 from specdec.base.errors import InvalidInputError
 
 Key = tuple[Any, ...]
@@ -47,7 +47,23 @@ def compare_reports(one: Report, other: Report) -> str:
     only = [f"only in the {name}: {_title(key)}" for name, mine, theirs in (("first", parts, others), ("second", others, parts))
             for key in mine if key not in theirs]  # fmt: skip
     notes = differences(one, other)
+    only += [] if bench else _judged_differently(one, other)
     return "\n".join([*notes, *([""] if notes else []), *align(rows, left=(0,)), *([""] if only else []), *only])
+
+
+def _judged_differently(one: Report, other: Report) -> list[str]:
+    """Of both reports' sides the answers that one of them alone has right."""
+    others = {task["task"]: task for task in other["tasks"]}
+    lines = []
+    for task in one["tasks"]:
+        for side in ("plain", "speculative"):
+            metrics = others.get(task["task"], {}).get(side, {}).get("metrics", {})
+            for name, metric in task[side]["metrics"].items():
+                mine, theirs = (some.get("right") for some in (metric, metrics.get(name, {})))
+                if mine and theirs and len(mine) == len(theirs):
+                    title = f"{task['task']} {side}, {name}"
+                    lines.append(f"{title}: {judged(mine, theirs, 'the first', 'the second')}")
+    return lines
 
 
 def differences(one: Report, other: Report) -> list[str]:

@@ -1,12 +1,17 @@
 """Reports as tables for a terminal, made from the stored JSON alone."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
+from evals.certainty import paired
 from evals.report.report import Report
 from specdec.cli.summary import counted
 
 PLAIN = "none"
+
+MOST_SHOWN = 10
+"""Differing samples that are listed one by one."""
 
 
 def format_report(report: Report) -> str:
@@ -154,6 +159,8 @@ def eval_table(report: Report) -> list[str]:
         for name, value in plain["metrics"].items():
             other = speculative["metrics"][name]
             rows.append((name, *_accuracy(value), *_accuracy(other)))
+            for peer, one in task.get("peers", {}).items():
+                rows.append((f"  {peer}", *_accuracy(one["metrics"][name]), "", ""))
         rows.append(("tokens/s", f"{plain['tokens_per_second']:.1f}", "", f"{speculative['tokens_per_second']:.1f}", ""))
         ratio = task["ratio"]
         rows.append(("ratio", "", "", "none" if ratio is None else f"{ratio:.2f}x", ""))
@@ -168,6 +175,7 @@ def eval_table(report: Report) -> list[str]:
                 lines.append("drafts chosen step by step: " + steps_of_shapes(acceptance["steps_by_shape"]))
             if acceptance.get("share_by_rank"):
                 lines.append("accepted drafts of trees by rank: " + _shares(acceptance["share_by_rank"]))
+        lines += _judged_differently(task)
         lines += ["", *_differences(task), ""]
     return lines[:-1]
 
@@ -263,8 +271,36 @@ def _short(commit: str | None) -> str:
 
 
 def _accuracy(metric: dict[str, Any]) -> tuple[str, str]:
-    stderr = metric["stderr"]
+    """Value, and its 95 % interval, or else its standard error."""
+    stderr, interval = metric["stderr"], metric.get("interval")
+    if interval:
+        return f"{metric['value']:.4f}", f"{interval[0]:.4f} to {interval[1]:.4f}"
     return f"{metric['value']:.4f}", "" if stderr is None else f"± {stderr:.4f}"
+
+
+def _judged_differently(task: dict[str, Any]) -> list[str]:
+    """Of every side beside plain decoding the answers that it alone has right, or wrong."""
+    lines = []
+    peers = {name: one["metrics"] for name, one in task.get("peers", {}).items()}
+    for side, metrics in ({"speculative": task["speculative"]["metrics"]} | peers).items():
+        for name, metric in metrics.items():
+            right = task["plain"]["metrics"][name].get("right")
+            if right is not None and metric.get("right") is not None:
+                lines.append(f"  {name}: {judged(right, metric['right'], 'plain', side)}")
+    head = "intervals are of 95 % (Wilson); answers that two sides judge differently:"
+    return [head, *lines] if lines else []
+
+
+def judged(one: str, other: str, first: str, second: str) -> str:
+    """What `paired` says of two sides.
+
+    >>> judged("1100", "1010", "plain", "hf")
+    '1 right with plain alone, 1 with hf alone (McNemar, p = 1)'
+    """
+    found = paired(one, other)
+    ours = f"{found['first_only']} right with {first} alone"
+    theirs = f"{found['second_only']} with {second} alone"
+    return f"{ours}, {theirs} (McNemar, p = {found['p']:.2g})"
 
 
 def _differences(task: dict[str, Any]) -> list[str]:
@@ -272,6 +308,15 @@ def _differences(task: dict[str, Any]) -> list[str]:
     if not differing:
         return [f"output: the same text for all {task['num_samples']} samples"]
     lines = [f"output: differs for {len(differing)} of {task['num_samples']} samples"]
+    known = [one for one in differing if one["margin"] is not None]
+    steps = sorted(one["margin"] / one["resolution"] for one in known if one["resolution"])
+    if len(known) > MOST_SHOWN and steps:
+        lines.append(
+            f"  where {len(known)} of them part, the two largest logits are {median(steps):.3g}"
+            f" steps of the type apart in the median, and at most {steps[-1]:.3g}. The farthest:"
+        )
+        known.sort(key=lambda one: one["margin"] / (one["resolution"] or 1), reverse=True)
+        differing = known[:MOST_SHOWN]
     for one in differing:
         where = f"  sample {one['doc_id']}"
         if one["margin"] is not None:

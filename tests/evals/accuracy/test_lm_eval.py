@@ -20,6 +20,7 @@ from specdec.engine.requests.request import Request
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
+from tests.evals.accuracy.test_humaneval import PROBLEM
 from tests.evals.tiny import save_tiny, write_jsonl
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
@@ -282,6 +283,39 @@ def test_both_sides_are_reported_and_agree(folder: Path, tmp_path: Path, capsys:
     assert "the same text for all 3 samples" in text
     samples = (tmp_path / "run" / "samples_bundled_plain.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(samples) == 2 * 3  # one per filter
+
+
+def test_humaneval_beside_hf(
+    folder: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: Patch,
+) -> None:
+    """Catches a peer that is asked otherwise, programs without their head, and a lost pair."""
+    seen: list[str] = []
+
+    def judge(program: str) -> bool:
+        seen.append(program)
+        return len(seen) == 2  # the second problem, plainly
+
+    monkeypatch.setattr("evals.accuracy.humaneval_task.passes", judge)
+    data = tmp_path / "problems.jsonl"
+    write_jsonl(data, [PROBLEM, PROBLEM | {"task_id": "own/1", "entry_point": "other"}])
+    for name in ("humaneval", "humaneval_instruct"):
+        seen.clear()
+        out = tmp_path / name
+        asked = ["--tasks", name, "--data", f"{name}={data}", "--peer", "hf"]
+        assert evaluate(folder, out, *asked, *(["--chat"] if name != "humaneval" else [])) == 0
+        (task,) = read_report(out / "report.json", "specdec-eval")["tasks"]
+        rights = [task["plain"], task["speculative"], task["peers"]["hf"]]
+        assert [one["metrics"]["pass@1,none"]["right"] for one in rights] == ["01", "00", "00"]
+        assert seen[:2] == seen[2:4] == seen[4:]  # the same answers, in float32
+        assert seen[0].startswith(PROBLEM["prompt"])
+        assert seen[1].endswith("\ncheck(other)\n")
+        assert "1 right with plain alone, 0 with hf alone" in capsys.readouterr().out
+    both = [str(tmp_path / name / "report.json") for name in ("humaneval", "humaneval")]
+    assert main(["bench", "compare", *both]) == 0
+    assert "0 right with the first alone, 0 with the second alone" in capsys.readouterr().out
 
 
 def test_differing_texts_are_counted_with_their_first_token(
