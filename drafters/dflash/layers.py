@@ -75,22 +75,41 @@ class DFlashLayer(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """[..., H] to [..., H]."""
+        query, key, value, kernels = self.before(hidden, cos, sin)
+        return self.behind(hidden, attend(query, key, value), kernels)
+
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What goes before the attention of rows [..., H]: query, key, value, and the kernels of the convolution behind it."""
         attention = self.self_attn
         assert isinstance(attention, DFlashAttention)
+        rows, kernels = _into(self.attention_conv, self.input_layernorm(hidden))
+        return *attention.project(rows, cos, sin), kernels
 
-        def attended(x: Tensor) -> Tensor:
-            return attention.o_proj(attend(*attention.project(x, cos, sin)).flatten(-2))
+    def behind(self, hidden: Tensor, attended: Tensor, kernels: Tensor | None) -> Tensor:
+        """The layer's output [..., H] of its input, and of what its attention gave, [..., heads, head_dim]."""
+        attention = self.self_attn
+        hidden = hidden + _out_of(self.attention_conv, attention.o_proj(attended.flatten(-2)), kernels)
+        rows, kernels = _into(self.mlp_conv, self.post_attention_layernorm(hidden))
+        return hidden + _out_of(self.mlp_conv, self.mlp(rows), kernels)
 
-        hidden = hidden + _convolved(self.attention_conv, attended, self.input_layernorm(hidden))
-        return hidden + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
+
+def compile_layer(layer: nn.Module) -> None:
+    """Has torch compile what a `DFlashLayer` does around its attention."""
+    for name in ("before", "behind"):
+        setattr(layer, name, torch.compile(getattr(layer, name)))
 
 
-def _convolved(convolution: DFlashConvolution | None, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What a sublayer makes of rows [..., H], between its convolutions if it has any."""
+def _into(convolution: DFlashConvolution | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a sublayer is given of rows [..., H], behind its first convolution if it has any, and the kernels of that."""
     if convolution is None:
-        return sublayer(x)
+        return x, None
     kernels = convolution.kernels(x)
-    return convolution(sublayer(convolution(x, kernels, 0)), kernels, 1)
+    return convolution(x, kernels, 0), kernels
+
+
+def _out_of(convolution: DFlashConvolution | None, x: Tensor, kernels: Tensor | None) -> Tensor:
+    """What comes out of a sublayer, behind its second convolution."""
+    return x if convolution is None else convolution(x, kernels, 1)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class TrainLog:
             self._bar.set_postfix_str(words)
         else:
             speed = texts["sequences_per_second"]
-            self.say(f"{100 * progress:5.1f}% {words}" + (f" ({speed} sequences/s)" if speed else ""))
+            left = f", {row['minutes'] * (1 - progress) / progress:.1f} minutes left" if progress and row.get("minutes") else ""
+            self.say(f"{100 * progress:5.1f}% {words}" + (f" ({speed} sequences/s{left})" if speed else ""))
 
     def say(self, text: str) -> None:
         """A line for the user."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from drafters.dflash.layers import compile_layer
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet
 from drafters.training.log import TrainLog
-from drafters.training.loss.blocks import SequenceBatch, block_hidden, make_blocks, sample_anchors
+from drafters.training.loss.blocks import FLEX_CONTEXT, SequenceBatch, block_hidden, make_blocks, sample_anchors
 from drafters.training.loss.evaluate import replay
 from drafters.training.loss.heads import HEAD_MODULES
 from drafters.training.loss.losses import ChunkedLoss, LossConfig, default_gamma
@@ -76,8 +77,9 @@ class Trainer:
         self.objective = Objective(target.head, losses, head=head, teacher=target.head)
         own = [parameter for name, parameter in model.named_parameters() if name.partition(".")[0] in HEAD_MODULES]
         self.loss = ChunkedLoss(self.objective, rows=config.loss_rows, weights=own, compile=config.compile)
-        self.step, self.seconds = 0, 0.0  # seconds of all runs, as far as the last line of the log
-        self._seconds_before, self._clock = 0.0, 0.0
+        for layer in model.layers if config.compile else ():
+            compile_layer(layer)
+        self.step, self.seconds = 0, 0.0  # seconds of the steps of all runs, as far as the last line of the log
         self.tau: float | None = None
         self._best_tau = 0.0  # of this run
         self._generator = torch.Generator(target.device)
@@ -114,16 +116,20 @@ class Trainer:
         config = self.config
         make_folder(self._folder)
         log = TrainLog(self._folder, last_step=self.step, quiet=self.rank > 0)
-        self._seconds_before, self._clock = self.seconds, time.perf_counter()
-        stop_at = math.inf if config.stop_after is None else self.seconds + 60 * config.stop_after
+        stop_at = math.inf if config.stop_after is None else time.perf_counter() + 60 * config.stop_after
+        late = False  # told behind steps, so that every run gets some
         try:
             with termination() as stopping:
-                if self.step == 0:
+                if config.compile or self.flex:
+                    self._compile(log)
+                if self.tau is None:
+                    log.say(f"train: measures tau on {len(self.heldout)} held-out answers, before the first step and on the way")
                     self._evaluate(log, {"step": 0, "minutes": 0.0})
                     self._save()
                 last_save = last_eval = self.seconds
-                while self.progress < 1 and not self._agreed(bool(stopping) or self.seconds >= stop_at):
+                while self.progress < 1 and not self._agreed(bool(stopping) or late):
                     row = self._steps(config.log_every)
+                    late = time.perf_counter() >= stop_at
                     done = self.progress >= 1
                     if self.seconds - last_eval >= 60 * config.eval_every and not done:
                         self._evaluate(log, row)
@@ -162,7 +168,8 @@ class Trainer:
             dist.all_reduce(totals)
         loss, weight, blocks, accepted = totals.tolist()
         grad_norm = norm.item()
-        self.seconds = self._from_first(self._seconds_before + time.perf_counter() - self._clock)
+        seconds = self._from_first(time.perf_counter() - started)
+        self.seconds += seconds
         if not (math.isfinite(loss) and math.isfinite(grad_norm) and self.optimizer.finite()):
             raise SpecDecError(
                 f"the loss is not finite after step {self.step}; the state of the last save is kept, so run again with a lower --lr"
@@ -176,8 +183,21 @@ class Trainer:
             "train_tau": 1 + accepted / max(blocks, 1),
             "lr": self.config.lr * factor,
             "grad_norm": grad_norm,
-            "sequences_per_second": (self.step - first) * self.config.batch_size / (time.perf_counter() - started),
+            "sequences_per_second": (self.step - first) * self.config.batch_size / seconds,
         }
+
+    def _compile(self, log: TrainLog) -> None:
+        """Compiles before the clock of the steps runs: one forward and backward for each length that is compiled by itself."""
+        started, step = time.perf_counter(), self.step
+        epoch = self.train.epoch(hash((self.config.seed, 0)), self.config.batch_size)
+        lengths = {-(-self.train.longest(batch) // FLEX_CONTEXT): position for position, batch in enumerate(epoch)}
+        log.say(f"train: compiles for {len(lengths)} lengths of sequences; the first takes up to a minute or two")
+        self.objective.move(self._step_progress())
+        for self.step in lengths.values():
+            self._forward_backward(0, torch.zeros(4, device=self.target.device))
+        self.step = step
+        self.model.zero_grad()
+        log.say(f"train: compiled in {time.perf_counter() - started:.0f} s")
 
     def _step_progress(self) -> float:
         """Progress at the middle of the step to come: the first step must not have a learning rate of 0."""
@@ -225,6 +245,7 @@ class Trainer:
 
     def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
         """Writes `row` with tau; every process evaluates, so that none runs ahead into a timeout."""
+        started = time.perf_counter()
         result = replay(self.model, self.target, self.heldout, self.config)
         self.tau = result.tau()
         rates = " ".join(f"{rate:.2f}" for rate in result.row_rates)
@@ -235,7 +256,8 @@ class Trainer:
         log.write(row | {"tau": self.tau, "row1": result.row_rates[0]} | trees, self.progress)
         taus = ", ".join(f"{name}: {tau:.3f}" for name, tau in figures.items())
         recall = " ".join(f"{rate:.2f}" for rate in result.recall)
-        log.say(f"step {self.step}: tau on {len(self.heldout)} held-out answers by drafts: {taus}")
+        took = time.perf_counter() - started
+        log.say(f"step {self.step}: tau on {len(self.heldout)} held-out answers by drafts: {taus} ({took:.0f} s)")
         log.say(f"  accepted up to row: {rates}; held by the candidates: {recall}")
         passes = self.step / self._steps_per_epoch
         if self.tau <= self._best_tau and passes >= _MANY:

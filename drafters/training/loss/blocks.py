@@ -10,6 +10,9 @@ from torch.nn import functional as F
 from drafters.dflash.model import DFlashModel
 from drafters.training.loss.mask import BlockAttention
 
+FLEX_CONTEXT = 512
+"""Keys of the context are padded to a multiple of this for FlexAttention, which is compiled for each length."""
+
 
 @dataclass(slots=True)
 class SequenceBatch:
@@ -98,7 +101,8 @@ def block_hidden(
     """
     config = model.config
     width = config.max_draft_tokens + (not config.sample_from_anchor)
-    keys, values = (part.unbind(2) for part in context)
+    room = -context[0].shape[1] % FLEX_CONTEXT if flex else 0
+    keys, values = (F.pad(part, (0, 0, 0, 0, 0, 0, 0, room)).unbind(2) for part in context)
     attention = BlockAttention(anchors, keys[0].shape[1], width, flex)
     token_ids = F.pad(batch.token_ids.gather(1, anchors)[:, :, None], (0, width - 1), value=config.mask_token_id)
     positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)

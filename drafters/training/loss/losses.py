@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 """`(hidden, labels, valid, previous, teacher_hidden) -> (loss, weight, matches)` of some blocks."""
@@ -99,14 +100,15 @@ def block_loss(
     Returns:
         Sum of the weighted losses, sum of the weights, and bool [n, K] whether the label is the most likely token.
     """
-    draft_log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    log_probs = draft_log_probs.gather(-1, labels[..., None]).squeeze(-1)
+    # Compiled, its gradient is one pass over the logits; that of a gather would be a tensor of zeros of their size, and more.
+    log_probs = -F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     with torch.no_grad():
-        matches = (log_probs >= draft_log_probs.amax(dim=-1)) & valid
+        matches = (logits.gather(-1, labels[..., None]).squeeze(-1) >= logits.amax(dim=-1)) & valid
         weights = block_weights(log_probs.exp(), valid, config)
     loss = -config.ce * log_probs
     if config.kl or config.tv:
         assert teacher is not None, "distillation needs the target's logits"
+        draft_log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
         teacher_log_probs = teacher.log_softmax(dim=-1, dtype=torch.float32)
         teacher_probs = teacher_log_probs.exp()
         if config.kl:

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from specdec.base.errors import InvalidInputError
 
 Kind = tuple[bool, int | None]
 """Causal inside the block, and sliding window, of a draft layer."""
+
+TILE = 128
+"""Queries, and keys, of a tile of FlexAttention's."""
 
 _compiled_flex: Callable[..., Any] | None = None
 
@@ -87,14 +90,31 @@ class BlockAttention:
         return visible(self.anchors, self.context_len, self.block_size, kind, sequence, query, key)[:, None]
 
     def block_mask(self, kind: Kind) -> BlockMask:
-        """The same for FlexAttention."""
+        """The same for FlexAttention. Which tiles are seen follows from the anchors in them; no row is compared with every key."""
         anchors, context_len, block_size = self.anchors, self.context_len, self.block_size
+        rows, device = self.num_rows, anchors.device
 
         def mask_mod(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return visible(anchors, context_len, block_size, kind, sequence, query, key)
 
-        shape = (self.anchors.shape[0], None, self.num_rows, self.context_len + self.num_rows)
-        return create_block_mask(mask_mod, *shape, device=self.anchors.device)
+        first = torch.arange(0, rows, TILE, device=device)
+        first_block, last_block = first // block_size, (first + TILE - 1).clamp(max=rows - 1) // block_size
+        owners = (torch.arange(len(first) * TILE, device=device).clamp(max=rows - 1) // block_size).view(-1, TILE)
+        of_rows = anchors[:, owners]  # [S, tiles, TILE]
+        least, most = of_rows.amin(dim=-1)[..., None], of_rows.amax(dim=-1)[..., None]
+        start = torch.arange(0, context_len + rows, TILE, device=device)
+        end = start + TILE  # behind the last key
+        seen = start < most
+        if kind[1] is None:
+            whole = (end <= least) & (end <= context_len)
+        else:
+            seen = seen & (end > least - kind[1])
+            whole = torch.zeros_like(seen)
+        behind = (start - context_len).clamp(min=0) // block_size, (end - 1 - context_len) // block_size
+        own = (end > context_len) & (behind[0] <= last_block[:, None]) & (behind[1] >= first_block[:, None])
+        tiles = [_in_order(part) for part in ((seen | own) & ~whole, whole)]
+        lengths = (rows, context_len + rows)
+        return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], BLOCK_SIZE=TILE, mask_mod=mask_mod, seq_lengths=lengths)
 
     def __call__(self, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of the block rows.
@@ -112,6 +132,13 @@ class BlockAttention:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         attend = _flex if self.flex else _dense
         return attend(q, k, v, self._masks[kind]).transpose(1, 2)
+
+
+def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles of keys are chosen, int32 [S, 1, Q], and which, first of int32 [S, 1, Q, K], by bool [S, Q, K]."""
+    chosen = tiles[:, None].int()
+    order = chosen.argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(dim=-1, dtype=torch.int32), order.int()
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
