@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.keys import MOST_LAYERS
+from drafters.training.data.openings import KINDS
 from specdec.base.errors import InvalidInputError
 from specdec.base.files import read_json, read_toml, user_path
 from specdec.base.validation import is_number
@@ -52,7 +53,10 @@ class TrainConfig:
     max_prompts: int | None = _positive(None, "answers", "most prompts taken from the files")
     variations: int = _amount(0, "answers", "versions of every question with other numbers and names")
     self_prompts: int = _amount(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
-    opening_share: float = _share(0.0, "answers", "share of these that are begun for it: code, lists, summaries, translation, ...")
+    opening_share: float = _share(0.0, "answers", "share of these that are begun for it")
+    openings: tuple[str, ...] = _option(
+        (), "answers", f"kinds of these, as often as they are named: {', '.join(KINDS)} (default: each once)", metavar="KIND"
+    )
     documents: int = _amount(0, "answers", "prompts about texts that the target wrote in its answers to all others, beside these")
     few_shot_share: float = _share(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
     few_shot: int = _count(5, "answers", "worked examples in a few-shot prompt")
@@ -95,7 +99,9 @@ class TrainConfig:
     clip: float = _positive(1.0, "training", "largest norm of the gradient")
     epochs: float = _positive(6.0, "training", "passes over the answers")
     max_steps: int | None = _positive(None, "training", "optimizer steps, instead of epochs")
-    max_minutes: float | None = _positive(None, "training", "minutes of steps over all runs, instead of epochs or a number of steps")
+    max_minutes: float | None = _positive(
+        None, "training", "minutes of steps over all runs, instead of epochs or a number of steps"
+    )
     max_length: int = _positive(2048, "training", "longest sequence of prompt and answer; longer ones are left out")
     loss: str = _option("decay", "training", "weights of the positions: decay (exponential) or dpace")
     gamma: float | None = _positive(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
@@ -133,6 +139,7 @@ class TrainConfig:
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")
         self._check("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon")
+        self._check("openings", set(self.openings) <= set(KINDS), f"some of {', '.join(KINDS)}")
         heads = ("none", "markov", "gated", "selector", "domino")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")
         self._check("confidence", self.confidence == 0 or self.head in ("markov", "gated"), "0 unless the head is markov or gated")

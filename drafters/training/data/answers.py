@@ -8,7 +8,7 @@ from typing import Any
 from drafters.training.config import TrainConfig
 from drafters.training.data.prompts import PromptSet, TrainingPrompt, few_shot_text, make_prompts
 from drafters.training.data.self_prompts import read_self_prompts
-from drafters.training.data.shards import Say, missing_shards, plan_shards, run_shards, stable_seed, write_shards
+from drafters.training.data.shards import Say, fill_shards, missing_shards, plan_shards, stable_seed
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
@@ -65,8 +65,16 @@ def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], 
     writer.check_lengths(missing)
     if rank == 0:
         write_origin(folder, origin, decoder)
-    finished = run_shards(decoder.session, missing, start=writer.start, record=_record)
-    complete = write_shards(folder, missing, finished, say, title="answers", minutes=config.stop_after)
+    complete = fill_shards(
+        decoder.session,
+        folder,
+        missing,
+        start=writer.start,
+        record=_record,
+        say=say,
+        title="answers",
+        minutes=config.stop_after,
+    )
     if complete and writer.num_skipped:
         say(f"answers: {writer.num_skipped} prompts did not fit the target's context and were left out")
     return complete

@@ -4,6 +4,7 @@ What a target writes from nothing is mostly what it was asked most. Openings bri
 rewriting, summaries, translation, questions on a given text, chat, word problems.
 """
 
+from collections.abc import Sequence
 from random import Random
 
 _OPENINGS = {
@@ -15,6 +16,11 @@ _OPENINGS = {
         "Find the mistake in this {language} code:\n\n```\n",
         "Explain what this {language} code does:\n\n```\n",
         "I have this function:\n\ndef ",
+        "Complete this Python function; answer with the whole function.\n\n```python\ndef ",
+        "Finish this:\n\n```python\nfrom typing import List\n\n\ndef ",
+        'Write a Python function with this docstring:\n\n"""',
+        "This function fails for some inputs. Mend it.\n\n```python\ndef ",
+        "Write tests for this {language} function:\n\n```\n",
         "How do I {verb} a {structure} in {language}?",
     ),
     "list": (
@@ -98,13 +104,16 @@ WORDS = {
 """What may stand in a prompt for a name in braces, with spaces between."""
 
 
-def opening(random: Random) -> tuple[str, str]:
-    """A kind, and the beginning of a prompt of that kind; all kinds are equally likely.
+KINDS = tuple(_OPENINGS)
 
-    >>> opening(Random(2))
-    ('code', 'Write a Python program that')
+
+def opening(random: Random, kinds: Sequence[str] = KINDS) -> tuple[str, str]:
+    """A kind, and the beginning of a prompt of that kind; each of `kinds` is equally likely, and twice as likely if named twice.
+
+    >>> opening(Random(2), ["list", "code"])
+    ('list', 'List 4')
     """
-    kind = random.choice(list(_OPENINGS))
+    kind = random.choice(kinds)
     text = random.choice(_OPENINGS[kind])
     for name, words in WORDS.items():
         while "{" + name + "}" in text:

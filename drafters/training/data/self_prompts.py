@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from drafters.training.config import TrainConfig
-from drafters.training.data.openings import opening
-from drafters.training.data.shards import Say, missing_shards, plan_shards, read_shard, run_shards, stable_seed, write_shards
+from drafters.training.data.openings import KINDS, opening
+from drafters.training.data.shards import Say, fill_shards, missing_shards, plan_shards, read_shard, stable_seed
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
@@ -20,7 +20,7 @@ from specdec.session.outputs import GenerationResult
 MAX_PROMPT_TOKENS = 256
 TEMPERATURE = 0.9
 """At 1 a small target's prompts are often gibberish, at 0.8 they are often the same."""
-_SETTINGS = ("model", "seed", "self_prompts", "opening_share", "shard_size")
+_SETTINGS = ("model", "seed", "self_prompts", "opening_share", "openings", "shard_size")
 _MARK = "THE-PROMPT"
 
 
@@ -62,8 +62,16 @@ def write_self_prompts(
 
     if rank == 0:
         write_origin(folder, origin, decoder)
-    finished = run_shards(decoder.session, missing, start=start, record=record)
-    return write_shards(folder, missing, finished, say, title="prompts", minutes=config.stop_after)
+    return fill_shards(
+        decoder.session,
+        folder,
+        missing,
+        start=start,
+        record=record,
+        say=say,
+        title="prompts",
+        minutes=config.stop_after,
+    )
 
 
 def read_self_prompts(config: TrainConfig) -> list[str]:
@@ -102,7 +110,7 @@ def user_turn(decoder: SpecDecoder) -> tuple[list[int], tuple[int, ...]]:
 def _opening(config: TrainConfig, index: int) -> tuple[str, str]:
     """Kind and beginning of prompt `index`: an opening, or nothing."""
     random = Random(stable_seed(config.seed, "opening", index))
-    return opening(random) if random.random() < config.opening_share else ("", "")
+    return opening(random, config.openings or KINDS) if random.random() < config.opening_share else ("", "")
 
 
 def _plan(config: TrainConfig) -> dict[str, Any]:

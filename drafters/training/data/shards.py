@@ -13,7 +13,7 @@ from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from specdec.base.errors import CheckpointError, SpecDecError
 from specdec.base.files import parse_json
@@ -26,19 +26,8 @@ Job = TypeVar("Job")
 Record = TypeVar("Record")
 Say = Callable[[str], None]
 
-
-class FinishedShard(NamedTuple):
-    """A file whose last record has arrived.
-
-    Attributes:
-        name: file name.
-        records: in the order of its jobs.
-        num_tokens: that the target wrote for it.
-    """
-
-    name: str
-    records: list[dict[str, Any]]
-    num_tokens: int
+_EVERY = 10.0
+"""Seconds between lines about the progress, at most."""
 
 
 def plan_shards(split: str, jobs: Sequence[Job], shard_size: int) -> dict[str, Sequence[Job]]:
@@ -56,75 +45,25 @@ def missing_shards(folder: Path, shards: Mapping[str, Sequence[Job]], rank: int,
     return {name: jobs for name, jobs in list(shards.items())[rank::world] if not (folder / name).exists()}
 
 
-def run_shards(
+def fill_shards(
     session: Session,
+    folder: Path,
     shards: Mapping[str, Sequence[Job]],
     *,
     start: Callable[[Job], tuple[list[int], SamplingParams] | None],
     record: Callable[[GenerationResult, Job], dict[str, Any] | None],
-) -> Iterator[FinishedShard]:
-    """Files in the order in which they complete.
-
-    Args:
-        session: decodes.
-        shards: file names and their jobs.
-        start: prompt and sampling of a job; None leaves the job out.
-        record: what a result leaves in the file; None leaves nothing.
-
-    Raises:
-        SpecDecError: the target fails.
-    """
-    records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in shards}
-    tokens = dict.fromkeys(shards, 0)
-    left = {name: len(jobs) for name, jobs in shards.items()}
-    started: dict[int, tuple[str, int, Job]] = {}
-
-    def prompts() -> Iterator[tuple[list[int], SamplingParams]]:
-        numbers = count()
-        for name, jobs in shards.items():
-            for index, job in enumerate(jobs):
-                prompt = start(job)
-                if prompt is None:
-                    left[name] -= 1
-                else:
-                    started[next(numbers)] = name, index, job
-                    yield prompt
-
-    def complete() -> Iterator[FinishedShard]:
-        for name in [name for name, missing in left.items() if missing == 0]:
-            del left[name]
-            yield FinishedShard(name, [line for _, line in sorted(records.pop(name).items())], tokens.pop(name))
-
-    with closing(session.map(prompts(), text=False)) as chunks:
-        for chunk in chunks:
-            result, (name, index, job) = chunk.result, started.pop(chunk.index)
-            assert result is not None, "only ends are asked for"
-            if result.finish_reason == "error":
-                raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
-            line = record(result, job)
-            if line is not None:
-                records[name][index] = line
-            tokens[name] += len(result.token_ids)
-            left[name] -= 1
-            yield from complete()
-    yield from complete()  # whose last jobs were left out
-
-
-def write_shards(
-    folder: Path,
-    shards: Mapping[str, Sequence[Job]],
-    finished: Iterator[FinishedShard],
     say: Say,
-    *,
     title: str,
     minutes: float | None,
 ) -> bool:
     """Writes files as they complete, and says how far it is.
 
     Args:
-        folder: where they go.
+        session: decodes.
+        folder: where the files go.
         shards: file names and their jobs.
-        finished: from `run_shards`.
+        start: prompt and sampling of a job; None leaves the job out.
+        record: what a result leaves in the file; None leaves nothing.
         say: told about the progress.
         title: of what is written, in these messages.
         minutes: after which to stop behind the next file; None writes all.
@@ -133,23 +72,83 @@ def write_shards(
         Whether all are written; False when `minutes` had passed.
 
     Raises:
+        SpecDecError: the target fails.
         CapacityError, InvalidInputError: see `write_atomically`; files written before are kept.
     """
-    total = sum(map(len, shards.values()))
-    say(f"{title}: {total:,} to write in {len(shards)} files")
-    started, done, tokens = time.monotonic(), 0, 0
-    for name, records, num_tokens in finished:
-        lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-        content = gzip.compress(lines.encode(), compresslevel=3, mtime=0)
-        write_atomically(folder / name, partial(Path.write_bytes, data=content))
-        done += len(shards[name])
-        tokens += num_tokens
-        seconds = time.monotonic() - started
-        left = (total - done) * seconds / done / 60
-        say(f"{title}: {done:,} of {total:,}, {tokens / seconds:,.0f} tokens/s, {left:.1f} minutes left")
-        if minutes is not None and seconds >= 60 * minutes and done < total:
-            return False
+    records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in shards}
+    left = {name: len(jobs) for name, jobs in shards.items()}
+    started: dict[int, tuple[str, int, Job]] = {}
+    progress = _Progress(sum(left.values()), title, say)
+    say(f"{title}: {progress.total:,} to write in {len(shards)} files")
+
+    def prompts() -> Iterator[tuple[list[int], SamplingParams]]:
+        numbers = count()
+        for name, jobs in shards.items():
+            for index, job in enumerate(jobs):
+                prompt = start(job)
+                if prompt is None:
+                    left[name] -= 1
+                    progress.add(0)
+                else:
+                    started[next(numbers)] = name, index, job
+                    yield prompt
+
+    def write_complete() -> bool:
+        """Writes what is complete, and tells whether to stop."""
+        written = [name for name, missing in left.items() if missing == 0]
+        for name in written:
+            del left[name]
+            rows = (json.dumps(row, separators=(",", ":")) + "\n" for _, row in sorted(records.pop(name).items()))
+            content = gzip.compress("".join(rows).encode(), compresslevel=3, mtime=0)
+            write_atomically(folder / name, partial(Path.write_bytes, data=content))
+            progress.tell()
+        return bool(written and left) and minutes is not None and progress.seconds >= 60 * minutes
+
+    with closing(session.map(prompts(), text=False)) as chunks:
+        for chunk in chunks:
+            result, (name, index, job) = chunk.result, started.pop(chunk.index)
+            assert result is not None, "only ends are asked for"
+            if result.finish_reason == "error":
+                raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
+            row = record(result, job)
+            if row is not None:
+                records[name][index] = row
+            left[name] -= 1
+            progress.add(len(result.token_ids))
+            if write_complete():
+                return False
+    write_complete()  # of which the last jobs were left out
     return True
+
+
+class _Progress:
+    """What is said while files fill: behind each file, and where that takes long every `_EVERY` seconds."""
+
+    def __init__(self, total: int, title: str, say: Say) -> None:
+        self.total, self._title, self._say = total, title, say
+        self._started = self._told = time.monotonic()
+        self._done, self._tokens = 0, 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started
+
+    def add(self, tokens: int) -> None:
+        """One job is done, with so many tokens."""
+        self._done += 1
+        self._tokens += tokens
+        if time.monotonic() - self._told >= _EVERY:
+            self.tell()
+
+    def tell(self) -> None:
+        """Says how far it is."""
+        self._told = time.monotonic()
+        seconds = max(self.seconds, 1e-9)
+        left = (self.total - self._done) * seconds / max(self._done, 1) / 60
+        self._say(
+            f"{self._title}: {self._done:,} of {self.total:,}, {self._tokens / seconds:,.0f} tokens/s, {left:.1f} minutes left"
+        )
 
 
 def read_shard(path: Path, parse: Callable[[dict[str, Any]], Record], *, stage: str) -> list[Record]:

@@ -17,7 +17,7 @@ import torch
 
 from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config.config import DFlashConfig
-from drafters.training import finish, state
+from drafters.training import finish, state, trainer
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import read_answers
 from drafters.training.log import TrainLog
@@ -311,6 +311,28 @@ def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(MasterOptimizer, "step", step)
     assert run_stages(("train",), toy_config(answered, max_steps=2, loss="dpace", kl=1.0))
     assert guarded == ["forward", "step"] * 2
+
+
+def test_minutes_are_those_of_steps(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches evaluations and saves that eat the time to train, and a run that is stopped before its time by them."""
+    now = [0.0]
+
+    def taking(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any, **options: Any) -> Any:
+            now[0] += seconds
+            return call(*args, **options)
+
+        return slow
+
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trainer, "replay", taking(1e6, trainer.replay))
+    monkeypatch.setattr(trainer, "save_state", taking(1e6, trainer.save_state))
+    monkeypatch.setattr(MasterOptimizer, "step", taking(1.0, MasterOptimizer.step))
+    config = toy_config(answered, max_steps=None, max_minutes=0.1, log_every=1, eval_every=0.05, save_every=0.05, heldout=2)
+    assert run_stages(("train",), config)
+    rows = log_rows(answered)
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4", "5", "6", "6"]
+    assert [row["step"] for row in rows if row["tau"]] == ["0", "3", "6"]
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:

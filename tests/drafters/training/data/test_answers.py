@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from drafters.training.config import TrainConfig
 from drafters.training.data import answers, self_prompts
+from drafters.training.data import shards as answers_files
 from drafters.training.data.dataset import read_answers
 from drafters.training.data.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
 from drafters.training.data.shards import stable_seed
@@ -178,6 +179,17 @@ def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, 
     assert resumed == shards(tmp_path / "whole")
 
 
+def test_progress_is_told_within_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a stage that says nothing until its first file is whole."""
+    monkeypatch.setattr(answers_files, "_EVERY", 0.0)
+    assert run_stages(("answers",), small_config(tmp_path, shard_size=1000))
+    said = [line for line in capsys.readouterr().err.splitlines() if "tokens/s" in line]
+    done = [int(line.split()[1]) for line in said]
+    assert sorted(done) == done and set(done) == set(range(1, 41))
+
+
 def test_processes_share_the_shards(tmp_path: Path) -> None:
     """Catches shards that two processes write, or none."""
     config = small_config(tmp_path)
@@ -291,7 +303,7 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
 def test_the_target_goes_on_with_prompts_that_are_begun_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches openings that the target does not see, or that are no part of the prompt, and a share that is ignored."""
     write_chat_target(tmp_path)
-    monkeypatch.setattr(self_prompts, "opening", lambda random: ("two words", "w7 w8"))
+    monkeypatch.setattr(self_prompts, "opening", lambda random, kinds: ("two words", "w7 w8"))
     config = small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=24, opening_share=0.5)
     assert run_stages(("answers",), config)
     paths = sorted((tmp_path / "run" / "prompts").glob("*.jsonl.gz"))

@@ -1,6 +1,7 @@
 """Training's parts against definitions written out: mask, leak, anchors, losses, weights, replay, optimizer."""
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drafters.dflash.layers import compile_layer
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.loss.blocks import block_hidden, make_blocks, sample_anchors
 from drafters.training.loss.evaluate import replay
 from drafters.training.loss.losses import ChunkedLoss, LossConfig, block_loss, decay_weights, dpace_weights
-from drafters.training.loss.mask import BlockAttention, Kind, use_flex
+from drafters.training.loss.mask import TILE, BlockAttention, Kind, use_flex
 from drafters.training.loss.objective import Objective
 from drafters.training.optimizer import MasterOptimizer
 from drafters.training.target import Target
@@ -76,6 +78,50 @@ def test_flex_attention_equals_dense_mask(kind: Kind) -> None:
     dense = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=False)
     flex = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=True)(kind, query, key, value)
     assert_as_exact(flex, dense(kind, query, key, value), dense(kind, query.double(), key.double(), value.double()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("context", "blocks", "width"), [(300, 40, 16), (256, 32, 12), (512, 30, 7)])
+def test_tiles_of_flex_attention_leave_nothing_out(kind: Kind, context: int, blocks: int, width: int) -> None:
+    """Catches a tile that is skipped though a row sees a key in it, or is read without the mask though a row does not."""
+    anchors = torch.randint(260 if context == 300 else 200, (3, blocks), generator=torch.Generator().manual_seed(0)).sort(-1).values
+    anchors[1, blocks // 2 :] = 0  # those that are not valid
+    attention = BlockAttention(anchors, context, width, flex=True)
+    made, mask = attention.block_mask(kind), attention.dense_mask(kind)[:, 0]
+    assert made.full_kv_num_blocks is not None and made.full_kv_indices is not None
+    rows = mask.shape[1]
+    for sequence, tile in itertools.product(range(3), range(-(-rows // TILE))):
+        some, whole = (
+            set(indices[sequence, 0, tile, : int(count[sequence, 0, tile])].tolist())
+            for count, indices in ((made.kv_num_blocks, made.kv_indices), (made.full_kv_num_blocks, made.full_kv_indices))
+        )
+        seen = list(mask[sequence, tile * TILE : (tile + 1) * TILE].split(TILE, dim=1))
+        assert not some & whole
+        assert {place for place, part in enumerate(seen) if part.any()} <= some | whole
+        assert all(seen[place].all() for place in whole)
+        if kind == (False, None):  # and nothing is read in vain
+            assert {place for place, part in enumerate(seen) if part.any()} == some | whole
+            assert {place for place, part in enumerate(seen) if part.all() and (place + 1) * TILE <= context} == whole
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_gradient_of_others() -> None:
+    """Catches a part of a layer that is lost between what is compiled before its attention and behind it."""
+    plain, compiled, exact = (tiny_model(TINY) for _ in range(3))
+    exact.double()
+    for layer in compiled.layers:
+        compile_layer(layer)
+    embeddings = torch.randn(2, 12, TINY.hidden_size, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for model in (compiled, plain, exact):
+        rows = embeddings.to(model.norm.weight.dtype)
+        hidden = model.block_forward(
+            rows, torch.arange(12), lambda layer, query, key, value: query + (key + value).repeat(1, 1, 2, 1)
+        )
+        hidden.square().sum().backward()
+        found = [parameter.grad.flatten() for parameter in model.layers.parameters() if parameter.grad is not None]
+        gradients.append(torch.cat([hidden.detach().flatten(), *found]))
+    assert_as_exact(*gradients)
 
 
 def test_flex_is_refused_where_it_cannot_train() -> None:

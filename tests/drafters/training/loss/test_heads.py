@@ -33,7 +33,7 @@ def test_recipes_are_read(path: Path) -> None:
     """And say what they are called after."""
     config = build_config({"out": "x"}, str(path))
     algorithm = "dflash" if (head := new_head(config)) is None else head.algorithm
-    assert algorithm == {"small_target": "dspark"}.get(path.stem, path.stem)
+    assert algorithm == {"small_target": "dspark", "target_1.5b": "dspark"}.get(path.stem, path.stem)
 
 
 @pytest.mark.parametrize("head", [MarkovConfig(3), SelectorConfig(3, 8)])
@@ -64,3 +64,4 @@ def test_openings_are_of_all_kinds_and_whole() -> None:
     assert len({kind for kind, _ in drawn}) == 9
     assert len({text for _, text in drawn}) > 150
     assert not any("{" in text or "}" in text for _, text in drawn)
+    assert {opening(Random(seed), ["list", "chat"])[0] for seed in range(40)} == {"list", "chat"}
