@@ -4,6 +4,7 @@ What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder st
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,17 +79,18 @@ class DFlashLayer(nn.Module):
         query, key, value, kernels = self.before(hidden, cos, sin)
         return self.behind(hidden, attend(query, key, value), kernels)
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What goes before the attention of rows [..., H]: query, key, value, and the kernels of the convolution behind it."""
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, *tuple[Any, ...]]:
+        """Query, key and value of rows [..., H], and the kernels of the convolution behind, if any."""
         attention = self.self_attn
         assert isinstance(attention, DFlashAttention)
         rows, kernels = _into(self.attention_conv, self.input_layernorm(hidden))
         return *attention.project(rows, cos, sin), kernels
 
     def behind(self, hidden: Tensor, attended: Tensor, kernels: Tensor | None) -> Tensor:
-        """The layer's output [..., H] of its input, and of what its attention gave, [..., heads, head_dim]."""
+        """The layer's output [..., H] of its input, and of the attention's, [..., heads, head_dim]."""
         attention = self.self_attn
-        hidden = hidden + _out_of(self.attention_conv, attention.o_proj(attended.flatten(-2)), kernels)
+        output = attention.o_proj(attended.flatten(-2))
+        hidden = hidden + _out_of(self.attention_conv, output, kernels)
         rows, kernels = _into(self.mlp_conv, self.post_attention_layernorm(hidden))
         return hidden + _out_of(self.mlp_conv, self.mlp(rows), kernels)
 
@@ -100,7 +102,7 @@ def compile_layer(layer: nn.Module) -> None:
 
 
 def _into(convolution: DFlashConvolution | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What a sublayer is given of rows [..., H], behind its first convolution if it has any, and the kernels of that."""
+    """What a sublayer is given of rows [..., H], and the kernels of its convolutions, if any."""
     if convolution is None:
         return x, None
     kernels = convolution.kernels(x)

@@ -55,7 +55,10 @@ class TrainConfig:
     self_prompts: int = _amount(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
     opening_share: float = _share(0.0, "answers", "share of these that are begun for it")
     openings: tuple[str, ...] = _option(
-        (), "answers", f"kinds of these, as often as they are named: {', '.join(KINDS)} (default: each once)", metavar="KIND"
+        (),
+        "answers",
+        f"kinds of these, as often as they are named: {', '.join(KINDS)} (default: each once)",
+        metavar="KIND",
     )
     documents: int = _amount(0, "answers", "prompts about texts that the target wrote in its answers to all others, beside these")
     few_shot_share: float = _share(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
@@ -116,7 +119,7 @@ class TrainConfig:
     base_until: float = _share(0.0, "training", "share of the run over which the loss moves from the backbone to its head")
     base_share: float = _share(0.0, "training", "share of the loss that stays with the backbone beside its head")
     mask_path: str = _option("auto", "training", "attention of the blocks: flex (FlexAttention), dense, or auto (flex on CUDA)")
-    compile: bool = _option(False, "training", "compile the target's layers, the drafter's and the loss; worth it for long runs")
+    compile: bool = _option(False, "training", "compile the layers and the loss; worth it for long runs")
     loss_rows: int = _count(4096, "training", "rows whose logits exist at once")
     bucket: int = _count(128, "training", "sequences are padded to multiples of this many tokens")
     log_every: int = _count(20, "training", "steps between lines of the log")

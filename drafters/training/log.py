@@ -51,8 +51,9 @@ class TrainLog:
             self._bar.set_postfix_str(words)
         else:
             speed = texts["sequences_per_second"]
-            left = f", {row['minutes'] * (1 - progress) / progress:.1f} minutes left" if progress and row.get("minutes") else ""
-            self.say(f"{100 * progress:5.1f}% {words}" + (f" ({speed} sequences/s{left})" if speed else ""))
+            left = row.get("minutes", 0.0) * (1 - progress) / max(progress, 1e-9)
+            ahead = f" ({speed} sequences/s, {left:.1f} minutes left)" if speed else ""
+            self.say(f"{100 * progress:5.1f}% {words}{ahead}")
 
     def say(self, text: str) -> None:
         """A line for the user."""

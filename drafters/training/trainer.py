@@ -15,7 +15,13 @@ from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet
 from drafters.training.log import TrainLog
-from drafters.training.loss.blocks import FLEX_CONTEXT, SequenceBatch, block_hidden, make_blocks, sample_anchors
+from drafters.training.loss.blocks import (
+    FLEX_CONTEXT,
+    SequenceBatch,
+    block_hidden,
+    make_blocks,
+    sample_anchors,
+)
 from drafters.training.loss.evaluate import replay
 from drafters.training.loss.heads import HEAD_MODULES
 from drafters.training.loss.losses import ChunkedLoss, LossConfig, default_gamma
@@ -79,7 +85,7 @@ class Trainer:
         self.loss = ChunkedLoss(self.objective, rows=config.loss_rows, weights=own, compile=config.compile)
         for layer in model.layers if config.compile else ():
             compile_layer(layer)
-        self.step, self.seconds = 0, 0.0  # seconds of the steps of all runs, as far as the last line of the log
+        self.step, self.seconds = 0, 0.0  # of the steps of all runs, up to the last line
         self.tau: float | None = None
         self._best_tau = 0.0  # of this run
         self._generator = torch.Generator(target.device)
@@ -116,14 +122,14 @@ class Trainer:
         config = self.config
         make_folder(self._folder)
         log = TrainLog(self._folder, last_step=self.step, quiet=self.rank > 0)
-        stop_at = math.inf if config.stop_after is None else time.perf_counter() + 60 * config.stop_after
+        stop_at = time.perf_counter() + 60 * (config.stop_after or math.inf)
         late = False  # told behind steps, so that every run gets some
         try:
             with termination() as stopping:
                 if config.compile or self.flex:
                     self._compile(log)
                 if self.tau is None:
-                    log.say(f"train: measures tau on {len(self.heldout)} held-out answers, before the first step and on the way")
+                    log.say(f"train: measures tau on {len(self.heldout)} held-out answers first")
                     self._evaluate(log, {"step": 0, "minutes": 0.0})
                     self._save()
                 last_save = last_eval = self.seconds
@@ -187,11 +193,12 @@ class Trainer:
         }
 
     def _compile(self, log: TrainLog) -> None:
-        """Compiles before the clock of the steps runs: one forward and backward for each length that is compiled by itself."""
+        """Compiles before the clock of the steps runs: a forward and backward of each length."""
         started, step = time.perf_counter(), self.step
         epoch = self.train.epoch(hash((self.config.seed, 0)), self.config.batch_size)
-        lengths = {-(-self.train.longest(batch) // FLEX_CONTEXT): position for position, batch in enumerate(epoch)}
-        log.say(f"train: compiles for {len(lengths)} lengths of sequences; the first takes up to a minute or two")
+        longest = map(self.train.longest, epoch)
+        lengths = {-(-length // FLEX_CONTEXT): position for position, length in enumerate(longest)}
+        log.say(f"train: compiles for {len(lengths)} lengths; the first takes a minute or two")
         self.objective.move(self._step_progress())
         for self.step in lengths.values():
             self._forward_backward(0, torch.zeros(4, device=self.target.device))
@@ -257,7 +264,8 @@ class Trainer:
         taus = ", ".join(f"{name}: {tau:.3f}" for name, tau in figures.items())
         recall = " ".join(f"{rate:.2f}" for rate in result.recall)
         took = time.perf_counter() - started
-        log.say(f"step {self.step}: tau on {len(self.heldout)} held-out answers by drafts: {taus} ({took:.0f} s)")
+        about = f"tau on {len(self.heldout)} held-out answers by drafts"
+        log.say(f"step {self.step}: {about}: {taus} ({took:.0f} s)")
         log.say(f"  accepted up to row: {rates}; held by the candidates: {recall}")
         passes = self.step / self._steps_per_epoch
         if self.tau <= self._best_tau and passes >= _MANY:

@@ -108,7 +108,7 @@ KINDS = tuple(_OPENINGS)
 
 
 def opening(random: Random, kinds: Sequence[str] = KINDS) -> tuple[str, str]:
-    """A kind, and the beginning of a prompt of that kind; each of `kinds` is equally likely, and twice as likely if named twice.
+    """A kind, and the beginning of a prompt of that kind; each of `kinds` is equally likely.
 
     >>> opening(Random(2), ["list", "code"])
     ('list', 'List 4')

@@ -10,7 +10,14 @@ from typing import Any
 
 from drafters.training.config import TrainConfig
 from drafters.training.data.openings import KINDS, opening
-from drafters.training.data.shards import Say, fill_shards, missing_shards, plan_shards, read_shard, stable_seed
+from drafters.training.data.shards import (
+    Say,
+    fill_shards,
+    missing_shards,
+    plan_shards,
+    read_shard,
+    stable_seed,
+)
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
@@ -110,7 +117,8 @@ def user_turn(decoder: SpecDecoder) -> tuple[list[int], tuple[int, ...]]:
 def _opening(config: TrainConfig, index: int) -> tuple[str, str]:
     """Kind and beginning of prompt `index`: an opening, or nothing."""
     random = Random(stable_seed(config.seed, "opening", index))
-    return opening(random, config.openings or KINDS) if random.random() < config.opening_share else ("", "")
+    begun = random.random() < config.opening_share
+    return opening(random, config.openings or KINDS) if begun else ("", "")
 
 
 def _plan(config: TrainConfig) -> dict[str, Any]:

@@ -98,8 +98,9 @@ def fill_shards(
         written = [name for name, missing in left.items() if missing == 0]
         for name in written:
             del left[name]
-            rows = (json.dumps(row, separators=(",", ":")) + "\n" for _, row in sorted(records.pop(name).items()))
-            content = gzip.compress("".join(rows).encode(), compresslevel=3, mtime=0)
+            rows = [row for _, row in sorted(records.pop(name).items())]
+            text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+            content = gzip.compress(text.encode(), compresslevel=3, mtime=0)
             write_atomically(folder / name, partial(Path.write_bytes, data=content))
             progress.tell()
         return bool(written and left) and minutes is not None and progress.seconds >= 60 * minutes
@@ -122,7 +123,7 @@ def fill_shards(
 
 
 class _Progress:
-    """What is said while files fill: behind each file, and where that takes long every `_EVERY` seconds."""
+    """What is said while files fill: behind each file, and every `_EVERY` seconds."""
 
     def __init__(self, total: int, title: str, say: Say) -> None:
         self.total, self._title, self._say = total, title, say
@@ -146,9 +147,8 @@ class _Progress:
         self._told = time.monotonic()
         seconds = max(self.seconds, 1e-9)
         left = (self.total - self._done) * seconds / max(self._done, 1) / 60
-        self._say(
-            f"{self._title}: {self._done:,} of {self.total:,}, {self._tokens / seconds:,.0f} tokens/s, {left:.1f} minutes left"
-        )
+        speed = f"{self._tokens / seconds:,.0f} tokens/s"
+        self._say(f"{self._title}: {self._done:,} of {self.total:,}, {speed}, {left:.1f} minutes left")
 
 
 def read_shard(path: Path, parse: Callable[[dict[str, Any]], Record], *, stage: str) -> list[Record]:

@@ -11,7 +11,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.training.loss.mask import BlockAttention
 
 FLEX_CONTEXT = 512
-"""Keys of the context are padded to a multiple of this for FlexAttention, which is compiled for each length."""
+"""FlexAttention is compiled for each length: the context is padded to a multiple of this."""
 
 
 @dataclass(slots=True)

@@ -100,8 +100,9 @@ def block_loss(
     Returns:
         Sum of the weighted losses, sum of the weights, and bool [n, K] whether the label is the most likely token.
     """
-    # Compiled, its gradient is one pass over the logits; that of a gather would be a tensor of zeros of their size, and more.
-    log_probs = -F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    # Compiled, its gradient is one pass over the logits; a gather's fills zeros of their size.
+    rows = logits.float().flatten(0, 1)
+    log_probs = -F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
     with torch.no_grad():
         matches = (logits.gather(-1, labels[..., None]).squeeze(-1) >= logits.amax(dim=-1)) & valid
         weights = block_weights(log_probs.exp(), valid, config)

@@ -90,7 +90,7 @@ class BlockAttention:
         return visible(self.anchors, self.context_len, self.block_size, kind, sequence, query, key)[:, None]
 
     def block_mask(self, kind: Kind) -> BlockMask:
-        """The same for FlexAttention. Which tiles are seen follows from the anchors in them; no row is compared with every key."""
+        """The same for FlexAttention: which tiles are seen follows from the anchors in them."""
         anchors, context_len, block_size = self.anchors, self.context_len, self.block_size
         rows, device = self.num_rows, anchors.device
 
@@ -98,8 +98,8 @@ class BlockAttention:
             return visible(anchors, context_len, block_size, kind, sequence, query, key)
 
         first = torch.arange(0, rows, TILE, device=device)
-        first_block, last_block = first // block_size, (first + TILE - 1).clamp(max=rows - 1) // block_size
-        owners = (torch.arange(len(first) * TILE, device=device).clamp(max=rows - 1) // block_size).view(-1, TILE)
+        owners = torch.arange(len(first) * TILE, device=device).clamp(max=rows - 1) // block_size
+        owners = owners.view(-1, TILE)  # the block of each row
         of_rows = anchors[:, owners]  # [S, tiles, TILE]
         least, most = of_rows.amin(dim=-1)[..., None], of_rows.amax(dim=-1)[..., None]
         start = torch.arange(0, context_len + rows, TILE, device=device)
@@ -110,11 +110,16 @@ class BlockAttention:
         else:
             seen = seen & (end > least - kind[1])
             whole = torch.zeros_like(seen)
-        behind = (start - context_len).clamp(min=0) // block_size, (end - 1 - context_len) // block_size
-        own = (end > context_len) & (behind[0] <= last_block[:, None]) & (behind[1] >= first_block[:, None])
+        first_key, last_key = ((x - context_len) // block_size for x in (start, end - 1))
+        own = (first_key <= owners[:, -1:]) & (last_key >= owners[:, :1])
         tiles = [_in_order(part) for part in ((seen | own) & ~whole, whole)]
-        lengths = (rows, context_len + rows)
-        return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], BLOCK_SIZE=TILE, mask_mod=mask_mod, seq_lengths=lengths)
+        return BlockMask.from_kv_blocks(
+            *tiles[0],
+            *tiles[1],
+            BLOCK_SIZE=TILE,
+            mask_mod=mask_mod,
+            seq_lengths=(rows, context_len + rows),
+        )
 
     def __call__(self, kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of the block rows.
@@ -135,7 +140,7 @@ class BlockAttention:
 
 
 def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of keys are chosen, int32 [S, 1, Q], and which, first of int32 [S, 1, Q, K], by bool [S, Q, K]."""
+    """How many tiles of keys bool [S, Q, K] chooses, int32 [S, 1, Q], and which, int32 [S, 1, Q, K]."""
     chosen = tiles[:, None].int()
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32), order.int()

@@ -314,7 +314,7 @@ def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_minutes_are_those_of_steps(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches evaluations and saves that eat the time to train, and a run that is stopped before its time by them."""
+    """Catches evaluations and saves that eat the time to train."""
     now = [0.0]
 
     def taking(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,7 +328,8 @@ def test_minutes_are_those_of_steps(answered: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(trainer, "replay", taking(1e6, trainer.replay))
     monkeypatch.setattr(trainer, "save_state", taking(1e6, trainer.save_state))
     monkeypatch.setattr(MasterOptimizer, "step", taking(1.0, MasterOptimizer.step))
-    config = toy_config(answered, max_steps=None, max_minutes=0.1, log_every=1, eval_every=0.05, save_every=0.05, heldout=2)
+    often = {"log_every": 1, "eval_every": 0.05, "save_every": 0.05}
+    config = toy_config(answered, max_steps=None, max_minutes=0.1, heldout=2, **often)
     assert run_stages(("train",), config)
     rows = log_rows(answered)
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4", "5", "6", "6"]

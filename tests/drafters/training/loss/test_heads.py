@@ -33,7 +33,8 @@ def test_recipes_are_read(path: Path) -> None:
     """And say what they are called after."""
     config = build_config({"out": "x"}, str(path))
     algorithm = "dflash" if (head := new_head(config)) is None else head.algorithm
-    assert algorithm == {"small_target": "dspark", "target_1.5b": "dspark"}.get(path.stem, path.stem)
+    named = {"small_target": "dspark", "target_1.5b": "dspark"}
+    assert algorithm == named.get(path.stem, path.stem)
 
 
 @pytest.mark.parametrize("head", [MarkovConfig(3), SelectorConfig(3, 8)])
