@@ -4,7 +4,6 @@ What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder st
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,10 @@ from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.latent import LatentProjections
 from specdec.layers.rotary.rotary import rotate
+
+
+Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Query, key and value, and the kernels of the convolution behind them."""
 
 
 class DFlashAttention(nn.Module):
@@ -79,8 +82,8 @@ class DFlashLayer(nn.Module):
         query, key, value, kernels = self.before(hidden, cos, sin)
         return self.behind(hidden, attend(query, key, value), kernels)
 
-    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, *tuple[Any, ...]]:
-        """Query, key and value of rows [..., H], and the kernels of the convolution behind, if any."""
+    def before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+        """What goes before the attention of rows [..., H]."""
         attention = self.self_attn
         assert isinstance(attention, DFlashAttention)
         rows, kernels = _into(self.attention_conv, self.input_layernorm(hidden))
