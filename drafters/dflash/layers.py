@@ -14,7 +14,6 @@ from drafters.dflash.convolution import DFlashConvolution
 from drafters.dflash.latent import LatentProjections
 from specdec.layers.rotary.rotary import rotate
 
-
 Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key and value, and the kernels of the convolution behind them."""
 
