@@ -2,6 +2,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 QUESTION ?= Write a Python function that computes the average of a list of numbers.
 DEMO ?= --compare --stream --max-tokens 200
+# Where the models of `make real` come from: hub, packages, or a folder with the files.
+REAL ?= hub
 # Which PyTorch to install: the index of a ROCm build, a version, or wheels. docs/rocm.md says where they are.
 TORCH_INDEX ?=
 TORCH ?=
@@ -15,7 +17,7 @@ NAMED := $(if $(TORCH_INDEX)$(TORCH),--named)
 
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 
-.PHONY: help demo test check check-fast check-lowest test-cpus lint format clean
+.PHONY: help demo test check check-fast check-lowest test-cpus real lint format clean
 .DELETE_ON_ERROR:
 
 help: ## what there is
@@ -42,6 +44,9 @@ test-cpus: $(VENV)/.dev ## what compares numbers, as five other processors compu
 
 check-lowest: ## the quick tests with the oldest versions that pyproject.toml allows, in an environment of their own
 	$(MAKE) check-fast VENV=.venv-lowest LOWEST=1
+
+real: $(VENV)/.dev ## two real models, 1.6 GB, through generate, bench, eval and serve
+	$(BIN)/python -m tests.checks.real --from $(REAL)
 
 lint: $(VENV)/.dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .
