@@ -88,18 +88,22 @@ def guess(
     target_ids: Tensor | None,
     *,
     weights: Tensor | None = None,
+    alike: bool = False,
 ) -> Guesses:
-    """The `count` likeliest tokens of each of a few drafts, or as many as there are, given the noise that the target will choose by
-    if drafts are coupled.
+    """The `count` likeliest tokens of each of a few drafts, or as many as there are, given the noise
+    that the target will choose by if drafts are coupled.
 
-    Arguments as of `choose`.
+    Arguments as of `choose`. Rows that are `alike` are all for the draft `first`, behind different
+    tokens.
     """
-    sampling, end, count = batch.sampling, first + logits.shape[1], min(count, logits.shape[-1])
+    sampling, count = batch.sampling, min(count, logits.shape[-1])
+    end = first + (1 if alike else logits.shape[1])
     if draft_sampling == "greedy":
         sampling, weights = replace(sampling, plan=SamplingPlan.of([])), None  # as of greedy requests
     if weights is not None:
         weights = weights[..., first:end].contiguous()
     positions = batch.positions(batch.shape.depth + 1)[:, first + 1 : end + 1]
+    positions = positions.expand(logits.shape[:2])
     return Guesses(*candidates(logits, sampling, positions, count, weights=weights, target_ids=target_ids))
 
 

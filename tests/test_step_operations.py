@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from triton.runtime.jit import JITFunction
 
+from drafters.draft_model.drafter import DraftModel
 from specdec.attention.triton import fa as triton_fa
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
@@ -31,6 +32,7 @@ from specdec.engine.engine import SpecEngine
 from specdec.kernels import triton_argmax
 from specdec.layers import decoder, linear_choice, triton_linear
 from specdec.layers.ops import fused
+from specdec.model.core import Drafter, Verifier
 from specdec.sampling import argmax, sampler, scores, triton_sampler
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees import candidates, triton_candidates
@@ -110,7 +112,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
     def valid(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         token_ids, logprobs = found(*args, **kwargs)
         on, made.on = made.on, False
-        token_ids.zero_()
+        token_ids.copy_(torch.arange(token_ids.shape[-1]))  # siblings differ
+        logprobs.fill_(-1.0)
         made.on = on
         return token_ids, logprobs
 
@@ -143,12 +146,32 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
 )
 def test_operations_beside_the_layers(counter: OperationCounter, k: int, params: dict[str, Any], most: int) -> None:
     """A DFlash step of one request: 4 products, 2 embeddings, 4 kernels for the drafter's context, 2 per arg max, and the rest."""
-    config = CONFIGS["llama"]()
+    verifier = model_on_kernels("llama")
+    check_operations(counter, verifier, random_dflash(verifier, block_size=16), most, params, num_draft_tokens=k)
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [({"num_draft_tokens": 1}, 79), ({"num_draft_tokens": 7}, 126), ({"tree_nodes": 15}, 264)]
+)
+def test_operations_of_a_draft_model(counter: OperationCounter, shape: dict[str, Any], most: int) -> None:
+    """Each draft takes 8 operations beside its layers, and a level of a tree 20."""
+    verifier = model_on_kernels("qwen2")
+    check_operations(counter, verifier, DraftModel(model_on_kernels("qwen2"), verifier), most, {}, **shape)
+
+
+def model_on_kernels(name: str) -> Verifier:
+    """A tiny model whose layers are Triton's kernels."""
+    config = CONFIGS[name]()
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
-    verifier = verifier_for(model, name="llama", backend=TritonFaBackend(spec))
-    cache = CacheConfig(memory_bytes=2**22)
-    engine = SpecEngine(verifier, random_dflash(verifier, block_size=16), EngineConfig(num_draft_tokens=k, cache=cache))
+    return verifier_for(model, name=name, backend=TritonFaBackend(spec))
+
+
+def check_operations(
+    counter: OperationCounter, verifier: Verifier, drafter: Drafter, most: int, params: dict[str, Any], **config: Any
+) -> None:
+    """Captures a step of one request, which has at most so many operations."""
+    engine = SpecEngine(verifier, drafter, EngineConfig(cache=CacheConfig(memory_bytes=2**22), **config))
     engine.runner.graphs = StepGraphs(counter, engine.slots, engine.runner.step_table)
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True, **params))
     while engine.has_work and not counter.counts:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from drafters.sequential.network import Rows, SequentialNetwork
+from specdec.attention.selector import tree_reasons
 from specdec.base.errors import CheckpointError
 from specdec.kv_cache import LayerSpec, SharedLayerSpec, bytes_per_slot
 from specdec.model.batch import ForwardInput
@@ -36,7 +37,7 @@ class DraftModelNetwork(SequentialNetwork):
                 f"draft model {model.name!r} rotates requests longer than {model.length_rule.start:,} tokens in another way,"
                 " which a draft model cannot yet; choose another"
             )
-        self.model = model
+        self.model, self.takes_trees = model, not tree_reasons(model.attention)
         self.num_tokens = min(num_tokens, model.vocab_size, target.vocab_size)
         # A target may have tokens that the model lacks; it drafts a few of its own ids alone then.
         partial = self.num_tokens < target.vocab_size
@@ -56,7 +57,9 @@ class DraftModelNetwork(SequentialNetwork):
         token_ids = rows.token_ids
         if self.target_ids is not None:
             token_ids = token_ids.where(token_ids < self.num_tokens, 0)  # of a token that it lacks it learns the place alone
-        position_ids, stored, held = rows.position_ids.clamp(max=self.model.context.extended - 1), iter(caches), list[Any]()
+        position_ids, stored, held = rows.position_ids, iter(caches), list[Any]()
+        if rows.metadata.max_seq_len > self.model.context.extended:
+            position_ids = position_ids.clamp(max=self.model.context.extended - 1)
         for spec in self.model.kv_specs:
             held.append(held[spec.layer] if isinstance(spec, SharedLayerSpec) else next(stored))
         return self.model.forward(ForwardInput(token_ids, position_ids, rows.metadata, logit_rows=wanted), held).logits

@@ -73,7 +73,7 @@ class BoundAssistant(TokenByToken):
         )
         hidden, position_ids = self._hidden.index_select(0, batch.slots), batch.position_ids(1)
         out = self.network.forward(Rows(batch.anchors, hidden, position_ids, metadata), self.caches, None)
-        return self._drafts(batch, out, 1, [(position_ids, metadata)] * (batch.shape.depth - 1))[0]
+        return self._drafts(batch, out, 1, [(position_ids, metadata)] * (batch.shape.depth - 1))
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps the hidden state of the last row that was accepted."""

@@ -2,7 +2,9 @@
 
 Of committed tokens the network's cache holds rows made of the target's own features. Those that a step adds wait in a ring, and the
 next `propose` begins with one forward over the rows that the cache lacks; the last of them predicts the first draft. A forward of
-one row for each further draft follows. Their rows are made of the network's own features, and the next step writes over them.
+one row for each further draft follows. Their rows are made of the network's own features, and the
+next step makes those of accepted drafts anew: the first forward takes hardly longer for them, and
+nobody has to know which were right.
 """
 
 from collections.abc import Sequence
@@ -13,12 +15,20 @@ from torch import Tensor
 
 from drafters.checkpoint import check_same_target
 from drafters.sequential.drafts import TokenByToken
+from drafters.sequential.growth import Growth, num_beams
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import DraftSampling
 from specdec.kv_cache import LayerSpec
 from specdec.model.batch import DecodeBatch, PrefillBatch
-from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.model.core import (
+    AcceptOutput,
+    BoundDrafter,
+    Drafter,
+    DraftOutput,
+    Verifier,
+    VerifyOutput,
+)
 
 USUAL_DRAFTS = 7
 """Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
@@ -30,7 +40,7 @@ MOST_DEFERRED = 16
 class SequentialDrafter(Drafter):
     """A network made ready for one target; see `specdec.model.core.Drafter`.
 
-    Its trees are a chain with other candidates beside each of its tokens: they take no more forwards than the chain.
+    Its trees take no more forwards than a chain as deep: see `drafters.sequential.growth`.
 
     Args:
         network: proposes tokens.
@@ -39,11 +49,12 @@ class SequentialDrafter(Drafter):
     """
 
     draws_trees = True
+    likeliest_first = True
     late_context = True
 
     def __init__(self, network: SequentialNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
         self.network, self.verifier, self.max_draft_tokens = network, verifier, max_draft_tokens
-        self.aux_layer_ids = network.aux_layer_ids
+        self.aux_layer_ids, self.forward_for_each = network.aux_layer_ids, network.mask is None
         # A pair holds the token after its position.
         self.tokens_ahead = 1 if network.feature_size else 0
 
@@ -59,7 +70,13 @@ class SequentialDrafter(Drafter):
         return self.network.kv_specs
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[Any],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> BoundDrafter:
         """See `specdec.model.core.Drafter.bind`.
 
@@ -87,28 +104,30 @@ class BoundSequential(TokenByToken):
 
     most_deferred = MOST_DEFERRED
 
-    def __init__(self, drafter: SequentialDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+    def __init__(
+        self,
+        drafter: SequentialDrafter,
+        caches: Sequence[Any],
+        max_num_seqs: int,
+        draft_sampling: DraftSampling,
+    ) -> None:
         super().__init__(drafter.network, caches, draft_sampling)
         self._ahead = drafter.tokens_ahead
         target = drafter.verifier
         device, self._dtype = target.device, target.dtype
-        # Without features the rows of accepted drafts stay, and only that of the last one is missing, beside the anchor's.
-        self._most_drafts, lacking = drafter.max_draft_tokens, drafter.max_draft_tokens + 1 if self._ahead else 2
-        self._drafted = torch.zeros(max_num_seqs, self._most_drafts, dtype=torch.int64, device=device)
         self._due = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._allocate(max(lacking + MOST_DEFERRED, self._most_drafts + 1), lacking)
+        self.allow(drafter.max_draft_tokens)
 
     def allow(self, most_drafts: int) -> None:
-        """See `BoundDrafter.allow`: of another's drafts all rows are missing."""
-        lacking = max(most_drafts, self._most_drafts) + 1
-        self._allocate(lacking + MOST_DEFERRED, lacking)
+        """See `BoundDrafter.allow`.
 
-    def _allocate(self, size: int, most_lacking: int) -> None:
-        """The ring: token and features of position p lie in column p % size. The cache lacks rows from position `_due` on."""
-        self._size, self._most_lacking = size, most_lacking
-        num_slots, device = len(self._due), self._due.device
-        self._tokens = torch.zeros(num_slots, size, dtype=torch.int64, device=device)
-        self._features = torch.zeros(num_slots, size, self.network.feature_size, dtype=self._dtype, device=device)
+        Makes the ring: token and features of position p lie in column p % size. The cache lacks
+        rows from position `_due` on.
+        """
+        self._most_lacking, num_slots, device = most_drafts + 1, len(self._due), self._due.device
+        self._size = self._most_lacking + MOST_DEFERRED
+        self._tokens = torch.zeros(num_slots, self._size, dtype=torch.int64, device=device)
+        self._features = torch.zeros(num_slots, self._size, self.network.feature_size, dtype=self._dtype, device=device)
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features stay in the ring."""
@@ -127,16 +146,17 @@ class BoundSequential(TokenByToken):
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts a chain or a tree: all tokens at once with a mask, else one after another."""
-        network, depth, last = self.network, batch.shape.depth, batch.seq_lens - self._ahead
+        network, shape, last = self.network, batch.shape, batch.seq_lens - self._ahead
         parallel = network.mask is not None
-        wanted = depth if parallel else 1
+        wanted = shape.depth if parallel else 1
         hidden = self._write_lacking(batch, last, batch.anchors, self._most_lacking, wanted)
-        # Of rows without features those of accepted drafts are right, and `commit` takes back the others.
-        self._due.index_copy_(0, batch.slots, batch.seq_lens + (0 if self._ahead else depth))
-        output, tokens = self._drafts(batch, hidden, wanted, [] if parallel or depth == 1 else self._single_rows(batch))
-        if not self._ahead:
-            self._drafted.narrow(1, 0, depth).index_copy_(0, batch.slots, tokens)
-        return output
+        self._due.index_copy_(0, batch.slots, last + 1)
+        beams = 1 if parallel or not network.takes_trees else num_beams(shape)
+        if beams > 1:
+            growth = Growth(batch, last, beams, self._features_at(batch.slots, last))
+            return self._grown(batch, growth, hidden)
+        single_rows = [] if parallel or shape.depth == 1 else self._single_rows(batch)
+        return self._drafts(batch, hidden, wanted, single_rows)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
         """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
@@ -145,24 +165,11 @@ class BoundSequential(TokenByToken):
         self._tokens.view(-1).index_copy_(0, self._cells(batch.slots[:, None], positions).flatten(), token_ids.flatten())
         if self._ahead:
             self._keep_features(batch.slots[:, None], positions, self._condense(verify))
-        else:
-            self._take_back(batch, token_ids, accept)
         if batch.context == "all":
             assert width == 1, "context is put off in steps without drafts"
             newest = accept.next_anchors if self._ahead else batch.anchors
             self._write_lacking(batch, batch.seq_lens, newest, self._most_lacking + MOST_DEFERRED, 1)
             self._due.index_copy_(0, batch.slots, batch.seq_lens + 1)
-
-    def _take_back(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
-        """Counts rows of drafts as lacking from the first on that is not what was accepted.
-
-        What was accepted may also be another candidate of a tree, or another drafter's draft.
-        """
-        count = min(token_ids.shape[1] - 1, self._most_drafts)
-        own = self._drafted.index_select(0, batch.slots)[:, :count]
-        agreeing = (own == token_ids[:, 1 : count + 1]).long().cumprod(dim=1).sum(dim=1)
-        right = batch.seq_lens + 1 + torch.minimum(agreeing, accept.num_accepted)
-        self._due.index_copy_(0, batch.slots, torch.minimum(self._due.index_select(0, batch.slots), right))
 
     def _write_lacking(self, batch: DecodeBatch, last: Tensor, newest: Tensor, most: int, wanted: int) -> Tensor:
         """Writes the rows from `_due` to `last`, and behind them those of masks.
@@ -185,12 +192,9 @@ class BoundSequential(TokenByToken):
         positions = first[:, None] + torch.arange(width, device=device)
         due = positions >= torch.minimum(self._due.index_select(0, batch.slots), last)[:, None]
         due &= positions < last[:, None] + wanted
-        cells = self._cells(batch.slots[:, None], positions + self._ahead).flatten()
-        token_ids = torch.where(positions == last[:, None], newest[:, None], self._tokens.view(-1)[cells].view_as(positions))
-        features = None
-        if self._ahead:
-            cells = self._cells(batch.slots[:, None], positions).flatten()
-            features = self._features.flatten(0, 1).index_select(0, cells)
+        cells = self._cells(batch.slots[:, None], positions + self._ahead)
+        token_ids = torch.where(positions == last[:, None], newest[:, None], self._tokens.view(-1)[cells])
+        features = self._features_at(batch.slots[:, None], positions)
         if network.mask is not None:
             masked = positions > last[:, None]
             token_ids = token_ids.masked_fill(masked, network.mask.token_id)
@@ -209,11 +213,16 @@ class BoundSequential(TokenByToken):
 
     def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
         """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first one."""
-        depth, width, behind = batch.shape.depth, batch.shape.depth + 1, 1 - self._ahead  # rows begin so far behind the anchor
+        depth, width, behind = (
+            batch.shape.depth,
+            batch.shape.depth + 1,
+            1 - self._ahead,
+        )  # rows begin so far behind the anchor
         slots = batch.slot_mapping(width).view(-1, width).t().contiguous()
         position_ids = batch.position_ids(width).view(-1, width).t().contiguous()
         ends = torch.arange(behind + 1, behind + depth, dtype=torch.int32, device=slots.device)
         seq_lens = batch.seq_lens.int() + ends[:, None]
+        starts = torch.arange(batch.num_reqs + 1, dtype=torch.int32, device=slots.device)
         single = []
         for row in range(depth - 1):
             metadata = AttentionMetadata.uniform(
@@ -223,6 +232,7 @@ class BoundSequential(TokenByToken):
                 slots[row + behind],
                 max_seq_len=batch.max_seq_len,
                 min_seq_len=batch.min_seq_len + behind + row + 1,
+                starts=starts,
             )
             single.append((position_ids[row + behind], metadata))
         return single
@@ -230,6 +240,12 @@ class BoundSequential(TokenByToken):
     def _condense(self, verify: VerifyOutput) -> Tensor:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
         return self.network.condense(verify.aux_hidden)
+
+    def _features_at(self, slots: Tensor, positions: Tensor) -> Tensor | None:
+        """Features [n, F] of n positions, which the ring has; None without features."""
+        if not self._ahead:
+            return None
+        return self._features.flatten(0, 1).index_select(0, self._cells(slots, positions).flatten())
 
     def _keep_features(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
         self._features.flatten(0, 1).index_copy_(0, self._cells(slots, positions).flatten(), features)

@@ -41,6 +41,8 @@ class SequentialNetwork(Protocol):
     """F, numbers of the features of a position; 0 without features."""
     target_ids: Tensor | None = None
     """int64 [V'], the target's token of each column of the logits; None where they are the same."""
+    takes_trees: bool = True
+    """Whether its attention serves rows that see what is above them in a tree alone."""
     mask: Mask | None = None
     """Of a network that drafts all tokens in one forward; None where it takes a forward for each."""
 

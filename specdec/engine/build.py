@@ -19,7 +19,7 @@ from specdec.engine.capture.captured import capture_steps
 from specdec.engine.capture.graph_check import check_captured_step
 from specdec.engine.capture.prefill_graphs import most_prefill_rows
 from specdec.engine.memory import plan_cache
-from specdec.engine.policy.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes
+from specdec.engine.policy.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes, tree_shape
 from specdec.engine.policy.timing import StepTimer
 from specdec.engine.requests.prefix import PrefixCache
 from specdec.engine.requests.scheduler import Scheduler
@@ -213,11 +213,13 @@ def _shapes(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -
     if config.tree_nodes:
         if reasons:
             raise InvalidInputError(f"tree_nodes is {config.tree_nodes}, but {'; '.join(reasons)}; leave it out for chains")
-        return (BlockShape(config.tree_nodes, min(config.tree_nodes, most)),)
+        assert drafter is not None
+        return (tree_shape(config.tree_nodes, most, forward_for_each=drafter.forward_for_each),)
     if config.num_draft_tokens == "auto" and most:
         # On a CPU a row costs time, and more rows than the longest chain has may see weights that were rounded otherwise.
         served = 0 if reasons or config.tree_nodes == 0 else MOST_NODES if verifier.device.type == "cuda" else most
-        return shapes(most, trees=served)
+        assert drafter is not None
+        return shapes(most, trees=served, forward_for_each=drafter.forward_for_each)
     return (BlockShape(most),)
 
 

@@ -100,7 +100,12 @@ class SpecEngine:
         """What chooses the shape of blocks; None when it is fixed."""
         if len(self.shapes) == 1 or not self.drafter:
             return None
-        return BlockChoice(self.shapes, likeliest_first=self.drafter.likeliest_first)
+        drafter = self.drafter
+        return BlockChoice(
+            self.shapes,
+            likeliest_first=drafter.likeliest_first,
+            forward_for_each=drafter.forward_for_each,
+        )
 
     @property
     def num_draft_tokens(self) -> int:

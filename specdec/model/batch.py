@@ -7,7 +7,7 @@ in `specdec.base.blocks`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -152,22 +152,29 @@ class DecodeBatch:
     def metadata(self, width: int, *, visibility: Visibility) -> AttentionMetadata:
         """Attention metadata of `width` new rows per request, starting at the anchor."""
         if width not in self._metadata:
-            rows, least = self._rows_of(width), self.min_seq_len + width
-            if rows is None:
-                self._metadata[width] = self.rows_from(
-                    self.seq_lens, self.positions(width), max_seq_len=self.max_seq_len, min_seq_len=least
-                )
-            else:
-                self._metadata[width] = AttentionMetadata.uniform(
-                    width,
-                    rows.seq_lens,
-                    self.block_table,
-                    rows.slots,
-                    max_seq_len=self.max_seq_len,
-                    min_seq_len=least,
-                    starts=rows.starts,
-                )
+            least = self.min_seq_len + width
+            self._metadata[width] = self.rows_behind(self.seq_lens, width, min_seq_len=least)
         return replace(self._metadata[width], visibility=visibility)
+
+    def rows_behind(self, first: Tensor, width: int, *, min_seq_len: int) -> AttentionMetadata:
+        """Causal attention metadata of `width` rows from positions `first` int64 [num_reqs] on."""
+        table, most = self.block_table, max(self.max_seq_len, width)
+        bounds: dict[str, Any] = {"max_seq_len": most, "min_seq_len": min_seq_len}
+        of_block = first is self.seq_lens
+        if not KERNEL.runs_on(first.device):
+            ahead = torch.arange(width, device=first.device)
+            positions = self.positions(width) if of_block else first[:, None] + ahead
+            return self.rows_from(first, positions, **bounds)
+        own = self._rows_of(width) if of_block else None
+        rows = own or block_rows(first, table, width, self.block_size)
+        return AttentionMetadata.uniform(
+            width,
+            rows.seq_lens,
+            table,
+            rows.slots,
+            starts=rows.starts,
+            **bounds,
+        )
 
     def rows_from(
         self, first: Tensor, positions: Tensor, *, max_seq_len: int, min_seq_len: int, written: Tensor | None = None

@@ -248,6 +248,8 @@ class Drafter(Protocol):
     """Whether drafting caches what belongs to a step's tokens when the next step drafts, and not when the step commits them."""
     draws_trees: bool = False
     """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
+    forward_for_each: bool = False
+    """Whether each drafted position takes a forward: the deeper a block, the longer its step."""
     likeliest_first: bool = False
     """Whether a chain has the first candidate of every position, `DraftTree.ranks` of 0, so that a tree's path tells of it, too."""
 

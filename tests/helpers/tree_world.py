@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 from specdec.base.blocks import MOST_NODES, BlockShape
 from specdec.engine.policy.block_choice import BlockChoice, shapes
@@ -19,16 +19,29 @@ MOST = 15
 class TreeLength:
     """A `BlockChoice` of chains and trees, told of a tree the rows that were accepted."""
 
-    def __init__(self, ranks_of: "Callable[[Sequence[int]], list[int]] | None" = None) -> None:
-        self.choice = BlockChoice(shapes(MOST, trees=MOST_NODES), likeliest_first=ranks_of is not None)
-        self.ranks_of = ranks_of or (lambda rows: [0] * len(rows))
-        self.rungs = self.choice.rungs
+    def __init__(
+        self,
+        ranks_of: "Callable[[BlockShape, Sequence[int]], list[int]] | None" = None,
+        *,
+        most: int = MOST,
+        forward_for_each: bool = False,
+    ) -> None:
+        self.rungs = shapes(most, trees=MOST_NODES, forward_for_each=forward_for_each)
+        likeliest_first = ranks_of is not None
+        self.choice = BlockChoice(self.rungs, likeliest_first=likeliest_first, forward_for_each=forward_for_each)
+        self.ranks_of = ranks_of or (lambda shape, rows: [0] * len(rows))
 
     def choose(self, num_reqs: int) -> BlockShape:
         return self.choice.choose(num_reqs)
 
-    def observe(self, num_reqs: int, shape: BlockShape, accepted: Sequence[Sequence[int]], seconds: float | None) -> None:
-        paths = [Path(rows, self.ranks_of(rows)) for rows in accepted if rows] if shape.is_tree else []
+    def observe(
+        self,
+        num_reqs: int,
+        shape: BlockShape,
+        accepted: Sequence[Sequence[int]],
+        seconds: float | None,
+    ) -> None:
+        paths = [Path(rows, self.ranks_of(shape, rows)) for rows in accepted if rows] if shape.is_tree else []
         self.choice.observe(num_reqs, shape, [len(rows) for rows in accepted], seconds, paths=paths)
 
 
@@ -48,19 +61,18 @@ class TreeWorld:
     spread: float = 0.05
     moods: float = 0.1
 
-    @cached_property
-    def nodes(self) -> list[Node]:
-        """The largest tree."""
-        return heap_tree([[math.log(rate) for rate in self.ranks]] * MOST, 63)
+    def nodes(self, shape: BlockShape) -> list[Node]:
+        """The best tree of that shape."""
+        return _best_tree(self.ranks, shape)
 
-    def ranks_of(self, rows: Sequence[int]) -> list[int]:
-        """Of accepted drafts among the candidates of their positions."""
-        return [self.nodes[row - 1].path[-1] for row in rows]
+    def ranks_of(self, shape: BlockShape, rows: Sequence[int]) -> list[int]:
+        """Of accepted drafts of a tree among the candidates of their positions."""
+        return [self.nodes(shape)[row - 1].path[-1] for row in rows]
 
     def tokens(self, shape: BlockShape, step: int) -> float:
         """Expected tokens of each request."""
         if shape.is_tree:
-            return 1 + sum(math.exp(node.score) for node in self.nodes[: shape.drafts])
+            return 1 + sum(math.exp(node.score) for node in self.nodes(shape))
         return sum(self.ranks[0] ** depth for depth in range(shape.drafts + 1))
 
     def pace(self, shape: BlockShape, step: int) -> float:
@@ -73,7 +85,10 @@ class TreeWorld:
         while (rank := self._right(mood, rng)) is not None:
             parent = rows[-1] if rows else 0
             if shape.is_tree:
-                row = next((n.row for n in self.nodes[: shape.drafts] if n.parent == parent and n.path[-1] == rank), 0)
+                row = next(
+                    (n.row for n in self.nodes(shape) if n.parent == parent and n.path[-1] == rank),
+                    0,
+                )
             else:
                 row = parent + 1 if rank == 0 and parent < shape.drafts else 0
             if not row:
@@ -89,3 +104,8 @@ class TreeWorld:
             if left < 0:
                 return rank
         return None
+
+
+@cache
+def _best_tree(ranks: tuple[float, ...], shape: BlockShape) -> list[Node]:
+    return heap_tree([[math.log(rate) for rate in ranks]] * shape.depth, shape.drafts)

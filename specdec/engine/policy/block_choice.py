@@ -71,14 +71,25 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(k for k in _RUNGS if k < most), most)
 
 
-def shapes(most: int, *, trees: int) -> tuple[BlockShape, ...]:
-    """Shapes worth telling apart of drafts for up to `most` positions, with trees of up to `trees` drafts.
+def tree_shape(drafts: int, most: int, *, forward_for_each: bool = False) -> BlockShape:
+    """A tree of so many drafts for up to `most` positions; a flat one where each takes a forward.
+
+    >>> [tree_shape(n, 7, forward_for_each=True).depth for n in (1, 3, 7, 15, 31, 63)]
+    [1, 2, 4, 6, 7, 7]
+    """
+    flat = max(1, 2 * drafts.bit_length() - 2)
+    return BlockShape(drafts, min(most, flat if forward_for_each else drafts))
+
+
+def shapes(most: int, *, trees: int, forward_for_each: bool = False) -> tuple[BlockShape, ...]:
+    """Shapes worth telling apart: chains of up to `most` drafts, trees of up to `trees` drafts.
 
     >>> [str(shape) for shape in shapes(3, trees=31)]
     ['0', '1', '3', 'tree 3', 'tree 7', 'tree 15', 'tree 31']
     """
     drafts = (n for n in _RUNGS if 1 < n <= trees and most)
-    return (*map(BlockShape, ladder(most)), *(BlockShape(n, min(n, most)) for n in drafts))
+    made = (tree_shape(n, most, forward_for_each=forward_for_each) for n in drafts)
+    return (*map(BlockShape, ladder(most)), *made)
 
 
 class Situation(NamedTuple):
@@ -127,15 +138,21 @@ class BlockChoice:
 
     Args:
         rungs: what to choose from, as `shapes` gives them.
-        likeliest_first: see `specdec.model.core.Drafter.likeliest_first`.
+        likeliest_first, forward_for_each: see `specdec.model.core.Drafter`.
 
     Attributes:
         rungs: the same.
     """
 
-    def __init__(self, rungs: Sequence[BlockShape], *, likeliest_first: bool = False) -> None:
+    def __init__(
+        self,
+        rungs: Sequence[BlockShape],
+        *,
+        likeliest_first: bool = False,
+        forward_for_each: bool = False,
+    ) -> None:
         self.rungs = tuple(rungs)
-        self._likeliest_first = likeliest_first
+        self._likeliest_first, self._forward_for_each = likeliest_first, forward_for_each
         self._acceptance: dict[tuple[bool, int], BlockAcceptance] = {}  # by whether a request samples, and the outlook
         self._untaught = {False, True}  # whether of requests that sample, too little is known of what they accept
         self._times: dict[Situation, StepTimes] = {}
@@ -278,12 +295,14 @@ class BlockChoice:
         estimated = self._estimates.get(here)
         if estimated is None:
             known = {
-                StepSize(there.num_reqs, shape): took
+                StepSize(there.num_reqs, shape, self._forward_for_each): took
                 for there, one in sorted(self._times.items(), key=lambda item: item[0].outlook == here.outlook)
                 if there.sampled == here.sampled
                 for shape, took in one.measured().items()
             }
-            steps = {shape: StepSize(here.num_reqs, shape).estimate(known) for shape in self._shapes(here, known)}
+            steps = {
+                shape: StepSize(here.num_reqs, shape, self._forward_for_each).estimate(known) for shape in self._shapes(here, known)
+            }
             estimated = self._estimates[here] = {shape: took for shape, took in steps.items() if took is not None}
         return {shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())}
 

@@ -165,7 +165,7 @@ class BlockAcceptance:
             return
         none = [0] * (len(num_accepted) - len(paths))
         tried = [tree for tree in self._trees if tree.drafts <= shape.drafts]  # the first rows are the smaller tree
-        kept = {tree: [sum(row <= tree.drafts for row in path.rows) for path in paths] for tree in tried}
+        kept = {tree: [sum(row <= tree.drafts for row in path.rows[: tree.depth]) for path in paths] for tree in tried}
         level = kept[tried[0]]
         if self._likeliest_first:
             # How long the likeliest path is in the tree is not known; half of the drafts are on it, nearly always.

@@ -89,6 +89,13 @@ class StepSize(NamedTuple):
 
     num_reqs: int
     shape: BlockShape
+    forward_for_each: bool = False
+    """See `specdec.model.core.Drafter.forward_for_each`."""
+
+    @property
+    def forwards(self) -> int:
+        """Of the drafter."""
+        return self.shape.depth if self.forward_for_each else min(self.shape.depth, 1)
 
     @property
     def rows(self) -> int:
@@ -97,8 +104,10 @@ class StepSize(NamedTuple):
 
     def exceeds(self, other: "StepSize") -> bool:
         """Whether it takes no less time: it has no fewer requests, rows or forwards, and no chains in place of trees."""
-        drafts, trees = self.shape.drafts or not other.shape.drafts, self.shape.is_tree or not other.shape.is_tree
-        return self.num_reqs >= other.num_reqs and self.rows >= other.rows and bool(drafts) and trees
+        if other.shape.is_tree and not self.shape.is_tree:
+            return False
+        larger = self.num_reqs >= other.num_reqs and self.rows >= other.rows
+        return larger and self.forwards >= other.forwards
 
     def estimate(self, known: Mapping["StepSize", float]) -> float | None:
         """Seconds by rows between the longest known step below and the shortest above; without one of them what the other took.
@@ -115,15 +124,20 @@ class StepSize(NamedTuple):
         return below[0] + (above[0] - below[0]) * (self.rows - below[1]) / (above[1] - below[1])
 
     def _grown(self, known: Mapping["StepSize", float]) -> float:
-        """Seconds if each draft more costs a quarter of those before, by the two largest numbers of them; 0 when nothing tells."""
-        drafts = self.shape.drafts
+        """Seconds if each draft more costs a quarter of those before, by the two largest numbers of
+        them, and each forward more as much as those before; 0 when nothing tells.
+        """
         alike = (step for step in known if step.num_reqs == self.num_reqs and step.shape.is_tree == self.shape.is_tree)
-        fewer = sorted(step for step in alike if step.shape.drafts < drafts)[-2:]
+        fewer = sorted(step for step in alike if step.shape.drafts < self.shape.drafts)[-2:]
         if len(fewer) < 2:
             return 0.0
         less, more = fewer
-        slope = (known[more] - known[less]) / (more.shape.drafts - less.shape.drafts)
-        return known[more] + slope * (drafts - more.shape.drafts) / 4
+        if self.forward_for_each:
+            share = (self.forwards - more.forwards) / max(more.forwards - less.forwards, 1)
+        else:
+            drafts = more.shape.drafts - less.shape.drafts
+            share = (self.shape.drafts - more.shape.drafts) / drafts / 4
+        return known[more] + share * (known[more] - known[less])
 
 
 def _lower_quartile(values: Iterable[float]) -> float:

@@ -46,7 +46,11 @@ def cached(engine: SpecEngine, blocks: slice) -> list[torch.Tensor]:
     ],
 )
 def test_captured_equals_eager(
-    case: Case, drafter: str, sampling: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    drafter: str,
+    sampling: str,
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While requests join and leave; catches what a graph would hold on to, such as a length or a block."""
     monkeypatch.setitem(test_graphs.DRAFTERS, drafter, DRAFTERS[drafter])

@@ -19,7 +19,12 @@ from tests.drafters.sequential.toy import ToyNetwork, noted_run, toy_drafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
 K = 4
-KINDS: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 12}, {"temperature": 1.3, "top_p": 0.8}]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 12},
+    {"temperature": 1.3, "top_p": 0.8},
+]
 
 
 class SelfNetwork(SequentialNetwork):
@@ -54,18 +59,21 @@ def test_a_target_that_drafts_for_itself_is_right(draft_sampling: str) -> None:
         assert [request.num_emitted for request in requests] == [[K + 1] * 5] * 3, kind
 
 
-@pytest.mark.parametrize("nodes", [1, 64])
-def test_the_trees_of_a_target_that_drafts_for_itself(nodes: int) -> None:
-    """Where a tree has room for all candidates, its likeliest path is in it, and is right."""
+def test_the_tree_of_one_draft_of_a_target_that_drafts_for_itself() -> None:
+    """It is right; of larger ones the chain of the likeliest tokens need not be a likely path."""
     verifier = paged_verifier(plain_model("llama"))
     drafter = SequentialDrafter(SelfNetwork(verifier), verifier, max_draft_tokens=K)
-    depth = min(nodes, K)
     for seed, kind in enumerate(KINDS[:3]):
-        sampling = SamplingParams(max_tokens=4 * (depth + 1) + 1, ignore_eos=True, seed=seed, **kind)
+        sampling = SamplingParams(max_tokens=9, ignore_eos=True, seed=seed, **kind)
         _, requests, _ = noted_run(
-            verifier, drafter, random_prompts(3), sampling=sampling, tree_nodes=nodes, num_draft_tokens="auto"
+            verifier,
+            drafter,
+            random_prompts(3),
+            sampling=sampling,
+            tree_nodes=1,
+            num_draft_tokens="auto",
         )
-        assert [request.num_emitted for request in requests] == [[depth + 1] * 4] * 3, kind
+        assert [request.num_emitted for request in requests] == [[2] * 4] * 3, kind
 
 
 @pytest.mark.parametrize("kind", [{}, {"features": False}, {"parallel": True}, {"reduced": True}], ids=str)
@@ -108,7 +116,14 @@ def test_forecasts_are_of_the_drafts_own_probabilities(draft_sampling: str) -> N
         bound.propose = proposing  # type: ignore[method-assign]
 
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=1, ignore_eos=True)
-    _, _, noted = noted_run(verifier, drafter, random_prompts(3), sampling=params, draft_sampling=draft_sampling, prepare=asking)
+    _, _, noted = noted_run(
+        verifier,
+        drafter,
+        random_prompts(3),
+        sampling=params,
+        draft_sampling=draft_sampling,
+        prepare=asking,
+    )
     for one, forecast in zip(noted, torch.cat(forecasts), strict=True):
         scores = one.logits
         if draft_sampling == "coupled":
@@ -139,7 +154,12 @@ def test_a_reduced_vocabulary_says_what_its_probabilities_are_of() -> None:
 
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
     _, _, noted = noted_run(
-        verifier, drafter, random_prompts(3), sampling=sampling, draft_sampling="probabilistic", prepare=listening
+        verifier,
+        drafter,
+        random_prompts(3),
+        sampling=sampling,
+        draft_sampling="probabilistic",
+        prepare=listening,
     )
     rows = iter(noted)
     for output in outputs:

@@ -38,7 +38,13 @@ class ToyNetwork(SequentialNetwork):
     """One layer over the target's embeddings, and where it has features over both. It drafts every second token or all."""
 
     def __init__(
-        self, verifier: Verifier, *, features: bool = True, parallel: bool = False, reduced: bool = False, window: int | None = None
+        self,
+        verifier: Verifier,
+        *,
+        features: bool = True,
+        parallel: bool = False,
+        reduced: bool = False,
+        window: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(3)
 
@@ -50,7 +56,10 @@ class ToyNetwork(SequentialNetwork):
             verifier, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, windows=[window]
         )
         self.fc, self.join = random(HIDDEN, len(TAPS) * HIDDEN), random(HIDDEN, 2 * HIDDEN)
-        self.qkv, self.output = random((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), random(HIDDEN, HEADS * DIM)
+        self.qkv, self.output = (
+            random((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
+            random(HIDDEN, HEADS * DIM),
+        )
         self.gate_up, self.down = random(96, HIDDEN), random(HIDDEN, 48)
         self.norms = [1 + random(HIDDEN) for _ in range(3)]
         self.rope = Rope.of({"rope_type": "default", "rope_theta": 1e4}, DIM, 512)
@@ -84,7 +93,10 @@ class ToyNetwork(SequentialNetwork):
         return embeddings if features is None else torch.cat([embeddings, features], dim=-1) @ self.join.T
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
-        angles, plan = self.decoder.angles(rows.position_ids, torch.float32), self.backend.plan(rows.metadata)
+        angles, plan = (
+            self.decoder.angles(rows.position_ids, torch.float32),
+            self.backend.plan(rows.metadata),
+        )
         keep = None if wanted is None else lambda x: x.index_select(0, wanted)
         given = self.given(rows.token_ids, rows.features)
         normed, (stream,) = self.decoder(given, angles, [self.backend], caches, [plan], (0,), keep=keep)
@@ -142,7 +154,7 @@ def plain_logits(network: Any, text: Sequence[int], aux_hidden: Tensor | None, d
 class Noted(NamedTuple):
     """Drafts of a request after `length` tokens and its anchor, and the logits [k, V'] that they were chosen by.
 
-    Of a tree they are the likeliest token of each position.
+    Of a tree they are the likeliest token of each position, or of the first one where several paths of a level go on.
     """
 
     request: Request
@@ -162,7 +174,12 @@ def noted_run(
     **changes: Any,
 ) -> tuple[SpecEngine, list[Request], list[Noted]]:
     """Decodes prompts, all queued at once, and notes what was drafted; `shapes` are numbers of drafts of the first steps."""
-    options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "cache": CacheConfig(memory_bytes=2**22), "num_draft_tokens": None}
+    options = {
+        "max_num_seqs": 3,
+        "max_prefill_tokens": 13,
+        "cache": CacheConfig(memory_bytes=2**22),
+        "num_draft_tokens": None,
+    }
     engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
     noted: list[Noted] = []
     bound: Any = getattr(engine.runner.drafter, "parts", [engine.runner.drafter])[0]  # of a composition the first
@@ -174,10 +191,16 @@ def noted_run(
         chosen.append((choice.token_ids, bound.network.logits(hidden).view(batch.num_reqs, count, -1)))
         return choice
 
-    def guessing(batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Any:
+    def guessing(batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False) -> Any:
         assert guess is not None
-        guesses = guess(batch, hidden, first, count)
-        chosen.append((guesses.token_ids[..., 0], bound.network.logits(hidden).view(batch.num_reqs, count, -1)))
+        guesses = guess(batch, hidden, first, count, alike=alike)
+        if not alike:
+            chosen.append(
+                (
+                    guesses.token_ids[..., 0],
+                    bound.network.logits(hidden).view(batch.num_reqs, count, -1),
+                )
+            )
         return guesses
 
     def noting(batch: DecodeBatch) -> DraftOutput:

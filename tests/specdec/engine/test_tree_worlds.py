@@ -11,7 +11,12 @@ from tests.helpers.block_choice_world import decode
 from tests.helpers.tree_world import MOST, TreeLength, TreeWorld
 
 STEPS = 2000
-SURE, FAIR, FLAT, WRONG = (0.75, 0.12, 0.05, 0.02), (0.5, 0.2, 0.1, 0.05), (0.3, 0.2, 0.15, 0.1), (0.02, 0.01, 0.005, 0.002)
+SURE, FAIR, FLAT, WRONG = (
+    (0.75, 0.12, 0.05, 0.02),
+    (0.5, 0.2, 0.1, 0.05),
+    (0.3, 0.2, 0.15, 0.1),
+    (0.02, 0.01, 0.005, 0.002),
+)
 
 
 def large(num_reqs: int, shape: BlockShape) -> float:
@@ -46,13 +51,18 @@ PLAIN_IS_BEST = {
 
 def losses(world: TreeWorld, *, likeliest_first: bool) -> tuple[float, float]:
     """Of the first steps, in which everything is captured for the first time, and of as many after them."""
-    choice, known = TreeLength(world.ranks_of if likeliest_first else None), set[tuple[int, BlockShape]]()
+    choice, known = (
+        TreeLength(world.ranks_of if likeliest_first else None),
+        set[tuple[int, BlockShape]](),
+    )
     first = decode(world, choice, steps=STEPS, seed=0, known=known)
     return first.loss, decode(world, choice, steps=STEPS, seed=1000, known=known).loss
 
 
-def best_of(world: TreeWorld) -> BlockShape:
-    rungs = (shape for shape in TreeLength().rungs if not shape.is_tree or world.num_reqs(0) * shape.rows <= MOST_TREE_ROWS)
+def best_of(world: TreeWorld, choice: TreeLength | None = None) -> BlockShape:
+    rungs = (
+        shape for shape in (choice or TreeLength()).rungs if not shape.is_tree or world.num_reqs(0) * shape.rows <= MOST_TREE_ROWS
+    )
     return min(rungs, key=lambda shape: world.pace(shape, 0))
 
 
@@ -63,6 +73,36 @@ def test_the_best_shape_is_hardly_faster(name: str, likeliest_first: bool) -> No
     assert str(best_of(world)) == name.partition(",")[0]
     first, later = losses(world, likeliest_first=likeliest_first)
     assert later < 0.05 and first < 0.08
+
+
+def token_by_token(num_reqs: int, shape: BlockShape) -> float:
+    """Milliseconds of a step whose drafts take a forward for each position: from 32 rows on the target computes."""
+    rows = num_reqs * shape.rows
+    return 1.7 + 0.6 * shape.depth + 0.02 * max(0, rows - 32) + 0.006 * shape.depth * max(0, rows - 64)
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_reqs", "best"),
+    [
+        (0.95, 1, "tree 31"),
+        (0.7, 1, "tree 3"),
+        (0.5, 1, "tree 3"),
+        (0.85, 8, "tree 3"),
+        (0.85, 64, "0"),
+    ],
+)
+def test_the_depth_of_drafts_that_take_a_forward_each_is_chosen(rate: float, num_reqs: int, best: str) -> None:
+    """As above; and where no draft pays, plain decoding is not left for more than 2 % of the time."""
+    others = [(1 - rate) * share for share in (0.5, 0.2, 0.1)]
+    world = TreeWorld(token_by_token, (rate, *others), lambda step: num_reqs)
+    choice, known = (
+        TreeLength(world.ranks_of, most=7, forward_for_each=True),
+        set[tuple[int, BlockShape]](),
+    )
+    assert str(best_of(world, choice)) == best
+    first = decode(world, choice, steps=STEPS, seed=0, known=known)
+    later = decode(world, choice, steps=STEPS, seed=1000, known=known)
+    assert later.loss < (0.02 if best == "0" else 0.05) and first.loss < 0.1
 
 
 @pytest.mark.parametrize("name", PLAIN_IS_BEST)
@@ -83,7 +123,7 @@ def taught(world: TreeWorld, shape: BlockShape) -> BlockAcceptance:
     acceptance, rng = BlockAcceptance(TreeLength().rungs), random.Random(0)
     for _ in range(300):
         accepted = [world.accepted(shape, 0, 0.0, rng) for _ in range(32)]
-        paths = [Path(rows, world.ranks_of(rows)) for rows in accepted if rows] if shape.is_tree else []
+        paths = [Path(rows, world.ranks_of(shape, rows)) for rows in accepted if rows] if shape.is_tree else []
         acceptance.observe(shape, [len(rows) for rows in accepted], paths)
     return acceptance
 
