@@ -19,7 +19,7 @@ def test_pieces_are_joined_in_order(damaged: bool, tmp_path: Path, monkeypatch: 
     """Catches the tenth piece behind the first, a damaged file that is kept, and a second fetch."""
     pieces = [f"piece {number} ".encode() for number in range(1, 12)]
     digest = hashlib.sha256(b"".join(pieces) + b"x" * damaged).hexdigest()
-    model = TARGET._replace(packages="some-part{}", count=len(pieces), sha256=digest)
+    model = TARGET._replace(packages="some-part{}", pieces=len(pieces), sha256=digest)
     fetched: list[str] = []
 
     def download(command: list[str], check: bool) -> None:

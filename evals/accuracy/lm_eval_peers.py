@@ -8,7 +8,7 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 
-from evals.peers.vllm import MEMORY_SHARE
+from evals.peers.vllm import MEMORY_SHARE, import_vllm
 from evals.report.provenance import checkpoint_folder
 from evals.system import LocalSystem
 from specdec.base.errors import InvalidInputError, one_line
@@ -41,7 +41,8 @@ def harness_peer(name: str, system: LocalSystem) -> LM:
     """
     kind, _, folder = name.partition(":")
     verifier, requests = system.decoder.verifier, system.settings["max_num_seqs"]
-    weights = Path(folder or checkpoint_folder(verifier.name) or verifier.name)
+    ours = verifier.name if verifier.name.endswith(".gguf") else checkpoint_folder(verifier.name)
+    weights = Path(folder or ours or verifier.name)
     options: dict[str, Any] = {"pretrained": str(weights), "dtype": dtype_name(verifier.dtype)}
     options["max_length"] = system.settings["max_model_len"]
     if weights.suffix == ".gguf":
@@ -49,6 +50,7 @@ def harness_peer(name: str, system: LocalSystem) -> LM:
     if kind == "hf":
         options |= {"device": str(verifier.device), "batch_size": requests}
     else:
+        import_vllm(name)
         options |= {"gpu_memory_utilization": MEMORY_SHARE, "max_num_seqs": requests}
         options |= {"enable_prefix_caching": False}
     try:

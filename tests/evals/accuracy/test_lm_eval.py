@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from evals.accuracy import lm_eval_peers
 from evals.accuracy.lm_eval_model import SpecdecLM
 from evals.accuracy.lm_eval_sample import record_of, sample_of
 
@@ -316,6 +318,37 @@ def test_humaneval_beside_hf(
     both = [str(tmp_path / name / "report.json") for name in ("humaneval", "humaneval")]
     assert main(["bench", "compare", *both]) == 0
     assert "0 right with the first alone, 0 with the second alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("peer", "name", "expected"),
+    [
+        ("hf", "/models/a.gguf", {"pretrained": "/models", "gguf_file": "a.gguf"}),
+        ("hf", "owner/name", {"pretrained": "owner/name", "device": "cpu", "batch_size": 4}),
+        ("vllm:/other", "owner/name", {"pretrained": "/other", "max_num_seqs": 4}),
+    ],
+)
+def test_peers_get_our_weights(
+    peer: str,
+    name: str,
+    expected: dict[str, Any],
+    monkeypatch: Patch,
+) -> None:
+    given: dict[str, Any] = {}
+
+    def get_model(kind: str) -> Any:
+        assert kind == peer[: len(kind)]
+        return lambda **options: given.update(options)
+
+    monkeypatch.setattr(lm_eval_peers, "get_model", get_model)
+    monkeypatch.setattr(lm_eval_peers, "import_vllm", lambda name: None)
+    verifier = SimpleNamespace(name=name, dtype=torch.bfloat16, device=torch.device("cpu"))
+    settings = {"max_num_seqs": 4, "max_model_len": 99}
+    system: Any = SimpleNamespace(decoder=SimpleNamespace(verifier=verifier), settings=settings)
+    lm_eval_peers.harness_peer(peer, system)
+    assert given.items() >= (expected | {"dtype": "bfloat16", "max_length": 99}).items()
+    with pytest.raises(InvalidInputError, match="name hf or vllm"):
+        lm_eval_peers.check_peers(("sglang",))
 
 
 def test_differing_texts_are_counted_with_their_first_token(
