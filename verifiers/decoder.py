@@ -16,6 +16,7 @@ from specdec.layers.linear_choice import linear
 from specdec.layers.mlp import MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops.choice import ops_for
 from specdec.layers.packed.gguf import Quantized
+from specdec.layers.packed.table import PackedTable
 from specdec.layers.sharded import Embedding, GatheredLinear
 from specdec.model.batch import ForwardInput
 from specdec.model.core import RoutedExperts, VerifyOutput
@@ -72,14 +73,18 @@ class DecoderVerifier:
         self.config, self.group, self._description = config, weights.group, description
         own = shared(config, self.group)
         weights.rename(description.names)
-        table = weights.tensor("model.embed_tokens.weight")
+        blocks = weights.blocks("model.embed_tokens.weight")
+        table: Tensor | PackedTable
+        table = PackedTable(blocks) if blocks else weights.tensor("model.embed_tokens.weight")
         self._embedding = Embedding(table, self.group)
         self.device, self.dtype = table.device, table.dtype
         stored = [weight for weight in weights.tensors.values() if isinstance(weight, Quantized)]
         packed = {code for weight in stored for code in weight.kinds}
         self.weight_codes: tuple[str, ...] = () if self.device.type == "cpu" else tuple(sorted(packed))
-        head = weights.optional("lm_head.weight")
-        self._head = linear(table if head is None else head, weights.optional("lm_head.bias"))
+        head: Tensor | Quantized | None = weights.blocks("lm_head.weight")
+        head = weights.optional("lm_head.weight") if head is None else head
+        tied = table.weight if isinstance(table, PackedTable) else table
+        self._head = linear(tied if head is None else head, weights.optional("lm_head.bias"))
         if self.group is not None:
             self._head = GatheredLinear(self._head, self.group, config.vocab_size)
         self.hidden_size, self.num_layers = config.hidden_size, config.num_hidden_layers

@@ -40,6 +40,7 @@ KERNELS = {
     "embedding": "specdec.layers.ops.fused:EMBEDDING",
     "few_rows": "specdec.layers.ops.fused:FEW_ROWS",
     "packed": "specdec.layers.packed.check:KERNEL",
+    "blocks": "specdec.layers.packed.check:BLOCKS",
     "experts": "specdec.layers.experts.experts:KERNEL",
     "recurrence": "specdec.layers.recurrence.check:KERNEL",
     "grouped_convolution": "specdec.layers.ops.fused:GROUPED_CONVOLUTION",

@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.layers.linear import Linear
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Ops
+from specdec.layers.packed.table import PackedTable
 from specdec.parallel.collectives import all_reduce, gather_last
 from specdec.parallel.group import Group
 
@@ -80,17 +81,22 @@ class Embedding:
         group: the ranks; None for a table that is whole.
     """
 
-    table: Tensor
+    table: Tensor | PackedTable
     group: Group | None = None
 
     def __call__(self, ops: Ops, token_ids: Tensor, scale: float = 1.0) -> Tensor:
         """Rows [..., H] times `scale`, for int64 ids [...]; see `Ops.embed`. Of the terms of a sum one alone is not 0."""
         if self.group is None:
-            return ops.embed(token_ids, self.table, scale)
+            return self._rows(ops, token_ids, scale)
         places = token_ids - self.group.rank * len(self.table)
         elsewhere = (places < 0) | (places >= len(self.table))
-        rows = ops.embed(places.masked_fill(elsewhere, 0), self.table, scale)
+        rows = self._rows(ops, places.masked_fill(elsewhere, 0), scale)
         return all_reduce(rows.masked_fill(elsewhere[..., None], 0), self.group)
+
+    def _rows(self, ops: Ops, places: Tensor, scale: float) -> Tensor:
+        if isinstance(self.table, PackedTable):
+            return self.table.rows(places, scale)
+        return ops.embed(places, self.table, scale)
 
 
 def norm_divided(parts: tuple[Tensor, ...], norms: tuple[Norm, ...], group: Group) -> list[Tensor]:

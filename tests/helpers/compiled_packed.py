@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from specdec.layers.experts import triton_expert_products, triton_experts
 from specdec.layers.packed import triton_packed, triton_packed_products
@@ -50,58 +51,114 @@ def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Itera
             yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, GPT_OSS, "swiglu_oai")
         if every_shape or rows == 1:
             yield f"product of {rows:,} rows with experts in e4m3", experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu")
-    weight = shell("int4", 128, 4096, 4096, True)
-    constants = codes_of(weight, target, zeros=True)
-    del constants["ASSEMBLY"]
-    yield (
-        "numbers of int4",
-        compile_for(
-            triton_packed._dequantize_kernel,
-            target.compiler,
-            pointers={"words": "u16", "scale": "bf16", "zero": "bf16", "output": "bf16"},
-            constants=constants | {"OUTS": 16, "OVERLAP": target.overlaps},
-        ),
-    )
+    for code, group, outer in (("int4", 128, False), ("int6", 16, True)):
+        weight = shell(code, group, 4096, 4096, True, outer=outer)
+        constants = codes_of(weight, target)
+        del constants["ASSEMBLY"]
+        pointers = {name: kind for name, kind in tensors_of(weight).items() if kind is not None}
+        yield (
+            f"numbers of {code}",
+            compile_for(
+                triton_packed._dequantize_kernel,
+                target.compiler,
+                pointers=pointers | {"output": "bf16"},
+                constants=constants | {"OUTS": 16, "OVERLAP": target.overlaps} | {"order": None, "SCALED": False, "factor": 1.0},
+            ),
+        )
 
 
-def shell(code: Code, group: int, outputs: int, inputs: int, zeros: bool = False) -> PackedWeight:
-    """An arranged weight of that shape without numbers."""
-    halves = code in ("int4", "e2m1")
+def shell(
+    code: Code,
+    group: int,
+    outputs: int,
+    inputs: int,
+    zeros: bool = False,
+    *,
+    outer: bool = False,
+) -> PackedWeight:
+    """An arranged weight of that shape without numbers; with `outer` zeros are minima."""
+    halves = code not in ("e4m3", "int8")
     run = run_of(group, inputs, halves)
     assert run is not None
     padded = -(-inputs // (run * (4 if halves else 2))) * run * (4 if halves else 2)
     kind = torch.uint8 if halves else torch.int8 if code == "int8" else torch.float8_e4m3fn
-    codes = torch.empty(outputs, padded // (1 + halves), dtype=kind, device="meta")
-    scale = torch.empty(outputs, -(-inputs // group), dtype=torch.bfloat16, device="meta")
-    middle = 8 if code == "int4" and not zeros else 0
-    return PackedWeight(codes, scale, scale if zeros else None, group, code, torch.bfloat16, run, padded - inputs, middle)
+
+    def empty(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(outputs, width, dtype=dtype, device="meta")
+
+    codes = empty(padded // (1 + halves), kind)
+    scale = empty(-(-inputs // group), torch.int8 if outer else torch.bfloat16)
+    middle = 8 if code == "int4" and not zeros else 32 if code == "int6" else 0
+    bits = {"int5": 1, "int6": 2}.get(code, 0)
+    return PackedWeight(
+        codes, scale, scale if zeros and not outer else None, group, code, torch.bfloat16,
+        run=run, padding=padded - inputs, middle=middle,
+        high=empty(padded * bits // 8, torch.uint8) if bits else None,
+        minimum=scale if zeros and outer else None,
+        outer=empty(inputs // 256 * (1 + zeros), torch.float16) if outer else None,
+    )  # fmt: skip
 
 
-def codes_of(weight: PackedWeight, target: "Target", *, zeros: bool) -> dict[str, Any]:
-    """What a launch on the target says of a weight."""
+def codes_of(weight: PackedWeight, target: "Target") -> dict[str, Any]:
+    """What a launch on the target says of a weight, and which of its tensors there are none of."""
     constants = triton_packed.codes_of(weight, weight.device) | {"ASSEMBLY": target.assembly == "ptx"}
-    return constants if zeros else constants | {"zero": None}
+    return constants | {name: None for name, tensor in tensors_of(weight).items() if tensor is None}
+
+
+def tensors_of(weight: PackedWeight) -> dict[str, str | None]:
+    """Types of a kernel's tensors."""
+    kinds = {torch.uint16: "u16", torch.int16: "i16", torch.int32: "i32"}
+    kinds |= {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    names = ("words", "high", "scale", "zero", "outer")
+    tensors = zip(names, triton_packed.tensors_of(weight), strict=True)
+    return {name: None if tensor is None else kinds[tensor.dtype] for name, tensor in tensors}
 
 
 def product(
-    target: "Target", code: Code, group: int, rows: int, *, gated: bool = False, zeros: bool = False, dtype: str = "bf16"
+    target: "Target",
+    code: Code,
+    group: int,
+    rows: int,
+    *,
+    gated: bool = False,
+    zeros: bool = False,
+    dtype: str = "bf16",
+    outer: bool = False,
 ) -> Any:
     """A product with a weight of an 8 B model, as it would be divided on this target."""
-    weight = shell(code, group, 24576 if gated else 4096, 4096, zeros)
+    weight = shell(code, group, 24576 if gated else 4096, 4096, zeros, outer=outer)
+    return compiled(target, weight, rows, gated=gated, dtype=dtype)
+
+
+def compiled(
+    target: "Target",
+    weight: PackedWeight,
+    rows: int,
+    *,
+    gated: bool,
+    dtype: str = "bf16",
+) -> Any:
+    """A product with a weight, as it would be divided on this target."""
     tile = triton_packed.MANY_ROWS
     if rows <= triton_packed.MOST_ROWS:
         tile = triton_packed.tile_for(
-            code, weight.out_features, weight.in_features, may_split=not gated, amd=target.assembly == "amdgcn"
+            weight.code,
+            weight.out_features,
+            weight.in_features,
+            may_split=not gated,
+            amd=target.assembly == "amdgcn",
         )
     launch = triton_packed.launch_of(weight, tile, rows, target.shared_memory, gated=gated)
     launch["ROWS"] = max(launch["ROWS"], 16 if target.assembly == "amdgcn" else 8)
     warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
-    constants = launch | codes_of(weight, target, zeros=zeros) | {"ahead": None, "AHEAD": None, "bias": None, "x_stride": 4096}
-    constants |= {"ACTIVATION": "silu" if gated else None, "OVERLAP": target.overlaps}
+    constants = launch | codes_of(weight, target) | {"ahead": None, "AHEAD": None, "bias": None}
+    constants |= {"x_stride": weight.in_features, "OVERLAP": target.overlaps}
+    constants |= {"ACTIVATION": "silu" if gated else None}
+    pointers = {"x": dtype, "output": "fp32" if tile.splits > 1 else dtype}
     return compile_for(
         triton_packed_products.packed_kernel,
         target.compiler,
-        pointers={"x": dtype, "words": "u16", "scale": "bf16", "zero": "bf16", "output": "fp32" if tile.splits > 1 else dtype},
+        pointers=pointers | {name: kind for name, kind in tensors_of(weight).items() if kind},
         constants=constants,
         num_warps=warps,
         num_stages=1 if target.assembly == "amdgcn" else stages,

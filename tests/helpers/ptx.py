@@ -7,14 +7,21 @@ import torch
 from torch import Tensor
 
 
-def run(text: str, register: Tensor, outputs: int, dtype: torch.dtype) -> list[Tensor]:
-    """What a piece of assembly makes of an input.
+def run(
+    text: str,
+    register: Tensor,
+    outputs: int,
+    dtype: torch.dtype,
+    *others: Tensor,
+) -> list[Tensor]:
+    """What a piece of assembly makes of its inputs.
 
     Args:
-        text: instructions for 32-bit registers; `$0` and on are outputs, the next is the input.
-        register: int32 [n], the input.
+        text: instructions for 32-bit registers; `$0` and on are outputs, the next ones are inputs.
+        register: int32 [n], the first input.
         outputs: how many there are.
         dtype: of the two numbers that a register of `fma` holds.
+        others: more inputs.
 
     Returns:
         Each output as numbers [n, 2], the lower half first.
@@ -22,7 +29,7 @@ def run(text: str, register: Tensor, outputs: int, dtype: torch.dtype) -> list[T
     Raises:
         AssertionError: an instruction is not known, or reads what nothing has written.
     """
-    held: dict[str, Tensor] = {f"${outputs}": register}
+    held = {f"${outputs + place}": one for place, one in enumerate((register, *others))}
 
     def value(name: str) -> Tensor:
         if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", name):
@@ -42,6 +49,7 @@ def run(text: str, register: Tensor, outputs: int, dtype: torch.dtype) -> list[T
         "or.b32": torch.bitwise_or,
         "xor.b32": torch.bitwise_xor,
         "lop3.b32": _looked_up,
+        "prmt.b32": _permuted,
         f"fma.rn.{'bf16x2' if dtype == torch.bfloat16 else 'f16x2'}": fused,
     }
     for line in text.strip("{} ").split(";"):
@@ -66,3 +74,14 @@ def _looked_up(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
         if int(table[0]) >> index & 1:
             result |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
     return result
+
+
+def _permuted(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+    """Four bytes of eight, each chosen by three bits: `prmt`."""
+    both = (b.long() << 32) | (a.long() & 0xFFFFFFFF)
+    result = torch.zeros_like(both)
+    for place in range(4):
+        choice = selector.long() >> 4 * place & 15
+        assert (choice < 8).all(), "no sign is asked for"
+        result |= (both >> 8 * choice & 255) << 8 * place
+    return torch.where(result >= 2**31, result - 2**32, result).int()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specdec.base.errors import CheckpointError
 from specdec.layers.linear import FourBitWeight, Linear
 from specdec.layers.linear_choice import linear
-from specdec.layers.packed.gguf import Quantized, alike, joined
+from specdec.layers.packed.gguf import GgufWeight, Quantized, alike, joined
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
 
@@ -105,6 +105,14 @@ class Weights:
         if found is None:
             raise CheckpointError(f"the target has no tensor {self.prefix + name!r}; fetch the whole checkpoint again")
         return found
+
+    def blocks(self, name: str) -> GgufWeight | None:
+        """A weight in GGUF's blocks; None, and left where it is, if it is stored in another way."""
+        stored = self.tensors.get(self.prefix + name)
+        if isinstance(stored, GgufWeight):
+            del self.tensors[self.prefix + name]
+            return stored
+        return None
 
     def split(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Replaces a projection by several, each of which has the rows int64 [n] of it that are named beside it."""

@@ -190,7 +190,8 @@ def multiply_packed(
     number = expert.to(tl.int64) * (2 if GATED else 1) * WIDTH + tl.minimum(column, WIDTH - 1)
     zeros = None if zero is None else zero + number * GROUPS
     total, up = packed_sums(
-        x + row * x_stride, real[None, :], words + number * ROW_WORDS, scale + number * GROUPS, zeros, 0,
-        WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, GROUP, RUN, GATED, DEPTH, LANES, 1, ASSEMBLY,
+        x + row * x_stride, real[None, :], words + number * ROW_WORDS, None,
+        scale + number * GROUPS, zeros, None, 0,
+        WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, False, GROUP, RUN, GATED, DEPTH, LANES, 1, ASSEMBLY,
     )  # fmt: skip
     _finish(total, up, bias, factors, output, expert, pair, real, column, num_pairs, WIDTH, TOP_K, ACTIVATION, BY_RANK)

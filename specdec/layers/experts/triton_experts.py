@@ -47,7 +47,8 @@ def unsupported_reasons(layer: Experts, top_k: int) -> list[str]:
         reasons.append(f"experts in {names} (the kernels take bfloat16, float16 or float32)")
     if not all(tensor.is_contiguous() for tensor in tensors if isinstance(tensor, Tensor)):
         reasons.append("experts that are not contiguous")
-    if not all(suits(weight) for weight in (layer.gate_up, layer.down) if isinstance(weight, PackedWeight)):
+    packed = [weight for weight in (layer.gate_up, layer.down) if isinstance(weight, PackedWeight)]
+    if not all(suits(weight) and weight.plain for weight in packed):
         reasons.append("packed experts in float32, or in groups that 16 does not divide")
     if top_k > MOST_EXPERTS:
         reasons.append(f"{top_k} experts per token (the kernels take up to {MOST_EXPERTS})")

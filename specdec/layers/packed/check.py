@@ -13,6 +13,7 @@ from specdec.kernels.kernel import HALF, Kernel
 from specdec.layers.experts.experts import apply_experts
 from specdec.layers.experts.router import route
 from specdec.layers.experts.routing import Experts, Routing
+from specdec.layers.packed.gguf import BLOCK_SHAPES, GgufWeight
 from specdec.layers.packed.weight import Code, PackedWeight
 
 _SIZES: dict[Code, float] = {"e4m3": 1.0, "int8": 74.0, "int4": 4.6, "e2m1": 3.0}
@@ -27,34 +28,74 @@ def keeps_packed(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type != "cpu" and KERNEL.runs_on(device, dtype)
 
 
+def keeps_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """The same of weights in GGUF's blocks."""
+    return device.type != "cpu" and BLOCKS.runs_on(device, dtype)
+
+
+def kernels_take(weight: PackedWeight) -> bool:
+    """Whether our kernels run where an arranged weight is, are right, and take it."""
+    if not (KERNEL if weight.plain else BLOCKS).runs_on(weight.device, weight.dtype):
+        return False
+    from specdec.layers.packed.triton_packed import suits  # it imports Triton
+
+    return suits(weight)
+
+
 def check_packed(device: torch.device, dtype: torch.dtype) -> Deviation:
     """Every kind of code, in products of few rows, plain, gated and split, of more and of many rows, and in experts."""
-    return worst([*_product_deviations(device, dtype), *_expert_deviations(device, dtype)])
+    weights = (_weight(code, (80, 192), dtype) for code in _SIZES)
+    deviations = (one for weight in weights for one in _product_deviations(weight, device))
+    return worst([*deviations, *_expert_deviations(device, dtype)])
+
+
+def check_blocks(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """The same of GGUF's types, two of which are joined; and rows of a table."""
+    found: list[Deviation] = []
+    for kind in ("Q4_K", "Q5_K", "Q6_K", "Q5_1", "IQ4_NL"):
+        weight = random_blocks(kind, (80, 512), dtype)
+        if kind == "Q6_K":
+            weight = GgufWeight.joined([random_blocks("Q4_K", (32, 512), dtype), weight])
+        found += _product_deviations(weight.packed(), device, each=kind == "Q4_K")
+        found.append(_table_deviation(weight.packed(), device))
+    return worst(found)
 
 
 KERNEL = Kernel("packed", check_packed, dtypes=HALF)
+BLOCKS = Kernel("blocks", check_blocks, dtypes=HALF)
 
 
-def _product_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
+def _table_deviation(weight: PackedWeight, device: torch.device) -> Deviation:
+    from specdec.layers.packed.triton_packed import dequantized  # it imports Triton
+
+    order = torch.tensor([[7, 79], [0, 7]])
+    got = dequantized(weight.to(device).arranged(), weight.dtype, order.to(device), 1.5)
+    exact = weight.dequantized(torch.float64)[order] * 1.5
+    return deviation(got, weight.dequantized()[order] * 1.5, exact)
+
+
+def _product_deviations(
+    weight: PackedWeight,
+    device: torch.device,
+    *,
+    each: bool = True,
+) -> Iterator[Deviation]:
+    """Few rows in every way, and, unless `each` is false, more rows and many."""
     from specdec.layers.packed import triton_packed  # it imports Triton
 
-    for code in _SIZES:
-        weight = _weight(code, (80, 192), dtype)
-        there = weight.to(device).arranged()
-        most, tiled = triton_packed.MOST_ROWS, triton_packed.MOST_TILED_ROWS
-        for rows in (1, most // 2 + 1, most + 6, tiled + 4):
-            x = normal(rows, 192).to(dtype)
-            got, exact = triton_packed.product(x.to(device), there), x.double() @ weight.dequantized(torch.float64).T
-            yield deviation(got, F.linear(x, weight.dequantized()), exact)
-            if rows <= most:
-                split, gated = (
-                    triton_packed.few_rows(x.to(device), there, activation=activation, may_split=True)
-                    for activation in (None, "silu")
-                )
-                assert split is not None and gated is not None, "the kernel takes this shape"
-                whole = (split.sum(0) if split.ndim == 3 else split).to(dtype)
-                yield deviation(whole, F.linear(x, weight.dequantized()), exact)
-                yield deviation(gated, _swiglu(exact).to(dtype), _swiglu(exact))
+    there, dtype = weight.to(device).arranged(), weight.dtype
+    most, tiled = triton_packed.MOST_ROWS, triton_packed.MOST_TILED_ROWS
+    for rows in (1, most // 2 + 1, most + 6, tiled + 4) if each else (1, most + 6):
+        x = normal(rows, weight.in_features).to(dtype)
+        exact = x.double() @ weight.dequantized(torch.float64).T
+        plain = F.linear(x, weight.dequantized())
+        yield deviation(triton_packed.product(x.to(device), there), plain, exact)
+        if rows <= most:
+            split, gated = (triton_packed.few_rows(x.to(device), there, activation=kind, may_split=True) for kind in (None, "silu"))
+            assert split is not None and gated is not None, "the kernel takes this shape"
+            whole = (split.sum(0) if split.ndim == 3 else split).to(dtype)
+            yield deviation(whole, plain, exact)
+            yield deviation(gated, _swiglu(exact).to(dtype), _swiglu(exact))
 
 
 def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
@@ -81,6 +122,19 @@ def _weight(code: Code, shape: tuple[int, ...], dtype: torch.dtype) -> PackedWei
     codes = torch.randint(0, 256, (*outer, inputs // (1 + halves)), generator=torch.Generator().manual_seed(inputs))
     zero = (2 * normal(*scale.shape)).round() + 7 if code == "int4" else None
     return PackedWeight(codes.to(torch.uint8) if halves else (codes - 128).to(torch.int8), scale, zero, 32, code, dtype)
+
+
+def random_blocks(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> GgufWeight:
+    """[out, in] of any codes, whose products with normal rows are about normal."""
+    generator = torch.Generator().manual_seed(shape[1])
+    block = BLOCK_SHAPES[kind]
+    whole = (shape[0], shape[1] // block.inputs, block.size)
+    raw = torch.randint(0, 256, whole, generator=generator).to(torch.uint8)
+    scales = normal(*raw.shape[:2], len(block.floats)).abs() + 0.5
+    scales /= block.typical * shape[1] ** 0.5
+    for place, start in enumerate(block.floats):
+        raw[..., start : start + 2] = scales[..., place, None].half().view(torch.uint8)
+    return GgufWeight.from_blocks(raw.flatten(1), kind, dtype)
 
 
 def _swiglu(joined: Tensor) -> Tensor:

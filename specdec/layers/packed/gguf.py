@@ -33,9 +33,13 @@ class _Numbers(NamedTuple):
     outer: Tensor | None = None
 
 
-class _Kind(NamedTuple):
-    inputs: int  # of a block
-    size: int  # bytes of a block
+class BlockShape(NamedTuple):
+    """What a block of a type is like."""
+
+    inputs: int
+    size: int  # bytes
+    floats: tuple[int, ...]  # where its scale, and its minimum if it has one, are
+    typical: float  # how large the products of codes and integer scales are that random bytes say
     read: Callable[[Tensor], _Numbers]  # of blocks [..., blocks, size]
 
 
@@ -89,19 +93,20 @@ def _read_q6(blocks: Tensor) -> _Numbers:
     return _Numbers(codes.flatten(-2), scale.flatten(-2), 16, "int6", 32, None, outer)
 
 
-_KINDS = {
-    "Q4_0": _Kind(32, 18, _simple("int4", 8, (0,), None, 2)),
-    "Q4_1": _Kind(32, 20, _simple("int4", 0, (0, 2), None, 4)),
-    "Q5_0": _Kind(32, 22, _simple("int5", 16, (0,), 2, 6)),
-    "Q5_1": _Kind(32, 24, _simple("int5", 0, (0, 2), 4, 8)),
-    "Q8_0": _Kind(32, 34, _simple("int8", 0, (0,), None, 2)),
-    "IQ4_NL": _Kind(32, 18, _simple("nl4", 0, (0,), None, 2)),
-    "Q4_K": _Kind(256, 144, _read_q4_q5),
-    "Q5_K": _Kind(256, 176, _read_q4_q5),
-    "Q6_K": _Kind(256, 210, _read_q6),
+BLOCK_SHAPES = {
+    "Q4_0": BlockShape(32, 18, (0,), 4.6, _simple("int4", 8, (0,), None, 2)),
+    "Q4_1": BlockShape(32, 20, (0, 2), 9.0, _simple("int4", 0, (0, 2), None, 4)),
+    "Q5_0": BlockShape(32, 22, (0,), 9.0, _simple("int5", 16, (0,), 2, 6)),
+    "Q5_1": BlockShape(32, 24, (0, 2), 18.0, _simple("int5", 0, (0, 2), 4, 8)),
+    "Q8_0": BlockShape(32, 34, (0,), 74.0, _simple("int8", 0, (0,), None, 2)),
+    "IQ4_NL": BlockShape(32, 18, (0,), 68.0, _simple("nl4", 0, (0,), None, 2)),
+    "Q4_K": BlockShape(256, 144, (0, 2), 300.0, _read_q4_q5),
+    "Q5_K": BlockShape(256, 176, (0, 2), 600.0, _read_q4_q5),
+    "Q6_K": BlockShape(256, 210, (208,), 1400.0, _read_q6),
 }
+"""By ggml's name of the type."""
 
-GGUF_TYPES = tuple(_KINDS)
+GGUF_TYPES = tuple(BLOCK_SHAPES)
 """Names of ggml's types that can be multiplied as they are stored."""
 
 
@@ -136,10 +141,10 @@ class GgufWeight:
         Raises:
             ValueError: another type than those of `GGUF_TYPES`, or no whole blocks.
         """
-        if kind not in _KINDS:
+        if kind not in BLOCK_SHAPES:
             known = ", ".join(GGUF_TYPES)
             raise ValueError(f"{kind} is not multiplied as it is stored; the types that are: {known}")
-        size = _KINDS[kind].size
+        size = BLOCK_SHAPES[kind].size
         if raw.dtype != torch.uint8 or raw.shape[-1] % size:
             row = f"{raw.shape[-1]} {raw.dtype}"
             raise ValueError(f"rows of {row} are no blocks of {kind}, which have {size} bytes")
@@ -153,13 +158,13 @@ class GgufWeight:
     @property
     def group(self) -> int:
         """Inputs of the longest block."""
-        return max(_KINDS[kind].inputs for kind in self.kinds)
+        return max(BLOCK_SHAPES[kind].inputs for kind in self.kinds)
 
     @property
     def in_features(self) -> int:
         """Inputs of an output."""
         raw, kind = self.parts[0]
-        return raw.shape[-1] // _KINDS[kind].size * _KINDS[kind].inputs
+        return raw.shape[-1] // BLOCK_SHAPES[kind].size * BLOCK_SHAPES[kind].inputs
 
     @property
     def out_features(self) -> int:
@@ -223,14 +228,14 @@ class GgufWeight:
         assert self.divides(start) and self.divides(end), "whole blocks"
         parts = []
         for raw, kind in self.parts:
-            inputs, size, _ = _KINDS[kind]
+            inputs, size, *_ = BLOCK_SHAPES[kind]
             own = raw[..., start // inputs * size : end // inputs * size].clone()
             parts.append(Blocks(own, kind))
         return replace(self, parts=tuple(parts))
 
     def divides(self, start: int) -> bool:
         """Whether a part may begin or end at an input: between blocks."""
-        return all(start % _KINDS[kind].inputs == 0 for kind in self.kinds)
+        return all(start % BLOCK_SHAPES[kind].inputs == 0 for kind in self.kinds)
 
     def expert(self, number: int) -> GgufWeight:
         """One of the weights along the first axis, as views."""
@@ -271,7 +276,7 @@ class GgufWeight:
 
 
 def _read(raw: Tensor, kind: str) -> _Numbers:
-    return _KINDS[kind].read(raw.unflatten(-1, (-1, _KINDS[kind].size)))
+    return BLOCK_SHAPES[kind].read(raw.unflatten(-1, (-1, BLOCK_SHAPES[kind].size)))
 
 
 def _packed(numbers: _Numbers, dtype: torch.dtype) -> PackedWeight:

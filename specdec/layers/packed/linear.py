@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.layers.linear import Linear
-from specdec.layers.packed.check import KERNEL
+from specdec.layers.packed.check import kernels_take
 from specdec.layers.packed.weight import PackedWeight
 
 SLICE_OUTPUTS = 4096
@@ -68,8 +68,4 @@ class PackedLinear(Linear):
     @cached_property
     def _has_kernels(self) -> bool:
         """Whether our kernels run here, are right, and take this weight."""
-        if not KERNEL.runs_on(self.weight.device, self.dtype):
-            return False
-        from specdec.layers.packed.triton_packed import suits  # it imports Triton
-
-        return suits(self.weight)
+        return kernels_take(self.weight)

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.kernels.triton_launch import num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kernels.triton_prefetch import hint_options, surplus
-from specdec.layers.packed.triton_packed_codes import numbers_of
+from specdec.layers.packed.triton_packed_codes import codes_of_word, high_bits, numbers_of, scale_at
 from specdec.layers.packed.triton_packed_products import packed_kernel
 from specdec.layers.packed.weight import Code, PackedWeight
 
@@ -82,6 +82,9 @@ MOST_SPLIT_INPUTS = {8: 8192, 4: 4096}
 MOST_SCALES = 8
 """Of a column and lane that are asked for at once with their codes: more would not fit into registers."""
 
+FEW_REGISTERS = 168
+"""Of a thread that unpacks scales of few rows, so that a processor has room for three programs."""
+
 MANY_ROWS = Tile(64, 1, 128, stages=3)
 """For `MOST_ROWS` < rows <= `MOST_TILED_ROWS`, 64 at a time."""
 
@@ -89,38 +92,62 @@ MANY_ROWS = Tile(64, 1, 128, stages=3)
 @triton.jit
 def _dequantize_kernel(
     words: tl.tensor,  # uint16 [outs, ROW_WORDS]
-    scale: tl.tensor,  # [outs, groups]
-    zero: tl.tensor,  # the same, or None
-    output: tl.tensor,  # [outs, INPUTS]
+    high: tl.tensor,  # high bits of four words each [outs, ROW_WORDS / 4], or None
+    scale: tl.tensor,  # [outs, groups], with `outer` four in a word
+    zero: tl.tensor,  # the same, or with MINIMA minima, or None
+    outer: tl.tensor,  # scales of scales, or None
+    order: tl.tensor,  # int64 [num_outs], which outs, or None for the first ones
+    output: tl.tensor,  # [num_outs, INPUTS]
     num_outs: tl.tensor,
+    factor: tl.tensor,
     INPUTS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     CODE: tl.constexpr,
     MIDDLE: tl.constexpr,
+    MINIMA: tl.constexpr,
     GROUP: tl.constexpr,
     RUN: tl.constexpr,
     OUTS: tl.constexpr,
+    SCALED: tl.constexpr,  # whether the factor is not 1
     OVERLAP: tl.constexpr,
 ) -> None:
     """Program (o, s): some outputs of a span of inputs, as numbers."""
-    COUNT: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 2
+    COUNT: tl.constexpr = codes_of_word(CODE)
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    exists = out < num_outs
+    place = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    exists = place < num_outs
     run = tl.arange(0, RUN)
     begin = tl.program_id(1) * (COUNT * RUN)
     await_previous(OVERLAP)
-    place = out.to(tl.int64)[:, None] * ROW_WORDS + (begin // COUNT + run)[None, :]
-    numbers = numbers_of(tl.load(words + place, mask=exists[:, None], other=0), CODE, MIDDLE, tl.float32, False)
+    out = place.to(tl.int64)
+    target = output + out[:, None] * INPUTS
+    if order is not None:
+        out = tl.load(order + place, mask=exists, other=0)
+    column = tl.where(exists, out, 0)
+    word = begin // COUNT + run
+    held = tl.load(words + column[:, None] * ROW_WORDS + word[None, :])
+    above = None
+    if high is not None:
+        above = tl.load(high + column[:, None] * (ROW_WORDS // 4) + (word // 4)[None, :])
+        above = above.to(tl.uint32) >> (word % 4 * (4 * high_bits(CODE)))[None, :]
+    numbers = numbers_of(held, above, CODE, MIDDLE, tl.float32, False)
+    first = column * (GROUPS if outer is None else GROUPS // 4)
+    outers = None if outer is None else outer + column * (INPUTS // 256)
     for i in tl.static_range(COUNT):
-        group = out.to(tl.int64) * GROUPS + tl.minimum((begin + i * RUN) // GROUP, GROUPS - 1)
+        group = tl.minimum((begin + i * RUN) // GROUP, GROUPS - 1)
         values = numbers[i]
         if zero is not None:
-            values -= tl.load(zero + group, mask=exists, other=0.0).to(tl.float32)[:, None]
-        values *= tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)[:, None]
+            least = scale_at(zero + first, outers, group, GROUP, True)[:, None]
+            if not MINIMA:
+                values -= least
+        values *= scale_at(scale + first, outers, group, GROUP, False)[:, None]
+        if MINIMA:
+            values -= least
+        if SCALED:
+            values = values.to(output.dtype.element_ty).to(tl.float32) * factor
         depth = begin + i * RUN + run
-        target = output + out.to(tl.int64)[:, None] * INPUTS + depth[None, :]
-        tl.store(target, values.to(output.dtype.element_ty), mask=exists[:, None] & (depth < INPUTS)[None, :])
+        there = exists[:, None] & (depth < INPUTS)[None, :]
+        tl.store(target + depth[None, :], values.to(output.dtype.element_ty), mask=there)
 
 
 def suits(weight: PackedWeight) -> bool:
@@ -139,7 +166,7 @@ def tile_for(code: Code, columns: int, inputs: int, *, may_split: bool, amd: boo
     >>> tile_for("int4", 4096, 4096, may_split=False).splits
     1
     """
-    bits = 4 if code in ("int4", "e2m1") else 8
+    bits = 8 if code in ("e4m3", "int8") else 4
     tile = next(tile for least, tile in (AMD_TILES if amd else TILES)[bits] if columns >= least)
     if not may_split:
         return tile._replace(splits=1)
@@ -214,19 +241,20 @@ def multiply(
         tile.splits,
         triton.cdiv(rows, launch["ROWS"]),
     )
+    codes = codes_of(weight, x.device)
+    if codes["ASSEMBLY"] and weight.outer is not None and rows <= MEDIUM_ROWS:
+        launch["maxnreg"] = FEW_REGISTERS
     with on_device(x):
         packed_kernel[grid](
             x,
-            weight.codes.view(torch.uint16),
-            weight.scale,
-            weight.zero,
+            *tensors_of(weight),
             bias,
             output,
             rows,
             x.stride(0),
             ACTIVATION=activation,
             **launch,
-            **codes_of(weight, x.device),
+            **codes,
             **hint_options(ahead),
             **overlap_options(x.device),
         )
@@ -242,10 +270,11 @@ def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated
         wide = (tile.medium if rows <= MEDIUM_ROWS else tile.wide) if rows > 8 else None
         if wide is not None:
             columns, padded, depth = wide.columns, min(padded, wide.rows), wide.depth
-        depth = min(depth, MOST_SCALES * weight.group)
+        # Four scales in a word, beside one of minima and one of their scales, are as many as two.
+        depth = min(depth, MOST_SCALES * weight.group * (1 if weight.outer is None else 2))
     else:
         padded = min(padded, ROWS_AT_ONCE if tile.lanes > 1 else MOST_ROWS)
-        span = weight.run * (4 if weight.halves else 2)
+        span = span_of(weight)
         depth = max(span, depth // span * span)
         loaded = tile.lanes * ((1 + gated) * columns * depth // (1 + weight.halves) + padded * depth * 2)
         stages = num_stages(loaded, memory, most=1 if torch.version.hip else tile.stages)
@@ -269,10 +298,23 @@ def codes_of(weight: PackedWeight, device: torch.device) -> dict[str, Any]:
         "ROW_WORDS": weight.codes.shape[-1] * weight.codes.itemsize // 2,
         "CODE": weight.code,
         "MIDDLE": weight.middle,
+        "MINIMA": weight.minimum is not None,
         "GROUP": weight.group,
         "RUN": weight.run,
         "ASSEMBLY": device.type == "cuda" and torch.version.hip is None,
     }
+
+
+def tensors_of(weight: PackedWeight) -> tuple[Tensor | None, ...]:
+    """Words, high bits, scales, zeros or minima, and scales of scales, as kernels take them."""
+    kind = torch.int16 if weight.high_bits == 1 else torch.int32  # of four words
+    high = None if weight.high is None else weight.high.view(kind)
+    scale, zero, outer = weight.scale, weight.zero, weight.outer
+    if weight.minimum is not None:
+        zero, outer = weight.minimum, None if outer is None else outer.view(torch.int32)
+    if outer is not None:  # four signed bytes in a word
+        scale, zero = scale.view(torch.int32), None if zero is None else zero.view(torch.int32)
+    return weight.codes.view(torch.uint16), high, scale, zero, outer
 
 
 def expert_codes(weight: PackedWeight, lanes: int, device: torch.device) -> tuple[Any, ...]:
@@ -283,22 +325,43 @@ def expert_codes(weight: PackedWeight, lanes: int, device: torch.device) -> tupl
     return *(options[name] for name in ("CODE", "MIDDLE", "GROUP", "RUN", "ROW_WORDS")), lanes, options["ASSEMBLY"]
 
 
-def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The numbers [out, in] of some outputs of an arranged weight, as `PackedWeight.dequantized` has them."""
-    output = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.device)
+def dequantized(
+    weight: PackedWeight,
+    dtype: torch.dtype,
+    order: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """The numbers [out, in] of an arranged weight, as `PackedWeight.dequantized` has them.
+
+    Args:
+        weight: [out, in].
+        dtype: of the result.
+        order: int64 [...], outputs that are wanted, [..., in]; none is checked. None for all.
+        factor: what multiplies the rounded numbers.
+    """
+    shape = (weight.out_features,) if order is None else order.shape
+    output = torch.empty(*shape, weight.in_features, dtype=dtype, device=weight.device)
+    count = output.numel() // weight.in_features
     options = codes_of(weight, weight.device)
     del options["ASSEMBLY"]
-    outs, span = 16, weight.run * (4 if weight.halves else 2)
+    outs = 16 if count > 16 else 1
+    grid = (triton.cdiv(count, outs), triton.cdiv(weight.in_features, span_of(weight)))
     with on_device(output):
-        _dequantize_kernel[(triton.cdiv(len(output), outs), triton.cdiv(weight.in_features, span))](
-            weight.codes.view(torch.uint16),
-            weight.scale,
-            weight.zero,
+        _dequantize_kernel[grid](
+            *tensors_of(weight),
+            None if order is None else order.contiguous(),
             output,
-            len(output),
+            count,
+            factor,
             OUTS=outs,
-            num_warps=4,
+            SCALED=factor != 1,
+            num_warps=4 if outs > 1 else 1,
             **options,
             **overlap_options(weight.device),
         )
     return output
+
+
+def span_of(weight: PackedWeight) -> int:
+    """Inputs of neighboring words."""
+    return weight.run * (4 if weight.halves else 2)

@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from specdec.kernels.triton_overlap import await_previous, release_next
-from specdec.layers.packed.triton_packed_codes import numbers_of
+from specdec.layers.packed.triton_packed_codes import (
+    beside,
+    codes_of_word,
+    high_bits,
+    numbers_of,
+    outer_of,
+    signed_byte,
+)
 
 
 @triton.constexpr_function
@@ -70,8 +77,10 @@ def _factors(numbers: tl.tensor, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LANE
 @triton.jit
 def _ask(
     words: tl.tensor,  # addresses of uint16 [THREADS, EACH]
+    high: tl.tensor,  # addresses of their high bits [THREADS, EACH / 4], or None
     scale: tl.tensor,  # addresses of the columns' first scales [THREADS, 1]
-    zero: tl.tensor,  # the same of zeros, or None
+    zero: tl.tensor,  # the same of zeros or minima, or None
+    outer: tl.tensor,  # the same of scales of scales, or None
     begin: tl.tensor,  # numbers of the words' first inputs, in whole pieces [THREADS, 1]
     start: tl.tensor,  # numbers of the lanes' first inputs [THREADS, 1]
     SIDE: tl.constexpr,  # columns from one side to the other
@@ -85,21 +94,38 @@ def _ask(
     GATED: tl.constexpr,
     PIECES: tl.constexpr,
     UNEVEN: tl.constexpr,
-) -> tuple[tl.tuple, tl.tuple, tl.tuple]:
-    """What a step needs of the weight: words, scales and zeros, each for one side or both."""
+) -> tuple[tl.tuple, tl.tuple, tl.tuple, tl.tuple, tl.tuple]:
+    """What a step needs of the weight, for one side or both: words, their high bits, scales, zeros,
+    and scales of scales.
+
+    Scales and zeros are one for a group, or with `outer` four in a word, for a piece.
+    """
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    SPAN: tl.constexpr = COUNT * RUN
     held: tl.tuple = ()
+    highs: tl.tuple = ()
     scales: tl.tuple = ()
     zeros: tl.tuple = ()
+    outers: tl.tuple = ()
     for piece in tl.static_range(PIECES):
         for side in tl.static_range(1 + GATED):
             place = words + (piece * RUN + side * SIDE * ROW_WORDS)
+            there = begin + piece * SPAN < ROW_WORDS * COUNT if UNEVEN else None
+            other = 0 if UNEVEN else None
+            held += (tl.load(place, mask=there, other=other, cache_modifier=".cg"),)
+            if high is not None:
+                place = high + (piece * RUN + side * SIDE * ROW_WORDS) // 4
+                highs += (tl.load(place, mask=there, other=other, cache_modifier=".cg"),)
+        if outer is not None:
+            first = start + piece * SPAN
             if UNEVEN:
-                there = begin + piece * RUN * COUNT < ROW_WORDS * COUNT
-                held += (tl.load(place, mask=there, other=0, cache_modifier=".cg"),)
-            else:
-                held += (tl.load(place, cache_modifier=".cg"),)
-        if not WHOLE:
+                first = tl.minimum(first, INPUTS - SPAN)
+            for side in tl.static_range(1 + GATED):
+                scales += (tl.load(scale + (first // SPAN + side * SIDE * (GROUPS // 4))),)
+                if zero is not None:
+                    zeros += (tl.load(zero + (first // SPAN + side * SIDE * (GROUPS // 4))),)
+                outers += (tl.load(outer + (first // 256 + side * SIDE * (INPUTS // 256))),)
+        elif not WHOLE:
             for i in tl.static_range(COUNT // ALIKE):
                 group = (start + (piece * COUNT + i * ALIKE) * RUN) // GROUP
                 if UNEVEN:
@@ -108,7 +134,42 @@ def _ask(
                     scales += (tl.load(scale + (group + side * SIDE * GROUPS)),)
                     if zero is not None:
                         zeros += (tl.load(zero + (group + side * SIDE * GROUPS)),)
-    return held, scales, zeros
+    return held, highs, scales, zeros, outers
+
+
+@triton.jit
+def _scale(
+    scales: tl.tuple, outers: tl.tuple, PIECE: tl.constexpr, PLACE: tl.constexpr,
+    COUNT: tl.constexpr, ALIKE: tl.constexpr, SIDES: tl.constexpr, SIDE: tl.constexpr,
+    SECOND: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The scales, or with SECOND the minima, of a run of codes; tuples are those of `_ask`."""
+    if len(outers) > 0:
+        scale = signed_byte(scales[PIECE * SIDES + SIDE], PLACE)
+        return scale * outer_of(outers[PIECE * SIDES + SIDE], SECOND)
+    else:
+        return scales[(PIECE * COUNT + PLACE) // ALIKE * SIDES + SIDE]
+
+
+@triton.jit
+def _scaled(
+    total: tl.tensor, part: tl.tensor, sums: tl.tensor, scales: tl.tuple, zeros: tl.tuple,
+    outers: tl.tuple, PIECE: tl.constexpr, PLACE: tl.constexpr, COUNT: tl.constexpr,
+    ALIKE: tl.constexpr, SIDES: tl.constexpr, SIDE: tl.constexpr, MINIMA: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`total` and the sum `part` of a group's codes, scaled."""
+    LANES: tl.constexpr = total.shape[0]
+    COLUMNS: tl.constexpr = total.shape[1]
+    ROWS: tl.constexpr = total.shape[2]
+    if len(zeros) > 0:
+        least = _scale(zeros, outers, PIECE, PLACE, COUNT, ALIKE, SIDES, SIDE, True)
+        least = _factors(least, COLUMNS, ROWS, LANES) * sums
+        if MINIMA:
+            total -= least
+        else:
+            part -= least
+    scale = _scale(scales, outers, PIECE, PLACE, COUNT, ALIKE, SIDES, SIDE, False)
+    return total + part * _factors(scale, COLUMNS, ROWS, LANES)
 
 
 @triton.jit
@@ -132,6 +193,15 @@ def _values(
 
 
 @triton.jit
+def _above(highs: tl.tuple, PLACE: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
+    """The high bits of a tile of words, or None."""
+    if len(highs) == 0:
+        return None
+    else:
+        return beside(highs[PLACE], high_bits(CODE))
+
+
+@triton.jit
 def _add_step(
     total: tl.tensor,  # float32 [LANES, COLUMNS, ROWS]
     up: tl.tensor,  # the same of the second side, if GATED
@@ -141,6 +211,7 @@ def _add_step(
     within: tl.tensor,  # numbers of the elements in a row [THREADS, EACH]
     CODE: tl.constexpr,
     MIDDLE: tl.constexpr,
+    MINIMA: tl.constexpr,
     INPUTS: tl.constexpr,
     WHOLE: tl.constexpr,  # a scale has the whole row and is left to the caller
     RUN: tl.constexpr,
@@ -151,14 +222,14 @@ def _add_step(
     ASSEMBLY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Both sums and the products of a step's inputs with their weights."""
-    COUNT: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 2
+    COUNT: tl.constexpr = codes_of_word(CODE)
     SPAN: tl.constexpr = COUNT * RUN
     LANES: tl.constexpr = total.shape[0]
     COLUMNS: tl.constexpr = total.shape[1]
     ROWS: tl.constexpr = total.shape[2]
     SIDES: tl.constexpr = 1 + GATED
     dtype: tl.constexpr = inputs.dtype.element_ty
-    held, scales, zeros = asked
+    held, highs, scales, zeros, outers = asked
     ones = tl.full([LANES, COLUMNS, RUN], 1.0, dtype)
     values = _values(inputs, there, within, INPUTS, RUN, COUNT, UNEVEN)
     for piece in tl.static_range(PIECES):
@@ -166,10 +237,12 @@ def _add_step(
         if piece + 1 < PIECES:  # rows are read a piece ahead
             following = (piece + 1) * SPAN
             coming = _values(inputs + following, there, within + following, INPUTS, RUN, COUNT, UNEVEN)
-        numbers = numbers_of(held[piece * SIDES], CODE, MIDDLE, dtype, ASSEMBLY)
+        above = _above(highs, piece * SIDES, CODE)
+        numbers = numbers_of(held[piece * SIDES], above, CODE, MIDDLE, dtype, ASSEMBLY)
         up_numbers = numbers
         if GATED:
-            up_numbers = numbers_of(held[piece * SIDES + 1], CODE, MIDDLE, dtype, ASSEMBLY)
+            above = _above(highs, piece * SIDES + 1, CODE)
+            up_numbers = numbers_of(held[piece * SIDES + 1], above, CODE, MIDDLE, dtype, ASSEMBLY)
         part = tl.zeros_like(total)
         up_part = part
         sums = part
@@ -190,13 +263,15 @@ def _add_step(
                 if len(zeros) > 0:
                     sums = tl.dot(ones, tile, sums)
                 if i % ALIKE == ALIKE - 1:
-                    if len(zeros) > 0:
-                        part -= _factors(zeros[(piece * COUNT + i) // ALIKE * SIDES], COLUMNS, ROWS, LANES) * sums
-                        if GATED:
-                            up_part -= _factors(zeros[(piece * COUNT + i) // ALIKE * SIDES + 1], COLUMNS, ROWS, LANES) * sums
-                    total += part * _factors(scales[(piece * COUNT + i) // ALIKE * SIDES], COLUMNS, ROWS, LANES)
+                    total = _scaled(
+                        total, part, sums, scales, zeros, outers,
+                        piece, i, COUNT, ALIKE, SIDES, 0, MINIMA,
+                    )  # fmt: skip
                     if GATED:
-                        up += up_part * _factors(scales[(piece * COUNT + i) // ALIKE * SIDES + 1], COLUMNS, ROWS, LANES)
+                        up = _scaled(
+                            up, up_part, sums, scales, zeros, outers,
+                            piece, i, COUNT, ALIKE, SIDES, 1, MINIMA,
+                        )  # fmt: skip
         values = coming
     return total, up
 
@@ -208,8 +283,10 @@ def sums_in_lanes(
     there: tl.tensor,  # which of them there are [ROWS]
     x_stride: tl.tensor,
     words: tl.tensor,  # uint16 [columns, ROW_WORDS]
-    scale: tl.tensor,  # [columns, groups]
+    high: tl.tensor,  # high bits of four words each [columns, ROW_WORDS / 4], or None
+    scale: tl.tensor,  # [columns, groups], with `outer` four in a word
     zero: tl.tensor,  # the same, or None
+    outer: tl.tensor,  # [columns, INPUTS / 256], or None
     column: tl.tensor,  # numbers of the columns [COLUMNS]
     split: tl.tensor,  # which share of the inputs
     SIDE: tl.constexpr,  # columns from gate to up
@@ -217,6 +294,7 @@ def sums_in_lanes(
     ROW_WORDS: tl.constexpr,
     CODE: tl.constexpr,
     MIDDLE: tl.constexpr,
+    MINIMA: tl.constexpr,
     GROUP: tl.constexpr,
     RUN: tl.constexpr,  # see `specdec.layers.packed.weight.PackedWeight`
     GATED: tl.constexpr,
@@ -227,7 +305,7 @@ def sums_in_lanes(
     OVERLAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up` is; the same without one."""
-    COUNT: tl.constexpr = 4 if CODE == "int4" or CODE == "e2m1" else 2  # codes of a word
+    COUNT: tl.constexpr = codes_of_word(CODE)
     SPAN: tl.constexpr = COUNT * RUN
     ROWS: tl.constexpr = row.shape[0]
     COLUMNS: tl.constexpr = column.shape[0]
@@ -235,6 +313,7 @@ def sums_in_lanes(
     ALIKE: tl.constexpr = COUNT if GROUP % SPAN == 0 else (GROUP // RUN if SPAN % GROUP == 0 else 1)
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     WHOLE: tl.constexpr = GROUP >= INPUTS and zero is None
+    tl.static_assert(outer is None or (GROUP == RUN and COUNT == 4), "four scales for a piece")
     PADDED: tl.constexpr = ROW_WORDS * COUNT
     SHARE: tl.constexpr = share_of(PADDED, SPAN, LANES * SPLITS)
     STEP: tl.constexpr = step_of(SHARE, SPAN, DEPTH)
@@ -246,7 +325,14 @@ def sums_in_lanes(
     begin = first + thread // 32 % LANES * SHARE
     places = words + _spread(column.to(tl.int64), RUN, LANES, EACH) * ROW_WORDS + within
     start = first + tl.arange(0, COLUMNS * LANES * 4)[:, None] // 32 % LANES * SHARE
-    scales = _spread(column.to(tl.int64), 16, LANES, 4) * GROUPS
+    highs = high
+    if high is not None:
+        highs = high + _spread(column.to(tl.int64), RUN, LANES, EACH) * (ROW_WORDS // 4)
+        highs += first // COUNT // 4
+        highs += _within(COLUMNS, RUN // 4, LANES, EACH // 4, SHARE // COUNT // 4)
+    columns = _spread(column.to(tl.int64), 16, LANES, 4)
+    outers = None if outer is None else outer + columns * (INPUTS // 256)
+    scales = columns * (GROUPS if outer is None else GROUPS // 4)
     zeros = None if zero is None else zero + scales
     scales = scale + scales
     within = first + _within(ROWS, RUN, LANES, EACH, SHARE)
@@ -255,22 +341,25 @@ def sums_in_lanes(
     total = tl.zeros([LANES, COLUMNS, ROWS], tl.float32)
     up = total
     asked = _ask(
-        places, scales, zeros, begin, start,
+        places, highs, scales, zeros, outers, begin, start,
         SIDE, INPUTS, ROW_WORDS, GROUP, WHOLE, RUN, COUNT, ALIKE, GATED, PIECES, UNEVEN,
     )  # fmt: skip
     await_previous(OVERLAP)
     release_next(OVERLAP)
     total, up = _add_step(
-        total, up, asked, inputs, real, within, CODE, MIDDLE, INPUTS, WHOLE, RUN, ALIKE, UNEVEN, GATED, PIECES, ASSEMBLY
-    )
+        total, up, asked, inputs, real, within,
+        CODE, MIDDLE, MINIMA, INPUTS, WHOLE, RUN, ALIKE, UNEVEN, GATED, PIECES, ASSEMBLY,
+    )  # fmt: skip
     for step in range(STEP, SHARE, STEP):
+        if high is not None:
+            highs += STEP // COUNT // 4
         asked = _ask(
-            places + step // COUNT, scales, zeros, begin + step, start + step,
+            places + step // COUNT, highs, scales, zeros, outers, begin + step, start + step,
             SIDE, INPUTS, ROW_WORDS, GROUP, WHOLE, RUN, COUNT, ALIKE, GATED, PIECES, UNEVEN,
         )  # fmt: skip
         total, up = _add_step(
             total, up, asked, inputs + step, real, within + step,
-            CODE, MIDDLE, INPUTS, WHOLE, RUN, ALIKE, UNEVEN, GATED, PIECES, ASSEMBLY,
+            CODE, MIDDLE, MINIMA, INPUTS, WHOLE, RUN, ALIKE, UNEVEN, GATED, PIECES, ASSEMBLY,
         )  # fmt: skip
     total = tl.sum(total, 0)
     up = tl.sum(up, 0)

@@ -428,7 +428,21 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
         "embedding": (lambda: [fused.check_embedding(*half)], [(triton_embedding, "embed")]),
         "few_rows": (lambda: [fused.check_few_rows(*half)], [(triton_linear, "few_rows")]),
         "packed products": (
-            lambda: packed_check._product_deviations(*half),
+            lambda: (
+                one
+                for code in packed_check._SIZES
+                for one in packed_check._product_deviations(
+                    packed_check._weight(code, (80, 192), torch.float16),
+                    DEVICE,
+                )
+            ),
+            [(triton_packed, "product"), (triton_packed, "few_rows"), (triton_packed, "dequantized")],
+        ),
+        "packed blocks": (
+            lambda: packed_check._product_deviations(
+                packed_check.random_blocks("Q5_K", (80, 512), torch.float16).packed(),
+                DEVICE,
+            ),
             [(triton_packed, "product"), (triton_packed, "few_rows"), (triton_packed, "dequantized")],
         ),
         "packed experts": (lambda: packed_check._expert_deviations(*half), [(triton_experts, "experts")]),

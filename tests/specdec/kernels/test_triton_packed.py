@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.layers.packed.gguf import GGUF_TYPES, GgufWeight
 from specdec.layers.packed.linear import PackedLinear
-from specdec.layers.packed.weight import Code, PackedWeight
+from specdec.layers.packed.table import PackedTable
+from specdec.layers.packed.weight import Code, PackedWeight, values_of
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.ggml import blocks
 from tests.helpers.guards import no_host_sync
 from tests.helpers.packed_weights import in_order, packed
 from tests.helpers.ptx import run
@@ -173,24 +176,93 @@ def test_products_that_are_torchs() -> None:
     assert PackedLinear(packed("e4m3", (32, 256), 32, dtype=torch.float32, device=DEVICE)).few_rows(torch.randn(3, 256)) is None
 
 
+ASSEMBLED: list[tuple[Code, int]] = [
+    ("e4m3", 0), ("int8", 0), ("int4", 2), ("int4", 4), ("int4", 8), ("e2m1", 0),
+    ("int5", 0), ("int5", 16), ("int6", 32), ("nl4", 0),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("brain", [True, False])
-@pytest.mark.parametrize(("code", "middle"), [("e4m3", 0), ("int8", 0), ("int4", 2), ("int4", 4), ("int4", 8), ("e2m1", 0)])
+@pytest.mark.parametrize(("code", "middle"), ASSEMBLED)
 def test_assembly(code: Code, middle: int, brain: bool) -> None:
     """What NVIDIA's chips are told to do makes of every word what its codes say."""
     dtype = torch.bfloat16 if brain else torch.float16
     words = torch.arange(2**16, dtype=torch.int32)
+    highs = torch.randint(-(2**31), 2**31, (2, 2**16)).int()
+    count = 4 if code not in ("e4m3", "int8") else 2
     pairs = words | words.flip(0) << 16  # two words in a register
-    count = 4 if code in ("int4", "e2m1") else 2
-    outputs = run(triton_packed_codes._assembly(code, brain, middle), pairs, count, dtype)
+    above = {"int5": 1, "int6": 2}.get(code, 0)
+    text = triton_packed_codes._assembly(code, brain, middle)
+    outputs = run(text, pairs, count, dtype, *(highs if above else ()))
     bits = 16 // count
     for i, output in enumerate(outputs):
         for half, word in enumerate((words, words.flip(0))):
             number = (word >> i * bits) & (2**bits - 1)
+            number |= (highs[half] >> i * above & 2**above - 1) << 4
             if code in ("e4m3", "int8"):
-                codes = number.to(torch.uint8)[:, None].view(torch.float8_e4m3fn if code == "e4m3" else torch.int8)
+                kind = torch.float8_e4m3fn if code == "e4m3" else torch.int8
+                codes = number.to(torch.uint8).view(kind)
             else:
-                codes = number.to(torch.uint8)[:, None]
-            weight = PackedWeight(codes, torch.ones(2**16, 1), None, 2, code, dtype, middle=middle)
-            expected = weight.dequantized()[:, 0]
+                codes = number.to(torch.uint8)
+            expected = values_of(codes, code, dtype) - middle
             known = expected.isfinite()
             assert output[:, half][known].equal(expected[known]) and known.float().mean() > 0.99
+
+
+BLOCKS = [*((kind,) for kind in GGUF_TYPES), ("Q4_K", "Q6_K"), ("Q5_0", "Q8_0")]
+
+
+def blocks_of(kinds: tuple[str, ...], inputs: int = 768) -> PackedWeight:
+    """Random blocks of one type, or of two that are joined, as kernels read them."""
+    each = 96 // len(kinds)
+    weights = [
+        GgufWeight.from_blocks(blocks(kind, each, inputs), kind, torch.float16) for kind in kinds
+    ]  # fmt: skip
+    return GgufWeight.joined(weights).packed().to(DEVICE).arranged()
+
+
+@pytest.mark.parametrize("kinds", BLOCKS, ids="+".join)
+def test_blocks(monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]) -> None:
+    """GGUF's types: lanes that have nothing to add, splits, gates, many rows, numbers in memory."""
+    weight = blocks_of(kinds)
+    assert dequantized(weight, torch.float32).equal(weight.dequantized(torch.float32))
+    order = torch.tensor([[95, 0], [1, 95]], device=DEVICE)
+    assert dequantized(weight, torch.float32, order).equal(weight.dequantized(torch.float32)[order])
+    scaled = weight.dequantized()[order] * 1.5
+    assert dequantized(weight, torch.float16, order, 1.5).equal(scaled)
+    place = BLOCKS.index(kinds)
+    x = torch.randn((1, 12, 40)[place % 3], 768).to(DEVICE, torch.float16)
+    lanes, medium, wide = (4, 8)[place // 3 % 2], Wide(16, 16, 256), Wide(32, 32, 128)
+    tile = Tile(16, lanes, 512, direct=True, medium=medium, wide=wide)
+    check(multiply(x, weight, None, tile._replace(splits=1 + place % 2)), x, weight, None)
+    check(multiply(x, weight, None, tile, activation="silu"), x, weight, None, gated=True)
+    check(multiply(x, weight, None, Tile(16, 2, 128)), x, weight, None)
+    check(multiply(x, weight, None, MANY_ROWS), x, weight, None)
+
+
+@pytest.mark.parametrize("how", ["plain", "gated"])
+@pytest.mark.parametrize("kinds", [("Q4_K",), ("Q4_K", "Q6_K")], ids="+".join)
+def test_blocks_of_a_row_are_the_same_whatever_is_beside_it(
+    monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...], how: str
+) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr("triton.runtime.interpreter.np.matmul", in_order)
+    weight, many = blocks_of(kinds), torch.randn(64, 768).to(DEVICE, torch.float16)
+    activation = "silu" if how == "gated" else None
+    whole = few_rows(many, weight, activation=activation)
+    assert whole is not None
+    for count in (1, 9, 33) if DEVICE.type == "cpu" else range(1, 65):
+        for rows in (slice(0, count), slice(64 - count, 64)):
+            got = few_rows(many[rows], weight, activation=activation)
+            assert got is not None and got.equal(whole[rows]), count
+
+
+def test_a_table_makes_numbers_of_the_rows_that_it_is_asked_for() -> None:
+    """With kernels as without, and in a type that they do not take."""
+    weight = GgufWeight.from_blocks(blocks("Q4_K", 40, 512), "Q4_K", torch.float16).to(DEVICE)
+    ids = torch.tensor([[39, 3, 3], [0, 39, 7]], device=DEVICE)
+    for dtype in (torch.float16, torch.float32):
+        table, numbers = PackedTable(weight.to(dtype)), weight.dequantized(dtype)
+        assert table.rows(ids).equal(numbers[ids]) and len(table) == 40
+        assert table.rows(ids, 0.5).equal(numbers[ids] * 0.5)
+        assert table.nbytes < 1.03 * weight.nbytes
