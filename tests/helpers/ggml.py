@@ -6,16 +6,17 @@ import gguf
 import torch
 from torch import Tensor
 
-_FLOATS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
-"""Where a block has its numbers in half precision, if not one at its beginning."""
+from specdec.layers.packed.gguf import BLOCK_SHAPES
 
 
 def blocks(kind: str, outputs: int, inputs: int, *experts: int) -> Tensor:
-    """Bytes [..., outputs, bytes] that say anything, but for scales, with which products are about normal."""
-    count, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    raw = torch.randint(0, 256, (math.prod(experts) * outputs * inputs // count, size), dtype=torch.uint8)
-    for start in _FLOATS.get(kind, (0,)):
-        raw[:, start : start + 2] = (torch.randn(len(raw), 1) / 512).half().view(torch.uint8)
+    """Bytes [..., outputs, bytes] of any codes, whose products with normal rows are about normal."""
+    shape = BLOCK_SHAPES[kind]
+    count = math.prod(experts) * outputs * inputs // shape.inputs
+    raw = torch.randint(0, 256, (count, shape.size), dtype=torch.uint8)
+    for start in shape.floats:
+        scale = torch.randn(count, 1) / (shape.typical * inputs**0.5)
+        raw[:, start : start + 2] = scale.half().view(torch.uint8)
     return raw.view(*experts, outputs, -1)
 
 

@@ -214,6 +214,7 @@ BLOCKS = [*((kind,) for kind in GGUF_TYPES), ("Q4_K", "Q6_K"), ("Q5_0", "Q8_0")]
 
 def blocks_of(kinds: tuple[str, ...], inputs: int = 768) -> PackedWeight:
     """Random blocks of one type, or of two that are joined, as kernels read them."""
+    torch.manual_seed(0)
     each = 96 // len(kinds)
     weights = [
         GgufWeight.from_blocks(blocks(kind, each, inputs), kind, torch.float16) for kind in kinds
