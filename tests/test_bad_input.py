@@ -170,7 +170,7 @@ def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Captu
     shutil.copytree(folders / "target", tmp_path / "target")
     remove("model.safetensors")(tmp_path / "target")
     (tmp_path / "target" / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("verifiers.weights.gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("verifiers.gguf.file.find_spec", lambda name: None)
     line = fails(capsys, "abc", "--raw", "--model", tmp_path / "target")
     assert "'model.gguf' needs package gguf, which is not installed; run: python -m pip install gguf" in line
 

@@ -12,9 +12,9 @@ from specdec.base.errors import UnsupportedModelError
 from specdec.parallel.group import Group
 from verifiers.config.families import describe
 from verifiers.config.shape import backend_spec
+from verifiers.config.wrappers import shapes_of
 from verifiers.formats.method import format_of
 from verifiers.sizes import packed_names
-from verifiers.weights.complete import shapes_of
 from verifiers.weights.shares import Share, shared
 
 RANKS = (2, 3, 4, 5, 6, 7, 8, 16)

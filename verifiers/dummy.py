@@ -181,7 +181,7 @@ def dummy_rank(
         BackendError: no backend, or not the named one, can serve the model.
         UnsupportedModelError: our own layers do not run it, or the ranks do not divide it.
     """
-    from verifiers.weights.complete import shapes_of
+    from verifiers.config.wrappers import shapes_of
 
     local = shared(config, group)
     description = describe(local)

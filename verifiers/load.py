@@ -147,8 +147,7 @@ def _understood(
 
 def _blame_of_shapes(folder: Path, error: BaseException) -> str:
     """What of a config keeps a model from being made of it; see `verifiers.config.reading.read`."""
-    from verifiers.config.wrappers import config_entries, config_of, text_config
-    from verifiers.weights.complete import shapes_of
+    from verifiers.config.wrappers import config_entries, config_of, shapes_of, text_config
 
     return blamed(config_entries(str(folder)), lambda entries: shapes_of(text_config(config_of(entries))), error)
 
@@ -209,8 +208,9 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
 
 
 def _built(reading: _Reading, config: Any, description: Description) -> Verifier:
+    from verifiers.config.wrappers import shapes_of
     from verifiers.weights.checkpoint import read_weights
-    from verifiers.weights.complete import complete, shapes_of
+    from verifiers.weights.complete import complete
 
     share, group = reading.share, None
     if share is not None:
@@ -245,8 +245,8 @@ def _theirs(reading: _Reading, fuse: bool) -> Verifier:
 def _load_plain(reading: _Reading) -> tuple[Any, list[str]]:
     """By transformers, which would turn integers into floats without a word."""
     from verifiers.config.names import name_of
+    from verifiers.config.wrappers import shapes_of
     from verifiers.hf import load_model
-    from verifiers.weights.complete import shapes_of
 
     files, shapes = TensorFiles(reading.folder), shapes_of(reading.config)
     for source in files.names:
@@ -257,9 +257,9 @@ def _load_plain(reading: _Reading) -> tuple[Any, list[str]]:
 
 
 def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
+    from verifiers.config.wrappers import shapes_of
     from verifiers.hf import model_of
     from verifiers.weights.checkpoint import read_weights
-    from verifiers.weights.complete import shapes_of
 
     weights = read_weights(reading.folder, reading.config, device=torch.device("cpu"), dtype=reading.dtype, as_stored=False)
     shapes = shapes_of(reading.config)

@@ -13,12 +13,11 @@ from transformers import __version__ as transformers_version
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import refusals, select_backend
-from specdec.base.checkpoint.hub import json_file
+from specdec.base.checkpoint.hub import json_file, local_folder
 from specdec.base.checkpoint.kinds import check_adapter, checkpoint_config
 from specdec.base.checkpoint.tensor_files import INDEXES
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import CheckpointError
-from specdec.base.files import user_path
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
 from specdec.layers.packed.check import keeps_packed
 from specdec.model.core import ContextLimits
@@ -126,8 +125,8 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     if not needs.vocab_size:
         return needs
     try:
-        here = needs.would_run and (user_path(where) / WHOLE).is_file()  # and not far away
-        tokenizer = tokenizer_in(user_path(where), name) if here else None
+        folder = local_folder(where) if needs.would_run else None  # and not far away
+        tokenizer = tokenizer_in(folder, name) if folder is not None and (folder / WHOLE).is_file() else None
         file = json_file(where, FILE, what="target")
         asked = generation_of(name, file, entries, vocab_size=needs.vocab_size, tokenizer=tokenizer)
         return replace(needs, notes=tuple(asked.notes))

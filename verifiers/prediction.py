@@ -22,10 +22,10 @@ from verifiers.building.builder import LayerBuilder
 from verifiers.config.families import describe
 from verifiers.config.prediction_families import ASSISTANT, FAMILIES, SPECULATORS, PredictionFamily, prediction_name
 from verifiers.config.shape import backend_spec, cache_layers, head_shape, layer_caches, layer_kinds, layer_specs
-from verifiers.config.wrappers import config_of
+from verifiers.config.wrappers import config_of, shapes_of
 from verifiers.decoder import DecoderVerifier
 from verifiers.weights.checkpoint import read_named
-from verifiers.weights.complete import check_shapes, shapes_of
+from verifiers.weights.complete import check_shapes
 from verifiers.weights.weights import Weights
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")

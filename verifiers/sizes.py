@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from verifiers.config.wrappers import shapes_of
 from verifiers.formats.format import Format
 from verifiers.formats.method import format_of
-from verifiers.weights.complete import shapes_of
 
 _ALWAYS_PLAIN = ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "mlp.gate.", "router", "sinks", "bias")
 """Parts of names of what no format packs."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from specdec.base.checkpoint.gguf_names import gguf_file, whole_model
 from specdec.base.checkpoint.hub import CONFIG, found_folder, revision_of
 from specdec.base.checkpoint.tensor_files import weight_files
 from specdec.base.registry import parts_of
@@ -39,6 +40,8 @@ def checkpoint(name: str) -> dict[str, Any]:
     folder, files = checkpoint_folder(name), set[Path]()
     if folder is not None:
         files = {*folder.glob("*.safetensors"), *folder.glob(CONFIG), *(folder / file for file in weight_files(folder))}
+        if (gguf := gguf_file(folder)) is not None:
+            files |= {*whole_model(gguf)}
     digests = {path.name: sha256_of(path) for path in sorted(files)}
     return {"name": name, "revision": None if folder is None else revision_of(folder), "sha256": digests}
 

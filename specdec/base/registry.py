@@ -91,6 +91,7 @@ PARTS = {
     "fit": "drafters.fit:read_fit",  # doctor --drafter
     "quantization": "verifiers.formats.method:check_quantization",  # the same
     "drafter": "drafters.algorithms:drafter_and_target",  # --model, which must not be one
+    "gguf": "verifiers.gguf.folder:unpacked",  # a GGUF file wherever a checkpoint is named
     "prediction": "verifiers.prediction:read_prediction",  # --drafter mtp, whose layers are like those of the target
 }
 """What the command line and drafters take from a package that they do not import."""

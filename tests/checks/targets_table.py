@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.checks.public_targets import data
 from verifiers.config.families import FAMILIES, describe
 from verifiers.config.wrappers import READ_AS, WRAPPERS, text_config
+from verifiers.gguf.config import ARCHITECTURES
 from verifiers.needs import Needs, needs_of
 from verifiers.support import unsupported_reasons
 
@@ -181,11 +182,21 @@ _FORMATS = {
     ),
     "`mxfp4`": ("the experts of gpt-oss", "packed"),
     "`quark`": ("FP8 by tensor, output, block and group, MXFP4, MXFP8, NVFP4, INT4, UINT4, INT8", "packed"),
-    "GGUF": ("what Transformers reads; needs package `gguf`", "plain"),
+    "GGUF": ("all types that package `gguf` makes plain numbers of", "what kernels read packed, others plain"),
 }
 
+_GGUF = (
+    "A GGUF file may stand wherever a checkpoint is named: `FILE.gguf`, a folder with one,"
+    " `owner/name:file.gguf` or `owner/name:Q4_K_M` on the hub, any part of a split one. Config,"
+    " tokenizer, chat template and the tokens that end answers are the file's own; what they say is"
+    " kept below `~/.cache/specdec/gguf`. In a folder with a config.json its files count, and the"
+    " GGUF file has the weights. A language model in a GGUF file may be a drafter. What llama.cpp"
+    " takes for granted of a family, and a file does not say, is taken for granted here, too. These"
+    " architectures are read: {}."
+)
+
 _FORMAT_NOTE = (
-    "By `quant_method` of `quantization_config`; drafters may have all but GGUF, and become plain. Integers of up to four bits take"
+    "By `quant_method` of `quantization_config`; of drafters weights become plain. Integers of up to four bits take"
     " half a byte in memory, those of five to eight a byte. Activations and the cache keep their own type. Other methods (HQQ,"
     " torchao, Quanto, AQLM, MLX, AWQ gemv) are refused by name, as are integers and 8-bit floats that no `quantization_config`"
     " explains. Where weights become plain on the way, one line says so."
@@ -231,6 +242,10 @@ def page() -> str:
         *(f"| {name} | {read} | {stays} |" for name, (read, stays) in _FORMATS.items()),
         "",
         *wrap(_FORMAT_NOTE, 132),
+        "",
+        "## GGUF files",
+        "",
+        *wrap(_GGUF.format(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES))), 132),
         "",
         "## Through Transformers' modules",
         "",

@@ -232,6 +232,8 @@ def start_gguf(folder: Path) -> Check:
         path = place.filled({}) / "m.gguf"
         path.write_bytes(bytes.fromhex(one))
         _decodes(path.parent)
+        cpu: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+        attempt(lambda: read_needs(str(path), **cpu, gpu_bytes=10**9))  # by itself
 
     return check
 

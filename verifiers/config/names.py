@@ -57,6 +57,8 @@ RENAMED_IN = {
 }
 """The same for single model types."""
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)$")
 MERGED = re.compile(r"^(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(blocks|scales|scale_inv|scale|packed|scale_2|global_scale))?$")
@@ -129,3 +131,9 @@ def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
     if dtype == torch.float16:
         kept |= set(getattr(found, "_keep_in_fp32_modules", None) or ())
     return sorted(kept), list(getattr(found, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def wide_names(config: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """An expression for the tensors of a model that are float32 whatever `dtype` the others have; None where there are none."""
+    kept = class_facts(config, dtype)[0]
+    return re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None

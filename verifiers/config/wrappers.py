@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.base.errors import CheckpointError
+from verifiers.config.names import EMBEDDING, HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,23 @@ def bare_class(config: PreTrainedConfig) -> Any:
     """The model of a text config without a head; None where there is none."""
     found: Any = MODEL_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+def shapes_of(config: Any) -> dict[str, torch.Size]:
+    """Shapes of all tensors of a text model by transformers' names, made without memory from its config; a tied head is none."""
+    own = text_class(config)
+    found: Any = own or bare_class(config)
+    with torch.device("meta"):
+        model: nn.Module = found(config)
+    tensors: dict[int, tuple[str, Tensor]] = {}  # those that layers share once, under the first name
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor))
+    shapes = {name if own else f"model.{name}": tensor.shape for name, tensor in tensors.values()}
+    if getattr(config, "tie_word_embeddings", False):
+        shapes.pop(HEAD, None)
+    elif own is None:
+        shapes[HEAD] = shapes[EMBEDDING]
+    return shapes
 
 
 def say_text_only(config: PreTrainedConfig) -> None:

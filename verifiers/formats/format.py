@@ -179,3 +179,16 @@ def as_number(scale: Tensor) -> Tensor:
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return scale.view(torch.float8_e8m0fnu).to(torch.bfloat16)
     return scale if scale.dtype == torch.bfloat16 else scale.float()
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuses a vector with NaN or infinite numbers.
+
+    Those of a matrix end in logits that are not finite; in a bias of experts they would choose
+    others without a word.
+
+    Raises:
+        CheckpointError: it has some.
+    """
+    if tensor.ndim < 2 and not (tensor < torch.inf).all():
+        raise CheckpointError(f"{name!r} holds NaN or infinite numbers; fetch the whole checkpoint again")

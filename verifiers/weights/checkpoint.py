@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.base.checkpoint.gguf_names import gguf_file
 from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import CheckpointError
 from specdec.base.files import user_path
@@ -17,11 +18,13 @@ from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
-from verifiers.config.names import EXPERT, class_facts, name_of, place_of
+from verifiers.config.names import EMBEDDING, EXPERT, HEAD, class_facts, name_of, place_of, wide_names
 from verifiers.config.shape import expert_counts
-from verifiers.formats.format import Format, Stored, check_floats, check_known
+from verifiers.config.wrappers import shapes_of
+from verifiers.formats.format import Format, Stored, check_finite, check_floats, check_known
 from verifiers.formats.method import format_of, quantization_of
-from verifiers.weights.gguf import gguf_file, read_gguf
+from verifiers.gguf.file import GgufFiles
+from verifiers.gguf.weights import read_gguf
 from verifiers.weights.shares import Share
 
 logger = logging.getLogger(__name__)
@@ -41,8 +44,6 @@ CONVOLUTIONS = re.compile(r"^(.*\.)q_conv1d\.weight$")
 TRANSPOSED = frozenset({"gpt_oss"})
 """Model types whose joined experts transformers keeps as [E, in, out]."""
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 
 def read_weights(
     path: str | Path,
@@ -53,7 +54,7 @@ def read_weights(
     as_stored: bool,
     share: Share | None = None,
 ) -> dict[str, Stored]:
-    """All weights of a target; the arguments are those of `read_named`, but a path may also be of a GGUF file or its folder.
+    """All weights of a target; the arguments are those of `read_named`, but the folder may be of a GGUF file.
 
     Returns:
         See `read_named`. The names are those that transformers gives the parameters of the causal language model. A head that is
@@ -63,8 +64,10 @@ def read_weights(
         CheckpointError: see `read_named`.
     """
     path = user_path(path)
-    if (gguf := gguf_file(path)) is not None:
-        weights = read_gguf(gguf, config, device=device, dtype=dtype, share=share)
+    if (file := gguf_file(path)) is not None:
+        part = None if share is None else share.part
+        whole = partial(read_gguf, GgufFiles(file), config, shapes_of(config), part=part)
+        weights = whole(device=device, dtype=dtype, as_stored=as_stored)
     else:
         name = partial(name_of, config=config, ignored=class_facts(config, dtype)[1])
         weights = read_named(path, config, name, device=device, dtype=dtype, as_stored=as_stored, share=share)
@@ -132,8 +135,7 @@ class _Reader:
         self._transposed = config.model_type in TRANSPOSED
         self._projections = WITHOUT_GATES if config.model_type in UNGATED else PROJECTIONS
         self._num_experts = (expert_counts(config) or (0, 0))[0]
-        kept = class_facts(config, dtype)[0]
-        self._wide = re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None
+        self._wide = wide_names(config, dtype)
         self._parts: dict[str, dict[str, str]] = {}  # names in the files, by module and part
         self._plain: dict[str, str] = {}
         for source in files.names:
@@ -259,9 +261,7 @@ class _Reader:
         if not tensor.is_floating_point():
             return tensor.to(self._device)
         check_floats({name: tensor})
-        # One that is not finite in a matrix ends in logits that are not; a bias of experts would choose others without a word.
-        if tensor.ndim < 2 and not (tensor < torch.inf).all():
-            raise CheckpointError(f"{name!r} holds NaN or infinite numbers; fetch the whole checkpoint again")
+        check_finite(name, tensor)
         wide = self._wide is not None and self._wide.search(name)
         return tensor.to(self._device, torch.float32 if wide else self._dtype)
 

@@ -5,34 +5,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from specdec.base.errors import CheckpointError
 from specdec.layers.packed.gguf import Quantized
-from verifiers.config.wrappers import bare_class, text_class
+from verifiers.config.names import HEAD
+from verifiers.config.wrappers import shapes_of, text_class
 from verifiers.formats.format import Stored, check_floats
-from verifiers.weights.checkpoint import EMBEDDING, HEAD
 from verifiers.weights.shares import Share
 
 logger = logging.getLogger(__name__)
-
-
-def shapes_of(config: Any) -> dict[str, torch.Size]:
-    """Shapes of all tensors of a text model by transformers' names, made without memory from its config; a tied head is none."""
-    own = text_class(config)
-    found: Any = own or bare_class(config)
-    with torch.device("meta"):
-        model: nn.Module = found(config)
-    tensors: dict[int, tuple[str, Tensor]] = {}  # those that layers share once, under the first name
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tensors.setdefault(id(tensor), (name, tensor))
-    shapes = {name if own else f"model.{name}": tensor.shape for name, tensor in tensors.values()}
-    if getattr(config, "tie_word_embeddings", False):
-        shapes.pop(HEAD, None)
-    elif own is None:
-        shapes[HEAD] = shapes[EMBEDDING]
-    return shapes
 
 
 def complete(weights: Mapping[str, Stored], config: Any, share: Share | None = None) -> dict[str, Stored]:

@@ -1,13 +1,19 @@
 """Files of a checkpoint, from a folder or the hub: small ones one by one, or all that make a target or a drafter.
 
-A name on the hub is `owner/name`, and may go on: `owner/name:folder` for a checkpoint in a folder of the repository, and
-`@revision` at its end for a branch, a tag or a commit.
+A name on the hub is `owner/name`, and may go on: `owner/name:folder` for a checkpoint in a folder
+of the repository, `owner/name:file.gguf` or `owner/name:Q4_K_M` for a GGUF file, and `@revision` at
+its end for a branch, a tag or a commit. A GGUF file stands for a folder with what it says of its
+model, see `verifiers.gguf.folder`.
 """
 
 import json
+import logging
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +26,21 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from specdec.base.checkpoint.gguf_names import (
+    GGUF,
+    QUANT,
+    USUAL,
+    chosen,
+    gguf_file,
+    models_among,
+    part_names,
+    quant_of,
+)
 from specdec.base.checkpoint.tensor_files import weight_files
-from specdec.base.errors import CheckpointError, InvalidInputError, one_line
+from specdec.base.errors import CheckpointError, InvalidInputError, UnsupportedModelError, one_line
+from specdec.base.registry import PARTS, resolve
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 
@@ -39,6 +58,9 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _FOUND: dict[str, Path] = {}
 """Where each name was found last in this process: what reports tell of, whatever has come to the cache since."""
 
+_UNPACKED: dict[str, Path] = {}
+"""Of names on the hub that mean a GGUF file the folders that these were unpacked to."""
+
 
 class _Place(NamedTuple):
     """What a name on the hub says."""
@@ -49,6 +71,12 @@ class _Place(NamedTuple):
 
     def inside(self, snapshot: Path) -> Path:
         return snapshot / self.folder if self.folder else snapshot
+
+    @property
+    def names_gguf(self) -> bool:
+        """Whether it is a GGUF file, by its name or its quantization."""
+        asked = self.folder or ""
+        return asked.endswith(".gguf") or QUANT.fullmatch(asked) is not None
 
     @property
     def cache(self) -> Path:
@@ -75,7 +103,7 @@ def pinned(name: str, revision: str | None) -> str:
     """
     if revision is None:
         return name
-    if name == "embedded" or _local(name) is not None:
+    if name == "embedded" or _is_here(name):
         raise InvalidInputError(f"revision {revision!r} is of a checkpoint on the hub, and {name!r} is none; leave it out")
     if "@" in name:
         raise InvalidInputError(f"{name!r} names a revision already; leave out {revision!r}")
@@ -84,7 +112,7 @@ def pinned(name: str, revision: str | None) -> str:
 
 def unpinned(name: str) -> str:
     """A name on the hub without its revision; any other name as it is."""
-    return name if _local(name) is not None else name.partition("@")[0]
+    return name if _is_here(name) else name.partition("@")[0]
 
 
 def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
@@ -132,25 +160,75 @@ def checkpoint_folder(name: str | Path, *, what: str, weights: bool = True, snap
     """The folder with a checkpoint's files, fetched from the hub if it is no local one.
 
     Args:
-        name: a folder, or a name on the hub; a `Path` is a folder.
+        name: a folder, a GGUF file, or a name on the hub; a `Path` is none on the hub.
         what: the checkpoint is, for messages.
-        weights: fetch them, too. Pickled ones are fetched only where there are no others.
+        weights: fetch them, too, as a GGUF file always is. Pickled ones are fetched only where there are no others.
         snapshot: what this returned before: weights must be of the same revision.
 
     Raises:
         CheckpointError: there is no such checkpoint, or the hub cannot be reached and its files are not in the cache.
     """
-    folder = _local(name)
+    folder = local_folder(name, what)
+    if folder is None and snapshot is not None and (snapshot / GGUF).is_file():
+        folder = snapshot
     if folder is None:
         place = _place(name, what)
         if snapshot is not None:
             place = place._replace(revision=revision_of(snapshot) or place.revision)
-        folder = _fetched(place, str(name), what, (*_SMALL, *_WEIGHTS) if weights else _SMALL)
-        if weights and not any(folder.glob("*.safetensors*")):
-            place = place._replace(revision=revision_of(folder) or place.revision)
-            folder = _fetched(place, str(name), what, (*_SMALL, *_PICKLES))
+        folder = _of_gguf(place, str(name), what) if place.names_gguf else _of_files(place, str(name), what, weights)
     _FOUND[str(name)] = folder
     return folder
+
+
+def _of_files(place: _Place, name: str, what: str, weights: bool) -> Path:
+    """The folder of a checkpoint that may be a GGUF file, though its name does not say so."""
+    folder = _fetched(place, name, what, (*_SMALL, *_WEIGHTS) if weights else _SMALL)
+    if not (folder / CONFIG).is_file() and models_among(_listed(place)):
+        return _of_gguf(place, name, what)
+    if weights and not any(folder.glob("*.safetensors*")):
+        place = place._replace(revision=revision_of(folder) or place.revision)
+        folder = _fetched(place, name, what, (*_SMALL, *_PICKLES))
+        if not _has_weights(folder) and (models := models_among(_listed(place))):
+            shown = f"{place.repo}:{quant_of(models[0]) or models[0]}"
+            alone = f"has GGUF files alone; name one, such as {shown}"
+            raise CheckpointError(f"{what} {name!r} {alone}")
+    return folder
+
+
+def _of_gguf(place: _Place, name: str, what: str) -> Path:
+    """What the GGUF file that a name on the hub means is unpacked to.
+
+    Raises:
+        CheckpointError: it means none or several, or one that cannot be fetched.
+    """
+    if name in _UNPACKED:
+        return _UNPACKED[name]
+    asked = place.folder or ""
+    file, root = asked, ""
+    if not asked.endswith(".gguf"):
+        quant = asked if place.names_gguf else None
+        root = f"{asked}/" if asked and quant is None else ""
+        files = _listed(place._replace(folder=None) if quant else place)
+        models = models_among(files)
+        file = chosen(files, quant) or ""
+        if not file:
+            quants = sorted({one for model in models if (one := quant_of(model))})
+            known = ", ".join(quants or models[:4]) or "none at all"
+            meant = f"means no one GGUF file of {quant or USUAL}; there is {known}: name one of them"
+            raise CheckpointError(f"{what} {name!r} {meant}")
+        if quant is None and len(models) > 1:
+            taken = "%s: %s is taken of %d GGUF files; name another as %s:Q8_0"
+            logger.warning(taken, name, file, len(models), place.repo)
+    try:
+        fetch = partial(hf_hub_download, place.repo, revision=place.revision)
+        parts = [fetch(root + part) for part in part_names(file)]
+    except Exception as error:  # the hub's client lets errors of its HTTP library through
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            lacks = f"has no file {root + file!r}; check the name"
+            raise CheckpointError(f"{what} {place.repo!r} {lacks}") from error
+        raise _refusal(error, place, name, what, f"{root + file} is") from error
+    _UNPACKED[name] = _unpacked(Path(parts[0]), name, what)
+    return _UNPACKED[name]
 
 
 def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
@@ -166,10 +244,13 @@ def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
     Raises:
         CheckpointError: there is no such checkpoint, or it cannot be reached.
     """
-    if (folder := _local(name)) is not None:
-        path = folder / file
-        return path if path.is_file() else None
-    place = _place(name, what)
+    folder, place = local_folder(name, what), None
+    if folder is None:
+        place = _place(name, what)
+        folder = _of_gguf(place, name, what) if place.names_gguf else _UNPACKED.get(name)
+    if place is None or (folder is not None and (folder / file).is_file()):
+        assert folder is not None
+        return folder / file if (folder / file).is_file() else None
     try:
         return Path(hf_hub_download(place.repo, file, subfolder=place.folder, revision=place.revision))
     except LocalEntryNotFoundError as error:  # before the one below, which it is too
@@ -177,6 +258,8 @@ def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
             return None
         raise _refusal(error, place, name, what, f"{file} is") from error
     except EntryNotFoundError:
+        if file == CONFIG and name not in _UNPACKED and models_among(_listed(place)):
+            return _of_gguf(place, name, what) / file
         return None
     except Exception as error:  # the hub's client lets errors of its HTTP library through
         raise _refusal(error, place, name, what, f"{file} is") from error
@@ -186,35 +269,76 @@ def found_folder(name: str) -> Path | None:
     """Where the files of a checkpoint lie on this machine: where they were found last, or would be; None where they are not."""
     if name in _FOUND:
         return _FOUND[name]
-    if (folder := _local(name)) is not None:
+    if (folder := local_folder(name)) is not None:
         return folder
     match = _NAME.fullmatch(name)
     return _Place(*match.groups()).cached if match else None
 
 
 def revision_of(folder: Path) -> str | None:
-    """The commit that a folder in the hub's cache has files of; None for any other folder."""
-    match = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", folder.absolute().as_posix())
+    """The commit that a folder, or the GGUF file that it is of, has in the hub's cache; None for any other."""
+    origin = gguf_file(folder) if (folder / GGUF).is_file() else None
+    match = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", (origin or folder).absolute().as_posix())
     return match[1] if match else None
 
 
 def files_of(name: str | Path) -> list[str]:
     """Names of a checkpoint's files, those in its folders among them; what is in the cache where the hub does not tell."""
-    folder = _local(name)
-    if folder is None:
-        place = _place(name, "checkpoint")
-        try:
-            root = f"{place.folder}/" if place.folder else ""
-            listed = HfApi().model_info(place.repo, revision=place.revision, timeout=10).siblings or []
-            return [file.rfilename.removeprefix(root) for file in listed if file.rfilename.startswith(root)]
-        except Exception:  # it is asked to explain an error, and must not be another
-            folder = place.cached
-    return [] if folder is None else [path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")]]
+    folder = local_folder(name) or _UNPACKED.get(str(name))
+    return _listed(_place(name, "checkpoint")) if folder is None else _inside(folder)
 
 
-def _local(name: str | Path) -> Path | None:
+def _listed(place: _Place) -> list[str]:
+    """The same of a name on the hub."""
+    try:
+        root = f"{place.folder}/" if place.folder else ""
+        listed = HfApi().model_info(place.repo, revision=place.revision, timeout=10).siblings or []
+        return [file.rfilename.removeprefix(root) for file in listed if file.rfilename.startswith(root)]
+    except Exception:  # it is asked to explain an error, and must not be another
+        return [] if place.cached is None else _inside(place.cached)
+
+
+def _inside(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")]]
+
+
+def local_folder(name: str | Path, what: str = "checkpoint") -> Path | None:
+    """The folder of a checkpoint that is here: its own, or what its GGUF file is unpacked to; None for any other name.
+
+    Raises:
+        CheckpointError: a GGUF file that is damaged or none of a model, or a folder with several.
+        UnsupportedModelError: a model that is not read from GGUF files.
+    """
     path = os.path.expanduser(name)
-    return Path(path) if os.path.isdir(path) else None
+    if os.path.isdir(path):
+        folder = Path(path)
+        if (folder / CONFIG).is_file():
+            return folder
+        with _naming(name, what):
+            file = gguf_file(folder)
+        return folder if file is None else _unpacked(file, name, what)
+    is_file = path.endswith(".gguf") and os.path.isfile(path)
+    return _unpacked(Path(path), name, what) if is_file else None
+
+
+def _unpacked(file: Path, name: str | Path, what: str) -> Path:
+    with _naming(name, what):
+        folder: Path = resolve(PARTS, "gguf", "part")(file)
+    return folder
+
+
+@contextmanager
+def _naming(name: str | Path, what: str) -> Iterator[None]:
+    """Puts before a message what the user calls the checkpoint."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{what} {str(name)!r}: {error}") from error
+
+
+def _is_here(name: str | Path) -> bool:
+    path = os.path.expanduser(name)
+    return os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path))
 
 
 def _place(name: str | Path, what: str) -> _Place:
@@ -224,13 +348,13 @@ def _place(name: str | Path, what: str) -> _Place:
         CheckpointError: it can be no name on the hub.
     """
     match = None if isinstance(name, Path) or os.path.exists(os.path.expanduser(name)) else _NAME.fullmatch(name)
-    if str(name).endswith(".gguf"):
-        way_out = "GGUF drafters are not read" if what == "drafter" else "give the folder that holds it beside its config.json"
-        raise CheckpointError(f"{what} {str(name)!r} is a GGUF file; {way_out}")
+    if str(name).endswith(".gguf") and (match is None or match[2] is None):
+        way_out = "check the path, or name one on the hub as owner/name:file.gguf"
+        raise CheckpointError(f"{what} {str(name)!r} is no file; {way_out}")
     if match is None or ".." in (match[3] or "") or ("/" not in match[1] and what != "target"):
         raise CheckpointError(
-            f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with {CONFIG}, owner/name, or"
-            " owner/name:folder"
+            f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with {CONFIG}, a GGUF file,"
+            " owner/name, or owner/name:folder"
         )
     place = _Place(*match.groups())
     if place.revision and re.fullmatch("[0-9a-f]{4,39}", place.revision) and place.cached is None:

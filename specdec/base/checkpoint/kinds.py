@@ -1,10 +1,11 @@
-"""Checkpoints that are something else than what was asked for: adapters, MLX, GGUF, folders of variants. Each is told in a line."""
+"""Checkpoints that are something else than what was asked for: adapters, MLX, folders of variants. Each is told in a line."""
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec.base.checkpoint.gguf_names import gguf_file
 from specdec.base.checkpoint.hub import CONFIG, checkpoint_file, files_of, json_file, json_object
 from specdec.base.checkpoint.tensor_files import weight_files
 from specdec.base.errors import CheckpointError, UnsupportedModelError
@@ -64,9 +65,6 @@ def missing_config(name: str | Path, what: str) -> CheckpointError:
     variants = sorted({file.rpartition("/")[0] for file in files if file.endswith(f"/{CONFIG}")})
     if ADAPTER in files:
         return _lone_adapter(name, what)
-    if any(file.endswith(".gguf") for file in files):
-        read = "which are not read of drafters" if what == "drafter" else f"beside which {CONFIG} is missing"
-        return CheckpointError(f"{what} {str(name)!r} has GGUF files, {read}; take its safetensors files")
     if variants:
         return CheckpointError(
             f"{what} {str(name)!r} has no {CONFIG} itself, but its folders {', '.join(variants)} have; name one, such as"
@@ -95,7 +93,7 @@ def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) ->
     path = checkpoint_file(str(name), ADAPTER, what=what) if folder is None else folder / ADAPTER
     if path is None or not path.is_file():
         return
-    if folder is not None and not weight_files(folder) and not any(folder.glob("*.gguf")):
+    if folder is not None and not weight_files(folder) and gguf_file(folder) is None:
         raise _lone_adapter(name, what)
     logger.warning(
         "%r has an adapter (%s), which is not applied; merge it into the weights if it belongs to them", str(name), ADAPTER

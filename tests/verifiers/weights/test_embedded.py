@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from specdec.base import kept
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError
 from specdec.device.device import uses_avx512
@@ -179,7 +180,7 @@ def test_second_call_only_looks(small_model: list[Path], tmp_path: Path, monkeyp
     monkeypatch.setattr(embedded, "gguf_path", lambda: pytest.fail("looked for the payload again"))
     assert embedded_model_path(tmp_path) == folder
     assert len(small_model) == 1
-    assert {path.name for path in folder.iterdir()} == {*SMALL_FILES, embedded.MANIFEST}
+    assert {path.name for path in folder.iterdir()} == {*SMALL_FILES, kept.MANIFEST}
 
 
 def test_cache_folder_from_the_environment(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +195,7 @@ def test_damaged_folder_is_made_again(
     small_model: list[Path], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = embedded_model_path(tmp_path)
-    weights, manifest = folder / "model.safetensors", folder / embedded.MANIFEST
+    weights, manifest = folder / "model.safetensors", folder / kept.MANIFEST
     match damage:
         case "in its full size":
             with weights.open("r+b") as file:
@@ -223,7 +224,7 @@ def test_a_copy_is_read_once(small_model: list[Path], tmp_path: Path, monkeypatc
     folder = embedded_model_path(tmp_path)
     os.utime(folder / "model.safetensors", ns=(0, 0))
     assert embedded_model_path(tmp_path) == folder
-    monkeypatch.setattr(embedded, "_sha256", lambda path: pytest.fail("read it again"))
+    monkeypatch.setattr(kept, "sha256_of", lambda path: pytest.fail("read it again"))
     assert embedded_model_path(tmp_path) == folder
     assert len(small_model) == 1
 
@@ -235,7 +236,7 @@ def test_a_linked_folder_stays_a_link(small_model: list[Path], tmp_path: Path) -
     folder.symlink_to("elsewhere")
     (folder / "config.json").unlink()
     assert embedded_model_path(tmp_path) == folder
-    assert folder.is_symlink() and {path.name for path in folder.iterdir()} == {*SMALL_FILES, embedded.MANIFEST}
+    assert folder.is_symlink() and {path.name for path in folder.iterdir()} == {*SMALL_FILES, kept.MANIFEST}
 
 
 def test_simultaneous_calls_make_it_once(small_model: list[Path], tmp_path: Path) -> None:
@@ -292,6 +293,7 @@ def test_limit_on_file_sizes(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from specdec.base.errors import CapacityError
+from specdec.base import kept
 from verifiers.weights import embedded
 embedded.gguf_path = Path
 embedded._model_files = lambda payload: {{"model.safetensors": bytes(300_000)}}

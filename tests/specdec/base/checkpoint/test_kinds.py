@@ -111,8 +111,10 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "adapter with a config": (with_config, rf"is an adapter \(LoRA or the like\) and no model; merge it into {BASE}"),
     "MLX": (lambda p: entries(model(p), MLX), r"is quantized by MLX \(config\.json has quantization\), which is not read"),
     "nothing": (folder_of(), r"has no config\.json; give a checkpoint in the layout of transformers"),
-    "GGUF": (folder_of("m.gguf"), "has GGUF files, "),
-    "GGUF file": (lambda p: folder_of("m.gguf")(p) / "m.gguf", "is a GGUF file; "),
+    "GGUF": (folder_of("m.gguf"), r"cannot read 'm\.gguf' \(cannot mmap an empty file\)"),
+    "GGUF file": (lambda p: folder_of("m.gguf")(p) / "m.gguf", r"cannot read 'm\.gguf' "),
+    "GGUF files": (folder_of("a.gguf", "b.gguf"), r"holds 2 GGUF files; name one of them, such as '.*a\.gguf'"),
+    "no file": (lambda p: p / "m.gguf", r"is no file; check the path, or name one on the hub as owner/name:file\.gguf"),
 }
 
 

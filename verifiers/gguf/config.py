@@ -1,0 +1,578 @@
+"""The config of a model from what its GGUF file says, family by family.
+
+What a file does not say, llama.cpp takes for granted in its code for the family, and so do we.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdec.base.errors import CheckpointError, UnsupportedModelError
+from verifiers.gguf.file import Facts
+
+Entries = dict[str, Any]
+
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+}
+"""From keys to entries that most configs have."""
+
+EXPERTS = {
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+"""The same of models with experts."""
+
+TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""How every Llama 3 stretches RoPE; a file has the frequencies' divisors instead."""
+
+_FULL = "full_attention"
+
+SIGMOID = 2
+"""How llama.cpp writes that experts are scored by a sigmoid."""
+
+
+def config_of(facts: Facts) -> Entries:
+    """The entries of a config.json.
+
+    Raises:
+        UnsupportedModelError: a family that is not read.
+        CheckpointError: the file does not say what it has to.
+    """
+    name = facts.files.architecture
+    make = ARCHITECTURES.get(name)
+    if make is None:
+        raise UnsupportedModelError(
+            f"{facts.name!r} is of architecture {name!r}, which is not read from GGUF files; these are:"
+            f" {', '.join(sorted(ARCHITECTURES))}; take the model's safetensors files"
+        )
+    entries = {entry: value for key, entry in COMMON.items() if (value := facts(key)) is not None}
+    layers = facts.need("block_count") - facts("nextn_predict_layers", 0)
+    entries |= {
+        "num_hidden_layers": layers,
+        "vocab_size": facts.files.shape("token_embd.weight")[0],
+    }
+    entries["tie_word_embeddings"] = not facts.has("output.weight")
+    entries["head_dim"] = _head_dim(facts)
+    entries["rope_parameters"] = rope(facts)
+    for key, entry in TOKENS.items():
+        entries[entry] = facts.files.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    entries |= make(facts, entries)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(entries["model_type"])
+    return {"architectures": [model_class], **entries} if isinstance(model_class, str) else entries
+
+
+def rope(facts: Facts) -> Entries:
+    """Parameters of RoPE, for all layers or for those with full attention."""
+    found: Entries = {"rope_type": "default", "rope_theta": facts("rope.freq_base", 10000.0)}
+    kind = facts("rope.scaling.type")
+    factor = facts("rope.scaling.factor", facts("rope.scale_linear", 1.0))
+    original = facts("rope.scaling.original_context_length")
+    if facts.has("rope_freqs.weight"):
+        return found | _divided(facts, numbers_of(facts, "rope_freqs.weight"))
+    if facts.has("rope_factors_long.weight"):
+        return found | {
+            "rope_type": "longrope",
+            "short_factor": numbers_of(facts, "rope_factors_short.weight"),
+            "long_factor": numbers_of(facts, "rope_factors_long.weight"),
+            "original_max_position_embeddings": original,
+        }
+    if kind == "yarn":
+        found |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
+        named = {
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+            "attention_factor": "yarn_attn_factor",
+        }
+        more = {entry: facts(f"rope.scaling.{key}") for entry, key in named.items()}
+        return found | {entry: value for entry, value in more.items() if value is not None}
+    if factor not in (0, 1) and kind in (None, "linear"):
+        return found | {"rope_type": "linear", "factor": factor}
+    return found
+
+
+def _divided(facts: Facts, divisors: list[float]) -> Entries:
+    """RoPE whose frequencies are divided, one by one; Llama 3's has a name."""
+    base, factor = facts("rope.freq_base", 10000.0), max(divisors)
+    waves = 2 * math.pi * base ** (np.arange(len(divisors)) / len(divisors))
+    ratio = LLAMA3["original_max_position_embeddings"] / waves
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    share = np.clip((ratio - low) / (high - low), 0, 1)
+    if np.allclose(1 / ((1 - share) / factor + share), divisors, rtol=1e-5):
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    length = facts.need("context_length")
+    named = {
+        "short_factor": divisors,
+        "long_factor": divisors,
+        "original_max_position_embeddings": length,
+    }
+    return {"rope_type": "longrope", "attention_factor": 1.0, **named}
+
+
+def numbers_of(facts: Facts, name: str) -> list[float]:
+    """The numbers of a small tensor in single precision.
+
+    Raises:
+        CheckpointError: it has another type.
+    """
+    stored = facts.files.stored(name)
+    if stored.kind != 0:
+        raise CheckpointError(f"{name!r} of {facts.name!r} is not of type F32; fetch it again")
+    return [float(str(number)) for number in stored.blocks.reshape(-1).view(np.float32)]
+
+
+def _head_dim(facts: Facts) -> int:
+    """Numbers of a query, which older files do not say."""
+    heads, kv_heads = facts.need("attention.head_count"), facts("attention.head_count_kv")
+    if (stated := facts("attention.key_length")) is not None:
+        return int(stated)
+    if "blk.0.attn_q.weight" in facts.files.entries and isinstance(heads, int):
+        return facts.files.shape("blk.0.attn_q.weight")[0] // heads
+    if "blk.0.attn_qkv.weight" in facts.files.entries and isinstance(kv_heads, int):
+        return facts.files.shape("blk.0.attn_qkv.weight")[0] // (heads + 2 * kv_heads)
+    return int(facts.need("embedding_length") // (max(heads) if isinstance(heads, list) else heads))
+
+
+def _partial(facts: Facts, entries: Entries) -> Entries:
+    """RoPE of a part of each head."""
+    share = facts("rope.dimension_count", entries["head_dim"]) / entries["head_dim"]
+    return {**entries["rope_parameters"], "partial_rotary_factor": share}
+
+
+def _windows(facts: Facts, period: int) -> list[str]:
+    """Kinds of layers: those in the list, or all but every last one of `period` slide."""
+    layers = range(facts.layers)
+    pattern = facts.each("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        slides = [bool(one) for one in pattern]
+    else:
+        period = pattern if isinstance(pattern, int) and pattern else period
+        slides = [(layer + 1) % period != 0 for layer in layers]
+    return ["sliding_attention" if slides[layer] else _FULL for layer in layers]
+
+
+def _biases(facts: Facts) -> Entries:
+    return {"attention_bias": facts.has("attn_q.bias"), "mlp_bias": facts.has("ffn_up.bias")}
+
+
+def _experts(facts: Facts) -> Entries:
+    """Entries of a mixture."""
+    return {entry: value for key, entry in EXPERTS.items() if (value := facts(key)) is not None}
+
+
+def _moe(facts: Facts) -> Entries:
+    """Of Qwen's mixtures, whose sizes older files do not say."""
+    sparse = facts.layers_with("ffn_gate_exps.weight")
+    shape = facts.files.shape(f"blk.{_sparse(facts)}.ffn_gate_exps.weight")
+    return {
+        "num_experts": facts.need("expert_count"),
+        "num_experts_per_tok": facts.need("expert_used_count"),
+        "moe_intermediate_size": facts("expert_feed_forward_length", shape[1]),
+        "mlp_only_layers": [layer for layer in range(facts.layers) if layer not in sparse],
+        "decoder_sparse_step": 1,
+    }
+
+
+def _sparse(facts: Facts) -> int:
+    layers = facts.layers_with("ffn_gate_exps.weight")
+    if not layers:
+        raise CheckpointError(f"{facts.name!r} has no layer with experts; fetch it again")
+    return layers[0]
+
+
+def _llama(facts: Facts, entries: Entries) -> Entries:
+    if facts("expert_count"):
+        counts = {
+            "num_local_experts": facts("expert_count"),
+            "num_experts_per_tok": facts.need("expert_used_count"),
+        }
+        return {"model_type": "mixtral", **counts}
+    return {"model_type": "llama", **_biases(facts)}
+
+
+def _mistral3(facts: Facts, entries: Entries) -> Entries:
+    scale = facts("rope.scaling.yarn_log_multiplier")
+    more = {
+        "mscale": 1.0,
+        "mscale_all_dim": scale,
+        "llama_4_scaling_beta": facts("attention.temperature_scale"),
+    }
+    if facts("rope.scaling.type") != "yarn" or None in more.values():
+        return _llama(facts, entries)
+    return {"model_type": "ministral3", "rope_parameters": entries["rope_parameters"] | more}
+
+
+def _qwen2(facts: Facts, entries: Entries) -> Entries:
+    return {"model_type": "qwen2", "sliding_window": None}
+
+
+def _qwen2_moe(facts: Facts, entries: Entries) -> Entries:
+    shared = facts.files.shape(f"blk.{_sparse(facts)}.ffn_gate_shexp.weight")[0]
+    return {
+        "model_type": "qwen2_moe",
+        **_moe(facts),
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen3(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "model_type": "qwen3",
+        "attention_bias": facts.has("attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+def _qwen3_moe(facts: Facts, entries: Entries) -> Entries:
+    options = {
+        "norm_topk_prob": True,
+        "attention_bias": facts.has("attn_q.bias"),
+        "sliding_window": None,
+    }
+    return {"model_type": "qwen3_moe", **_moe(facts), **options}
+
+
+def _qwen3_5(facts: Facts, entries: Entries) -> Entries:
+    heads, mixture = facts.need("ssm.time_step_rank"), bool(facts("expert_count"))
+    full = facts.layers_with("attn_q.weight")
+    kinds = [_FULL if layer in full else "linear_attention" for layer in range(facts.layers)]
+    found = {
+        "linear_conv_kernel_dim": facts.need("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.need("ssm.state_size"),
+        "linear_num_key_heads": facts.need("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": facts.need("ssm.inner_size") // heads,
+        "layer_types": kinds,
+        "rope_parameters": _partial(facts, entries),
+    }
+    if facts.files.architecture == "qwen3next":
+        return {"model_type": "qwen3_next", **found, **_qwen_shared(facts), "norm_topk_prob": True}
+    if sections := facts("rope.dimension_sections"):
+        more = {"mrope_section": [one for one in sections if one], "mrope_interleaved": True}
+        found["rope_parameters"] |= more
+    kind = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
+    return {"model_type": kind, **found, **(_qwen_shared(facts) if mixture else {})}
+
+
+def _qwen_shared(facts: Facts) -> Entries:
+    shared = facts.files.shape(f"blk.{_sparse(facts)}.ffn_gate_shexp.weight")[0]
+    return {**_moe(facts), "shared_expert_intermediate_size": shared}
+
+
+def _gemma(facts: Facts, entries: Entries) -> Entries:
+    return {"model_type": "gemma", "sliding_window": None}
+
+
+def _scalar(facts: Facts, entries: Entries, largest: int) -> int:
+    """What queries are divided by the root of; for the largest model `head_dim` does not count."""
+    wide = entries["num_hidden_layers"] == largest
+    width = entries["hidden_size"] // entries["num_attention_heads"]
+    return int(width if wide else entries["head_dim"])
+
+
+def _gemma2(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": _scalar(facts, entries, 46),
+        "sliding_window": facts("attention.sliding_window", 4096),
+        "layer_types": _windows(facts, 2),
+    }
+
+
+def _gemma3(facts: Facts, entries: Entries) -> Entries:
+    local = {"rope_type": "default", "rope_theta": facts("rope.freq_base_swa", 10000.0)}
+    full = {"rope_theta": facts("rope.freq_base", 1000000.0)}
+    slides = facts("attention.sliding_window")
+    return {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": _scalar(facts, entries, 62),
+        "layer_types": _windows(facts, 6) if slides else [_FULL] * facts.layers,
+        "rope_parameters": {
+            "sliding_attention": local,
+            "full_attention": entries["rope_parameters"] | full,
+        },
+    }
+
+
+def _gpt_oss(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "model_type": "gpt_oss",
+        "num_local_experts": facts.need("expert_count"),
+        "num_experts_per_tok": facts.need("expert_used_count"),
+        "intermediate_size": facts("expert_feed_forward_length", entries.get("intermediate_size")),
+        "layer_types": _windows(facts, 2),
+        "rope_parameters": entries["rope_parameters"] | {"truncate": False},
+    }
+
+
+def _glm4(facts: Facts, entries: Entries) -> Entries:
+    if facts("rope.dimension_sections"):
+        raise UnsupportedModelError(
+            f"{facts.name!r} is the text part of GLM-4V, whose rows are in another order; take its safetensors files"
+        )
+    return {
+        "model_type": "glm4",
+        "attention_bias": facts.has("attn_q.bias"),
+        "rope_parameters": _partial(facts, entries),
+    }
+
+
+def _glm4_moe(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "model_type": "glm4_moe",
+        **_experts(facts),
+        "n_routed_experts": facts.need("expert_count"),
+        "use_qk_norm": facts.has("attn_q_norm.weight"),
+        "attention_bias": facts.has("attn_q.bias"),
+        "rope_parameters": _partial(facts, entries),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _granite(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "model_type": "granite",
+        "attention_multiplier": facts("attention.scale", entries["head_dim"] ** -0.5),
+        "embedding_multiplier": facts("embedding_scale", 1.0),
+        "residual_multiplier": facts("residual_scale", 1.0),
+        "logits_scaling": facts("logit_scale", 1.0),
+        **_biases(facts),
+    }
+
+
+def _olmo2(facts: Facts, entries: Entries) -> Entries:
+    if not facts("attention.sliding_window"):
+        return {"model_type": "olmo2"}
+    full = entries["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": facts("rope.freq_base_swa", full["rope_theta"])}
+    return {
+        "model_type": "olmo3",
+        "layer_types": _windows(facts, 4),
+        "rope_parameters": {"sliding_attention": local, "full_attention": full},
+    }
+
+
+def _olmoe(facts: Facts, entries: Entries) -> Entries:
+    counts = {
+        "num_experts": facts.need("expert_count"),
+        "num_experts_per_tok": facts.need("expert_used_count"),
+    }
+    return {"model_type": "olmoe", **counts, "norm_topk_prob": False}
+
+
+def _phi3(facts: Facts, entries: Entries) -> Entries:
+    original = facts("rope.scaling.original_context_length", entries["max_position_embeddings"])
+    return {
+        "model_type": "phi3",
+        "original_max_position_embeddings": original,
+        "sliding_window": facts("attention.sliding_window") or None,
+        "rope_parameters": _partial(facts, entries),
+    }
+
+
+def _deepseek(facts: Facts, entries: Entries) -> Entries:
+    """The families with latent attention, which are one in llama.cpp."""
+    rotated = facts.need("rope.dimension_count")
+    key_dim = facts("attention.key_length_mla", facts("attention.key_length"))
+    found = {
+        "q_lora_rank": facts("attention.q_lora_rank"),
+        "kv_lora_rank": facts.need("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key_dim - rotated,
+        "v_head_dim": facts("attention.value_length_mla", facts("attention.value_length")),
+        "num_key_value_heads": entries["num_attention_heads"],
+        "head_dim": rotated,
+    }
+    if (scale := facts("rope.scaling.yarn_log_multiplier")) is not None:
+        stretch = float(f"{10 * scale:.6g}")
+        found["rope_parameters"] = entries["rope_parameters"] | {
+            "mscale": stretch,
+            "mscale_all_dim": stretch,
+        }
+    experts = facts("expert_count", 0)
+    if not experts:
+        return {"model_type": "youtu", **found}
+    found |= {
+        "norm_topk_prob": False,
+        **_experts(facts),
+        "n_routed_experts": experts,
+        "first_k_dense_replace": _sparse(facts),
+    }
+    if facts("expert_gating_func", 0) == SIGMOID or facts.has("exp_probs_b.bias"):
+        return {"model_type": "deepseek_v3", **found, "num_nextn_predict_layers": 0}
+    grouped = facts("expert_group_count", 1) > 1
+    return {
+        "model_type": "deepseek_v2",
+        **found,
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+    }
+
+
+def _llama4(facts: Facts, entries: Entries) -> Entries:
+    experts = facts("expert_count", 0)
+    chunked = facts("attention.sliding_window") != 0
+    return {
+        "model_type": "llama4_text",
+        "intermediate_size": facts.need("expert_feed_forward_length"),
+        "intermediate_size_mlp": facts.need("feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": facts.need("expert_used_count"),
+        "interleave_moe_layer_step": facts.need("interleave_moe_layer_step"),
+        "use_qk_norm": experts != 128,
+        "no_rope_layers": [int(not chunked or (layer + 1) % 4 != 0) for layer in range(facts.layers)],
+        "attention_chunk_size": 8192,
+        "sliding_window": None,
+    }
+
+
+def _ernie4_5(facts: Facts, entries: Entries) -> Entries:
+    return {"model_type": "ernie4_5", "use_bias": facts.has("attn_q.bias")}
+
+
+def _ernie4_5_moe(facts: Facts, entries: Entries) -> Entries:
+    sparse = facts.layers_with("ffn_gate_exps.weight")
+    return {
+        "model_type": "ernie4_5_moe",
+        "use_bias": facts.has("attn_q.bias"),
+        "moe_num_experts": facts.need("expert_count"),
+        "moe_k": facts.need("expert_used_count"),
+        "moe_intermediate_size": facts.need("expert_feed_forward_length"),
+        "moe_num_shared_experts": facts("expert_shared_count", 0),
+        "moe_layer_interval": facts("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": min(sparse, default=0),
+        "moe_layer_end_index": max(sparse, default=-1),
+    }
+
+
+def _seed_oss(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "model_type": "seed_oss",
+        **_biases(facts),
+        "attention_out_bias": facts.has("attn_output.bias"),
+    }
+
+
+def _smollm3(facts: Facts, entries: Entries) -> Entries:
+    rotated = [int((layer + 1) % 4 != 0) for layer in range(facts.layers)]
+    return {"model_type": "smollm3", "no_rope_layers": rotated, **_biases(facts)}
+
+
+def _dots1(facts: Facts, entries: Entries) -> Entries:
+    counts = {"n_routed_experts": facts.need("expert_count"), "sliding_window": None}
+    return {
+        "model_type": "dots1",
+        **_experts(facts),
+        **counts,
+        "attention_bias": facts.has("attn_q.bias"),
+    }
+
+
+def _lfm2(facts: Facts, entries: Entries) -> Entries:
+    heads = facts.each("attention.head_count_kv")
+    found = {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "norm_eps": entries["rms_norm_eps"],
+        "conv_L_cache": facts.need("shortconv.l_cache"),
+        "conv_bias": facts.has("shortconv.in_proj.bias"),
+    }
+    if not facts("expert_count"):
+        return {"model_type": "lfm2", **found, "block_auto_adjust_ff_dim": False}
+    return {
+        "model_type": "lfm2_moe",
+        **found,
+        **_experts(facts),
+        "num_experts": facts("expert_count"),
+        "num_dense_layers": facts("leading_dense_block_count", 0),
+        "norm_topk_prob": True,
+        "use_expert_bias": facts.has("exp_probs_b.bias"),
+    }
+
+
+def _starcoder2(facts: Facts, entries: Entries) -> Entries:
+    epsilon = facts.need("attention.layer_norm_epsilon")
+    return {
+        "model_type": "starcoder2",
+        "norm_epsilon": epsilon,
+        "use_bias": facts.has("attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+def _gpt2(facts: Facts, entries: Entries) -> Entries:
+    names = {
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_embd": "hidden_size",
+    }
+    names |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
+    found = {name: entries.pop(entry) for name, entry in names.items()}
+    for entry in ("rope_parameters", "num_key_value_heads", "head_dim"):
+        entries.pop(entry, None)
+    return {
+        "model_type": "gpt2",
+        **found,
+        "layer_norm_epsilon": facts.need("attention.layer_norm_epsilon"),
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[Facts, Entries], Entries]] = {
+    "deepseek2": _deepseek,
+    "dots1": _dots1,
+    "ernie4_5": _ernie4_5,
+    "ernie4_5-moe": _ernie4_5_moe,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "glm4": _glm4,
+    "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
+    "gpt2": _gpt2,
+    "granite": _granite,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
+    "llama": _llama,
+    "llama4": _llama4,
+    "mistral3": _mistral3,
+    "olmo2": _olmo2,
+    "olmoe": _olmoe,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
+    "qwen2vl": _qwen2,
+    "qwen3": _qwen3,
+    "qwen35": _qwen3_5,
+    "qwen35moe": _qwen3_5,
+    "qwen3moe": _qwen3_moe,
+    "qwen3next": _qwen3_5,
+    "qwen3vl": _qwen3,
+    "qwen3vlmoe": _qwen3_moe,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
+    "starcoder2": _starcoder2,
+}
+"""What configs of each architecture of llama.cpp say beyond `COMMON`, their model type first."""
