@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,7 +63,8 @@ def measure_dummy(args: argparse.Namespace) -> int:
         named = [name for name in args.drafter if name != "auto"]
         drafter = dummy_config(shape, config_file(named[0]) if named else None)
         values, spread = args.synthetic_acceptance, args.synthetic_spread
-        survival = survival_of(values, spread, drafter.max_draft_tokens)
+        survival_of(values, spread, drafter.max_draft_tokens)  # says what is wrong
+        survival = partial(survival_of, values, spread, drafter.max_draft_tokens)
         drafts = tuple(args.num_draft_tokens)
         synthetic = {"drafter": drafter, "survival": survival, "drafts": drafts}
     choices: dict[str, Any] = {

@@ -205,6 +205,12 @@ class OwnSteps:
         self._drain()
         return seconds
 
+    @property
+    def num_captured(self) -> int:
+        """Steps that the engine has captured."""
+        graphs = self.engine.runner.graphs
+        return graphs.num_captured if graphs else 0
+
     def close(self) -> None:
         """Gives the memory back."""
         del self.engine

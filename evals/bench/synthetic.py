@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from drafters.dflash.config.config_json import config_json
 from drafters.dflash.config.layout import Layout
 from drafters.dflash.dummy import dummy_drafter
 from drafters.dflash.model import DFlashModel
-from evals.bench.config import DraftCount
+from evals.bench.config import MOST_WARMUP, DraftCount
 from evals.bench.dummy import DummyBench, DummyConfig, Work, figures_of
 from evals.bench.dummy_engine import PLAIN, WARM_STEPS, OwnSteps
 from evals.peers.vllm import check_drafter
@@ -32,20 +32,18 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
 from specdec.model.core import Drafter, Verifier
 
-ROWS = 64
-"""Kinds of requests at most where acceptance differs by request."""
-
 Survival = tuple[tuple[float, ...], ...]
 """Rates at which the first 1, 2, ... drafts of a step are accepted together, by kind of request."""
 
 
-def survival_of(values: Sequence[float], spread: float, most: int) -> Survival:
+def survival_of(values: Sequence[float], spread: float, most: int, kinds: int = 1) -> Survival:
     """What an option says.
 
     Args:
         values: one mean accepted length, the target's own token included; or rates by position.
         spread: accepted lengths of requests lie evenly within so much of the mean.
         most: drafts of a step.
+        kinds: of requests, where they differ.
 
     Raises:
         InvalidInputError: a length or a rate that no step can have.
@@ -72,7 +70,7 @@ def survival_of(values: Sequence[float], spread: float, most: int) -> Survival:
             f"accepted lengths of {mean - spread:g} to {mean + spread:g} are asked for; a step of"
             f" {most} drafts puts out 1 to {most + 1} tokens"
         )
-    rows = ROWS if spread else 1
+    rows = kinds if spread else 1
     found = []
     for row in range(rows):
         drafts = mean - 1 + spread * ((2 * row + 1) / rows - 1)
@@ -87,7 +85,7 @@ class SyntheticBench(DummyBench):
         verifier: the target; the caller keeps no reference to it where there is a peer.
         entries, config, options: see `DummyBench`.
         drafter: the shape of the drafter.
-        survival: rates at which drafts are accepted.
+        survival: rates at which drafts are accepted, for so many requests.
         drafts: by step; None are all that the drafter has.
 
     Raises:
@@ -102,12 +100,13 @@ class SyntheticBench(DummyBench):
         config: DummyConfig,
         *,
         drafter: DFlashConfig,
-        survival: Survival,
+        survival: Callable[[int], Survival],
         drafts: Sequence[DraftCount],
         **options: Any,
     ) -> None:
         # At most so many tokens come of a step.
-        per_step = 1 + max(sum(rate > 0 for rate in row) for row in survival)
+        every = [row for count in config.concurrencies for row in survival(count)]
+        per_step = 1 + max(sum(rate > 0 for rate in row) for row in every)
         super().__init__(verifier, entries, config, per_step=max(2, per_step), **options)
         self._drafter, self._survival = drafter, survival
         most = drafter.max_draft_tokens
@@ -126,8 +125,9 @@ class SyntheticBench(DummyBench):
         """See `DummyBench.run`."""
         config, device, dtype = self._config, self._verifier.device, self._verifier.dtype
         report = self._new_report(provenance)
-        mean = [sum(column) / len(self._survival) for column in zip(*self._survival, strict=True)]
-        report["settings"] |= {"survival": mean, "kinds": len(self._survival)}
+        rows = self._survival(max(config.concurrencies))
+        mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        report["settings"] |= {"survival": mean, "kinds": len(rows)}
         drafter = dummy_drafter(self._drafter, self._verifier)
         for cell in config.cells:
             for shape in (PLAIN, *self._shapes):
@@ -161,7 +161,7 @@ class SyntheticBench(DummyBench):
         drafter: Drafter,
     ) -> dict[str, Any]:
         """Our row of a part; no shape is one that is chosen step by step."""
-        drafts: dict[str, Any] = {"drafter": drafter, "survival": self._survival}
+        drafts: dict[str, Any] = {"drafter": drafter, "survival": self._survival(count)}
         own = OwnSteps(
             self._verifier,
             self._rooms[length, count],
@@ -172,6 +172,11 @@ class SyntheticBench(DummyBench):
         key = {"prompt_tokens": length, "num_reqs": count}
         work = "plain" if shape == PLAIN else "drafts auto" if shape is None else f"drafts {shape}"
         steps = partial(own.steps, count=self._config.steps)
+        for repeat in range(MOST_WARMUP if shape is None else 0):
+            captured = own.num_captured
+            steps(self._prompts(**key, repeat=repeat))
+            if own.num_captured == captured:  # one pass does not meet all shapes
+                break
         found, tau = self._rates(f"{count} x {length:,} {work}", key, steps, own)
         own.close()
         row = figures_of(found, [], "tokens/s") | {"tau": tau, "peer_tau": None}

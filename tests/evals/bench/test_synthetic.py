@@ -13,6 +13,7 @@ from drafters.dflash.dummy import dummy_config, dummy_drafter
 from evals import roofline
 from evals.bench import synthetic
 from evals.bench.dummy_engine import WARM_STEPS, OwnSteps, Room
+from evals.bench.shapes import config_file, names
 from evals.bench.synthetic import survival_of
 from evals.peers import vllm_steps
 from evals.report.report import read_report
@@ -22,6 +23,7 @@ from specdec.cli.main import main
 from specdec.engine.engine import SpecEngine
 from tests.evals.bench.test_dummy import FakeVllm, prompts_of, tiny_target
 from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model
+from verifiers.dummy import read_config
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -111,13 +113,19 @@ def test_experts_have_the_drafter_read_from_files(tmp_path: Path, monkeypatch: P
     assert "model.safetensors" in vllm.files
 
 
+@pytest.mark.parametrize("name", names())
+def test_every_shape_has_a_drafter(name: str) -> None:
+    config = dummy_config(read_config(config_file(name)))
+    assert config.max_draft_tokens == 15
+    assert len(config.target_layer_ids) == 5
+
+
 @pytest.mark.parametrize("shape", [BlockShape(7), BlockShape(12, 7), None], ids=str)
 def test_requests_differ_within_the_spread(shape: BlockShape | None) -> None:
     """Each request has its own mean, in chains, trees, and shapes that are chosen."""
     verifier = tiny_target("qwen3")
     drafter = dummy_drafter(dummy_config(CONFIGS["qwen3"]()), verifier)
-    survival = survival_of([2.5], 0.75, 7)
-    room, rows = Room.of(verifier, 4, 12, 6, 4), [survival[0], survival[-1]]
+    room, rows = Room.of(verifier, 4, 12, 6, 4), survival_of([2.5], 1.5, 7, 2)
     own = OwnSteps(verifier, room, shape=shape, drafter=drafter, survival=rows)
     requests = own._submit(prompts_of(4), 40)
     while own.engine.has_work:
@@ -156,10 +164,23 @@ def test_acceptance_that_no_step_has(values: list[float], spread: float) -> None
         survival_of(values, spread, 8)
 
 
-def test_rows_of_a_spread_have_the_mean_together() -> None:
-    rows = torch.tensor(survival_of([6.5], 3, 15))
+@pytest.mark.parametrize("kinds", [1, 2, 64])
+def test_rows_of_a_spread_have_the_mean_together(kinds: int) -> None:
+    rows = torch.tensor(survival_of([6.5], 3, 15, kinds))
+    assert len(rows) == kinds
     assert float(rows.sum(dim=1).mean()) == pytest.approx(5.5)
-    assert float(rows.sum(dim=1).max() - rows.sum(dim=1).min()) == pytest.approx(6 * 63 / 64)
+    reach = float(rows.sum(dim=1).max() - rows.sum(dim=1).min())
+    assert reach == pytest.approx(6 * (kinds - 1) / kinds)
+
+
+def test_the_spread_is_that_of_so_many_requests(tmp_path: Path) -> None:
+    options = ["--synthetic-acceptance", "2", "--synthetic-spread", "1", "--max-num-seqs", "1", "4"]
+    assert main(bench(tmp_path, "qwen3", *options, "-k", "4")) == 0
+    report = read_report(tmp_path / "report.json", "specdec-dummy-bench")
+    assert report["settings"]["kinds"] == 4
+    one, four = (row for row in report["rows"] if row["work"] == "drafts 4")
+    assert one["tau"] == 2  # alone, a request has the mean
+    assert abs(four["tau"] - 2) <= 6 * 0.5 / (4 * 12) ** 0.5
 
 
 def test_more_drafts_than_the_drafter_has(tmp_path: Path, capsys: Capture) -> None:
