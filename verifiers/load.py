@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.attention.selector import select_backend
+from specdec.base.checkpoint.gguf_names import gguf_file
 from specdec.base.checkpoint.hub import checkpoint_folder
 from specdec.base.checkpoint.kinds import ADAPTER, check_adapter, checkpoint_config
 from specdec.base.checkpoint.tensor_files import TensorFiles, usually_named
 from specdec.base.config import GenerationSource
 from specdec.base.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.linear import can_pack_four_bit
-from specdec.layers.packed.check import keeps_packed
+from specdec.layers.packed.check import keeps_blocks, keeps_packed
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 from verifiers.config.description import Description
@@ -69,7 +70,7 @@ def load_verifier(
         fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
         fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through its own modules.
         as_stored: quantized weights stay packed where `specdec.layers.packed.check.keeps_packed`
-            says so; otherwise they become numbers of `dtype` when they are read.
+            says so, or `keeps_blocks` of a GGUF file; otherwise they become numbers of `dtype`.
         group: the ranks that compute the target together; each calls this, and reads its part. None for a process alone.
         generation_config: "none" leaves aside what the checkpoint asks of requests, but for what ends them. None says nothing of
             it, either: the target gets no requests.
@@ -112,7 +113,8 @@ def load_verifier(
 
         folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
         check_adapter(given, folder, what="target")
-        packed = as_stored and keeps_packed(device, dtype)
+        keeps = keeps_packed if gguf_file(folder) is None else keeps_blocks
+        packed = as_stored and keeps(device, dtype)
         reading = _Reading(name, folder, whole, backend, device, dtype, packed, partial(_blame_of_shapes, folder), share)
         verifier = _own(reading, fuse) or _theirs(reading, fuse)
         verifier.media_token_ids = media_token_ids(whole)

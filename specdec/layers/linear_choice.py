@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from specdec.layers.linear import BlockedLinear, DenseLinear, FourBitLinear, FourBitWeight, Linear, can_block, can_pack_four_bit
+from specdec.layers.packed.cpu import GgufLinear, multiplies
 from specdec.layers.packed.gguf import GgufWeight, Quantized
 from specdec.layers.packed.linear import PackedLinear
 from specdec.layers.packed.weight import PackedWeight
@@ -13,12 +14,14 @@ def linear(weight: Tensor | Quantized, bias: Tensor | None = None, *, four_bit: 
 
     Args:
         weight: [out, in]; packed, or on a CPU in bfloat16, it may be released once the layer
-            exists. It gets no gradient. A packed one stays so on accelerators; on a CPU, where
-            codes cost more than the bytes they save, it becomes numbers here.
+            exists. It gets no gradient. A packed one stays so on accelerators, and in ggml's blocks
+            where a CPU multiplies these; otherwise it becomes numbers here.
         bias: [out], or None.
         four_bit: what `weight` was made from, if anything.
     """
     if isinstance(weight, PackedWeight | GgufWeight):
+        if isinstance(weight, GgufWeight) and multiplies(weight):
+            return GgufLinear(weight, bias)
         if weight.device.type != "cpu":
             packed = weight.packed() if isinstance(weight, GgufWeight) else weight
             return PackedLinear(packed, bias)

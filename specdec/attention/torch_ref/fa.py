@@ -8,6 +8,7 @@ never waits for the device. Known gap: the gather copies the context once per la
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +74,17 @@ class _Segment:
 
 @dataclass(slots=True)
 class TorchRefPlan:
-    """Segments of the packed rows, and where their keys and values go."""
+    """Segments of the packed rows, and where their keys and values go.
+
+    Attributes:
+        metadata: that it was made for.
+        call: what `specdec.layers.ops.cpu` makes of it, once.
+    """
 
     segments: list[_Segment]
     slot_mapping: Tensor
+    metadata: AttentionMetadata
+    call: Any = None
 
 
 class TorchRefBackend(AttentionBackend):
@@ -110,7 +118,7 @@ class TorchRefBackend(AttentionBackend):
             segments[0].tree = metadata.tree
         else:
             segments = self._groups(metadata, metadata.query_lens, metadata.seq_lens_host)
-        return TorchRefPlan(segments=segments, slot_mapping=metadata.slot_mapping)
+        return TorchRefPlan(segments, metadata.slot_mapping, metadata)
 
     def _segment(
         self, metadata: AttentionMetadata, requests: slice | Tensor, widths: Tensor, width: int, num_keys: int

@@ -1,8 +1,12 @@
-"""Which operations compute the layers around an attention backend: AITER's, our own in Triton, or plain torch."""
+"""Which operations compute the layers around an attention backend: AITER's, our own in Triton or C++, or plain torch."""
+
+import torch
 
 from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.device.self_check import named
+from specdec.kernels.native import native
+from specdec.layers.ops.cpu import CpuOps
 from specdec.layers.ops.exchange import shared_rows
 from specdec.layers.ops.fused import FUSED_LAYERS
 from specdec.layers.ops.ops import Ops, TorchOps
@@ -48,7 +52,8 @@ def ops_for(
 
             return RecurrentOps()
     if not fused:
-        return TorchOps()
+        own = native() if device.type == "cpu" and dtype == torch.bfloat16 else None
+        return TorchOps() if own is None else CpuOps(own)
     from specdec.layers.ops.kernels import TritonOps
 
     ranks = shared_rows(group, width, device, dtype)

@@ -13,6 +13,7 @@ from specdec.kernels.kernel import HALF, Kernel
 from specdec.layers.experts.experts import apply_experts
 from specdec.layers.experts.router import route
 from specdec.layers.experts.routing import Experts, Routing
+from specdec.layers.packed.cpu import multiplies_in
 from specdec.layers.packed.gguf import BLOCK_SHAPES, GgufWeight
 from specdec.layers.packed.weight import Code, PackedWeight
 
@@ -29,8 +30,10 @@ def keeps_packed(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def keeps_blocks(device: torch.device, dtype: torch.dtype) -> bool:
-    """The same of weights in GGUF's blocks."""
-    return device.type != "cpu" and BLOCKS.runs_on(device, dtype)
+    """The same of weights in GGUF's blocks, which our own products on a CPU take, too."""
+    if device.type == "cpu":
+        return multiplies_in(dtype)
+    return BLOCKS.runs_on(device, dtype)
 
 
 def kernels_take(weight: PackedWeight) -> bool:

@@ -1,0 +1,100 @@
+"""What lies between products on a CPU, by our own C++, beside plain torch."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.attention.backend import AttentionMetadata, AttentionSpec, TreeRows
+from specdec.attention.torch_ref.fa import TorchRefBackend
+from specdec.kernels.native import native
+from specdec.kv_cache import KVLayerSpec
+from specdec.layers.linear import DenseLinear
+from specdec.layers.ops.cpu import CpuOps
+from specdec.layers.ops.norm import Norm
+from specdec.layers.ops.ops import Heads, Join, TorchOps
+from specdec.layers.rotary.rotary import Angles
+from tests.helpers.bounds import assert_as_exact
+
+library = native()
+pytestmark = pytest.mark.skipif(library is None, reason="there is no C++ compiler")
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 64, 16
+
+
+def ops() -> CpuOps:
+    assert library is not None
+    return CpuOps(library)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_norms(rows: int) -> None:
+    """By themselves, and of what joins the stream."""
+    norm = Norm(random(576, seed=1), 1e-5)
+    x, stream = random(rows, 2 * 576)[:, :576], random(rows, 576, seed=2)
+    wide = Norm(norm.weight.double(), norm.epsilon)
+    plain, exact = TorchOps().norm(x, norm), TorchOps().norm(x.double(), wide)
+    assert_as_exact(ops().norm(x, norm), plain, exact)
+    got, kept = ops().add(x, stream, Join(norm))
+    plain, residual = TorchOps().add(x, stream, Join(norm))
+    assert kept.equal(residual)
+    assert_as_exact(got, plain, TorchOps().norm(residual.double(), wide))
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_gates(rows: int) -> None:
+    """Also of numbers whose exponential has no place in float32."""
+    weight, x = random(2 * 960, 96, seed=1), random(rows, 96)
+    x[0, 0], weight[0, 0], weight[1, 0] = 40, 100, -100
+    linear, ahead = DenseLinear(weight), DenseLinear(random(96, 960))
+    gate, up = linear(x).double().chunk(2, dim=-1)
+    plain = TorchOps().gated(linear, x, "silu", ahead)
+    exact = torch.nn.functional.silu(gate) * up
+    assert_as_exact(ops().gated(linear, x, "silu", ahead), plain, exact)
+
+
+def attended(ops: TorchOps, dtype: torch.dtype, width: int, visibility: Any) -> Tensor:
+    """Rows of three requests, one of which has no context, and what they leave in the cache."""
+    lengths = torch.tensor([width + 37, width, width + 150], dtype=torch.int32)
+    table = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(3)).view(3, 12).int()
+    spec = AttentionSpec(torch.device("cpu"), dtype, HEADS, KV_HEADS, DIM, BLOCK)
+    backend = TorchRefBackend(spec)
+    cache = KVLayerSpec(KV_HEADS, DIM).allocate(3 * 12, BLOCK, dtype, torch.device("cpu"))
+    for number, side in enumerate(cache):
+        side.copy_(random(*side.shape, seed=number + 5))
+    places = (lengths[:, None] - width + torch.arange(width)).long()
+    blocks = table.gather(1, places // BLOCK).long()
+    slots = (blocks * BLOCK + places % BLOCK).flatten()
+    metadata = AttentionMetadata.uniform(width, lengths, table, slots, max_seq_len=160)
+    tree = None
+    if visibility == "ancestors":
+        above = [sum(1 << bit for bit in range(i % 2, i + 1, 2)) for i in range(width - 1)]
+        tree = TreeRows(torch.tensor([0, *above]).repeat(3), torch.arange(width).repeat(3))
+    metadata = replace(metadata, visibility=visibility, tree=tree)
+    qkv = random(3 * width, HEADS + 2 * KV_HEADS, DIM).to(dtype)
+    turns = torch.randn(3 * width, DIM // 2, generator=torch.Generator().manual_seed(9))
+    angles = Angles(turns.cos().bfloat16().to(dtype), turns.sin().bfloat16().to(dtype))
+    ahead = DenseLinear(torch.zeros(1, 1))
+    out = ops.attend(backend, qkv, Heads(DIM**-0.5), angles, cache, backend.plan(metadata), ahead)
+    return torch.cat([out.flatten(), *(side.flatten() for side in cache)])
+
+
+@pytest.mark.parametrize("visibility", ["causal", "full", "ancestors"])
+@pytest.mark.parametrize("width", [1, 6])
+def test_attention(width: int, visibility: Any) -> None:
+    """Chains, blocks whose rows see each other, and trees; what is written to the cache, too."""
+    plain = attended(TorchOps(), torch.bfloat16, width, visibility)
+    exact = attended(TorchOps(), torch.float64, width, visibility)
+    assert_as_exact(attended(ops(), torch.bfloat16, width, visibility), plain, exact)
+
+
+def test_bits_of_a_row_do_not_depend_on_rows_after_it() -> None:
+    """A token that is verified among drafts is the token that is decoded alone."""
+    one, many = (attended(ops(), torch.bfloat16, width, "causal") for width in (1, 6))
+    assert one[: HEADS * DIM].equal(many[: HEADS * DIM])

@@ -1,0 +1,140 @@
+"""Products with weights in ggml's blocks on a CPU, by our own C++."""
+
+import ctypes
+import logging
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.device.device import uses_avx512
+from specdec.kernels import native as library
+from specdec.layers.linear_choice import linear
+from specdec.layers.packed.cpu import FEW_ROWS, TYPES, GgufLinear
+from specdec.layers.packed.gguf import GgufWeight, joined
+from tests.helpers.bounds import assert_as_exact
+from tests.helpers.ggml import blocks
+
+pytestmark = pytest.mark.skipif(library.native() is None, reason="there is no C++ compiler")
+
+OUT, IN = 70, 768
+
+
+def weight_of(kind: str, outputs: int = OUT, inputs: int = IN) -> GgufWeight:
+    return GgufWeight.from_blocks(blocks(kind, outputs, inputs), kind, torch.bfloat16)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows as the product sees them, float64."""
+    groups = x.double().unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / scale.clamp(min=1e-300)).round() * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 16, FEW_ROWS])
+def test_product(kind: str, count: int) -> None:
+    """As exact as float32 sums of the numbers that codes stand for, rounded once."""
+    weight, bias = weight_of(kind), random(OUT, seed=1)
+    x, residual = random(count, IN), random(count, OUT, seed=2)
+    numbers, rows = weight.dequantized(torch.float64), rounded(x)
+    exact = rows @ numbers.T + bias.double() + residual.double()
+    plain = (rows.float() @ numbers.float().T + bias.float() + residual.float()).bfloat16()
+    layer = linear(weight, bias)
+    assert isinstance(layer, GgufLinear) and layer.nbytes <= 1.2 * weight.nbytes
+    before = residual.clone()
+    assert_as_exact(layer(x, residual), plain, exact)
+    assert residual.equal(before) and layer(x[None]).equal(layer(x)[None])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_product_of_many_rows(kind: str) -> None:
+    """No further off than rounding to 8 bits, which not every CPU does to many."""
+    weight, x = weight_of(kind), random(2 * FEW_ROWS + 5, IN)
+    numbers = weight.dequantized(torch.float64)
+    plain = (rounded(x) @ numbers.T).bfloat16()
+    assert_as_exact(linear(weight)(x), plain, x.double() @ numbers.T)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_bits_of_a_row_depend_on_nothing_else(kind: str) -> None:
+    """Neither on other rows and their number, nor on threads; a token verified is one decoded."""
+    layer, x = linear(weight_of(kind)), random(FEW_ROWS, IN)
+    together, threads = layer(x), torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 4, 5, 8, 15, 33):
+            torch.set_num_threads(1 + count % 3)
+            assert layer(x[:count]).equal(together[:count])
+            assert layer(x[-count:]).equal(together[-count:])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_parts_of_several_types() -> None:
+    """Outputs of each part in its place, also where 16 does not divide them."""
+    parts = [weight_of("Q4_K", 20), weight_of("Q6_K", 9), weight_of("Q5_0", 32)]
+    x = random(5, IN)
+    whole = joined(parts)
+    assert isinstance(whole, GgufWeight)
+    assert linear(whole)(x).equal(torch.cat([linear(part)(x) for part in parts], dim=1))
+
+
+def test_rows_that_are_not_finite() -> None:
+    """One gives nothing that is finite, and leaves the others alone."""
+    layer, x = linear(weight_of("Q4_K")), random(4, IN)
+    right = layer(x)
+    x[1, 5], x[2, 700] = torch.inf, torch.nan
+    got = layer(x)
+    assert not got[1:3].isfinite().any() and got[[0, 3]].equal(right[[0, 3]])
+    assert layer(torch.zeros_like(x)).abs().sum() == 0
+
+
+def test_no_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """Weights become numbers, which one line says."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    library.native.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            layers = [linear(weight_of("Q4_K")) for _ in range(2)]
+        assert not any(isinstance(layer, GgufLinear) for layer in layers)
+        assert [record.getMessage() for record in caplog.records] == [
+            f"plain torch computes on this CPU, more slowly: {library.NO_COMPILER}"
+        ]
+    finally:
+        library.native.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
+def test_other_instructions(
+    processor: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What processors without VNNI, AVX-512 and AVX2 compute, to a rounding of the sums."""
+    avx2 = "AVX" in torch.backends.cpu.get_cpu_capability()
+    if not {"x86-64": True, "haswell": avx2, "skylake-avx512": uses_avx512()}[processor]:
+        pytest.skip("this CPU has no such instructions")
+    weights = [weight_of(kind) for kind in TYPES]
+    own = [linear(weight)(random(7, IN)) for weight in weights]
+    options = [option.replace("native", processor) for option in library.OPTIONS]
+    path = tmp_path / "library.so"
+    subprocess.run(["g++", *options, library.SOURCE, "-o", path], check=True)
+    other = library.declared(ctypes.CDLL(str(path)))
+    monkeypatch.setattr("specdec.layers.packed.cpu.native", lambda: other)
+    for weight, expected in zip(weights, own, strict=True):
+        got = linear(weight)(random(7, IN))
+        torch.testing.assert_close(got, expected, atol=0.02, rtol=0.01)
