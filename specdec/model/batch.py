@@ -162,8 +162,9 @@ class DecodeBatch:
         bounds: dict[str, Any] = {"max_seq_len": most, "min_seq_len": min_seq_len}
         of_block = first is self.seq_lens
         if not KERNEL.runs_on(first.device):
-            ahead = torch.arange(width, device=first.device)
-            positions = self.positions(width) if of_block else first[:, None] + ahead
+            if of_block:
+                return self.rows_from(first, self.positions(width), **bounds)
+            positions = first[:, None] + torch.arange(width, device=first.device)
             return self.rows_from(first, positions, **bounds)
         own = self._rows_of(width) if of_block else None
         rows = own or block_rows(first, table, width, self.block_size)
