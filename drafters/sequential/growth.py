@@ -42,40 +42,40 @@ class Level(NamedTuple):
         token_ids: int64 [num_reqs, C], their last tokens.
         scores: float32 [num_reqs, C], log-probabilities of these behind what comes before.
         sums: float32 [num_reqs, C], of the paths.
-        parents: int64 [num_reqs, C], which path of the level before each continues; 0 on the first.
-        ranks: int64 [num_reqs, C], place of the last token among those that continue the same path.
+        places: int64 [num_reqs, C], C times the path of the level before that each continues, 0 on
+            the first level, plus the place of its last token among those that continue it.
     """
 
     token_ids: Tensor
     scores: Tensor
     sums: Tensor
-    parents: Tensor
-    ranks: Tensor
+    places: Tensor
 
     @classmethod
     def first(cls, guesses: Guesses) -> "Level":
         """Of guesses [num_reqs, 1, C]."""
         token_ids, scores = (one[:, 0] for one in guesses)
-        ranks = torch.arange(scores.shape[1], device=scores.device).expand_as(token_ids)
-        return cls(token_ids, scores, scores, torch.zeros_like(token_ids), ranks)
+        places = torch.arange(scores.shape[1], device=scores.device).expand_as(token_ids)
+        return cls(token_ids, scores, scores, places)
 
     def behind(self, guesses: Guesses) -> "Level":
         """The next one, of guesses [num_reqs, beams, C] behind the first paths of this one."""
         _, beams, count = guesses.scores.shape
         sums, places = (self.sums[:, :beams, None] + guesses.scores).flatten(1).topk(count, dim=1)
         token_ids, scores = (one.flatten(1).gather(1, places) for one in guesses)
-        return Level(token_ids, scores, sums, places // count, places % count)
+        return Level(token_ids, scores, sums, places)
 
 
 def joined(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens int64 [num_reqs, depth, C], scores float32 [num_reqs, depth, C, C] as `best_first` takes
     them, and ranks as tokens.
     """
-    columns = zip(*levels, strict=True)
-    token_ids, scores, _, parents, ranks = (torch.stack(column, dim=1) for column in columns)
-    paths = torch.arange(parents.shape[-1], device=parents.device)
+    of_levels = ((level.token_ids, level.scores, level.places) for level in levels)
+    token_ids, scores, places = (torch.stack(one, dim=1) for one in zip(*of_levels, strict=True))
+    count = places.shape[-1]
+    paths, parents = torch.arange(count, device=places.device), places // count
     continues = parents[:, :, None] == paths[:, None]  # [num_reqs, depth, path before, path]
-    return token_ids, torch.where(continues, scores[:, :, None], UNKNOWN), ranks
+    return token_ids, torch.where(continues, scores[:, :, None], UNKNOWN), places % count
 
 
 class Growth:
@@ -115,7 +115,8 @@ class Growth:
             features: [num_reqs * n, F], of what follows the n paths of the level before that went
                 on, or the newest known token.
         """
-        batch, parents = self._batch, level.parents[:, : self.beams]
+        batch = self._batch
+        parents = level.places[:, : self.beams] // level.places.shape[1]
         before, width = self._token_ids.shape[1], self._token_ids.shape[1] + self.beams
         above = self._ancestors[:, -self.beams :].gather(1, parents)
         self._ancestors = torch.cat([self._ancestors, above | self._bits[before:width]], dim=1)
