@@ -22,7 +22,7 @@ COMMON = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_epsilon": "norm_epsilon",
 }
-ROTATES_NEIGHBORS = {"granite", "llama", "mistral3", "smollm3"}
+ROTATES_NEIGHBORS = {"granite", "granitehybrid", "llama", "mistral3", "smollm3"}
 ADDS_ONE = {"gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"}
 
 Facts = Mapping[str, Any]
@@ -30,10 +30,12 @@ Facts = Mapping[str, Any]
 
 def facts_of(config: Any) -> dict[str, Any]:
     """What the converter says of every model; others add to it."""
-    stated = {key: getattr(config, entry, None) for key, entry in COMMON.items()}
-    rope = getattr(config, "rope_parameters", None) or {}
+    entries = config.to_dict()  # attributes that layers differ in cannot be read
+    named = {**{entry: entry for entry in COMMON.values()}, **type(config).attribute_map}
+    stated = {key: entries.get(named[entry]) for key, entry in COMMON.items()}
     epsilon = getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None)
     stated["attention.layer_norm_rms_epsilon"] = epsilon
+    rope = entries.get("rope_parameters") or {}
     stated["rope.freq_base"] = rope.get("full_attention", rope).get("rope_theta")
     return {key: value for key, value in stated.items() if value is not None}
 
@@ -182,8 +184,40 @@ def _special(name: str, tensor: Tensor, config: Any, architecture: str) -> dict[
         return {f"{ends['.'.join(name.split('.')[-3:-1])]}.weight": tensor.T}
     if name.endswith("conv.conv.weight"):
         return {"shortconv.conv.weight": tensor.squeeze(1)}
+    if name.endswith("router.scale"):
+        return {"ffn_gate_inp.scale": tensor}
+    if name.endswith("per_expert_scale"):
+        return {"ffn_down_exps.scale": tensor}
+    if name.endswith("block_sparse_moe.router.weight"):
+        return {"ffn_gate_inp.weight": tensor}
+    if "shared_mlp." in name:
+        end = "_shexp.weight" if config.num_local_experts else ".weight"
+        if "output" in name:
+            return {f"ffn_down{end}": tensor}
+        gate, up = tensor.chunk(2)
+        return {f"ffn_gate{end}": gate, f"ffn_up{end}": up}
+    if ".mamba." in name:
+        return _of_mamba(name.rpartition(".mamba.")[2], tensor, config)
     part = name.rpartition("linear_attn.")[2]
     return None if part == name else _of_states(part, tensor, config, architecture)
+
+
+def _of_mamba(part: str, tensor: Tensor, config: Any) -> dict[str, Tensor] | None:
+    """Tensors of Mamba-2's layers."""
+    changed = {
+        "A_log": ("ssm_a", lambda: -tensor.exp().unsqueeze(1)),
+        "D": ("ssm_d", lambda: tensor.unsqueeze(1)),
+        "dt_bias": ("ssm_dt.bias", lambda: tensor),
+        "conv1d.weight": ("ssm_conv1d.weight", lambda: tensor.squeeze(1)),
+        "norm.weight": (
+            "ssm_norm.weight",
+            lambda: tensor.unflatten(0, (config.mamba_n_groups, -1)),
+        ),
+    }
+    if part not in changed:
+        return None
+    name, make = changed[part]
+    return {name: make()}
 
 
 Parts = dict[str, Tensor] | None

@@ -318,6 +318,42 @@ def _gemma3(facts: Facts, entries: Entries) -> Entries:
     }
 
 
+def _gemma4(facts: Facts, entries: Entries) -> Entries:
+    widths, inputs = facts.each("feed_forward_length"), facts("embedding_length_per_layer_input", 0)
+    kv_heads, kinds = facts.each("attention.head_count_kv"), _windows(facts, 6)
+    of_kinds = dict(zip(kinds, kv_heads, strict=False)) if isinstance(kv_heads, list) else {}
+    experts, local = facts("expert_count", 0), facts("rope.freq_base_swa", 10000.0)
+    valued = facts.layers_with("attn_v.weight")
+    divisors = numbers_of(facts, "rope_freqs.weight") if facts.has("rope_freqs.weight") else [1.0]
+    full = {"rope_type": "proportional", "rope_theta": facts("rope.freq_base", 1000000.0)}
+    full["partial_rotary_factor"] = divisors.count(1.0) / len(divisors)
+    found = {
+        "model_type": "gemma4_text",
+        "head_dim": facts("attention.key_length_swa", entries["head_dim"]),
+        "global_head_dim": facts.need("attention.key_length"),
+        "num_key_value_heads": of_kinds.get("sliding_attention", entries["num_key_value_heads"]),
+        "num_global_key_value_heads": of_kinds.get(_FULL),
+        "attention_k_eq_v": facts.layers_with("attn_k.weight") != valued,
+        "num_kv_shared_layers": facts("attention.shared_kv_layers", 0),
+        "intermediate_size": min(widths) if isinstance(widths, list) else widths,
+        "use_double_wide_mlp": isinstance(widths, list) and min(widths) < max(widths),
+        "hidden_size_per_layer_input": inputs,
+        "layer_types": kinds,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            _FULL: full,
+        },
+        "enable_moe_block": bool(experts),
+    }
+    if inputs:
+        found["vocab_size_per_layer_input"] = facts.files.shape("per_layer_token_embd.weight")[0]
+    if experts:
+        names = {"num_experts": "expert_count", "top_k_experts": "expert_used_count"}
+        names["moe_intermediate_size"] = "expert_feed_forward_length"
+        found |= {entry: facts.need(key) for entry, key in names.items()}
+    return found
+
+
 def _gpt_oss(facts: Facts, entries: Entries) -> Entries:
     return {
         "model_type": "gpt_oss",
@@ -361,6 +397,51 @@ def _granite(facts: Facts, entries: Entries) -> Entries:
         "residual_multiplier": facts("residual_scale", 1.0),
         "logits_scaling": facts("logit_scale", 1.0),
         **_biases(facts),
+    }
+
+
+def _granite_hybrid(facts: Facts, entries: Entries) -> Entries:
+    heads, inner = facts.need("ssm.time_step_rank"), facts.need("ssm.inner_size")
+    attends, experts = facts.layers_with("attn_q.weight"), facts("expert_count", 0)
+    kinds = [_FULL if layer in attends else "linear_attention" for layer in range(facts.layers)]
+    counts = facts.each("attention.head_count_kv")
+    mamba = {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // entries["hidden_size"],
+        "mamba_n_groups": facts.need("ssm.group_count"),
+        "mamba_d_state": facts.need("ssm.state_size"),
+        "mamba_d_conv": facts.need("ssm.conv_kernel"),
+        "mamba_conv_bias": facts.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": facts.has("ssm_in.bias"),
+    }
+    if facts("rope.scaling.finetuned", True):  # Bamba goes by the same name, and rotates
+        mamba |= {"attn_layer_indices": attends, "rope_parameters": _partial(facts, entries)}
+        return {"model_type": "bamba", "num_key_value_heads": max(counts), **mamba}
+    return {
+        **_granite(facts, entries),
+        **mamba,
+        "model_type": "granitemoehybrid",
+        "layer_types": kinds,
+        "num_key_value_heads": max(counts),
+        "num_local_experts": experts,
+        **({"num_experts_per_tok": facts("expert_used_count")} if experts else {}),
+        "shared_intermediate_size": facts(
+            "expert_shared_feed_forward_length",
+            facts("feed_forward_length"),
+        ),
+        "position_embedding_type": None,
+    }
+
+
+def _minimax_m2(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "model_type": "minimax_m2",
+        "intermediate_size": facts("expert_feed_forward_length", entries.get("intermediate_size")),
+        "num_local_experts": facts.need("expert_count"),
+        "num_experts_per_tok": facts.need("expert_used_count"),
+        "rotary_dim": facts.need("rope.dimension_count"),
+        "rope_parameters": _partial(facts, entries),
     }
 
 
@@ -416,12 +497,16 @@ def _deepseek(facts: Facts, entries: Entries) -> Entries:
     experts = facts("expert_count", 0)
     if not experts:
         return {"model_type": "youtu", **found}
+    if facts.files.architecture == "glm-dsa":
+        found |= _indexed(facts)
     found |= {
         "norm_topk_prob": False,
         **_experts(facts),
         "n_routed_experts": experts,
         "first_k_dense_replace": _sparse(facts),
     }
+    if facts.files.architecture == "glm-dsa":
+        return {"model_type": "glm_moe_dsa", **found}
     if facts("expert_gating_func", 0) == SIGMOID or facts.has("exp_probs_b.bias"):
         return {"model_type": "deepseek_v3", **found, "num_nextn_predict_layers": 0}
     grouped = facts("expert_group_count", 1) > 1
@@ -429,6 +514,19 @@ def _deepseek(facts: Facts, entries: Entries) -> Entries:
         "model_type": "deepseek_v2",
         **found,
         "topk_method": "group_limited_greedy" if grouped else "greedy",
+    }
+
+
+def _indexed(facts: Facts) -> Entries:
+    """Of attention to the positions that an indexer chooses, in layers that have one."""
+    sparse = facts.layers_with("ffn_gate_exps.weight")
+    own, layers = facts.layers_with("indexer.proj.weight"), range(facts.layers)
+    return {
+        "index_n_heads": facts.need("attention.indexer.head_count"),
+        "index_head_dim": facts.need("attention.indexer.key_length"),
+        "index_topk": facts.need("attention.indexer.top_k"),
+        "indexer_types": ["full" if layer in own else "shared" for layer in layers],
+        "mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in layers],
     }
 
 
@@ -548,15 +646,19 @@ ARCHITECTURES: dict[str, Callable[[Facts, Entries], Entries]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "glm-dsa": _deepseek,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "gpt2": _gpt2,
     "granite": _granite,
+    "granitehybrid": _granite_hybrid,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
     "llama": _llama,
     "llama4": _llama4,
+    "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
     "olmo2": _olmo2,
     "olmoe": _olmoe,

@@ -15,7 +15,9 @@ from verifiers.gguf.file import GgufFiles
 
 Change = Callable[[list[Tensor]], Tensor]
 
-ROTATES_NEIGHBORS = frozenset({"granite", "llama", "mistral3", "smollm3"})
+ROTATES_NEIGHBORS = frozenset(
+    {"granite", "granitehybrid", "llama", "mistral3", "smollm3"},
+)
 """Architectures that have rows which RoPE rotates against each other side by side."""
 
 ADDS_ONE = frozenset({"gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"})
@@ -187,14 +189,33 @@ class Recipes:
     def decay(self, name: str, found: re.Match[str]) -> Recipe:
         """The logarithm of what states lose, of which the file has the power with its sign."""
         rows = self._values(1)
-        return Recipe(
-            (f"blk.{_layer(name)}.ssm_a",),
-            change=lambda parts: torch.log(-(parts[0] if rows is None else parts[0][rows])),
-        )
+
+        def change(parts: list[Tensor]) -> Tensor:
+            powers = -parts[0].flatten()
+            return torch.log(powers if rows is None else powers[rows])
+
+        return Recipe((f"blk.{_layer(name)}.ssm_a",), change=change)
 
     def step_bias(self, name: str, found: re.Match[str]) -> Recipe:
         """What is added to the widths of steps."""
         return Recipe((f"blk.{_layer(name)}.ssm_dt.bias",), rows=self._values(1))
+
+    def of_mamba(self, name: str, found: re.Match[str]) -> Recipe:
+        """Vectors, which the file has as matrices."""
+        part = "ssm_d" if found[1] == "D" else "ssm_norm.weight"
+        return Recipe((f"blk.{_layer(name)}.{part}",), change=lambda parts: parts[0].flatten())
+
+    def shared_mlp(self, name: str, found: re.Match[str]) -> Recipe:
+        """Granite's MLP, that of shared experts where there are others."""
+        begin, mixed = f"blk.{_layer(name)}.ffn", bool(self._config.num_local_experts)
+        end = "_shexp.weight" if mixed else ".weight"
+        parts = ("gate", "up") if found["part"] == "input" else ("down",)
+        return Recipe(tuple(f"{begin}_{part}{end}" for part in parts))
+
+    def router(self, name: str, found: re.Match[str]) -> Recipe | None:
+        """Of Gemma 4's experts, with factors that are no weights, and of Granite's."""
+        ends = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
+        return Recipe((f"blk.{_layer(name)}.{ends.get(found['part'], 'ffn_gate_inp.weight')}",))
 
     def linear_rows(self, name: str, found: re.Match[str]) -> Recipe | None:
         """Projections to what value heads have."""
@@ -288,6 +309,9 @@ def _special() -> Iterator[tuple[str, Callable[[Recipes, str, re.Match[str]], Re
     yield r"\.conv1d\.weight$|\.conv\.conv\.weight$", Recipes.convolution
     yield r"\.A_log$", Recipes.decay
     yield r"\.dt_bias$", Recipes.step_bias
+    yield r"\.mamba\.(D$|norm\.weight$)", Recipes.of_mamba
+    yield r"\.shared_mlp\.(?P<part>input|output)_linear\.weight$", Recipes.shared_mlp
+    yield r"\.router\.(?P<part>weight|scale|per_expert_scale)$", Recipes.router
     yield r"\.linear_attn\.in_proj_(?P<part>qkv|z|a|b)\.weight$", Recipes.linear_rows
     yield r"\.linear_attn\.in_proj_qkvz\.weight$", Recipes.linear_inputs
     yield r"\.linear_attn\.out_proj\.weight$", Recipes.linear_output

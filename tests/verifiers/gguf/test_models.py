@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
     GPT2Config,
+    MiniMaxM2Config,
     PreTrainedConfig,
     Starcoder2Config,
 )
@@ -39,6 +40,29 @@ STATES = {
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 32,
     "rope.dimension_count": 4,
+}
+MAMBA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 12,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}
+HYBRID = {
+    "attention.head_count_kv": [0, 2, 0, 0],
+    "attention.scale": 0.2,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.7,
+    "logit_scale": 2.5,
+    "rope.scaling.finetuned": False,
+}
+GEMMA4 = {
+    "rope.freq_base_swa": 1e4,
+    "final_logit_softcapping": 8.0,
+    "attention.sliding_window": WINDOW,
+    "attention.sliding_window_pattern": ALTERNATING,
+    "attention.key_length": 24,
+    "attention.key_length_swa": 16,
 }
 LATENT = {
     "attention.head_count_kv": 1,
@@ -121,6 +145,36 @@ CASES = {
             "rope.freq_base_swa": 1e4,
         },
     ),
+    "gemma4": Case("gemma4", "gemma4", {**GEMMA4, "attention.head_count_kv": [2, 1, 2, 1]}),
+    "gemma4_moe": Case(
+        "gemma4_moe",
+        "gemma4",
+        {**GEMMA4, **EXPERTS, "attention.head_count_kv": [2, 1, 2, 1]},
+    ),
+    "gemma4_shared": Case(
+        "gemma4_shared",
+        "gemma4",
+        {
+            **GEMMA4,
+            "attention.sliding_window_pattern": [True, False] * 3,
+            "attention.shared_kv_layers": 3,
+            "embedding_length_per_layer_input": 12,
+            "feed_forward_length": [48] * 3 + [96] * 3,
+        },
+    ),
+    "glm_moe_dsa": Case(
+        "glm_moe_dsa",
+        "glm-dsa",
+        {
+            **MIXED,
+            "attention.q_lora_rank": 24,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "attention.indexer.head_count": 16,
+            "attention.indexer.key_length": 12,
+            "attention.indexer.top_k": 8,
+        },
+    ),
     "glm4": Case("glm4", "glm4", {"rope.dimension_count": 8}),
     "glm4_moe": Case(
         "glm4_moe",
@@ -156,6 +210,30 @@ CASES = {
         "granite",
         "granite",
         {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.7, "logit_scale": 2.5},
+    ),
+    "bamba": Case(
+        "bamba",
+        "granitehybrid",
+        {**MAMBA, "ssm.conv_kernel": 3, "attention.head_count_kv": [0, 2, 0, 0]},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 1.0,
+            }
+        },
+    ),
+    "granite_hybrid": Case(
+        "granite_hybrid",
+        "granitehybrid",
+        {**MAMBA, **HYBRID, "expert_shared_feed_forward_length": 40},
+        {"position_embedding_type": None, "max_position_embeddings": 2**20},
+    ),
+    "granite_hybrid_moe": Case(
+        "granite_hybrid_moe",
+        "granitehybrid",
+        {**MAMBA, **HYBRID, **EXPERTS, "expert_shared_feed_forward_length": 40},
+        {"max_position_embeddings": 2**20},
     ),
     "lfm2": Case(
         "lfm2",
@@ -268,6 +346,8 @@ def written(case: Case, path: Path, **options: Any) -> Any:
     rope = model.config.rope_parameters
     if case.model == "phi3_long":
         options["extra"] = {f"rope_factors_{length}.weight": torch.tensor(rope[f"{length}_factor"]) for length in ("short", "long")}
+    if case.architecture == "gemma4":
+        options["extra"] = {"rope_freqs.weight": torch.tensor([1.0] * 3 + [1e30] * 9)}
     write_gguf(path, model, case.architecture, facts, **options)
     return model
 
@@ -334,6 +414,21 @@ OTHERS: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
             "expert_weights_norm": True,
             "expert_weights_scale": 1.0,
         },
+    ),
+    "minimax-m2": (
+        MiniMaxM2Config(
+            **{**SMALL, "intermediate_size": 24},
+            head_dim=16,
+            rotary_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        {**EXPERTS, "rope.dimension_count": 8},
     ),
     "gpt2": (
         GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, n_inner=48),
