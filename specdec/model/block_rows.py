@@ -46,7 +46,10 @@ class TreePlaces(NamedTuple):
 
 
 def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: int) -> BlockRows:
-    """Rows behind int64 [num_reqs] tokens of each request, whose blocks are int32 [num_reqs, max_blocks]; by our kernel."""
+    """Rows behind int64 [num_reqs] tokens of each request, by our kernel.
+
+    Their blocks are int32 [num_reqs, max_blocks]; where there are none, slots are of the null block.
+    """
     from specdec.model import triton_block_rows  # it imports Triton
 
     return BlockRows(*triton_block_rows.block_rows(seq_lens, block_table, width, block_size))
@@ -79,10 +82,13 @@ def check_block_rows(device: torch.device) -> Deviation:
     expected: list[Tensor] = [positions, slots.flatten(), (seq_lens + width).int(), starts]
     tree = DraftTree(*torch.randint(1, 9, (4, 4, width - 1), generator=generator))
     expected += _tree_places(seq_lens, tree, 44)
+    # Replays of drafts have positions alone, and a table without blocks.
+    expected += [positions, (positions % 16).flatten(), *expected[2:4]]
     ours = [*block_rows(seq_lens.to(device), table.to(device), width, 16)]
     from specdec.model import triton_block_rows  # it imports Triton
 
     ours += triton_block_rows.tree_places(seq_lens.to(device), tree.depths.to(device), tree.ancestors.to(device), 44)
+    ours += block_rows(seq_lens.to(device), table[:, :0].to(device), width, 16)
     return worst(mismatches(one, other) for one, other in zip(ours, expected, strict=True))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.base.errors import CheckpointError, one_line
 from specdec.layers.packed.gguf import GGUF_TYPES, GgufWeight
-from verifiers.config.names import EMBEDDING, wide_names
+from verifiers.config.names import wide_names
 from verifiers.formats.format import Stored, check_finite
 from verifiers.gguf.file import Blocks, GgufFiles
 from verifiers.gguf.names import Recipe, Recipes
@@ -63,8 +63,7 @@ def read_gguf(
     def made(pair: tuple[str, Recipe]) -> Stored:
         name, recipe = pair
         own = torch.float32 if wide is not None and wide.search(name) else dtype
-        keeps = as_stored and name != EMBEDDING
-        weight = _made(files, name, recipe, own, keeps)
+        weight = _made(files, name, recipe, own, as_stored)
         if isinstance(weight, Tensor):
             check_finite(name, weight)
         return (weight if part is None else part(name, weight)).to(device)
