@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.base.errors import InvalidInputError
 from specdec.base.validation import as_integer
 from specdec.engine.stops import stop_strings
+from specdec.session.byte_level import pieces_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,8 +84,10 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> frozen
 class IncrementalDecoder:
     """The text of one output, token by token.
 
-    New text is the difference between two decodings of a short window: the tokens last turned to text, then the new ones. The
-    former make the window decode as it would in the middle of the whole output, above all with its leading space.
+    Tokens that only stand for bytes are joined. Elsewhere new text is the difference between two
+    decodings of a short window: the tokens last turned to text, then the new ones. The former make
+    the window decode as it would in the middle of the whole output, above all with its leading
+    space.
 
     Text is *settled* once no later token can change it. Only settled text is handed out. It leaves out
 
@@ -110,21 +114,23 @@ class IncrementalDecoder:
         self._stop_ids = _stop_ids(tokenizer, self._stop) if skip_special_tokens else frozenset[int]()
         self._stops = stop_strings(self._stop)
         self._num_exempt = min_tokens  # tokens before the search begins
-        self._node = self._searched = 0  # where the search is, and how much settled text it has seen
+        self._node = self._searched = 0  # where the search is, and how much of `_text` it has seen
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # the context, then the pending tokens
         self._num_context = 0  # tokens whose text is settled, kept for what they do to the next ones
         self._context_length = 0  # characters of the context alone
         self._num_settled = 0  # characters of the window that are settled, some of a pending token's perhaps among them
-        self._text = ""  # settled text
+        self._taken: list[str] = []  # what `take` has handed out
+        self._text = ""  # the rest of the settled text
         self._pending_text = ""  # the rest, as it would read if nothing followed
-        self._num_taken = 0  # settled characters that `take` has handed out
+        self._pieces = pieces_of(tokenizer, skip_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stopped = False
 
     @property
     def text(self) -> str:
         """Settled text so far, without a completed stop string; everything once `finish` was called."""
-        return self._text
+        return "".join(self._taken) + self._text
 
     @property
     def stopped(self) -> bool:
@@ -160,12 +166,17 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """Ends the output: settles what is pending and returns all text not yet taken."""
+        if self._pieces is not None:
+            self._pending_text = self._utf8.decode(b"", final=True)
         self._text += self._pending_text
         self._pending_text = ""
         return self._take_until(len(self._text))
 
     def _append(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
+            return
+        if self._pieces is not None:
+            self._text += self._utf8.decode(b"".join([self._pieces[token] for token in token_ids]))
             return
         self._window.extend(token_ids)
         new_text = self._decode(self._window)[self._num_settled :]
@@ -207,13 +218,15 @@ class IncrementalDecoder:
             _, end, length = self._stops.search(self._node, self._pending_text.rstrip(_REPLACEMENT))
             if not length:
                 return False
+        assert begin + end >= length, "text was handed out that a stop string has cut"
         self._text = (self._text + self._pending_text)[: begin + end - length]
         self._pending_text = ""
+        self._utf8.reset()
         self._stopped = True
         return True
 
     def _take_until(self, end: int) -> str:
-        assert end >= self._num_taken, "text was handed out that a stop string has cut"
-        piece = self._text[self._num_taken : end]
-        self._num_taken = end
+        piece, self._text = self._text[:end], self._text[end:]
+        self._searched -= end
+        self._taken.append(piece)
         return piece

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from specdec.session.byte_level import BYTE_OF, steps_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {
-    chr(0x100 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in set(_PLAIN))
-}
-"""By the character that byte-level vocabularies, first GPT-2's, write it with."""
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -42,8 +37,8 @@ class TokenBytes:
             return f"{' ' * spaced}{text}".encode(errors="replace")
         if "ByteFallback" in self._decoders and (match := _FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])
-        if "ByteLevel" in self._decoders and all(sign in _BYTE_OF for sign in piece):
-            return bytes(_BYTE_OF[sign] for sign in piece)
+        if "ByteLevel" in self._decoders and all(sign in BYTE_OF for sign in piece):
+            return bytes(BYTE_OF[sign] for sign in piece)
         return text.encode()
 
     def name(self, token: int) -> str:
@@ -56,11 +51,8 @@ class TokenBytes:
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
-        """Types of the steps that make text of tokens; empty for tokenizers that do not tell."""
-        decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
-        decoder = json.loads(decoder.__getstate__()) if decoder is not None else None
-        steps = [decoder, *decoder.get("decoders", ())] if decoder else []
-        return frozenset(step["type"] for step in steps)
+        """Types of the steps that make text of tokens."""
+        return frozenset(steps_of(self._tokenizer))
 
 
 class TextLength:
