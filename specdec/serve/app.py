@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,10 +21,11 @@ from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.answer import Answer
 from specdec.serve.answers.chat import ChatCompletion, chat_text
 from specdec.serve.answers.completion import Completion
+from specdec.serve.answers.stream import EventStream
 from specdec.serve.answers.token_bytes import TokenBytes
-from specdec.serve.answers.transport import ClientGone, Defects, EventStream, Whole, unless_gone
+from specdec.serve.answers.transport import ClientGone, Defects, Whole, unless_gone
 from specdec.serve.errors import RequestError, malformed, refused
-from specdec.serve.front import Front, Outputs
+from specdec.serve.front import Front
 from specdec.serve.guard import Guard
 from specdec.serve.limits import MOST_PROMPT_LOGPROBS, TOKENIZED
 from specdec.serve.protocol import Chat, ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
@@ -32,7 +33,6 @@ from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.state.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
-from specdec.session.outputs import GenerationResult
 
 T = TypeVar("T")
 
@@ -57,8 +57,8 @@ def make_app(front: Front) -> FastAPI:
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
-    decoder = front.decoder
-    tokens_of = TokenBytes(decoder.tokenizer)
+    engine = front.engine
+    tokens_of = TokenBytes(engine.reader.tokenizer)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, http: Request) -> Response:
@@ -66,7 +66,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         _check(front, asked, len(prompts))
         sampling = await _sampling(front, asked)
         for prompt in prompts:
-            front.texts.check_length(len(prompt) if isinstance(prompt, str) else 0, decoder.engine.max_model_len)
+            length = len(prompt) if isinstance(prompt, str) else 0
+            front.texts.check_length(length, engine.max_model_len)
         made, echoes = await _while_there(http, sum(map(len, prompts)), _completion_tokens(front, asked))
         _check_prompt_logprobs(sampling, made)
         answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
@@ -77,16 +78,16 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         _check(front, asked, 1)
         sampling = await _sampling(front, asked)
         size = characters(asked.messages)
-        front.texts.check_length(size, decoder.engine.max_model_len)
-        tokens = await _while_there(http, size, _chat_tokens(front, asked, decoder.engine.max_model_len))
+        front.texts.check_length(size, engine.max_model_len)
+        tokens = await _while_there(http, size, _chat_tokens(front, asked, engine.max_model_len))
         if asked.most_output is None:
             sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
         return await _respond(front, http, ChatCompletion(asked, front.names[0], [tokens], tokens_of), sampling)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
-    decoder, tokenizer = front.decoder, front.decoder.tokenizer
-    most = max(decoder.engine.max_model_len, TOKENIZED)
+    engine, tokenizer = front.engine, front.engine.reader.tokenizer
+    most = max(engine.max_model_len, TOKENIZED)
 
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Response:
@@ -113,14 +114,14 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
                 400, f"tokens has {len(asked.tokens):,} entries and the limit is {most:,}; give fewer", param="tokens"
             )
         if asked.tokens:
-            decoder.engine.admission.check_tokens(asked.tokens)
+            engine.admission.check_tokens(asked.tokens)
         return {"prompt": await front.texts.run(len(asked.tokens), tokenizer.decode, asked.tokens)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         return {
             "tokenizer_class": type(tokenizer).__name__,
-            "vocab_size": decoder.verifier.vocab_size,
+            "vocab_size": engine.admission.verifier.vocab_size,
             "max_model_len": front.most_tokens,
             **{name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
             "chat_template": getattr(tokenizer, "chat_template", None),
@@ -146,8 +147,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        front.count()
-        return {"internal_states": [{"avg_spec_accept_length": front.totals.tau}]}
+        return {"internal_states": [{"avg_spec_accept_length": front.count().tau}]}
 
     @app.get("/health")
     async def health() -> Response:
@@ -218,7 +218,8 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -
 
 async def _sampling(front: Front, asked: Generation) -> SamplingParams:
     """How to decode a request. A schema, or what is as long, is looked at in a thread."""
-    make = partial(sampling_params, asked, front.decoder.verifier.defaults, most=front.most_tokens)
+    defaults = front.engine.admission.verifier.defaults
+    make = partial(sampling_params, asked, defaults, most=front.most_tokens)
     asked_for = (getattr(asked, name) for name in GRAMMAR_FIELDS)
     if all(value is None or (isinstance(value, str) and len(value) <= SHORT) for value in asked_for):
         return make()
@@ -232,19 +233,20 @@ async def _while_there(http: Request, size: int, work: Coroutine[Any, Any, T]) -
 
 async def _completion_tokens(front: Front, asked: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
     """Tokens of the prompts, and their texts where they are wanted."""
-    texts, decoder = front.texts, front.decoder
-    most, special = decoder.engine.max_model_len, asked.add_special_tokens
+    texts, engine = front.texts, front.engine
+    most, special = engine.max_model_len, asked.add_special_tokens
     made = [await texts.tokens(prompt, special=special, most=most) for prompt in asked.prompt]
     if not asked.echo:
         return made, None
-    decode = decoder.tokenizer.decode
+    decode = engine.reader.tokenizer.decode
     return made, [one if isinstance(one, str) else str(await texts.run(len(one), decode, one)) for one in asked.prompt]
 
 
 async def _chat_tokens(front: Front, asked: Chat | TokenizeRequest, most: int) -> list[int]:
     """Tokens of a chat."""
     size = characters([asked.messages, asked.chat_template_kwargs])
-    return await front.texts.chat(size, chat_text(front.decoder, asked), special=bool(asked.add_special_tokens), most=most)
+    render, special = chat_text(front.engine.reader, asked), bool(asked.add_special_tokens)
+    return await front.texts.chat(size, render, special=special, most=most)
 
 
 async def _respond(front: Front, http: Request, answer: Answer, sampling: SamplingParams) -> Response:
@@ -254,27 +256,12 @@ async def _respond(front: Front, http: Request, answer: Answer, sampling: Sampli
         answer.notes = sampling.grammar.notes
     asked = [(tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)]
     if answer.asked.stream:
-        outputs = front.submit(asked, incremental=True)
-        options = answer.asked.stream_options
-        return EventStream(_events(outputs, answer, usage=options is not None and options.include_usage), outputs.close)
+        return EventStream(front.submit(asked, incremental=True), answer)
     outputs = front.submit(asked, incremental=False)
     try:
-        results = await unless_gone(http.receive, outputs.results())
+        results = await outputs.results(http.receive)
         if answer.num_logprobs(results) <= FEW_LOGPROBS:
             return JSONResponse(answer.whole(results))
         return await front.texts.run(answer.num_logprobs(results), lambda: Whole(answer.whole(results)))
     finally:
         outputs.close()
-
-
-async def _events(outputs: Outputs, answer: Answer, *, usage: bool) -> AsyncIterator[dict[str, Any]]:
-    results: dict[int, GenerationResult] = {}
-    for event in answer.openings():
-        yield event
-    async for chunk in outputs.chunks():
-        if chunk.result is not None:
-            results[chunk.index] = chunk.result
-        for event in answer.events(chunk):
-            yield event
-    if usage:
-        yield answer.closing([results[index] for index in sorted(results)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import gc
 import logging
+import os
 import sys
+from contextlib import closing
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.registry import drafter_name
@@ -36,8 +38,10 @@ def run(args: argparse.Namespace) -> int:
         SpecDecError: an option or the model is wrong, or a package is missing.
     """
     try:
-        from specdec.serve.front import Front
-        from specdec.serve.server import Server, listen
+        from specdec.serve.processes.fronts import Fronts
+        from specdec.serve.processes.setup import Setup
+        from specdec.serve.server import listen, take_connections
+        from specdec.session.link.channel import Facts
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("specdec", "torch", "transformers"):
             raise
@@ -51,18 +55,24 @@ def run(args: argparse.Namespace) -> int:
 
     config = ServeConfig(**from_options(ServeConfig, args))
     sock = listen(config)  # a port that is taken is told before a model is loaded
-    drafter = drafter_name(args.drafter, args.model)
-    decoder = load_decoder(args, args.drafter, engine_config(args))
-    try:
-        front = Front(decoder, config, unpinned(args.model), drafter)
-        server = Server(front, sock, own_process=True)
-        if sampled := dict(decoder.verifier.defaults.sampled):
-            says = ", ".join(f"{name} {value:g}" for name, value in sampled.items())
-            print(f"specdec: requests that do not say have {says}, as the model's generation_config.json says", file=sys.stderr)
-        if line := front.short_cache:
-            print(f"specdec: {line}", file=sys.stderr)
-        print(f"specdec: {front.names[0]} with drafter {drafter} at {server.url}/v1", file=sys.stderr, flush=True)
-        asyncio.run(server.serve_until_stopped())
-    finally:
-        decoder.close()  # ends the processes of other ranks, too
-    return int(front.dead)
+    others = os.environ.get("RANK", "0") != "0"  # the leading rank serves
+    with closing(Fronts(0 if others else config.front_processes, sock)) as fronts:
+        drafter = drafter_name(args.drafter, args.model)
+        with closing(load_decoder(args, args.drafter, engine_config(args))) as decoder:
+            setup = Setup(Facts.of(decoder), config, unpinned(args.model), drafter)
+            url = take_connections(sock)
+            if sampled := dict(decoder.verifier.defaults.sampled):
+                says = ", ".join(f"{name} {value:g}" for name, value in sampled.items())
+                whence = "as the model's generation_config.json says"
+                _say(f"requests that do not say have {says}, {whence}")
+            if line := setup.short_cache:
+                _say(line)
+            where = f"{setup.names[0]} with drafter {drafter} at {url}/v1"
+            gc.collect()
+            gc.freeze()  # what stays is not looked through again
+            dead = fronts.serve(decoder, setup, lambda: _say(where))
+    return int(dead)
+
+
+def _say(line: str) -> None:
+    print(f"specdec: {line}", file=sys.stderr, flush=True)

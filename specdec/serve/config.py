@@ -18,6 +18,7 @@ class ServeConfig:
     Attributes:
         host: address to listen on; 0.0.0.0 stands for all addresses of the machine.
         port: to listen on; 0 takes a free one.
+        front_processes: that speak HTTP and make tokens of texts and back, beside the engine's.
         served_model_name: name by which requests may call the model, and answers the first of them; none stands for that of the
             target.
         api_key: what clients send as a bearer token; None takes $SPECDEC_API_KEY, and without that nobody is asked.
@@ -41,6 +42,7 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    front_processes: int = 1
     served_model_name: tuple[str, ...] = ()
     api_key: str | None = None
     max_queue: int = 1024
@@ -78,7 +80,11 @@ class ServeConfig:
             )
         if not 0 <= self.port < 2**16:
             raise InvalidInputError(f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one")
-        for name in ("keep_alive_seconds", *(name for name in self.__dataclass_fields__ if name.startswith("max_"))):
+        for name in (
+            "front_processes",
+            "keep_alive_seconds",
+            *(name for name in self.__dataclass_fields__ if name.startswith("max_")),
+        ):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("header_seconds", "body_seconds", "drain_seconds"):

@@ -1,4 +1,4 @@
-"""Between HTTP and the session: who is let in, what is unfinished, and whether the engine lives."""
+"""Between HTTP and the engine: who is let in, what is unfinished, and whether the engine lives."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from specdec.base.errors import CapacityError
-from specdec.base.files import user_path
+from starlette.types import Receive
+
+from specdec.base.errors import CapacityError, SpecDecError
 from specdec.base.metrics import AcceptanceStats
-from specdec.base.registry import parts_of
 from specdec.sampling.params import SamplingParams
-from specdec.serve.config import ServeConfig
-from specdec.serve.errors import RequestError, busy, engine_failed
-from specdec.serve.state.totals import Totals
+from specdec.serve.answers.transport import ClientGone, gone
+from specdec.serve.errors import RequestError, busy, engine_failed, refused
+from specdec.serve.processes.setup import Setup
+from specdec.serve.state.totals import Totals, sum_of
 from specdec.serve.texts import Texts
-from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle, Stream
+from specdec.session.link.remote import Remote
 from specdec.session.outputs import GenerationResult, StreamChunk
 
 logger = logging.getLogger(__name__)
 
 
 class Front:
-    """What the routes share; in the event loop alone, but for the engine, which its session's thread steps.
+    """What the routes share; in the event loop alone.
 
     Args:
-        decoder: serves.
-        config: limits.
-        model: name of the model where the config has none; of a folder, clients are told its last part alone.
-        drafter: name of what drafts; None where nothing does.
+        engine: decodes, in another process.
+        setup: what that process has said of it.
 
     Attributes:
         names: by which the model is called.
@@ -39,23 +38,25 @@ class Front:
         most_tokens: of prompt and output of one request together.
         totals: what was done so far.
         draining: nothing new is taken on.
-        dead: the engine failed, and then failed a probe, or one of the ranks that compute its target has ended.
+        dead: the engine failed, and then failed a probe, or its process or one of the ranks that
+            compute its target has ended.
+        on_end: called when the server is to end.
     """
 
-    def __init__(self, decoder: SpecDecoder, config: ServeConfig, model: str, drafter: str | None = None) -> None:
-        self.decoder, self.config = decoder, config
-        self.drafter = "+".join(map(_last_part, parts_of(drafter))) if drafter is not None else None
-        self.names = config.served_model_name or (_last_part(model),)
-        self._model = model
-        self.texts, self.most_tokens = Texts(decoder), decoder.engine.admission.most_tokens
+    def __init__(self, engine: Remote, setup: Setup) -> None:
+        self.engine, self.config = engine, setup.config
+        self.names, self.drafter, self._model = setup.names, setup.drafter_name, setup.model
+        self.texts, self.most_tokens = Texts(engine.reader), engine.admission.most_tokens
         self.created = int(time.time())
         self.totals = Totals()
+        self._elsewhere: dict[int, Totals] = {}  # of other processes, by whatever tells them apart
+        self._told = ""
         self.draining = self.dead = False
-        self.on_death: Callable[[], object] = lambda: None
+        self.on_end: Callable[[], object] = lambda: None
         self._open: set[Outputs] = set()
-        self._waiting: set[asyncio.Future[object]] = set()  # for grammars
-        self._probe: asyncio.Task[None] | None = None
-        self._ranks = decoder.ranks
+        self._waiting: set[asyncio.Future[None]] = set()  # for grammars
+        engine.on_totals = self._elsewhere.__setitem__
+        engine.on_death = self._die
 
     @property
     def idle(self) -> bool:
@@ -67,10 +68,25 @@ class Front:
         """Unfinished outputs that somebody waits for."""
         return sum(outputs.num_open for outputs in self._open)
 
-    def count(self) -> None:
-        """Adds to the totals what unfinished outputs have come to by now."""
+    def count(self) -> Totals:
+        """The totals of all processes, with what unfinished outputs of this one are at by now."""
         for outputs in self._open:
             outputs.count()
+        return sum_of([self.totals, *self._elsewhere.values()])
+
+    def tell_others(self) -> None:
+        """Tells other processes what this one has done, where there are any."""
+        if self.config.front_processes > 1:
+            self.count()
+            if (now := repr(vars(self.totals))) != self._told:
+                self._told = now
+                self.engine.send(("totals", self.totals))
+
+    @property
+    def num_waiting(self) -> int:
+        """Unfinished outputs of all processes that wait for a place."""
+        numbers = self.engine.numbers
+        return max(0, self.num_open + numbers.outputs - numbers.running)
 
     def check_model(self, name: str | None) -> None:
         """Raises:
@@ -80,20 +96,9 @@ class Front:
             known = ", ".join(self.names)
             raise RequestError(404, f"there is no model {name[:200]!r} (known: {known})", param="model", code="model_not_found")
 
-    @property
-    def short_cache(self) -> str | None:
-        """Says so where the cache holds less than the context."""
-        context = self.decoder.engine.max_model_len
-        if self.most_tokens >= context:
-            return None
-        return (
-            f"the cache holds {self.most_tokens:,} tokens of one request and the context has {context:,}; a larger --kv-memory"
-            " allows more, and --max-model-len says less"
-        )
-
     def without_folder(self, text: str) -> str:
         """The same without the folder that the model comes from."""
-        return text.replace(repr(self.decoder.verifier.name), repr(self.names[0]))
+        return text.replace(repr(self.engine.reader.name), repr(self.names[0]))
 
     def check_choices(self, count: int) -> None:
         """Raises:
@@ -113,23 +118,22 @@ class Front:
             raise busy("the server is about to end; ask another one")
 
     async def wait_for_grammar(self, sampling: SamplingParams) -> None:
-        """Waits until the grammar of a request, if it has one, can be followed.
+        """Waits until the grammar of a request can be followed.
 
         Raises:
             RequestError: too many wait for theirs.
             SpecDecError: there can be no grammars, or this one cannot be compiled.
         """
-        try:
-            compiled = self.decoder.engine.admission.compiled_grammar(sampling)
-        except CapacityError as error:
-            raise busy(str(error)) from error
-        if compiled is None:
-            return
-        waiting = asyncio.wrap_future(compiled)  # cancelled, it waits no longer, and others may
+        waiting = asyncio.ensure_future(self.engine.grammar(sampling))
         self._waiting.add(waiting)
         try:
             await waiting
+        except CapacityError as error:
+            raise busy(str(error)) from error
+        except RuntimeError as error:
+            raise engine_failed(error) from error
         except asyncio.CancelledError:
+            waiting.cancel()
             self.check_open()
             raise
         finally:
@@ -143,20 +147,18 @@ class Front:
             SpecDecError: see `SpecEngine.new_request`.
         """
         self.check_open()
-        limits, session = self.config, self.decoder.session
-        tokens_asked, tokens_open = sum(len(tokens) for tokens, _ in asked), sum(some.num_prompt_tokens for some in self._open)
-        self._check_room("outputs", len(asked), self.num_open, limits.max_queue)
+        limits, elsewhere = self.config, self.engine.numbers
+        tokens_asked = sum(len(tokens) for tokens, _ in asked)
+        tokens_open = sum(some.num_prompt_tokens for some in self._open) + elsewhere.prompt_tokens
+        outputs_open = self.num_open + elsewhere.outputs
+        self._check_room("outputs", len(asked), outputs_open, limits.max_queue)
         self._check_room("prompt tokens", tokens_asked, tokens_open, limits.max_queued_tokens)
-        for tokens, sampling in {id(tokens): (tokens, sampling) for tokens, sampling in reversed(asked)}.values():
-            self.decoder.engine.admission.check(tokens, sampling)
+        first = {id(tokens): (tokens, sampling) for tokens, sampling in reversed(asked)}
+        for tokens, sampling in first.values():
+            self.engine.admission.check(tokens, sampling)
         outputs = Outputs(self, incremental=incremental)
-        try:
-            for tokens, sampling in asked:
-                outputs.add(tokens, sampling)
-        except CapacityError as error:  # checked above, so the session itself is full or closed
-            outputs.close()
-            raise busy(str(error)) from error
-        session.start()
+        for tokens, sampling in asked:
+            outputs.add(tokens, sampling)
         self._open.add(outputs)
         return outputs
 
@@ -164,34 +166,11 @@ class Front:
         """Nobody waits for these any more."""
         self._open.discard(outputs)
 
-    def engine_failed(self, error: Exception) -> None:
-        """After an error of the engine, which began anew: a token shows whether it can go on, for without all ranks it cannot."""
-        if self._ranks is not None and self._ranks.ended is not None:
-            self._die(self._ranks.ended)
-            return
-        logger.error("%s", error)
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.get_running_loop().create_task(self._probe_engine())
-
-    def check_ranks(self) -> None:
-        """Notices that a rank has ended while nobody waits for an output, who would be told of it otherwise."""
-        if self._ranks is not None and self._ranks.ended is not None and self.idle:
-            self._die(self._ranks.ended)
-
-    def _die(self, line: str) -> None:
-        if not self.dead:
+    def _die(self, line: str | None) -> None:
+        if line is not None and not (self.dead or self.draining):
             logger.error("the server ends: %s", line)
-            self.dead = True
-            self.on_death()
-
-    async def _probe_engine(self) -> None:
-        try:
-            token = next(iter(self.decoder.verifier.eos_token_ids), 0)
-            result = await self.decoder.session.submit([token], SamplingParams(max_tokens=1), incremental=False, text=False)
-            if result.finish_reason == "error":
-                raise RuntimeError(result.error)
-        except Exception as error:
-            self._die(str(error))
+        self.dead = True
+        self.on_end()
 
     async def drain(self) -> None:
         """Takes nothing new on, and waits for what is unfinished, as long as the config allows; then ends it."""
@@ -201,8 +180,9 @@ class Front:
         until = time.monotonic() + self.config.drain_seconds
         while not self.idle and not self.dead and time.monotonic() < until:
             await asyncio.sleep(0.02)
+        for outputs in list(self._open):
+            outputs.cut(busy("the server ends and has cut this output; ask another one"))
         self.texts.close()
-        await asyncio.to_thread(self.decoder.session.close)
 
     def _check_room(self, what: str, more: int, now: int, limit: int) -> None:
         if more > limit:
@@ -211,20 +191,28 @@ class Front:
             raise busy(f"{now:,} {what} are unfinished and the limit is {limit:,}; try again later")
 
 
-class Outputs:
+class Outputs(Stream):
     """The outputs of one request, in one stream. Closing it cancels what is unfinished.
 
     Args:
         front: counts them.
         incremental: give chunks before the end.
+
+    Attributes:
+        ended: done once all have ended, or with why they have not.
     """
 
     def __init__(self, front: Front, *, incremental: bool) -> None:
+        super().__init__(front.engine)
         self._front, self._incremental = front, incremental
-        self._stream = Stream(front.decoder.session)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._reader: Callable[[StreamChunk], object] | None = None
+        self._may_write: Callable[[], bool] = lambda: False
+        self._results: dict[int, GenerationResult] = {}
         self._handles: list[Handle] = []
         self._waiting: deque[tuple[list[int], SamplingParams]] = deque()
-        seats = front.decoder.engine.config.max_num_seqs
+        seats = front.engine.facts.max_num_seqs
         self._share = seats + max(1, seats // 4)  # in the engine at once, and its queue: others come between the rest
         self._arrived = time.perf_counter()
         self._first: dict[int, tuple[float, int]] = {}  # when the first chunk of an output came, and its tokens
@@ -250,44 +238,86 @@ class Outputs:
         self._submit()
 
     def _submit(self) -> None:
-        """Gives the session what has its turn."""
-        session = self._front.decoder.session
+        """Gives the engine what has its turn."""
         while self._waiting and len(self._handles) - len(self._counted) < self._share:
             (tokens, sampling), index = self._waiting.popleft(), len(self._handles)
-            handle = session.submit(tokens, sampling, index=index, incremental=self._incremental, stream=self._stream, wait=False)
-            self._handles.append(handle)
+            made = self._front.engine.submit(
+                tokens,
+                sampling,
+                index=index,
+                incremental=self._incremental,
+                stream=self,
+            )
+            self._handles.append(made)
 
-    async def chunks(self) -> AsyncIterator[StreamChunk]:
-        """Chunks of all outputs as they come.
+    @property
+    def paused(self) -> bool:
+        """Whether chunks cannot be written at the moment."""
+        return not self._may_write()
 
-        Raises:
-            RequestError: the engine failed, or the server ends.
+    def follow(self, read: Callable[[StreamChunk], object], may_write: Callable[[], bool]) -> None:
+        """Has chunks read as they come.
+
+        Args:
+            read: called with each.
+            may_write: says whether it is to be; where not, more is put together meanwhile.
         """
-        try:
-            async for chunk in self._stream:
-                self._count(chunk)
-                if chunk.result is not None:
-                    _check_result(chunk.result)
-                    self._submit()
-                yield chunk
-        except CapacityError as error:  # the session was closed meanwhile
-            raise busy(str(error)) from error
-        except RuntimeError as error:
-            if not self._stream.failed:
-                raise
-            self._front.engine_failed(error)
-            raise engine_failed(error) from error
-        finally:
-            self.close()
+        self._reader, self._may_write = read, may_write
+        early, self._chunks = list(self._chunks), deque()
+        for chunk in early:
+            read(chunk)
 
-    async def results(self) -> list[GenerationResult]:
+    def put(self, chunk: StreamChunk) -> None:
+        """Takes a chunk."""
+        try:
+            self._count(chunk)
+            if chunk.result is not None:
+                _check_result(chunk.result)
+                self._results[chunk.index] = chunk.result
+                self._submit()
+            if self._reader is not None:
+                self._reader(chunk)
+            elif self._incremental:
+                self._chunks.append(chunk)
+        except Exception as error:
+            self.cut(error)
+        if not self.num_open and not self.ended.done():
+            self.ended.set_result(None)
+            self._front.ended(self)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all because the engine has failed, or refuses one."""
+        if isinstance(error, SpecDecError):
+            self.cut(busy(str(error)) if isinstance(error, CapacityError) else refused(error))
+        else:
+            self._error = error
+            self.cut(engine_failed(Exception(str(error))))
+
+    def cut(self, error: Exception) -> None:
+        """Ends all, for this reason."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+        self.close()
+
+    async def results(self, receive: Receive) -> list[GenerationResult]:
         """All outputs, in the order in which they were added.
 
         Raises:
-            RequestError: see `chunks`.
+            ClientGone: nobody reads them any more.
+            RequestError: the engine failed, or the server ends.
         """
-        found = {chunk.index: chunk.result async for chunk in self.chunks() if chunk.result is not None}
-        return [found[index] for index in range(len(self._handles))]
+        leaving = asyncio.ensure_future(gone(receive))
+
+        def left(leaving: asyncio.Future[None]) -> None:
+            if not leaving.cancelled():
+                self.cut(ClientGone())
+
+        leaving.add_done_callback(left)
+        try:
+            await self.ended
+        finally:
+            leaving.cancel()
+        return [self._results[index] for index in range(len(self._handles))]
 
     def close(self) -> None:
         """Cancels what is unfinished."""
@@ -298,7 +328,7 @@ class Outputs:
                 handle.cancel()
         for index in range(len(self._handles)):
             if index not in self._counted:
-                self._end(index, "error" if self._stream.failed else "cancelled")
+                self._end(index, "error" if self.failed else "cancelled")
         self._front.ended(self)
 
     def count(self) -> None:
@@ -322,14 +352,13 @@ class Outputs:
             self._end(index, chunk.result.finish_reason)
 
     def _add_news(self, index: int, handle: Handle) -> None:
-        """Of a request that the engine's thread may be adding a step to."""
         request = handle.request
         totals, tokens = self._front.totals, len(request.output_token_ids)
         totals.output_tokens += tokens - self._tokens[index]
         counts = (request.num_drafted, request.num_accepted, request.num_emitted, request.tree_sizes)
-        steps, known = min(map(len, counts)), self._steps[index]
+        steps, known = len(counts[0]), self._steps[index]
         if steps > known:
-            totals.add(AcceptanceStats(*(some[known:steps] for some in counts)))
+            totals.add(AcceptanceStats(*(some[known:] for some in counts)))
         self._tokens[index], self._steps[index] = tokens, steps
 
     def _end(self, index: int, reason: str) -> None:
@@ -343,12 +372,6 @@ class Outputs:
         begun, tokens = self._first.get(index, (now, 0))
         if index in self._first and len(request.output_token_ids) > tokens:
             totals.per_token.add((now - begun) / (len(request.output_token_ids) - tokens))
-
-
-def _last_part(name: str) -> str:
-    """Of the path of a folder; any other name as it is."""
-    path = user_path(name)
-    return path.resolve().name or name if path.exists() else name
 
 
 def _check_result(result: GenerationResult) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
-import sys
-import threading
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.base.errors import InvalidInputError
+from specdec.serve.answers.stream import CONNECTION
 from specdec.serve.app import make_app
 from specdec.serve.config import ServeConfig
 from specdec.serve.connections import Connections, Patient
@@ -50,14 +49,25 @@ def listen(config: ServeConfig) -> socket.socket:
     return made
 
 
+def take_connections(sock: socket.socket) -> str:
+    """Begins to take connections to a socket of `listen`, and gives where.
+
+    Raises:
+        InvalidInputError: somebody else does by now. As long as nobody does, several processes can
+            have an address.
+    """
+    host, port = sock.getsockname()[:2]
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _cannot_listen(host: str, port: int, error: OSError) -> InvalidInputError:
-    return InvalidInputError(f"cannot listen on {host}:{port}: {error.strerror or error}; give another --host or --port")
-
-
-def _end() -> None:
-    """What was to end has not, whatever holds it up."""
-    print("specdec: the server does not end by itself, so it is ended now", file=sys.stderr, flush=True)
-    os._exit(1)
+    why = error.strerror or error
+    line = f"cannot listen on {host}:{port}: {why}; give another --host or --port"
+    return InvalidInputError(line)
 
 
 class Server(uvicorn.Server):
@@ -65,17 +75,13 @@ class Server(uvicorn.Server):
 
     Args:
         front: what it serves.
-        sock: of `listen`.
-        own_process: it ends the process where that does not end by itself.
-
-    Raises:
-        InvalidInputError: somebody else listens there by now. As long as nobody does, several processes can have an address.
+        sock: of `take_connections`.
     """
 
-    def __init__(self, front: Front, sock: socket.socket, *, own_process: bool = False) -> None:
+    def __init__(self, front: Front, sock: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(front),
+                _with_connection(make_app(front)),
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -86,41 +92,28 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_SECONDS,
             )
         )
-        try:
-            sock.listen()
-        except OSError as error:
-            host, port = sock.getsockname()[:2]
-            raise _cannot_listen(host, port, error) from error
-        self._front, self._sock = front, sock
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.front, self._sock = front, sock
         self._draining: asyncio.Task[None] | None = None
-        self._own_process = own_process
         self._connections = Connections(front.config, self.server_state)
-        front.on_death = self.stop
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        host, port = self._sock.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        front.on_end = self.stop
 
     async def serve_until_stopped(self) -> None:
         """Serves; returns once all has ended."""
-        self._loop = asyncio.get_running_loop()
-        main = threading.current_thread() is threading.main_thread()
-        hangs_up = main and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL  # nohup has it ignored
-        if hangs_up:
-            signal.signal(signal.SIGHUP, self.handle_exit)
         try:
             await self.serve(sockets=[self._sock])
         finally:
-            if hangs_up:
-                signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            self.front.engine.close()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None: the process of the engine says when this one ends."""
+        yield
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; gives whether the server has been told to end."""
-        self._front.check_ranks()
         self._connections.tick(thorough=counter % 10 == 0)
+        if counter % 10 == 0:
+            self.front.tell_others()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -129,6 +122,7 @@ class Server(uvicorn.Server):
         self.config.http_protocol_class = type("Patient", (Patient, kind), {})
         await super().startup(sockets)
         self._sock.listen(BACKLOG)
+        self.front.engine.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends connections: at once those that wait for no answer, and then those that do not read theirs."""
@@ -137,26 +131,19 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         last.cancel()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM, SIGINT and SIGHUP: the first drains, the second ends the process by itself, at once."""
-        if self._front.draining:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
-        else:
-            self.stop()
-
     def stop(self) -> None:
-        """Drains and ends; from any thread, and from the handler of a signal."""
-        assert self._loop is not None, "it does not run yet"
-        self._front.draining = True
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
+        """Drains and ends; in the event loop."""
+        self.front.draining = True
         if self._draining is None:
-            if self._own_process:
-                late = threading.Timer(self._front.config.drain_seconds + 2 * LAST_SECONDS, _end)
-                late.daemon = True
-                late.start()
-            self._draining = asyncio.get_running_loop().create_task(self._front.drain())
+            self._draining = asyncio.get_running_loop().create_task(self.front.drain())
             self._draining.add_done_callback(lambda task: setattr(self, "should_exit", True))
+
+
+def _with_connection(app: ASGIApp) -> ASGIApp:
+    """Lets the application know which connection a request came over."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[CONNECTION] = getattr(send, "__self__", None)
+        await app(scope, receive, send)
+
+    return serve

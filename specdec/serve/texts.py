@@ -1,4 +1,4 @@
-"""Texts become tokens outside the event loop: short ones first, and none beyond what the context needs."""
+"""Texts become tokens: long ones outside the event loop, and none beyond what the context needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any
 
 from specdec.base.errors import CapacityError
 from specdec.serve.limits import CHARACTERS_PER_TOKEN
-from specdec.session.decoder import SpecDecoder
+from specdec.session.prompts import PromptReader
+
+AT_ONCE = 2048
+"""Characters that take less time than to hand them over to a thread and back does."""
 
 SHORT = 16_384
 """Characters that are worth a few milliseconds, and so never wait for a longer text; also those of one piece of a text."""
@@ -56,29 +59,40 @@ class Lane:
             _, _, made, work = heapq.heappop(self._waiting)
         if made.set_running_or_notify_cancel():
             try:
-                made.set_result(work())
+                made.set_result(_guarded(work))
             except Exception as error:
                 made.set_exception(error)
-            except BaseException as error:  # a panic of a library in Rust, which is no Exception and ours to survive
-                made.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _guarded(work: Callable[[], Any]) -> Any:
+    """Does it; a panic of a library in Rust, which is no Exception, is ours to survive."""
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class Texts:
     """Makes tokens of texts, and texts of tokens.
 
     Args:
-        decoder: whose tokenizer it is.
+        reader: makes tokens of prompts.
     """
 
-    def __init__(self, decoder: SpecDecoder) -> None:
-        self._decoder = decoder
+    def __init__(self, reader: PromptReader) -> None:
+        self._reader = reader
         self._short = Lane("tokenizer")
         # Never two at once, which tokenizers do not all stand; those in Rust do, once they have been asked the first time.
-        self._long = Lane("tokenizer of long texts") if getattr(decoder.tokenizer, "is_fast", False) else self._short
-        decoder.tokenizer("a")
+        fast = getattr(reader.tokenizer, "is_fast", False)
+        self._long = Lane("tokenizer of long texts") if fast else self._short
+        reader.tokenizer("a")
 
     async def run(self, size: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Does what takes the tokenizer, for about so many characters."""
+        if size <= AT_ONCE:
+            return _guarded(partial(work, *arguments, **options))
         lane = self._short if size <= SHORT else self._long
         return await asyncio.wrap_future(lane.submit(size, partial(work, *arguments, **options)))
 
@@ -91,11 +105,12 @@ class Texts:
             most: tokens that it may have; a text that has clearly more is refused before all of it is looked at.
 
         Raises:
-            SpecDecError: it does; or see `SpecDecoder.tokenize`.
+            SpecDecError: it does; or see `PromptReader.tokenize`.
         """
         if isinstance(prompt, str):
             await self._check(prompt, most)
-        tokens: list[int] = await self.run(len(prompt), self._decoder.tokenize, prompt, add_special_tokens=special)
+        work = partial(self._reader.tokenize, prompt, add_special_tokens=special)
+        tokens: list[int] = await self.run(len(prompt), work)
         return tokens
 
     async def chat(self, size: int, render: Callable[[], str], *, special: bool, most: int) -> list[int]:
@@ -103,7 +118,9 @@ class Texts:
 
         def work() -> str | list[int]:
             text = render()
-            return text if len(text) > SHORT else self._decoder.tokenize(text, add_special_tokens=special)
+            if len(text) > SHORT:
+                return text
+            return self._reader.tokenize(text, add_special_tokens=special)
 
         made = await self.run(size, work)
         return await self.tokens(made, special=special, most=most) if isinstance(made, str) else made
@@ -128,7 +145,7 @@ class Texts:
 
     def _count(self, piece: str) -> int:
         text = piece.encode(errors="replace").decode()  # a lone surrogate is told of with its place, once all is looked at
-        return len(self._decoder.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self._reader.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _too_long(self, what: str, most: int) -> CapacityError:
         return CapacityError(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 
 from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
-from specdec.base.errors import InvalidInputError, SpecDecError, one_line
-from specdec.base.messages import for_template, readable
+from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.device.device import resolve_device
 from specdec.engine.lockstep import make_engine
 from specdec.model.core import Drafter, Verifier
@@ -22,8 +21,8 @@ from specdec.sampling.params import SamplingParams
 from specdec.session.drafter_choice import DrafterChoice, find_drafter
 from specdec.session.loading import load_target
 from specdec.session.outputs import GenerationResult, StreamChunk
+from specdec.session.prompts import PromptReader
 from specdec.session.session import Session
-from specdec.session.text import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,47 +171,9 @@ class SpecDecoder:
             InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or is a chat that the tokenizer
                 has no template for.
         """
-        return self._tokenize(_listed(prompt), add_special_tokens, template or {"add_generation_prompt": True})
-
-    def _tokenize(self, prompt: Any, add_special_tokens: bool | None, template: Mapping[str, Any]) -> list[int]:
-        if isinstance(prompt, str):
-            return self._ids_of(prompt, add_special_tokens=add_special_tokens is not False) if prompt else token_ids([])
-        if prompt and isinstance(prompt[0], dict):
-            return self._ids_of(self.chat_text(prompt, template), add_special_tokens=bool(add_special_tokens))
-        return token_ids(prompt)
-
-    def chat_text(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> str:
-        """The text that the chat template makes of messages.
-
-        Raises:
-            InvalidInputError: the tokenizer has no template, or it refuses the messages.
-        """
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} has no chat template; give text or token ids")
-        known = for_template(readable(messages), self.tokenizer)
-        try:
-            text = self.tokenizer.apply_chat_template(known, tokenize=False, **template)
-        except Exception as error:  # a template may raise whatever it likes
-            raise InvalidInputError(
-                f"the chat template of {self.verifier.name!r} refuses these messages: {one_line(error, 300)}"
-            ) from error
-        assert isinstance(text, str)
-        return text
-
-    def _ids_of(self, text: str, **options: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(
-                f"the prompt is not Unicode text: character {error.start + 1} is half of a surrogate pair; remove it"
-            ) from error
-        try:
-            ids: list[int] = self.tokenizer(text, **options)["input_ids"]
-        except BaseException as error:  # what panics in Rust is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-                raise
-            raise InvalidInputError(f"the tokenizer of {self.verifier.name!r} cannot read the prompt: {one_line(error)}") from error
-        return ids
+        reader = PromptReader(self.tokenizer, self.verifier.name)
+        special = add_special_tokens
+        return reader.tokenize(_listed(prompt), add_special_tokens=special, template=template)
 
     def next_token_logits(self, prompt: Prompt) -> Tensor:
         """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache of their own.

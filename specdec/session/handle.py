@@ -80,6 +80,11 @@ class Stream:
         return chunk
 
     @property
+    def paused(self) -> bool:
+        """Whether nobody reads at the moment, so that what comes is better put together."""
+        return False
+
+    @property
     def failed(self) -> bool:
         """Whether the engine failed before all requests had ended."""
         return self._error is not None
@@ -154,6 +159,7 @@ class Handle:
         self.stream, self.request = stream, request
         self._index, self._text, self._decode = index, text, decode
         self._num_shown = 0
+        self._broken: Exception | None = None  # what `extend` raised
         self._result: GenerationResult | None = None
         self._session = session  # last: `__del__` looks for it
 
@@ -204,6 +210,15 @@ class Handle:
             pass
         return self.result()
 
+    def extend(self, tokens: list[int]) -> None:
+        """Adds to an output what another process has decoded."""
+        self.request.output_token_ids += tokens
+        if self._text is not None:
+            try:
+                self._text.push(tokens)
+            except Exception as error:
+                self._broken = error
+
     def deliver(self) -> bool:
         """Puts what is new into the stream; called by the session, in the midst of a request only where chunks are wanted then.
 
@@ -212,6 +227,8 @@ class Handle:
         """
         failed = False
         try:
+            if self._broken is not None:
+                raise self._broken
             chunk = self._chunk()
         except Exception as error:
             self.request.fail(error)

@@ -47,6 +47,9 @@ class Session:
         engine: what decodes.
         tokenizer: turns tokens into text; None gives no text, and no stop strings can be found.
         max_queue: most unfinished requests; None takes `MAX_QUEUE` or four times the engine's `max_num_seqs`.
+
+    Attributes:
+        watch: called after each step with the requests that have news, by whoever steps.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Session:
         self._turns = Turns(self._lock)  # who has the turn steps the engine
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.watch: Callable[[list[Request]], None] | None = None
         self._unsound: BaseException | None = None  # a step is under way, or has failed and the engine has to begin anew
         tell_of_forks(self)
         tell_of_exit(self)
@@ -268,6 +272,8 @@ class Session:
         if self._new or self._cancelled:
             self._take_over()
         touched = self.engine.step()
+        if self.watch is not None:
+            self.watch(touched)
         with self._lock:
             for request in self._callers.deliver(touched):
                 self.engine.abort(request)

@@ -145,7 +145,7 @@ def resident() -> int:
 
 def what_leaks(live: Live) -> list[str]:
     """What is left although nobody asks for anything."""
-    engine, session, front = live.front.decoder.engine, live.front.decoder.session, live.front
+    engine, session, front = live.decoder.engine, live.decoder.session, live.front
     wait_until(lambda: front.idle and session.idle and not engine.has_work)
     gc.collect()
     left = {
@@ -161,7 +161,7 @@ def check(clients: int, requests: int, max_queue: int, seconds: float = math.inf
     """Runs it; what clients saw, what is wrong, and a line of figures."""
     cases = make_cases(tiny_decoder(), seed=0)
     with live_server(tiny_decoder(max_num_seqs=16), max_queue=max_queue) as live:
-        until, gate = time.monotonic() + seconds, Gate(live.front.decoder.engine)
+        until, gate = time.monotonic() + seconds, Gate(live.decoder.engine)
         report, early = asyncio.run(load(live, cases, clients, requests, until, gate))
         wrong = [*report.wrong[:5], *what_leaks(live)]
         grown, totals = resident() - early, live.front.totals

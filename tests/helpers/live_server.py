@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -13,8 +14,12 @@ import httpx
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front
-from specdec.serve.server import Server, listen
+from specdec.serve.processes.setup import Setup
+from specdec.serve.server import Server, listen, take_connections
 from specdec.session.decoder import SpecDecoder
+from specdec.session.link.channel import Channel, Facts
+from specdec.session.link.hub import Hub, Link
+from specdec.session.link.remote import Remote
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until
 
@@ -37,26 +42,47 @@ def tiny_decoder(**engine: Any) -> SpecDecoder:
 
 
 class Live:
-    """A running server.
+    """A running server, whose engine and front are threads instead of processes.
 
     Attributes:
-        front, server: its parts.
+        decoder: serves.
+        hub, setup, front, server: its parts.
         url: where it listens.
     """
 
     def __init__(self, decoder: SpecDecoder, drafter: str | None = None, **config: Any) -> None:
-        settings = ServeConfig(port=0, **config)
-        self.front = Front(decoder, settings, MODEL, drafter)
-        self.server = Server(self.front, listen(settings))
-        self.url = self.server.url
-        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve_until_stopped()), daemon=True)
-        self._thread.start()
-        wait_until(lambda: self.server.started)
+        self.decoder, settings = decoder, ServeConfig(port=0, **config)
+        sock = listen(settings)
+        self.url = take_connections(sock)
+        ours, theirs = socket.socketpair()
+        self.hub, link = Hub(decoder, on_stop=self._stop), Link(Channel(ours))
+        link.channel.send(Setup(Facts.of(decoder), settings, MODEL, drafter))
+        self.hub.add(link)
+        channel = Channel(theirs)
+        threads = [threading.Thread(target=self.hub.run, daemon=True)]
+        threads[0].start()
+        self.setup: Setup = channel.first()
+        self.front = Front(Remote(channel, self.setup.facts), self.setup)
+        self.server = Server(self.front, sock)
+        self._loop = asyncio.new_event_loop()
+        threads.append(threading.Thread(target=self._serve, daemon=True))
+        threads[1].start()
+        self._threads = threads
+        wait_until(lambda: link.ready)
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self.server.serve_until_stopped())
+
+    def _stop(self) -> None:
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self.server.stop)
 
     def join(self) -> None:
         """Waits for its end."""
-        self._thread.join(HANG)
-        assert not self._thread.is_alive(), f"the server runs on after {HANG:g} seconds"
+        for thread in reversed(self._threads):
+            thread.join(HANG)
+            assert not thread.is_alive(), f"the server runs on after {HANG:g} seconds"
 
 
 @contextmanager
@@ -66,5 +92,5 @@ def live_server(decoder: SpecDecoder | None = None, drafter: str | None = None, 
     try:
         yield live
     finally:
-        live.server.stop()
+        live.hub.stop()
         live.join()

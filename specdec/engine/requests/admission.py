@@ -1,10 +1,13 @@
 """What becomes a request: prompts and wishes that the target, the cache and the grammars can fulfil."""
 
+from __future__ import annotations
+
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
 
@@ -12,10 +15,24 @@ from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.engine.requests.request import Request
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
-from specdec.model.core import Verifier
-from specdec.sampling.params import SamplingParams
+from specdec.model.core import ContextLimits, LengthRule, Verifier
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What there is to know of a target where it is not; see `specdec.model.core.Verifier`."""
+
+    name: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    media_token_ids: Mapping[int, str]
+    defaults: SamplingDefaults
+    length_rule: LengthRule | None
+    context: ContextLimits
+
 
 OnTokens = Callable[[Request, list[int]], int | None]
 
@@ -44,12 +61,20 @@ class Admission:
         grammars: GrammarCompiler | None,
         seed: int | None,
     ) -> None:
-        self.verifier, self.grammars = verifier, grammars
+        self.verifier: Verifier | Target = verifier
+        self.grammars, self._far = grammars, False
         self.max_model_len, self._block_size, self._num_blocks = max_model_len, block_size, num_blocks
         self._overshoot = overshoot
         self._ids = count()
         self._told_crossing = False
         self._seeds = random.Random(seed)
+
+    def elsewhere(self) -> Admission:
+        """The same for another process: without the target, and without what compiles grammars."""
+        made = copy(self)
+        values = {one.name: getattr(self.verifier, one.name) for one in fields(Target)}
+        made.verifier, made.grammars, made._far = Target(**values), None, True
+        return made
 
     @property
     def most_tokens(self) -> int:
@@ -144,7 +169,7 @@ class Admission:
 
     def _tell_crossing(self, prompt_len: int, start: int) -> None:
         """Says once where an output differs from that of Transformers."""
-        if not self._told_crossing:
+        if not (self._told_crossing or self._far):
             logger.warning(
                 "a prompt of %s tokens and its max_tokens reach beyond %s, where LongRoPE changes: it has the rotations of long"
                 " requests from its first token on, other than in `generate`; max_tokens of %s or less keeps the first ones",
@@ -184,7 +209,7 @@ class Admission:
         """Most tokens of prompt and output together."""
         self.check_tokens(prompt)
         self._check_tokens_of(sampling)
-        if sampling.grammar is not None:
+        if sampling.grammar is not None and not self._far:
             self._grammars()
         if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
             raise CapacityError(

@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from json.encoder import encode_basestring
 from typing import Any
 from uuid import uuid4
 
 from specdec.serve.answers.acceptance import meta_info, speculative_decoding
 from specdec.serve.answers.token_bytes import TokenBytes
+from specdec.serve.answers.transport import escaped, line
 from specdec.serve.protocol import Generation
 from specdec.session.outputs import GenerationResult, StreamChunk
+
+_TEXT = uuid4().hex
+"""Stands for a text, and in nothing else."""
 
 
 class Answer:
@@ -37,6 +42,9 @@ class Answer:
         self.notes: list[str] = []
         self.tokens = tokens
         self._counts: Counter[int] = Counter()  # of tokens that events have told of, by output
+        options = asked.stream_options
+        self._usage = options is not None and options.continuous_usage_stats
+        self._frames: dict[int, list[bytes]] = {}  # of events that hold a text alone, by output
 
     def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
         """An output as a whole; `first` is that of the same prompt that has its log-probabilities."""
@@ -75,6 +83,19 @@ class Answer:
             if begun is not None:
                 yield self._event([{"index": index, **begun, "finish_reason": None}])
 
+    def lines(self, chunk: StreamChunk) -> bytes:
+        """`events` as they are sent. Most hold a text alone, and differ in nothing else."""
+        if chunk.result or chunk.logprobs or self.asked.return_token_ids or self._usage:
+            return b"".join(map(line, self.events(chunk)))
+        if not chunk.text:
+            return b""
+        if chunk.index not in self._frames:
+            delta = self.delta(StreamChunk(chunk.index, _TEXT, []))
+            made = line(self._event([{"index": chunk.index, **delta, "finish_reason": None}]))
+            self._frames[chunk.index] = made.split(f'"{_TEXT}"'.encode())
+        before, after = self._frames[chunk.index]
+        return before + escaped(encode_basestring(chunk.text)).encode(errors="replace") + after
+
     def events(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
         """Events of what came: none where it shows nothing yet, and one more at the end of an output."""
         self._counts[chunk.index] += len(chunk.token_ids)
@@ -101,8 +122,8 @@ class Answer:
         return {**self._frame, "object": kind, "choices": choices}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        options, event = self.asked.stream_options, self._framed(self.chunk_kind, choices)
-        if options is not None and options.continuous_usage_stats:
+        event = self._framed(self.chunk_kind, choices)
+        if self._usage:
             event["usage"] = _usage(sum(map(len, self.prompts)), self._counts.total())
         return event
 

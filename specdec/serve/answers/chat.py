@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
@@ -13,11 +13,11 @@ from specdec.sampling.logprobs import Top
 from specdec.serve.answers.answer import Answer
 from specdec.serve.errors import RequestError
 from specdec.serve.protocol import Chat, ChatRequest, TokenizeRequest
-from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult, StreamChunk
+from specdec.session.prompts import PromptReader
 
 
-def chat_text(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> Callable[[], str]:
+def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[], str]:
     """What makes the prompt of messages, by the model's template.
 
     Raises:
@@ -28,15 +28,15 @@ def chat_text(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> Callable[[
     except InvalidInputError as error:
         raise RequestError(400, str(error), param="messages") from error
     options = asked.chat_template_kwargs or {}
-    own = inspect.signature(decoder.tokenizer.apply_chat_template).parameters
-    taken = next((name for name in options if name in own), None)
+    kind: Any = type(reader.tokenizer)
+    taken = next((name for name in options if name in _own(kind)), None)
     if taken is not None:
         raise RequestError(400, f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out")
     if asked.continue_final_message and asked.add_generation_prompt and "add_generation_prompt" in asked.model_fields_set:
         message = "continue_final_message goes on with the last message; set add_generation_prompt to false"
         raise RequestError(400, message, param="continue_final_message")
     return partial(
-        decoder.chat_text,
+        reader.chat_text,
         messages,
         {
             "add_generation_prompt": asked.add_generation_prompt and not asked.continue_final_message,
@@ -44,6 +44,12 @@ def chat_text(decoder: SpecDecoder, asked: Chat | TokenizeRequest) -> Callable[[
             **options,
         },
     )
+
+
+@cache
+def _own(kind: Any) -> frozenset[str]:
+    """What the method of a tokenizer that applies templates takes for itself."""
+    return frozenset(inspect.signature(kind.apply_chat_template).parameters)
 
 
 class ChatCompletion(Answer):

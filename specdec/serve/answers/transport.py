@@ -1,17 +1,17 @@
-"""How answers travel: as server-sent events, or whole, and neither for a client that is gone."""
+"""How whole answers travel, and that none does to a client that is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serve.errors import RequestError, defect
+from specdec.serve.errors import defect
 
 T = TypeVar("T")
 
@@ -33,16 +33,16 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         ClientGone: it went.
     """
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+    leaving = asyncio.ensure_future(gone(receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone
         return working.result()
     finally:
-        for task in (working, gone):
+        for task in (working, leaving):
             task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 class Defects:
@@ -86,49 +86,18 @@ class Whole(Response):
         return bytes(frame).replace(b'"choices":null', b'"choices":[%s]' % choices, 1)
 
 
-class EventStream(Response):
-    """Server-sent events.
-
-    Args:
-        events: JSON objects.
-        close: called at the end, however it comes.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], object]) -> None:
-        self._events, self._close = events, close
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them until they end or the client goes."""
-        try:
-            await unless_gone(receive, self._send(send))
-        except (ClientGone, OSError):
-            pass
-        finally:
-            self._close()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for event in self._events:
-                await _send_line(send, json.dumps(event, ensure_ascii=False).translate(LINE_ENDS))
-        except RequestError as error:  # the status has gone out
-            await _send_line(send, json.dumps(error.body))
-        except Exception:
-            logger.exception("an answer failed")
-            await _send_line(send, json.dumps(defect().body))
-        await _send_line(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_line(send: Send, data: str) -> None:
+def line(event: dict[str, Any]) -> bytes:
+    """An event as it is sent."""
     # A lone surrogate, which JSON may hold and a prompt echoes, has no UTF-8.
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(errors="replace"), "more_body": True})
+    return f"data: {escaped(json.dumps(event, ensure_ascii=False))}\n\n".encode(errors="replace")
 
 
-async def _gone(receive: Receive) -> None:
+def escaped(text: str) -> str:
+    """JSON without the characters of `LINE_ENDS`."""
+    return text if text.isascii() else text.translate(LINE_ENDS)
+
+
+async def gone(receive: Receive) -> None:
+    """Waits until nobody reads the answer any more."""
     while (await receive())["type"] != "http.disconnect":
         pass

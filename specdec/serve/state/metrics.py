@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from specdec.serve.front import Front
-from specdec.serve.state.totals import Histogram
+from specdec.serve.state.totals import Histogram, Totals
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -32,7 +32,6 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         """What a scrape gets."""
-        self._front.count()
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -41,22 +40,23 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
+        totals = self._front.count()
         for prefix in self._prefixes:
-            yield from self._counters(prefix)
+            yield from self._counters(prefix, totals)
             yield from self._gauges(prefix)
-            yield from self._histograms(prefix)
+            yield from self._histograms(prefix, totals)
 
-    def _counters(self, prefix: str) -> Iterator[Metric]:
-        totals, cached = self._front.totals, self._front.decoder.engine.prefix_counts
+    def _counters(self, prefix: str, totals: Totals) -> Iterator[Metric]:
+        numbers = self._front.engine.numbers
         for name, value, text in (
-            ("prefix_cache_queries", cached.queried, "Tokens looked for in the prefix cache."),
-            ("prefix_cache_hits", cached.found, "Tokens found there."),
+            ("prefix_cache_queries", numbers.queried, "Tokens looked for in the prefix cache."),
+            ("prefix_cache_hits", numbers.found, "Tokens found there."),
             ("prompt_tokens", totals.prompt_tokens, "Prompt tokens of outputs that have begun."),
             ("generation_tokens", totals.output_tokens, "Output tokens."),
             ("spec_decode_num_drafts", totals.drafts, "Verify steps that had drafts."),
             ("spec_decode_num_draft_tokens", totals.draft_tokens, "Drafts verified."),
             ("spec_decode_num_accepted_tokens", sum(totals.accepted), "Drafts accepted."),
-            ("num_preemptions", self._front.decoder.engine.scheduler.num_preemptions, "Requests preempted."),
+            ("num_preemptions", numbers.preemptions, "Requests preempted."),
         ):
             yield self._one(CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value)
         name, text = f"{prefix}:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted by position."
@@ -65,17 +65,16 @@ class Metrics(Collector):
         yield self._by(CounterMetricFamily(name, text, labels=[*self._labels, "finished_reason"]), totals.finished.items())
 
     def _gauges(self, prefix: str) -> Iterator[Metric]:
-        engine = self._front.decoder.engine
-        running, blocks = len(engine.scheduler.working), engine.pool.num_blocks - 1
+        numbers = self._front.engine.numbers
+        usage = numbers.blocks_used / self._front.engine.facts.num_blocks
         for name, value, text in (
-            ("num_requests_running", running, "Outputs in work."),
-            ("num_requests_waiting", max(0, self._front.num_open - running), "Outputs that wait for a place."),
-            ("kv_cache_usage_perc", engine.pool.num_used / blocks, "Share of the cache's blocks in use, from 0 to 1."),
+            ("num_requests_running", numbers.running, "Outputs in work."),
+            ("num_requests_waiting", self._front.num_waiting, "Outputs that wait for a place."),
+            ("kv_cache_usage_perc", usage, "Share of the cache's blocks in use, from 0 to 1."),
         ):
             yield self._one(GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value)
 
-    def _histograms(self, prefix: str) -> Iterator[Metric]:
-        totals = self._front.totals
+    def _histograms(self, prefix: str, totals: Totals) -> Iterator[Metric]:
         for name, counted, text in (
             ("time_to_first_token_seconds", totals.first_token, "From a request to its first token, of streams."),
             ("inter_token_latency_seconds", totals.between_tokens, "Between the steps that add to an output, of streams."),

@@ -25,22 +25,20 @@ class Status:
     def numbers(self) -> dict[str, Any]:
         """Numbers of now, and counts that only rise: a rate is the difference of two, divided by that of their `seconds`."""
         front = self._front
-        front.count()
-        engine, totals = front.decoder.engine, front.totals
-        running, prefix = len(engine.scheduler.working), engine.scheduler.prefix.counts
+        totals, engine, numbers = front.count(), front.engine.facts, front.engine.numbers
         return {
             "model": front.names[0],
             "drafter": front.drafter,
             "seconds": time.monotonic() - self._start,
-            "running": running,
-            "waiting": max(0, front.num_open - running),
-            "max_num_seqs": engine.config.max_num_seqs,
-            "blocks_used": engine.pool.num_used,
-            "blocks": engine.pool.num_blocks - 1,
+            "running": numbers.running,
+            "waiting": front.num_waiting,
+            "max_num_seqs": engine.max_num_seqs,
+            "blocks_used": numbers.blocks_used,
+            "blocks": engine.num_blocks,
             "finished": sum(totals.finished.values()),
             "output_tokens": totals.output_tokens,
-            "prompt_tokens": prefix.queried,
-            "cached_tokens": prefix.found,
+            "prompt_tokens": numbers.queried,
+            "cached_tokens": numbers.found,
             "steps": totals.steps,
             "step_tokens": totals.step_tokens,
             "offered": totals.offered,

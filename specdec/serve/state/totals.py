@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from itertools import zip_longest
 
 from specdec.base.metrics import AcceptanceStats
@@ -22,6 +23,10 @@ class Histogram:
         """Counts one."""
         self.counts[bisect_left(self.bounds, number)] += 1
         self.sum += number
+
+    def merge(self, other: Histogram) -> None:
+        """Counts what another one has counted."""
+        self.counts, self.sum = _added(self.counts, other.counts), self.sum + other.sum
 
 
 class Totals:
@@ -63,6 +68,21 @@ class Totals:
         kept = [sum(accepted > position for accepted in stats.num_accepted) for position in range(len(stats.num_offered))]
         self.offered = _added(self.offered, stats.num_offered)
         self.accepted = _added(self.accepted, kept)
+
+
+def sum_of(some: Iterable[Totals]) -> Totals:
+    """What all have counted together."""
+    made = Totals()
+    for totals in some:
+        for name, value in vars(totals).items():
+            mine = getattr(made, name)
+            if isinstance(value, Histogram):
+                mine.merge(value)
+            elif isinstance(value, list):
+                setattr(made, name, _added(mine, value))
+            else:
+                setattr(made, name, mine + value)
+    return made
 
 
 def _added(some: list[int], more: list[int]) -> list[int]:

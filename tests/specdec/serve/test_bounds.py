@@ -18,8 +18,10 @@ from specdec.grammar import limits as grammars
 from specdec.sampling.params import SamplingParams
 from specdec.serve import app, limits, texts
 from specdec.serve.config import ServeConfig
-from specdec.serve.front import Front
+from specdec.serve.processes.setup import Setup
 from specdec.serve.texts import Lane
+from specdec.session.link.channel import Facts
+from specdec.session.prompts import PromptReader
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
 from tests.helpers.waiting import HANG, gated, wait_until
 
@@ -38,7 +40,7 @@ def live() -> Iterator[Live]:
 def tokenized(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts that the tokenizer was given."""
     given: list[str] = []
-    kind = type(live.front.decoder.tokenizer)
+    kind = type(live.decoder.tokenizer)
     own = kind.__call__
 
     def noting(self: Any, text: str, **options: Any) -> Any:
@@ -102,6 +104,7 @@ def test_a_long_text_is_looked_at_in_pieces_until_it_has_too_many_tokens(
     live: Live, tokenized: list[str], path: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(texts, "SHORT", 100)
+    monkeypatch.setattr(texts, "AT_ONCE", 0)
     monkeypatch.setattr(limits, "TOKENIZED", most)
     monkeypatch.setattr(app, "TOKENIZED", most)
     with live_server(tiny_decoder()) as other:
@@ -112,27 +115,28 @@ def test_a_long_text_is_looked_at_in_pieces_until_it_has_too_many_tokens(
 def test_tokens_are_those_of_the_whole_text(live: Live, tokenized: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its pieces were counted before."""
     monkeypatch.setattr(texts, "SHORT", 10)
+    monkeypatch.setattr(texts, "AT_ONCE", 0)
     monkeypatch.setattr(texts, "PLAUSIBLE", 0)
     prompt = "the quick brown fox " * 20
     body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
     (choice,) = httpx.post(live.url + "/v1/completions", json=body).json()["choices"]
     assert len(tokenized) == len(prompt) / 10 + 1
-    assert choice["prompt_token_ids"] == live.front.decoder.tokenize(prompt)
+    assert choice["prompt_token_ids"] == live.decoder.tokenize(prompt)
 
 
 def test_a_long_text_never_holds_up_a_short_one(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
-    decoder = live.front.decoder
-    own = decoder.tokenize
+    own = PromptReader.tokenize
 
-    def slowly(prompt: Any, **options: Any) -> list[int]:
+    def slowly(self: PromptReader, prompt: Any, **options: Any) -> list[int]:
         if len(prompt) > 100:
             begun.set()
             assert go.wait(HANG)
-        return own(prompt, **options)
+        return own(self, prompt, **options)
 
-    monkeypatch.setattr(decoder, "tokenize", slowly)
+    monkeypatch.setattr(PromptReader, "tokenize", slowly)
     monkeypatch.setattr(texts, "SHORT", 100)
+    monkeypatch.setattr(texts, "AT_ONCE", 0)
     answers: list[Any] = []
     ask = {"prompt": "a" * 400, "max_tokens": 1}
     waiting = threading.Thread(target=lambda: answers.append(httpx.post(live.url + "/v1/completions", json=ask)))
@@ -147,25 +151,24 @@ def test_a_long_text_never_holds_up_a_short_one(live: Live, monkeypatch: pytest.
 
 def test_outputs_of_others_come_between_those_of_one_request(live: Live) -> None:
     """Few of many are in the engine at once; all come, in their order."""
-    session, seeds = live.front.decoder.session, 30
+    seeds = 30
     many: dict[str, Any] = {"prompt": "abc", "n": seeds, "max_tokens": 3, "seed": 5, "temperature": 1, "ignore_eos": True}
     made: list[Any] = []
     waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=many)))
-    with gated(live.front.decoder.engine):
+    with gated(live.decoder.engine):
         waiting.start()
         wait_until(lambda: live.front.num_open == seeds)
-        assert len(session._callers) == 5, "four seats, and one that is ready to follow"
+        assert len(live.front.engine._open) == 5, "four seats, and one that is ready to follow"
     waiting.join()
     texts = [choice["text"] for choice in made[0].json()["choices"]]
     own = {name: many[name] for name in ("max_tokens", "temperature", "ignore_eos")}
-    assert texts == [
-        one.text for one in live.front.decoder.generate(["abc"] * seeds, [SamplingParams(seed=5 + i, **own) for i in range(seeds)])
-    ]
+    samplings = [SamplingParams(seed=5 + i, **own) for i in range(seeds)]
+    assert texts == [one.text for one in live.decoder.generate(["abc"] * seeds, samplings)]
 
 
 def test_outputs_that_had_no_turn_are_canceled_as_well() -> None:
     with live_server() as live:
-        with gated(live.front.decoder.engine), httpx.Client() as client:
+        with gated(live.decoder.engine), httpx.Client() as client:
             body = {"prompt": "abc", "n": 30, "max_tokens": 9, "stream": True}
             with client.stream("POST", live.url + "/v1/completions", json=body):
                 wait_until(lambda: live.front.num_open == 30)
@@ -214,7 +217,7 @@ def test_a_large_answer_is_the_same_written_choice_by_choice(live: Live, monkeyp
 def test_a_chat_is_bounded_by_what_the_cache_holds() -> None:
     with live_server(tiny_decoder(cache=CacheConfig(memory_bytes=200_000))) as live:
         front = live.front
-        assert front.short_cache == (
+        assert live.setup.short_cache == (
             f"the cache holds {front.most_tokens} tokens of one request and the context has 512; a larger --kv-memory allows more,"
             " and --max-model-len says less"
         )
@@ -227,7 +230,7 @@ def test_a_chat_is_bounded_by_what_the_cache_holds() -> None:
 
 
 def test_a_cache_that_holds_the_context_says_nothing(live: Live) -> None:
-    assert live.front.short_cache is None and live.front.most_tokens == CONTEXT
+    assert live.setup.short_cache is None and live.front.most_tokens == CONTEXT
 
 
 def test_clients_are_not_told_the_folder(tmp_path: Path) -> None:
@@ -237,13 +240,11 @@ def test_clients_are_not_told_the_folder(tmp_path: Path) -> None:
     decoder = tiny_decoder()
     decoder.tokenizer.chat_template = None
     decoder.verifier.name = str(folder)
-    front = Front(decoder, ServeConfig(), str(folder), f"suffix+{folder}")
-    assert front.names == ("llama",) and front.drafter == "suffix+llama"
-    front.check_model(str(folder))
+    setup = Setup(Facts.of(decoder), ServeConfig(), str(folder), f"suffix+{folder}")
+    assert setup.names == ("llama",) and setup.drafter_name == "suffix+llama"
     with live_server(decoder) as live:
         message = refusal(live, "/v1/chat/completions", {"messages": CHAT})
         assert MODEL in message and "secret" not in message
-    front.texts.close()
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()

@@ -223,16 +223,20 @@ def test_what_is_missing_is_installed_from_here(monkeypatch: pytest.MonkeyPatch,
 
 
 SERVE = """
-import asyncio
+from contextlib import closing
 from specdec.serve.config import ServeConfig
-from specdec.serve.front import Front
-from specdec.serve.server import Server, listen
+from specdec.serve.processes.fronts import Fronts
+from specdec.serve.server import listen, take_connections
+from specdec.serve.processes.setup import Setup
+from specdec.session.link.channel import Facts
 from tests.helpers.live_server import tiny_decoder
 config = ServeConfig(port=0)
-decoder = tiny_decoder()
-server = Server(Front(decoder, config, "tiny"), listen(config), own_process=True)
-print(server.url, flush=True)
-asyncio.run(server.serve_until_stopped())
+sock = listen(config)
+with closing(Fronts(1, sock)) as fronts:
+    decoder = tiny_decoder()
+    url = take_connections(sock)
+    setup = Setup(Facts.of(decoder), config, "tiny")
+    fronts.serve(decoder, setup, lambda: print(url, flush=True))
 """
 
 

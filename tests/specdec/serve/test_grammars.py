@@ -51,7 +51,7 @@ def test_a_server_that_ends_waits_for_no_grammar() -> None:
         asking = threading.Thread(target=_ask, args=(live.url,))
         asking.start()
         wait_until(lambda: bool(compiling()))
-        live.server.stop()
+        live.hub.stop()
         live.join()
         wait_until(lambda: not compiling())
         asking.join(HANG)

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
 from specdec.serve.config import ServeConfig
-from specdec.serve.server import Server, listen
+from specdec.serve.server import listen, take_connections
 from tests.helpers.live_server import MODEL, Live, live_server, tiny_decoder
 from tests.helpers.waiting import HANG, gated, wait_until
 
@@ -35,23 +34,24 @@ FEW = 8
 @contextmanager
 def running(live: Live, count: int = 1) -> Iterator[None]:
     """While a stream has begun, nobody reads on and the engine stands; then the client leaves."""
-    with gated(live.front.decoder.engine, FEW) as gate:
+    with gated(live.decoder.engine, FEW) as gate:
         with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": count}) as stream:
             parts = stream.iter_raw()  # the stream ends with its iterator
             next(parts)
             wait_until(lambda: gate.stands)
+            before = cancelled(live)
             yield
-        wait_until(lambda: cancelled(live) == count)
+        wait_until(lambda: cancelled(live) == before + count)
 
 
 def cancelled(live: Live) -> int:
-    """How many outputs the engine is to end at its next step."""
-    return len(set(map(id, live.front.decoder.session._cancelled)))
+    """How many outputs have been cancelled so far, as the engine hears after its step."""
+    return live.front.totals.finished["cancelled"]
 
 
 def ends_in_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Why the engine's requests end, from here on."""
-    engine, reasons = live.front.decoder.engine, []
+    engine, reasons = live.decoder.engine, []
     finish = engine._finish
 
     def noting(request: Any, reason: str) -> None:
@@ -63,7 +63,7 @@ def ends_in_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def assert_nothing_is_left(live: Live) -> None:
-    engine, session = live.front.decoder.engine, live.front.decoder.session
+    engine, session = live.decoder.engine, live.decoder.session
     wait_until(lambda: live.front.idle and session.idle)
     wait_until(lambda: not engine.has_work and engine.pool.num_used == 0)
 
@@ -81,7 +81,7 @@ def test_a_client_that_leaves_a_stream_cancels_it(monkeypatch: pytest.MonkeyPatc
 def test_a_client_that_leaves_while_it_waits_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as live:
         reasons = ends_in_engine(live, monkeypatch)
-        with gated(live.front.decoder.engine, FEW) as gate:
+        with gated(live.decoder.engine, FEW) as gate:
             client = http.client.HTTPConnection(live.url.removeprefix("http://"))
             client.request("POST", "/v1/completions", json.dumps({**LONG, "n": 5}), {"Content-Type": "application/json"})
             wait_until(lambda: live.front.num_open == 5 and gate.stands)
@@ -133,11 +133,11 @@ def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
     with live_server(drain_seconds=HANG) as live:
         made: list[Any] = []
         waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=LONG)))
-        with gated(live.front.decoder.engine, FEW), httpx.Client() as other:
+        with gated(live.decoder.engine, FEW), httpx.Client() as other:
             assert other.get(live.url + "/health").status_code == 200
             waiting.start()
             wait_until(lambda: live.front.num_open == 1)
-            live.server.stop()
+            live.hub.stop()
             assert other.get(live.url + "/health").status_code == 503
             answer = other.post(live.url + "/v1/completions", json=LONG)
             assert answer.status_code == 503 and "about to end" in answer.json()["error"]["message"]
@@ -149,12 +149,12 @@ def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
 
 def test_an_end_without_patience_cuts_what_is_unfinished() -> None:
     with live_server(drain_seconds=0.0) as live:
-        asked, engine = {**LONG, "stream": True, "n": 4}, live.front.decoder.engine
+        asked, engine = {**LONG, "stream": True, "n": 4}, live.decoder.engine
         with gated(engine, FEW) as gate, httpx.stream("POST", live.url + "/v1/completions", json=asked) as stream:
             lines = stream.iter_lines()
             next(lines)
             wait_until(lambda: gate.stands)
-            live.server.stop()
+            live.hub.stop()
             wait_until(lambda: cancelled(live) == 4)
             gate.open()
             *_, error, end = [line for line in lines if line]
@@ -164,7 +164,7 @@ def test_an_end_without_patience_cuts_what_is_unfinished() -> None:
 
 def test_an_error_of_the_engine_is_told_and_survived_or_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as live:
-        engine = live.front.decoder.engine
+        engine = live.decoder.engine
         step, left = engine.step, [1]
 
         def fail(times: int) -> None:
@@ -179,12 +179,11 @@ def test_an_error_of_the_engine_is_told_and_survived_or_ends_the_server(monkeypa
         monkeypatch.setattr(engine, "step", sometimes)
         answer = httpx.post(live.url + "/v1/completions", json=LONG)
         assert answer.status_code == 500 and "lost device" in answer.json()["error"]["message"]
-        wait_until(lambda: live.front._probe is not None and live.front._probe.done())
         assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         fail(2)
         assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 500
         live.join()
-        assert live.front.dead
+        assert live.hub.dead
 
 
 def test_a_lost_device_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +193,11 @@ def test_a_lost_device_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
         raise RuntimeError("lost device")
 
     with live_server() as live:
-        monkeypatch.setattr(live.front.decoder.engine, "step", lost)
-        monkeypatch.setattr(live.front.decoder.engine, "reset", lost)
+        monkeypatch.setattr(live.decoder.engine, "step", lost)
+        monkeypatch.setattr(live.decoder.engine, "reset", lost)
         assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 500
         live.join()
-        assert live.front.dead
+        assert live.hub.dead
 
 
 def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
@@ -210,7 +209,7 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
         assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
         ranks.ended = "rank 1 of the tensor-parallel group was ended by SIGKILL"
         live.join()
-        assert live.front.dead and caplog.messages == [f"the server ends: {ranks.ended}"]
+        assert live.hub.dead and caplog.messages == [f"the server ends: {ranks.ended}"]
 
 
 @pytest.mark.slow
@@ -271,10 +270,10 @@ def test_a_taken_port_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFix
 
 def test_a_port_that_two_servers_had_while_they_loaded_is_told() -> None:
     """The one that is ready later ends with a line; before, the kernel gives both the address."""
-    with live_server(tiny_decoder()) as first:
-        config = ServeConfig(port=0)
-        one = listen(config)
-        late = listen(replace(config, port=one.getsockname()[1]))
-        Server(first.front, one)
-        with late, one, pytest.raises(SpecDecError, match=r"^cannot listen on 127.0.0.1:\d+: Address already in use; give another"):
-            Server(first.front, late)
+    one = listen(ServeConfig(port=0))
+    late = listen(ServeConfig(port=one.getsockname()[1]))
+    with late, one:
+        take_connections(one)
+        line = r"^cannot listen on 127.0.0.1:\d+: Address already in use; give another"
+        with pytest.raises(SpecDecError, match=line):
+            take_connections(late)

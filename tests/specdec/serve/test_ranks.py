@@ -97,14 +97,14 @@ def numbers(found: Any) -> list[float]:
 
 def test_answers_are_those_of_one_process(one: Live, two: Live) -> None:
     """Texts, how drafts fared, masks of grammars on both ranks, and log-probabilities but for the order of sums."""
-    verifier = two.front.decoder.verifier
+    verifier = two.decoder.verifier
     expected = answers(one)
     everywhere(verifier, parts.note_masks)
     got = answers(two)
     assert [texts(answer) for answer in got] == [texts(answer) for answer in expected]
     same, steps = everywhere(verifier, parts.same_masks)
     assert same and steps > 5
-    logits = one.front.decoder.next_token_logits("abcabc")
+    logits = one.decoder.next_token_logits("abcabc")
     bound = 64 * torch.finfo(torch.float32).eps * float(logits.abs().max())
     for answer, own in zip(got[4:], expected[4:], strict=True):
         found, wanted = (numbers(one["choices"][0]["logprobs"]) for one in (answer, own))
@@ -116,9 +116,9 @@ def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> Non
 
     Nor does the other rank end at a signal that service managers send to all processes.
     """
-    rank_1 = everywhere(two.front.decoder.verifier, parts.process_of_rank_1)
+    rank_1 = everywhere(two.decoder.verifier, parts.process_of_rank_1)
     with ThreadPoolExecutor(1) as threads:
-        with gated(two.front.decoder.engine, 8) as gate:
+        with gated(two.decoder.engine, 8) as gate:
             with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True, "n": 2}) as stream:
                 events = stream.iter_raw()  # the stream ends with its iterator
                 next(events)
@@ -128,15 +128,15 @@ def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> Non
             wait_until(lambda: two.front.num_open == 1)
         text = other.result().json()["choices"][0]["text"]
     assert two.front.totals.finished["cancelled"] == 2
-    assert text == one.front.decoder.generate("abc", max_tokens=60, ignore_eos=True).text
+    assert text == one.decoder.generate("abc", max_tokens=60, ignore_eos=True).text
     assert [texts(answer) for answer in answers(two)] == [texts(answer) for answer in answers(one)]
-    engine = two.front.decoder.engine
+    engine = two.decoder.engine
     assert not engine.has_work and engine.pool.num_used == 0
 
 
 def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: pytest.LogCaptureFixture) -> None:
     """All who wait are told, whatever they wait for, and the server and the other rank end."""
-    decoder = two.front.decoder
+    decoder = two.decoder
     everywhere(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
     handle = decoder.session.submit([5, 6, 7], SamplingParams(max_tokens=480, ignore_eos=True))
     with ThreadPoolExecutor(1) as threads:
@@ -150,7 +150,7 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
     with pytest.raises(RuntimeError, match=re.escape(line)):
         handle.result()
     two.join()
-    assert two.front.dead
+    assert two.hub.dead
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"the server ends: {line}"]
 
 
@@ -189,7 +189,7 @@ def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Liv
             *rest, end = events
         assert end == "[DONE]"
         text = "".join(json.loads(event)["choices"][0]["text"] for event in [begun, *rest])
-        assert text == one.front.decoder.generate("abc", max_tokens=200, ignore_eos=True).text
+        assert text == one.decoder.generate("abc", max_tokens=200, ignore_eos=True).text
         said = [line for rank in ranks for line in rank.communicate(timeout=HANG)[1].splitlines() if "specdec" in line]
         assert not said and [rank.returncode for rank in ranks] == [0, 0]
     finally:

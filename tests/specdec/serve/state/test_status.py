@@ -54,7 +54,7 @@ def test_numbers_are_those_of_the_answers() -> None:
             for prompt in PROMPTS
         ]
         seen = []
-        with gated(server.front.decoder.engine) as gate:
+        with gated(server.decoder.engine) as gate:
             for thread in threads:
                 thread.start()
             wait_until(lambda: server.front.num_open == 3)

@@ -1,0 +1,1 @@
+"""A server's processes: one of the engine, and those of fronts."""

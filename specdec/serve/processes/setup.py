@@ -1,0 +1,56 @@
+"""What fronts are told before they serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.base.files import user_path
+from specdec.base.registry import parts_of
+from specdec.serve.config import ServeConfig
+from specdec.session.link.channel import Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """An engine, and how it is served.
+
+    Attributes:
+        facts: of the engine.
+        config: limits.
+        model: name of the model where the config has none; of a folder, clients are told its last
+            part alone.
+        drafter: name of what drafts; None where nothing does.
+    """
+
+    facts: Facts
+    config: ServeConfig
+    model: str
+    drafter: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which the model is called."""
+        return self.config.served_model_name or (_last_part(self.model),)
+
+    @property
+    def drafter_name(self) -> str | None:
+        """What clients are told of what drafts."""
+        return None if self.drafter is None else "+".join(map(_last_part, parts_of(self.drafter)))
+
+    @property
+    def short_cache(self) -> str | None:
+        """Says so where the cache holds less than the context."""
+        admission = self.facts.admission
+        context, most = admission.max_model_len, admission.most_tokens
+        if most >= context:
+            return None
+        return (
+            f"the cache holds {most:,} tokens of one request and the context has {context:,};"
+            " a larger --kv-memory allows more, and --max-model-len says less"
+        )
+
+
+def _last_part(name: str) -> str:
+    """Of the path of a folder; any other name as it is."""
+    path = user_path(name)
+    return path.resolve().name or name if path.exists() else name

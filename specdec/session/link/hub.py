@@ -1,0 +1,411 @@
+"""An engine that serves callers in other processes; their side is `specdec.session.link.remote`.
+
+One thread does all: after each step it tells callers what has come, in one message for all outputs
+of a process, and takes over what they ask for. It waits for nobody. Where a process does not read,
+its outputs go on, and what came of them meanwhile is told at once when it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Any
+
+from specdec.base.errors import SpecDecError
+from specdec.engine.requests.request import Request, Status
+from specdec.sampling.params import SamplingParams
+from specdec.session.decoder import SpecDecoder
+from specdec.session.handle import Handle
+from specdec.session.link.channel import Channel, Numbers
+from specdec.session.outputs import StreamChunk
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
+"""After which an engine without work looks whether its ranks live."""
+
+
+_NUMBERS = count()
+
+
+class _Output:
+    """A request of a caller elsewhere, and how much of it was told."""
+
+    __slots__ = ("handle", "key", "link", "num_logprobs", "num_steps", "num_tokens")
+
+    def __init__(self, link: Link, key: int, handle: Handle) -> None:
+        self.link, self.key, self.handle = link, key, handle
+        self.num_tokens = self.num_steps = self.num_logprobs = 0
+
+
+class Link:
+    """One process of callers.
+
+    Attributes:
+        channel: leads there.
+        number: its own.
+        ready: it serves.
+        outputs: its unfinished ones, by its own numbers.
+        news: those of which something is to be told.
+        grammars: those that it waits for.
+        prompt_tokens: of its unfinished outputs.
+        numbers: what it was told last.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.ready, self.number = channel, False, next(_NUMBERS)
+        self.outputs: dict[int, _Output] = {}
+        self.news: dict[Request, _Output] = {}
+        self.grammars: dict[int, Future[Any]] = {}
+        self.prompt_tokens, self.numbers = 0, Numbers()
+
+    def drop(self, key: int) -> _Output | None:
+        """Forgets an output; None where it has ended."""
+        output = self.outputs.pop(key, None)
+        if output is not None:
+            self.prompt_tokens -= len(output.handle.request.prompt_token_ids)
+            self.news.pop(output.handle.request, None)
+        return output
+
+
+class _Failures:
+    """Where the session puts what becomes of requests; only failures are news here."""
+
+    failed = False
+    error: BaseException | None = None
+
+    def open(self) -> None:
+        """One more request."""
+
+    def put(self, chunk: StreamChunk) -> None:
+        """The end of one, which its callers are told of otherwise."""
+
+    def fail(self, error: BaseException) -> None:
+        """The engine has failed."""
+        self.error = error
+
+
+class Hub:
+    """Steps an engine for callers in other processes.
+
+    Args:
+        decoder: serves.
+        on_ready: called once all processes that were added before `run` serve.
+        on_loss: called with a process that has ended by itself; it may add another one.
+        on_stop: called once when all are to end, which it tells them.
+
+    Attributes:
+        dead: the engine failed, and then failed a probe, or a rank has ended.
+        stopping: nothing new is taken on.
+    """
+
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        *,
+        on_ready: Callable[[], object] = lambda: None,
+        on_loss: Callable[[Link], object] = lambda link: None,
+        on_stop: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._decoder, self._session, self._engine = decoder, decoder.session, decoder.engine
+        self._ranks = decoder.ranks  # which are not the decoder's any more once they have ended
+        self._on_ready, self._on_loss, self._on_stop = on_ready, on_loss, on_stop
+        self._links: dict[int, Link] = {}
+        self._outputs: dict[Request, _Output] = {}
+        self._totals: dict[int, Any] = {}  # of processes, those that have ended among them
+        self._failures = _Failures()
+        self._compiled: deque[Callable[[], None]] = deque()
+        self._poll = select.poll()
+        self._bell, self._woken = socket.socketpair()
+        self._bell.setblocking(False)
+        self._woken.setblocking(False)
+        self._poll.register(self._woken, select.POLLIN)
+        self.dead = self.stopping = False
+
+    def add(self, link: Link) -> None:
+        """Serves one more process."""
+        self._links[link.channel.fileno()] = link
+        self._poll.register(link.channel.fileno(), select.POLLIN | select.POLLOUT)
+
+    def stop(self) -> None:
+        """Has `run` end once all processes have; from any thread, or the handler of a signal, and
+        whatever the engine does meanwhile.
+        """
+        if not self.stopping:
+            self.stopping = True
+            self._on_stop()
+
+    def run(self) -> None:
+        """Serves until every process has ended."""
+        self._session.watch = self._note
+        try:
+            while self._links:
+                self._exchange(LOOK_SECONDS if self._session.idle else 0.0)
+                if not self._session.idle:
+                    self._work()
+        finally:
+            self._session.watch = None
+            self._session.close()
+            self._bell.close()
+            self._woken.close()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it is awake, or has ended
+            self._bell.send(b"\0")
+
+    def _work(self) -> None:
+        """Steps until there is nothing more to do."""
+        try:
+            self._session.run_until(self._at_rest, on_step=self._after_step)
+        except Exception as error:  # of the engine, most likely
+            self._failures.fail(error)
+        if self._failures.error is not None:
+            failure, self._failures.error = self._failures.error, None
+            self._fail(failure)
+
+    def _at_rest(self) -> bool:
+        return self._session.idle or not self._links
+
+    def _after_step(self) -> None:
+        self._tell()
+        self._exchange(0.0)
+
+    def _exchange(self, seconds: float) -> None:
+        """Takes over what has come, and sends what is left, after waiting for something so long."""
+        seen = self._poll.poll(1000 * seconds)
+        for place, events in seen:
+            link = self._links.get(place)
+            if link is None:
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                continue
+            if events & select.POLLOUT:
+                self._flush(link)
+            if events & ~select.POLLOUT:
+                self._hear(link)
+        while self._compiled:
+            self._compiled.popleft()()
+        if seconds and not seen and self._ranks is not None and self._ranks.ended is not None:
+            self.die(self._ranks.ended)
+
+    def _send(self, link: Link, message: tuple[Any, ...]) -> None:
+        link.channel.send(message)
+        if link.channel.congested:
+            self._poll.modify(link.channel.fileno(), select.POLLIN | select.POLLOUT)
+
+    def _flush(self, link: Link) -> None:
+        link.channel.flush()
+        if not link.channel.congested:
+            self._poll.modify(link.channel.fileno(), select.POLLIN)
+            self._tell_news(link, self._numbers())
+
+    def _hear(self, link: Link) -> None:
+        try:
+            messages = link.channel.receive()
+        except EOFError:
+            self._lose(link)
+            return
+        for kind, *about in messages:
+            getattr(self, f"_take_{kind}")(link, *about)
+
+    def _take_ready(self, link: Link) -> None:
+        link.ready = True
+        for number, totals in self._totals.items():
+            self._send(link, ("totals", number, totals))
+        if all(one.ready for one in self._links.values()):
+            self._on_ready()
+            self._on_ready = lambda: None
+
+    def _take_new(
+        self,
+        link: Link,
+        key: int,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+    ) -> None:
+        failures: Any = self._failures
+        try:
+            handle = self._session.submit(
+                tokens,
+                sampling,
+                incremental=False,
+                text=False,
+                stream=failures,
+                wait=False,
+            )
+        except Exception as error:
+            if not isinstance(error, SpecDecError):
+                logger.exception("a request failed before its first step")
+                error = RuntimeError(str(error))
+            self._send(link, ("refused", key, error))
+            return
+        link.outputs[key] = self._outputs[handle.request] = _Output(link, key, handle)
+        link.prompt_tokens += len(tokens)
+
+    def _take_cancel(self, link: Link, key: int) -> None:
+        output = link.drop(key)
+        if output is not None:
+            self._outputs.pop(output.handle.request, None)
+            output.handle.cancel()
+
+    def _take_grammar(self, link: Link, key: int, sampling: SamplingParams) -> None:
+        try:
+            compiled = self._engine.admission.compiled_grammar(sampling)
+        except Exception as error:
+            self._send(link, ("grammar", key, error))
+            return
+        assert compiled is not None, "who asks has one"
+        link.grammars[key] = compiled
+        compiled.add_done_callback(partial(self._ring, link, key))
+
+    def _ring(self, link: Link, key: int, compiled: Future[Any]) -> None:
+        """In whichever thread."""
+        self._compiled.append(partial(self._tell_grammar, link, key, compiled))
+        self._wake()
+
+    def _tell_grammar(self, link: Link, key: int, compiled: Future[Any]) -> None:
+        if link.grammars.pop(key, None) is not None and not compiled.cancelled():
+            self._send(link, ("grammar", key, compiled.exception()))
+
+    def _take_leave(self, link: Link, key: int) -> None:
+        """Nobody waits for a grammar any more."""
+        compiled = link.grammars.pop(key, None)
+        if compiled is not None:
+            compiled.cancel()
+
+    def _take_totals(self, link: Link, totals: Any) -> None:
+        self._totals[link.number] = totals
+        for other in self._links.values():
+            if other is not link:
+                self._send(other, ("totals", link.number, totals))
+
+    def _note(self, touched: list[Request]) -> None:
+        """Remembers who is to be told of what a step gave."""
+        for request in touched:
+            output = self._outputs.get(request)
+            if output is not None:
+                output.link.news[request] = output
+
+    def _numbers(self) -> Numbers:
+        engine, links = self._engine, self._links.values()
+        cached, scheduler = engine.prefix_counts, engine.scheduler
+        outputs = sum(len(link.outputs) for link in links) if len(links) > 1 else 0
+        prompts = sum(link.prompt_tokens for link in links) if outputs else 0
+        return Numbers(
+            len(scheduler.working),
+            engine.pool.num_used,
+            cached.queried,
+            cached.found,
+            scheduler.num_preemptions,
+            outputs,
+            prompts,
+        )
+
+    def _tell(self) -> None:
+        numbers = self._numbers()
+        for link in self._links.values():
+            if not link.channel.congested:
+                self._tell_news(link, numbers)
+
+    def _tell_news(self, link: Link, numbers: Numbers) -> None:
+        """All that is new in one message: of each output how many tokens and steps, then these."""
+        if numbers.outputs:
+            numbers = numbers._replace(
+                outputs=numbers.outputs - len(link.outputs),
+                prompt_tokens=numbers.prompt_tokens - link.prompt_tokens,
+            )
+        news, link.news = link.news, {}
+        if not news and numbers == link.numbers:
+            return
+        link.numbers = numbers
+        keys, counts, tokens, parts, steps = [], [], [], [], []
+        more: list[tuple[Any, ...]] = []
+        for request, output in news.items():
+            written, known = request.output_token_ids, output.num_tokens
+            keys.append(output.key)
+            counts.append(len(written) - known)
+            tokens += written[known:]
+            output.num_tokens = len(written)
+            done = request.steps
+            parts.append(len(done) - output.num_steps)
+            steps += done[output.num_steps :]
+            output.num_steps = len(done)
+            if request.logprobs:
+                since, output.num_logprobs = output.num_logprobs, len(request.logprobs)
+                scored = request.logprobs[since:], request.top_logprobs[since:]
+                more.append(("scored", output.key, *scored))
+            if request.status is Status.FINISHED:
+                more.append(("end", output.key, _end_of(request)))
+                link.drop(output.key)
+                self._outputs.pop(request, None)
+        self._send(link, ("news", keys, counts, tokens, parts, steps, more, tuple(numbers)))
+
+    def _fail(self, error: BaseException) -> None:
+        """After an error of the engine, which began anew: all outputs have ended, and a token shows
+        whether it can go on, for without all ranks it cannot.
+        """
+        line = str(error) or type(error).__name__
+        for link in self._links.values():
+            if link.outputs:
+                self._send(link, ("failed", line))
+            for output in link.outputs.values():
+                output.handle.cancel()
+            link.outputs, link.news, link.prompt_tokens = {}, {}, 0
+        self._outputs = {}
+        try:
+            token = next(iter(self._decoder.verifier.eos_token_ids), 0)
+            sampling = SamplingParams(max_tokens=1)
+            probe = self._session.submit([token], sampling, incremental=False, text=False)
+            result = probe.result()
+            if result.finish_reason == "error":
+                raise RuntimeError(result.error)
+        except Exception as again:
+            self.die((self._ranks is not None and self._ranks.ended) or str(again))
+        else:
+            logger.error("the engine failed, and goes on: %s", line)
+
+    def die(self, line: str) -> None:
+        """Ends all, because the engine cannot go on."""
+        if not self.dead:
+            logger.error("the server ends: %s", line)
+            self.dead = True
+            for link in self._links.values():
+                self._send(link, ("dead",))
+            self.stop()
+
+    def _lose(self, link: Link) -> None:
+        """A process has ended: nobody reads its outputs any more."""
+        place = link.channel.fileno()
+        self._poll.unregister(place)
+        del self._links[place]
+        link.channel.close()
+        for key in list(link.grammars):
+            self._take_leave(link, key)
+        for key in list(link.outputs):
+            self._take_cancel(link, key)
+        if not self.stopping:
+            self._on_loss(link)
+
+
+def _end_of(request: Request) -> dict[str, Any]:
+    """What a finished request knows beside its tokens and steps."""
+    end: dict[str, Any] = {
+        "finish_reason": request.finish_reason,
+        "seed": request.seed,
+        "num_cached_tokens": request.num_cached_tokens,
+    }
+    if request.error:
+        end |= {"error": request.error, "bad_input": request.bad_input}
+    if request.num_by_rank:
+        end["num_by_rank"] = request.num_by_rank
+    if request.sampling.prompt_logprobs is not None:
+        end["prompt_logprobs"] = request.prompt_logprobs
+        end["prompt_top_logprobs"] = request.prompt_top_logprobs
+    return end

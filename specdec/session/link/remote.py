@@ -1,0 +1,238 @@
+"""An engine of another process, as its callers see it; `specdec.session.link.hub` is its side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+from specdec.base.errors import CapacityError
+from specdec.engine.requests.request import Request, Status
+from specdec.sampling.params import SamplingParams
+from specdec.session.handle import Handle, Stream
+from specdec.session.link.channel import Channel, Facts, Numbers
+from specdec.session.text import IncrementalDecoder, text_of
+
+
+class Remote:
+    """Submits requests to another process, and hands out what comes of them; in one event loop.
+
+    Args:
+        channel: leads there.
+        facts: what there is to know of it.
+
+    Attributes:
+        numbers: the engine's, as it was told last.
+        on_totals: called with what other processes have done.
+        on_death: called when the engine has failed for good, with why, or None where its process
+            has said so.
+    """
+
+    def __init__(self, channel: Channel, facts: Facts) -> None:
+        self.channel, self.facts = channel, facts
+        self.reader, self.admission = facts.reader, facts.admission
+        self.numbers = Numbers()
+        self.on_totals: Callable[[int, Any], object] = lambda number, totals: None
+        self.on_death: Callable[[str | None], object] = lambda line: None
+        self._open: dict[int, Handle] = {}
+        self._listening: set[int] = set()
+        self._touched: dict[Handle, None] = {}
+        self._keys = count()
+        self._unsent: list[tuple[Any, ...]] = []
+        self._compiling: dict[int, asyncio.Future[None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.admission.max_model_len
+
+    def begin(self) -> None:
+        """Begins to read, and says that callers are served; in their event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.channel.fileno(), self._read)
+        self._loop.call_soon(self._read)  # what came before anybody looked
+        self.send(("ready",))
+
+    def close(self) -> None:
+        """Ends; nobody waits for anything any more."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.channel.fileno())
+            self._loop.remove_writer(self.channel.fileno())
+            self._loop = None
+            self.channel.close()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Sends a message, soon and with all others that come at the same time."""
+        if self._loop is None:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._post)
+        self._unsent.append(message)
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        index: int,
+        incremental: bool,
+        stream: Stream,
+    ) -> Handle:
+        """Queues a request; see `Session.submit`.
+
+        Raises:
+            InvalidInputError, CapacityError: see `Admission.new_request`.
+        """
+        if self._loop is None:
+            raise CapacityError("the engine has ended")
+        request = self.admission.new_request(prompt_token_ids, sampling)
+        tokenizer, skip = self.reader.tokenizer, sampling.skip_special_tokens
+        text = None
+        if incremental or sampling.stop:
+            least = sampling.min_tokens or 0
+            text = IncrementalDecoder(
+                tokenizer,
+                sampling.stop,
+                min_tokens=least,
+                skip_special_tokens=skip,
+            )
+        whole = partial(text_of, tokenizer, skip_special_tokens=skip)
+        handle = Handle(self, stream, request, index, text, whole)
+        self._open[request.request_id] = handle
+        if incremental:
+            self._listening.add(request.request_id)
+        self.send(("new", request.request_id, request.prompt_token_ids, sampling))
+        return handle
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, of which nothing more comes; does nothing when it has ended."""
+        if self._forget(request.request_id) is not None:
+            self.send(("cancel", request.request_id))
+
+    def start(self) -> None:
+        """Nothing: the other process steps."""
+
+    def run_until(self, ready: Callable[[], bool]) -> None:
+        """Cannot be waited for here."""
+        raise RuntimeError("what an engine of another process gives comes in the event loop")
+
+    async def grammar(self, sampling: SamplingParams) -> None:
+        """Waits until the grammar of a request can be followed.
+
+        Raises:
+            SpecDecError: see `Admission.compiled_grammar`, or it cannot be compiled.
+        """
+        key = next(self._keys)
+        self._compiling[key] = asyncio.get_running_loop().create_future()
+        self.send(("grammar", key, sampling))
+        try:
+            await self._compiling[key]
+        finally:
+            if not self._compiling.pop(key).done():
+                self.send(("leave", key))
+
+    def _forget(self, key: int) -> Handle | None:
+        self._listening.discard(key)
+        return self._open.pop(key, None)
+
+    def _post(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if self._loop is not None:
+            self.channel.send(*messages)
+            if self.channel.congested:
+                self._loop.add_writer(self.channel.fileno(), self._flush)
+
+    def _flush(self) -> None:
+        self.channel.flush()
+        if self._loop is not None and not self.channel.congested:
+            self._loop.remove_writer(self.channel.fileno())
+
+    def _read(self) -> None:
+        """Takes over all that has come, and hands it out: one chunk of each output."""
+        try:
+            messages = self.channel.receive()
+        except EOFError:
+            self._end("the process of the engine has ended")
+            return
+        for kind, *about in messages:
+            getattr(self, f"_take_{kind}")(*about)
+        touched, self._touched = self._touched, {}
+        for handle in touched:
+            self._deliver(handle)
+
+    def _take_news(
+        self,
+        keys: list[int],
+        counts: list[int],
+        tokens: list[int],
+        parts: list[int],
+        steps: list[int],
+        more: list[tuple[Any, ...]],
+        numbers: tuple[int, ...],
+    ) -> None:
+        at = step = 0
+        self.numbers = Numbers(*numbers)
+        for key, num_tokens, num_steps in zip(keys, counts, parts, strict=True):
+            handle = self._open.get(key)
+            if handle is not None:
+                handle.request.steps += steps[step : step + num_steps]
+                handle.extend(tokens[at : at + num_tokens])
+                self._touched[handle] = None
+            at, step = at + num_tokens, step + num_steps
+        for kind, key, *about in more:
+            handle = self._open.get(key)
+            if handle is None:
+                continue
+            if kind == "scored":
+                values, tops = about
+                handle.request.logprobs += values
+                handle.request.top_logprobs += tops
+            else:
+                for name, value in about[0].items():
+                    setattr(handle.request, name, value)
+                handle.request.status = Status.FINISHED
+
+    def _deliver(self, handle: Handle) -> None:
+        request, stream = handle.request, handle.stream
+        key = request.request_id
+        ended = request.status is Status.FINISHED
+        if ended:
+            self._forget(key)
+        if (ended or (key in self._listening and not stream.paused)) and not handle.deliver():
+            self.cancel(request)
+
+    def _take_refused(self, key: int, error: Exception) -> None:
+        handle = self._forget(key)
+        if handle is not None:
+            handle.stream.fail(error)
+
+    def _take_failed(self, line: str) -> None:
+        handles, self._open = self._open, {}
+        self._listening, self._touched = set(), {}
+        for handle in handles.values():
+            handle.stream.fail(RuntimeError(f"the engine failed: {line}"))
+
+    def _take_grammar(self, key: int, error: Exception | None) -> None:
+        waiting = self._compiling.get(key)
+        if waiting is None or waiting.done():
+            return
+        if error is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(error)
+
+    def _take_totals(self, number: int, totals: Any) -> None:
+        self.on_totals(number, totals)
+
+    def _take_dead(self) -> None:
+        self.on_death(None)
+
+    def _end(self, line: str) -> None:
+        self.close()
+        self._take_failed(line)
+        for key in list(self._compiling):
+            self._take_grammar(key, RuntimeError(line))
+        self.on_death(line)

@@ -1,0 +1,78 @@
+"""Tokens of prompts: what a tokenizer and its chat template make of texts and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.messages import for_template, readable
+from specdec.session.text import token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Reads prompts for one target.
+
+    Attributes:
+        tokenizer: the target's.
+        name: the target's, for messages.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+
+    def tokenize(
+        self,
+        prompt: Any,
+        *,
+        add_special_tokens: bool | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a string, a list of token ids, or a list of messages; the rest is as
+        `SpecDecoder.tokenize` says.
+        """
+        if isinstance(prompt, str):
+            special = add_special_tokens is not False
+            return self._ids_of(prompt, add_special_tokens=special) if prompt else token_ids([])
+        if prompt and isinstance(prompt[0], dict):
+            text = self.chat_text(prompt, template or {"add_generation_prompt": True})
+            return self._ids_of(text, add_special_tokens=bool(add_special_tokens))
+        return token_ids(prompt)
+
+    def chat_text(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> str:
+        """The text that the chat template makes of messages.
+
+        Raises:
+            InvalidInputError: the tokenizer has no template, or it refuses the messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            what = f"the tokenizer of {self.name!r} has no chat template"
+            raise InvalidInputError(f"{what}; give text or token ids")
+        known = for_template(readable(messages), self.tokenizer)
+        try:
+            text = self.tokenizer.apply_chat_template(known, tokenize=False, **template)
+        except Exception as error:  # a template may raise whatever it likes
+            what = f"the chat template of {self.name!r} refuses these messages"
+            raise InvalidInputError(f"{what}: {one_line(error, 300)}") from error
+        assert isinstance(text, str)
+        return text
+
+    def _ids_of(self, text: str, **options: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            where = f"character {error.start + 1} is half of a surrogate pair; remove it"
+            raise InvalidInputError(f"the prompt is not Unicode text: {where}") from error
+        try:
+            ids: list[int] = self.tokenizer(text, **options)["input_ids"]
+        except BaseException as error:  # what panics in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+                raise
+            what = f"the tokenizer of {self.name!r} cannot read the prompt"
+            raise InvalidInputError(f"{what}: {one_line(error)}") from error
+        return ids

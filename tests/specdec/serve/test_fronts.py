@@ -1,0 +1,219 @@
+"""Fronts in processes of their own: what becomes of requests when one ends, or does not read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from specdec.sampling.params import SamplingParams
+from specdec.serve.answers.stream import Wire
+from specdec.session.link.channel import Channel
+from specdec.session.link.hub import Hub, Link
+from tests.helpers.live_server import live_server, tiny_decoder
+from tests.helpers.processes import below
+from tests.helpers.waiting import HANG, wait_until
+
+SERVE = """
+import sys
+from contextlib import closing
+from specdec.serve.config import ServeConfig
+from specdec.serve.processes.fronts import Fronts
+from specdec.serve.server import listen, take_connections
+from specdec.serve.processes.setup import Setup
+from specdec.session.link.channel import Facts
+from tests.helpers.live_server import tiny_decoder
+config = ServeConfig(port=0, front_processes=int(sys.argv[1]))
+sock = listen(config)
+with closing(Fronts(config.front_processes, sock)) as fronts:
+    decoder = tiny_decoder()
+    url = take_connections(sock)
+    setup = Setup(Facts.of(decoder), config, "tiny")
+    sys.exit(fronts.serve(decoder, setup, lambda: print(url, flush=True)))
+"""
+LONG = {"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "n": 8}
+SHORT = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
+URL = "/v1/completions"
+
+
+@contextmanager
+def serving(fronts: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with so many fronts, and where it listens; all of it has ended afterwards."""
+    command = [sys.executable, "-c", SERVE, str(fronts)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        assert url.startswith("http"), server.communicate()[1]
+        known = below(server.pid)
+        try:
+            yield server, url
+        finally:
+            server.kill()
+            wait_until(lambda: all(not below(one) for one in known), "not all processes end")
+
+
+def fronts_of(server: subprocess.Popen[str]) -> set[int]:
+    return below(server.pid) - {server.pid}
+
+
+def answers(url: str) -> bool:
+    """Whether a new connection is served."""
+    try:
+        return httpx.post(url + URL, json=SHORT).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def assert_cut(lines: Iterator[str]) -> None:
+    """A stream ends without its end."""
+    with pytest.raises(httpx.TransportError):
+        list(lines)
+
+
+@pytest.mark.slow
+def test_a_front_that_is_killed_takes_its_outputs_along_and_another_one_serves() -> None:
+    with serving(1) as (server, url):
+        (front,) = fronts_of(server)
+        with httpx.stream("POST", url + URL, json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.kill(front, signal.SIGKILL)
+            assert_cut(lines)
+        wait_until(lambda: answers(url) or server.poll() is not None)
+        wait_until(lambda: httpx.get(url + "/status").json()["running"] == 0)
+        assert front not in fronts_of(server)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(HANG) == 0
+        assert server.stderr is not None
+        (line,) = server.stderr.read().splitlines()
+        assert f"front process {front} was ended by SIGKILL; its outputs are cancelled" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_is_killed_ends_its_fronts(first: int) -> None:
+    """Who waits is told, where the front lives to tell it."""
+    with serving(1) as (server, url):
+        fronts = fronts_of(server)
+        with httpx.stream("POST", url + URL, json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.send_signal(first)
+            server.kill()
+            *_, event, end = [line for line in lines if line]
+        assert "the process of the engine has ended" in event and end == "data: [DONE]"
+        wait_until(lambda: not any(below(one) for one in fronts))
+
+
+@pytest.mark.slow
+def test_a_front_that_stops_holds_up_nobody_and_counts_are_those_of_all() -> None:
+    with serving(2) as (server, url):
+        with httpx.stream("POST", url + URL, json=LONG | {"stream": True, "n": 1}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            stopped = next(one for one in fronts_of(server) if _is_connected(one, stream))
+            os.kill(stopped, signal.SIGSTOP)
+            wait_until(lambda: answers(url))
+            os.kill(stopped, signal.SIGCONT)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        wait_until(lambda: min(_finished(url) for _ in range(8)) > 1)
+
+
+def _finished(url: str) -> int:
+    """Outputs of all fronts, as whichever answers knows."""
+    return int(httpx.get(url + "/status").json()["finished"])
+
+
+def _is_connected(pid: int, stream: httpx.Response) -> bool:
+    """Whether a process has the other end of a connection."""
+    port = stream.extensions["network_stream"].get_extra_info("client_addr")[1]
+    found = {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
+    with open("/proc/net/tcp") as table:
+        inodes = {row.split()[9] for row in table if row.split()[2].endswith(f":{port:04X}")}
+    return any(f"socket:[{inode}]" in found for inode in inodes)
+
+
+def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
+    """More than sockets hold: the engine waits for nobody."""
+    decoder = tiny_decoder(max_num_seqs=8)
+    ours, theirs = socket.socketpair()
+    link, channel = Link(Channel(ours)), Channel(theirs)
+    for sock, side in ((ours, socket.SO_SNDBUF), (theirs, socket.SO_RCVBUF)):
+        sock.setsockopt(socket.SOL_SOCKET, side, 4096)
+    hub = Hub(decoder)
+    hub.add(link)
+    thread = threading.Thread(target=hub.run, daemon=True)
+    thread.start()
+    sampling, count = SamplingParams(max_tokens=48, ignore_eos=True), 6
+    result = decoder.generate([5, 6, 7], sampling)
+    channel.send(*(("new", key, [5, 6, 7], sampling) for key in range(count)))
+    wait_until(lambda: link.outputs and decoder.session.idle)
+    got: dict[int, list[int]] = {key: [] for key in range(count)}
+    ends: set[int] = set()
+    messages = 0
+
+    def read() -> bool:
+        nonlocal messages
+        for kind, keys, counts, tokens, _, _, more, _ in channel.receive():
+            assert kind == "news"
+            messages += 1
+            given = iter(tokens)
+            for key, more_tokens in zip(keys, counts, strict=True):
+                got[key] += [next(given) for _ in range(more_tokens)]
+            ends.update(key for name, key, *_ in more if name == "end")
+        return len(ends) == count
+
+    wait_until(read)
+    assert all(tokens == result.token_ids for tokens in got.values())
+    assert messages < result.stats.num_steps
+    channel.close()
+    thread.join(HANG)
+    assert not thread.is_alive()
+
+
+def test_a_slow_client_gets_less_often_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not read is put together, and it gets all; also one that knows no chunks."""
+    monkeypatch.setattr(Wire, "may_write", lambda wire: False)
+    asked = {"prompt": "abc", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    body = json.dumps(asked | {"n": 3, "stream": True})
+    with live_server() as live:
+        host, _, port = live.url.removeprefix("http://").rpartition(":")
+        kind = "Content-Type: application/json"
+        head = f"POST {URL} HTTP/1.0\r\n{kind}\r\nContent-Length: {len(body)}"
+        with socket.create_connection((host, int(port)), timeout=HANG) as client:
+            client.sendall(f"{head}\r\n\r\n{body}".encode())
+            answer = b"".join(iter(lambda: client.recv(65_536), b""))
+        want = httpx.post(live.url + URL, json=asked).json()["choices"][0]["text"]
+    lines = answer.partition(b"\r\n\r\n")[2].decode().splitlines()
+    events: list[Any] = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    texts = {event["choices"][0]["index"]: event["choices"][0]["text"] for event in events[::2]}
+    assert texts == dict.fromkeys(range(3), want) and len(events) == 6
+    assert "data: [DONE]" in lines
+
+
+def test_what_follows_the_first_message_is_kept() -> None:
+    """As numbers that an engine at work tells a front before it serves."""
+    one, other = (Channel(sock) for sock in socket.socketpair())
+    one.send("first", "second", list(range(300_000)))
+    got = [other.first()]
+    while len(got) < 3:
+        one.flush()
+        got += other.receive()
+    assert got[:2] == ["first", "second"] and len(got[2]) == 300_000
+    one.send("last")
+    one.close()
+    assert other.receive() == ["last"]
+    with pytest.raises(EOFError):
+        other.receive()
+    other.close()
