@@ -25,7 +25,6 @@ from specdec.base.checkpoint.kinds import ADAPTER, check_adapter, checkpoint_con
 from specdec.base.checkpoint.tensor_files import TensorFiles, usually_named
 from specdec.base.config import GenerationSource
 from specdec.base.errors import CheckpointError, UnsupportedModelError
-from specdec.layers.linear import can_pack_four_bit
 from specdec.layers.packed.check import keeps_blocks, keeps_packed
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
@@ -35,8 +34,8 @@ from verifiers.config.generation import read_generation
 from verifiers.config.reading import blamed, check_numbers, check_sizes, read
 from verifiers.config.shape import backend_spec, context_limits, peculiarity
 from verifiers.decoder import Checkpoint, DecoderVerifier
-from verifiers.formats.format import check_floats
-from verifiers.weights.embedded import EMBEDDED, FOUR_BIT, embedded_model_path
+from verifiers.formats.format import Stored, check_floats
+from verifiers.weights.embedded import BLOCKS, EMBEDDED, embedded_model_path, read_blocks
 from verifiers.weights.shares import Share, shared
 from verifiers.weights.tokenizer import tokenizer_in
 from verifiers.weights.weights import Weights
@@ -102,12 +101,15 @@ def load_verifier(
     if direct:
         tensors = read(name, "weights", partial(load_file, path / "model.safetensors"))
         check_floats(tensors)
-        tensors = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
-        if can_pack_four_bit(tensors["model.embed_tokens.weight"]):
-            tensors |= read(name, "four-bit weights", partial(load_file, path / FOUR_BIT))
+        weights: dict[str, Stored]
+        weights = {key: tensor.to(device, dtype) for key, tensor in tensors.items()}
+        if device.type == "cpu" and keeps_blocks(device, dtype):
+            stored = read(name, "weights as stored", partial(load_file, path / BLOCKS))
+            weights |= read_blocks(stored, dtype)
         description = describe(config)
         assert isinstance(backend, AttentionBackend) and description is not None
-        verifier = DecoderVerifier(config, description, Weights(dict(tensors)), name=name, backend=backend)
+        all_weights = Weights(weights)
+        verifier = DecoderVerifier(config, description, all_weights, name=name, backend=backend)
     else:
         from verifiers.config.wrappers import media_token_ids
 

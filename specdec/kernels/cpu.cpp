@@ -546,6 +546,9 @@ void multiply_few(const Part* parts, int num_parts, const uint16_t* x, int64_t s
     memory.resize(places * (UNIT + 16));
     float* scale = (float*)(memory.data() + places * UNIT);
     Rows rows{count, units, (int8_t*)memory.data(), scale, scale + places, (int32_t*)(scale + 2 * places)};
+    // Waiting for another thread takes as long as some thousand units of 16 outputs.
+    const int64_t work = outcome.outputs / OUT * units * (2 + count) / 3;
+    threads = std::max<int64_t>(1, std::min<int64_t>(threads, work / 1000));
 #pragma omp parallel num_threads(threads)
     {
         thread_local std::vector<float> sums;
@@ -669,6 +672,9 @@ inline void store_bf16(Floats v, uint16_t* at) {
 }
 
 inline float sum_of(Floats v) {
+#if LANES == 16
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     for (int step = LANES / 2; step; step /= 2)
         for (int i = 0; i < step; i++) v[i] += v[i + step];
     return v[0];
@@ -730,20 +736,26 @@ void gate_rows(const uint16_t* x, int count, int width, uint16_t* out, int threa
 struct Attention {
     const uint16_t *qkv, *cos, *sin;  // [T][heads + 2 * kv_heads][dim]; [T][dim / 2], or null
     uint16_t *keys, *values, *out;    // caches [slots][kv_heads][dim]; [T][heads][dim]
+    const uint16_t *query_norm, *key_norm;  // [dim], or null
     const int64_t *slots, *ancestors;  // [T]; of a tree's rows, or null
     const int32_t *lengths, *blocks;  // of requests; their blocks, [requests][blocks]
     int32_t requests, width, heads, kv_heads, dim, num_blocks, block_size, causal, threads;
-    float scale;
+    float scale, epsilon;
 };
 
-// Rotates queries and keys, writes keys and values to the cache, and attends: `width` rows of every request see what lies before
+// Norms and rotates queries and keys, writes keys and values to the cache, and attends: `width` rows of every request see what lies before
 // them and each other, up to themselves if `causal`, as the bits of `ancestors` say if there are some. All sums are float32, in the
 // order of the keys. `dim` is at most 256.
 void attend(const Attention* given) {
     const Attention a = *given;
     const int group = a.heads / a.kv_heads, half = a.dim / 2, all = a.heads + 2 * a.kv_heads;
-    auto turned = [&](int row, int head, float* result) {
+    auto turned = [&](int row, int head, const uint16_t* norm, float* result) {
         const uint16_t* x = a.qkv + ((int64_t)row * all + head) * a.dim;
+        uint16_t normed[256];
+        if (norm) {
+            norm_rows(x, 0, 1, a.dim, norm, a.epsilon, normed);
+            x = normed;
+        }
         for (int i = 0; i < half; i++) {
             float low = from_bf16(x[i]), high = from_bf16(x[half + i]);
             float c = a.cos ? from_bf16(a.cos[row * half + i]) : 1, s = a.sin ? from_bf16(a.sin[row * half + i]) : 0;
@@ -763,10 +775,11 @@ void attend(const Attention* given) {
             for (int row = first; row < first + a.width; row++) {
                 float key[256];
                 const int64_t place = (a.slots[row] * a.kv_heads + kv) * a.dim;
-                turned(row, a.heads + kv, key);
+                turned(row, a.heads + kv, a.key_norm, key);
                 for (int i = 0; i < a.dim; i++) a.keys[place + i] = to_bf16(key[i]);
                 memcpy(a.values + place, a.qkv + ((int64_t)row * all + a.heads + a.kv_heads + kv) * a.dim, 2 * a.dim);
-                for (int g = 0; g < group; g++) turned(row, kv * group + g, query + ((row - first) * group + g) * a.dim);
+                for (int g = 0; g < group; g++)
+                    turned(row, kv * group + g, a.query_norm, query + ((row - first) * group + g) * a.dim);
             }
             auto at = [&](int position) {
                 const int64_t block = a.blocks[(int64_t)request * a.num_blocks + position / a.block_size];

@@ -32,7 +32,7 @@ class Part(ctypes.Structure):
 
 _POINTERS = (
     *("qkv", "cos", "sin", "keys", "values"),
-    *("out", "slots", "ancestors", "lengths", "blocks"),
+    *("out", "query_norm", "key_norm", "slots", "ancestors", "lengths", "blocks"),
 )
 _NUMBERS = (
     *("requests", "width", "heads", "kv_heads", "dim"),
@@ -47,6 +47,7 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int32) for name in _NUMBERS),
         ("scale", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
     )
 
 

@@ -1,22 +1,11 @@
 """Linear layers: one interface, behind which weights differ in how they are stored and by which kernel they are read."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from specdec.device.device import uses_avx512
-
-GROUP = 32
-"""Inputs of a row that share a scale and a minimum in a four-bit weight."""
-
-FEW_ROWS = 16
-"""Most rows that read the four-bit weight: a token with its 15 drafts. It is a quarter of the bytes, but each row pays for turning
-codes into numbers, so from 9 rows on the other form would be faster; but then a token scored among many drafts and the same token
-decoded alone would see weights that were rounded differently."""
 
 LONE_ROW_INPUTS = 1024
 """oneDNN adds up more inputs than this in another order for one row than for several. One row is then run as two, so that a token
@@ -128,48 +117,6 @@ class BlockedLinear(Linear):
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._blocks, self.bias, "add")
 
 
-@dataclass(frozen=True, slots=True)
-class FourBitWeight:
-    """A weight as its checkpoint stores it: `scale * code + minimum`, in groups of 32 inputs, which is GGUF's Q4_1.
-
-    Attributes:
-        codes: uint8 [out, in / 2]; byte `j` holds the code of input `2j` in its low half, of input `2j + 1` in its high half.
-        scale, minimum: [out, in / 32].
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor
-
-
-class FourBitLinear(BlockedLinear):
-    """Up to `FEW_ROWS` rows read the four-bit form of the weight, which is a quarter of the bytes, and more rows the blocked one.
-
-    Its scale and the value of its middle code are rounded to bfloat16, which is about as near to the checkpoint as a bfloat16
-    weight; products and sums are in float32, rounded once, and a row gives the same bits whatever rows are beside it.
-
-    Args:
-        weight: [out, in], made from `four_bit`.
-        bias: [out], or None.
-        four_bit: the weight as the checkpoint stores it.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, four_bit: FourBitWeight) -> None:
-        super().__init__(weight, bias)
-        self._codes, self._scales = _pack_four_bit(four_bit)
-
-    @property
-    def nbytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if x.ndim != 2 or x.shape[0] > FEW_ROWS:
-            return super().__call__(x, residual)
-        out = torch._weight_int4pack_mm_for_cpu(x, self._codes, GROUP, self._scales)
-        out = out if self.bias is None else out.add_(self.bias)
-        return out if residual is None else out.add_(residual)
-
-
 def can_block(weight: Tensor) -> bool:
     """Whether this machine has a blocked layout for `weight`: bfloat16 on a CPU that multiplies it, with oneDNN in the build."""
     return (
@@ -181,19 +128,5 @@ def can_block(weight: Tensor) -> bool:
     )
 
 
-def can_pack_four_bit(weight: Tensor) -> bool:
-    """Whether the four-bit form of `weight` is of use here: its kernel is written for AVX-512, and elsewhere it is slow."""
-    return can_block(weight) and uses_avx512()
-
-
 def _twice(row: Tensor) -> Tensor:
     return torch.cat([row, row])
-
-
-def _pack_four_bit(weight: FourBitWeight) -> tuple[Tensor, Tensor]:
-    """Codes in the layout of torch's product, and bfloat16 [in / 32, out, 2]: scale, and value of code 8, of each group."""
-    codes = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(1)
-    scale = weight.scale.float()
-    middle = weight.minimum.float() + 8 * scale
-    scales = torch.stack([scale.t(), middle.t()], dim=-1).to(torch.bfloat16).contiguous()
-    return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1), scales

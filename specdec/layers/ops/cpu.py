@@ -20,9 +20,6 @@ LANES = 16
 """Widths have to be multiples of this."""
 MOST_DIM = 256
 
-_PLAIN = Heads(1.0)[1:]
-"""Heads that are neither normed nor meet under a window, a softcap or with sinks."""
-
 
 class CpuOps(TorchOps):
     """`Ops` in C++ where it has what is asked for, otherwise in plain torch.
@@ -61,14 +58,18 @@ class CpuOps(TorchOps):
         ahead: Linear,
     ) -> Tensor:
         spec = backend.spec
-        plain = heads[1:] == _PLAIN and qkv.shape[1] == spec.num_heads + 2 * spec.num_kv_heads
-        call = _call(plan, backend) if plain and isinstance(backend, TorchRefBackend) else None
+        suits = _suits(heads, qkv) and qkv.shape[1] == spec.num_heads + 2 * spec.num_kv_heads
+        call = _call(plan, backend) if suits and isinstance(backend, TorchRefBackend) else None
         if call is None:
             return super().attend(backend, qkv, heads, angles, cache, plan, ahead)
         out = qkv.new_empty(len(qkv), spec.num_heads * spec.head_dim)
         call.qkv, call.out, call.scale = qkv.data_ptr(), out.data_ptr(), heads.scale
         call.keys, call.values = cache.key.data_ptr(), cache.value.data_ptr()
-        call.cos = call.sin = None
+        call.cos = call.sin = call.query_norm = call.key_norm = None
+        if heads.query_norm is not None and heads.key_norm is not None:
+            call.epsilon = heads.query_norm.epsilon
+            call.query_norm = heads.query_norm.weight.data_ptr()
+            call.key_norm = heads.key_norm.weight.data_ptr()
         if angles is not None:
             call.cos, call.sin = angles.cos.data_ptr(), angles.sin.data_ptr()
         self._library.attend(byref(call))
@@ -86,6 +87,16 @@ class CpuOps(TorchOps):
         given = (x.data_ptr(), x.stride(0), count, width, weight, norm.epsilon)
         self._library.norm_rows(*given, out.data_ptr())
         return out
+
+
+def _suits(heads: Heads, qkv: Tensor) -> bool:
+    """Whether heads meet without window, softcap and sinks; norms are of queries and keys alike."""
+    query, key = heads.query_norm, heads.key_norm
+    if heads[1:4] != (None, None, None) or heads.value_norm is not None:
+        return False
+    if query is None or key is None:
+        return query is key
+    return query.epsilon == key.epsilon and query.weight.dtype == key.weight.dtype == qkv.dtype
 
 
 def _call(plan: TorchRefPlan, backend: TorchRefBackend) -> Attention | None:

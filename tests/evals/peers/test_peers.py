@@ -264,7 +264,7 @@ def test_vllm_never_holds_two_engines(folder: Path, vllm: FakeVllm) -> None:
 def test_vllm_gets_the_weights_that_transformers_reads(folder: Path, tmp_path: Path, vllm: FakeVllm) -> None:
     """Further safetensors files beside the model, as the embedded one has, would be loaded as if they were its own."""
     shutil.copytree(folder, tmp_path / "model")
-    (tmp_path / "model" / "four_bit.safetensors").write_bytes(b"other weights")
+    (tmp_path / "model" / "blocks.safetensors").write_bytes(b"other weights")
     peer = load_peer("vllm", gpu_verifier(tmp_path / "model"))
     peer.generate([[1]], [SamplingParams()], concurrency=1)
     given = Path(vllm.calls[0]["model"])

@@ -78,17 +78,15 @@ def test_weights_are_those_of_the_payload(model_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_bit_weights_are_those_of_the_payload(model_folder: Path) -> None:
-    """Catches codes, scales or head rows in another order: rounded to bfloat16 they are the weights above, to the bit."""
-    weights, four_bit = (load_file(model_folder / name) for name in ("model.safetensors", embedded.FOUR_BIT))
-    names = [name.removesuffix(".codes") for name in four_bit if name.endswith(".codes")]
-    assert len(names) == 7 * 30 and len(four_bit) == 3 * len(names)
-    for name in names:
-        if name.startswith(("model.layers.0.", "model.layers.29.")):
-            codes, scale, minimum = (four_bit[f"{name}.{field}"] for field in ("codes", "scale", "minimum"))
-            each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).unflatten(1, (-1, 32))
-            values = each * scale.float()[..., None] + minimum.float()[..., None]
-            assert torch.equal(values.flatten(1).bfloat16(), weights[f"{name}.weight"]), name
+def test_weights_as_stored_are_those_of_the_payload(model_folder: Path) -> None:
+    """Catches blocks or head rows in another order: rounded they are the weights above."""
+    weights = load_file(model_folder / "model.safetensors")
+    stored = load_file(model_folder / embedded.BLOCKS)
+    blocks = embedded.read_blocks(stored, torch.bfloat16)
+    assert len(blocks) == 7 * 30 + 1
+    for name, weight in blocks.items():
+        if not name.startswith("model.layers.") or name.startswith("model.layers.29."):
+            assert weight.dequantized().equal(weights[name]), name
 
 
 @pytest.mark.slow
@@ -332,16 +330,19 @@ def test_payload_with_another_checksum(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_the_direct_way_in_computes_the_same(dtype: torch.dtype) -> None:
-    """Read without transformers' model code, the embedded model gives the same logits to the bit, and stops at the same tokens."""
+    """Read without transformers' model code, the embedded model gives the same logits to the bit.
+
+    In bfloat16 a CPU has its weights as stored, as those of the GGUF file itself.
+    """
     if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and not uses_avx512():
         pytest.skip("torch's own bfloat16 attention fails where ATEN_CPU_CAPABILITY excludes AVX-512 on a CPU with AMX")
-    path = str(embedded_model_path())
+    path = str(embedded_model_path() if dtype is torch.float32 else embedded.gguf_path())
     direct, _ = load_verifier("embedded", device=torch.device("cpu"), dtype=dtype)
     detour, _ = load_verifier(path, device=torch.device("cpu"), dtype=dtype)
     prompt = list(range(500, 560))
     logits = [SpecDecoder(verifier, None).next_token_logits(prompt) for verifier in (direct, detour)]
     assert torch.equal(*logits)
-    assert direct.eos_token_ids == detour.eos_token_ids == (2,)
+    assert direct.eos_token_ids == (2,) and set(detour.eos_token_ids) >= {2}
     assert direct.max_model_len == detour.max_model_len
 
 

@@ -59,7 +59,13 @@ def test_gates(rows: int) -> None:
     assert_as_exact(ops().gated(linear, x, "silu", ahead), plain, exact)
 
 
-def attended(ops: TorchOps, dtype: torch.dtype, width: int, visibility: Any) -> Tensor:
+def attended(
+    ops: TorchOps,
+    dtype: torch.dtype,
+    width: int,
+    visibility: Any,
+    normed: bool = False,
+) -> Tensor:
     """Rows of three requests, one of which has no context, and what they leave in the cache."""
     lengths = torch.tensor([width + 37, width, width + 150], dtype=torch.int32)
     table = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(3)).view(3, 12).int()
@@ -81,17 +87,20 @@ def attended(ops: TorchOps, dtype: torch.dtype, width: int, visibility: Any) -> 
     turns = torch.randn(3 * width, DIM // 2, generator=torch.Generator().manual_seed(9))
     angles = Angles(turns.cos().bfloat16().to(dtype), turns.sin().bfloat16().to(dtype))
     ahead = DenseLinear(torch.zeros(1, 1))
-    out = ops.attend(backend, qkv, Heads(DIM**-0.5), angles, cache, backend.plan(metadata), ahead)
+    norms = [Norm(random(DIM, seed=seed).to(dtype), 1e-6) if normed else None for seed in (7, 8)]
+    heads = Heads(DIM**-0.5, query_norm=norms[0], key_norm=norms[1])
+    out = ops.attend(backend, qkv, heads, angles, cache, backend.plan(metadata), ahead)
     return torch.cat([out.flatten(), *(side.flatten() for side in cache)])
 
 
 @pytest.mark.parametrize("visibility", ["causal", "full", "ancestors"])
 @pytest.mark.parametrize("width", [1, 6])
-def test_attention(width: int, visibility: Any) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention(width: int, visibility: Any, normed: bool) -> None:
     """Chains, blocks whose rows see each other, and trees; what is written to the cache, too."""
-    plain = attended(TorchOps(), torch.bfloat16, width, visibility)
-    exact = attended(TorchOps(), torch.float64, width, visibility)
-    assert_as_exact(attended(ops(), torch.bfloat16, width, visibility), plain, exact)
+    plain = attended(TorchOps(), torch.bfloat16, width, visibility, normed)
+    exact = attended(TorchOps(), torch.float64, width, visibility, normed)
+    assert_as_exact(attended(ops(), torch.bfloat16, width, visibility, normed), plain, exact)
 
 
 def test_bits_of_a_row_do_not_depend_on_rows_after_it() -> None:
