@@ -114,6 +114,9 @@ class Client:
                 self._connection = await asyncio.open_connection(*self._address)
             reader, writer = self._connection
             writer.write("\r\n".join([*head, "", ""]).encode() + body)
+            answer = await reader.readline()
+            if b" 200 " not in answer:
+                raise ValueError(answer)
             while (line := await reader.readline()) not in (b"", b"0\r\n"):
                 if line.startswith(b"data: {"):
                     seen.events += 1
@@ -124,8 +127,10 @@ class Client:
             await reader.readline()
             seen.tokens += json.loads(last[6:])["usage"]["completion_tokens"]
             seen.first.append((first or time.perf_counter()) - began)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError) as error:
             seen.lost += 1
+            if seen.lost == 1:
+                print(f"lost: {error!r}", file=sys.stderr)
             self._connection = None
 
 
@@ -235,6 +240,7 @@ def compare(args: argparse.Namespace) -> int:
     orders, theirs = context.Pipe()
     engine = context.Process(target=alone, args=(theirs, args.tokens, options), daemon=True)
     engine.start()
+    theirs.close()  # so that its end is noticed
     orders.recv()
     with served(["-m", "specdec"], options) as (_, address):
         print(
