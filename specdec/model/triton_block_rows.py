@@ -31,8 +31,9 @@ def _block_rows_kernel(
     await_previous(OVERLAP)
     length = tl.load(seq_lens + request)
     position = length + row
-    place = tl.minimum(position // BLOCK_SIZE, max_blocks - 1)
-    block = tl.load(block_table + request * table_stride + place, mask=within, other=0).to(tl.int64)
+    place = tl.minimum(position // BLOCK_SIZE, max_blocks - 1)  # -1 in a table without blocks
+    known = within & (place >= 0)
+    block = tl.load(block_table + request * table_stride + place, mask=known, other=0).to(tl.int64)
     tl.store(positions + request * WIDTH + row, position, mask=within)
     tl.store(slots + request * WIDTH + row, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=within)
     tl.store(lengths + request, (length + WIDTH).to(tl.int32))

@@ -193,15 +193,6 @@ def _values(
 
 
 @triton.jit
-def _above(highs: tl.tuple, PLACE: tl.constexpr, CODE: tl.constexpr) -> tl.tensor:
-    """The high bits of a tile of words, or None."""
-    if len(highs) == 0:
-        return None
-    else:
-        return beside(highs[PLACE], high_bits(CODE))
-
-
-@triton.jit
 def _add_step(
     total: tl.tensor,  # float32 [LANES, COLUMNS, ROWS]
     up: tl.tensor,  # the same of the second side, if GATED
@@ -237,11 +228,12 @@ def _add_step(
         if piece + 1 < PIECES:  # rows are read a piece ahead
             following = (piece + 1) * SPAN
             coming = _values(inputs + following, there, within + following, INPUTS, RUN, COUNT, UNEVEN)
-        above = _above(highs, piece * SIDES, CODE)
+        above = None if len(highs) == 0 else beside(highs[piece * SIDES], high_bits(CODE))
         numbers = numbers_of(held[piece * SIDES], above, CODE, MIDDLE, dtype, ASSEMBLY)
         up_numbers = numbers
         if GATED:
-            above = _above(highs, piece * SIDES + 1, CODE)
+            if len(highs) != 0:
+                above = beside(highs[piece * SIDES + 1], high_bits(CODE))
             up_numbers = numbers_of(held[piece * SIDES + 1], above, CODE, MIDDLE, dtype, ASSEMBLY)
         part = tl.zeros_like(total)
         up_part = part
