@@ -6,6 +6,7 @@ import sys
 
 from drafters.training.config import TrainConfig, add_flags, build_config
 from specdec.base.errors import InvalidInputError
+from specdec.base.registry import PARTS, resolve
 from specdec.base.writing import make_folder
 from specdec.cli.fields import whole_number
 from specdec.cli.options import ray_option, say_gpu
@@ -20,9 +21,10 @@ examples:
   torchrun --nproc-per-node 2 -m specdec train train --config run.toml
   specdec train --config run.toml --ray --workers 8
   specdec train finish --config run.toml
+  specdec train bench qwen3-8b --max-length 2048 --batch-size 8 16 --anchors 64 256 --compile
 
 Stages: answers (the target answers the prompts, and may write some itself), train, finish (export, and compare tau with the
-engine's); all without a name.
+engine's); all without a name. bench times a step of the trainer at a shape, with random weights.
 A killed run goes on with the same command. docs/training.md is the guide.
 """
 
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec train`."""
     parser.usage = "%(prog)s [STAGE ...] --out FOLDER [options]"
     parser.epilog = _EXAMPLES
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="answers, train, finish (default: all three)")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="answers, train, finish (default: all three); or bench SHAPE")
     parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with the options below as keys; flags win")
     add_flags(parser)
     ray_option(parser.add_argument_group("cluster"), "train in processes of a Ray cluster that all see the run's folder")
@@ -44,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SpecDecError: see `drafters.training.stages.run_stages`.
     """
+    if args.stages[:1] == ["bench"]:
+        measured: int = resolve(PARTS, "train bench", "part")(args)
+        return measured
     config: TrainConfig = build_config(vars(args), args.config)
     stages = tuple(args.stages) or STAGES
     unknown = [stage for stage in stages if stage not in STAGES]

@@ -172,6 +172,10 @@ class TrainConfig:
         return self.kl > 0 or self.tv > 0 or self.confidence > 0
 
 
+SEVERAL = ("batch_size", "anchors")
+"""Options that take several values in `specdec train bench`, and one elsewhere."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field, in the groups of the dataclass; a flag that is not given leaves no trace in the namespace."""
     names = [info.name for info in fields(TrainConfig)]
@@ -182,6 +186,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             TrainConfig,
             [info.name for info in fields(TrainConfig) if info.metadata["group"] == title],
             defaults=dict.fromkeys(names, argparse.SUPPRESS),
+            several=SEVERAL,
             nargs="+",
         )
 
@@ -198,7 +203,13 @@ def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
         if name not in kinds:
             raise InvalidInputError(f"{file}: unknown key {name!r}; the keys are the flags of `specdec train`, with _ for -")
         values[name] = kinds[name].check(value, f"{file}: {name}")
-    values |= {name: tuple(value) if kinds[name].many else value for name, value in flags.items() if name in kinds}
+    for name, value in flags.items():
+        if name in SEVERAL and len(value) > 1:
+            given = f"--{name.replace('_', '-')} {' '.join(map(str, value))}"
+            raise InvalidInputError(f"{given}: a run takes one; several are for specdec train bench")
+        if name in kinds:
+            single = name in SEVERAL
+            values[name] = value[0] if single else tuple(value) if kinds[name].many else value
     if not values.get("out"):
         raise InvalidInputError("the run has no folder; name one with --out")
     if (revision := values.pop("revision", None)) is not None:

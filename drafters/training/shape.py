@@ -106,7 +106,9 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
         windows=(config.window,) * sliding + (None,) * (config.layers - sliding),
         causal=(True,) * sliding + (False,) * (config.layers - sliding),
         hidden_size=verifier.hidden_size,
-        intermediate_size=config.intermediate or target.intermediate_size,
+        intermediate_size=config.intermediate
+        or getattr(target, "intermediate_size", None)  # a target of experts alone has none
+        or 3 * verifier.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

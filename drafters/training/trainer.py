@@ -134,7 +134,7 @@ class Trainer:
                     self._save()
                 last_save = last_eval = self.seconds
                 while self.progress < 1 and not self._agreed(bool(stopping) or late):
-                    row = self._steps(config.log_every)
+                    row = self.steps(config.log_every)
                     late = time.perf_counter() >= stop_at
                     done = self.progress >= 1
                     if self.seconds - last_eval >= 60 * config.eval_every and not done:
@@ -154,7 +154,7 @@ class Trainer:
             log.close()
         return self.progress >= 1
 
-    def _steps(self, count: int) -> dict[str, Any]:
+    def steps(self, count: int) -> dict[str, Any]:
         """Runs up to `count` steps without waiting for the device, then reads how they went."""
         started, first = time.perf_counter(), self.step
         totals = torch.zeros(4, device=self.target.device)
@@ -214,7 +214,7 @@ class Trainer:
 
     def _forward_backward(self, micro: int, totals: Tensor) -> Tensor:
         """Leaves the gradient of the summed loss in the model, adds to `totals`, and returns the sum of the weights."""
-        batch, share = self._batch(micro)
+        batch, share = self.batch(micro)
         features, final_hidden = self.target.features(batch)
         # Drawn for the whole batch, so that a step is the same however it is split.
         self._generator.manual_seed(hash((self.config.seed, self.step)) % 2**63)
@@ -237,7 +237,7 @@ class Trainer:
         totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
         return weight
 
-    def _batch(self, micro: int) -> tuple[SequenceBatch, slice]:
+    def batch(self, micro: int) -> tuple[SequenceBatch, slice]:
         """Sequences of one forward of this process, padded to the longest in the whole batch, and their place in it."""
         epoch, position = divmod(self.step, self._steps_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:

@@ -87,6 +87,7 @@ TOKENIZERS = {
 
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
+    "train bench": "evals.bench.training:run",
     "needs": "verifiers.needs:read_needs",  # doctor --model
     "fit": "drafters.fit:read_fit",  # doctor --drafter
     "quantization": "verifiers.formats.method:check_quantization",  # the same

@@ -128,7 +128,9 @@ def add_options(
         kind, own = kinds[field.name], _default(field)
         default = (defaults or {}).get(field.name, own)
         shown = own if default == argparse.SUPPRESS else default
-        options: dict[str, Any] = {"dest": field.name, "default": [default] if field.name in several else default}
+        options: dict[str, Any] = {"dest": field.name, "default": default}
+        if field.name in several and default != argparse.SUPPRESS:
+            options["default"] = [default]
         if kind.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:

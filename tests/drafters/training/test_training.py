@@ -297,7 +297,7 @@ def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyP
     guarded = []
 
     def forward(self: Trainer, *args: Any) -> Any:
-        self._batch(0)  # an epoch's order goes to the device once
+        self.batch(0)  # an epoch's order goes to the device once
         with no_host_sync():
             guarded.append("forward")
             return forward_backward(self, *args)

@@ -1,0 +1,262 @@
+"""`specdec train bench SHAPE`: a step of the trainer, with random weights and answers."""
+
+import argparse
+import gc
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafters.dflash.model import DFlashModel
+from drafters.training.config import SEVERAL, TrainConfig, build_config
+from drafters.training.data.dataset import Answer, AnswerSet
+from drafters.training.shape import make_drafter
+from drafters.training.target import Target
+from drafters.training.trainer import Trainer
+from evals.bench.shapes import config_file
+from specdec.base.errors import InvalidInputError
+from specdec.cli.options import say_gpu
+from specdec.device.device import resolve_device, resolve_dtype
+from verifiers.config.shape import expert_counts
+from verifiers.dummy import dummy_verifier, random_model, read_config
+
+PEAKS = {
+    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
+    "MI300X": 1307, "MI325X": 1307, "MI350X": 2300, "MI355X": 2500,
+}  # fmt: skip
+"""TFLOP/s of dense products in bfloat16 that the makers state, by a part of the card's name."""
+
+STEPS = 5
+PROMPT = 4
+"""One part in so many of a sequence is its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One size: milliseconds of a step and of its parts, FLOP of a step, bytes at most."""
+
+    batch_size: int
+    anchors: int
+    step: float
+    target: float
+    optimizer: float
+    flop: float
+    memory: int | None
+
+    def row(self, peak: float | None) -> tuple[str, ...]:
+        """Of the table, under `COLUMNS`."""
+        seconds, rate = self.step / 1e3, self.flop / self.step / 1e9
+        return (
+            f"{self.batch_size}",
+            f"{self.anchors}",
+            f"{self.target:,.1f}",
+            f"{self.step - self.target - self.optimizer:,.1f}",
+            f"{self.optimizer:,.1f}",
+            f"{self.step:,.1f}",
+            f"{self.batch_size * self.anchors / seconds:,.0f}",
+            f"{self.batch_size / seconds:,.1f}",
+            f"{rate:,.3g}",
+            "" if peak is None else f"{rate / peak:.1%}",
+            "" if self.memory is None else f"{self.memory / 1e9:,.1f}",
+        )
+
+
+COLUMNS = (
+    "batch", "anchors", "target ms", "drafter ms", "optimizer ms", "step ms", "anchors/s",
+    "samples/s", "TFLOP/s", "MFU", "memory GB",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line for each batch size and number of anchors; see `measure`.
+
+    Raises:
+        SpecDecError: an option, the config or the device is wrong.
+    """
+    if len(args.stages) != 2:
+        raise InvalidInputError("train bench takes one shape, such as qwen3-8b, or a config.json")
+    given = {name: vars(args).pop(name, None) for name in SEVERAL}
+    with TemporaryDirectory() as folder:
+        args.out = folder
+        config = build_config(vars(args), args.config)
+        config = replace(config, epochs=2.0 * STEPS, max_steps=None, max_minutes=None)
+        sizes = list(product(*(given[name] or [getattr(config, name)] for name in SEVERAL)))
+        configs = [replace(config, batch_size=batch, anchors=anchors) for batch, anchors in sizes]
+        say_gpu(config.device)
+        device = resolve_device(config.device)
+        peak = None
+        if device.type == "cuda" and resolve_dtype(config.dtype, device) == torch.bfloat16:
+            name = torch.cuda.get_device_name(device)
+            peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+        widths = [max(len(title), 7) for title in COLUMNS]
+        print(_line(COLUMNS, widths))
+        for one in measure(args.stages[1], configs, device):
+            row = one if isinstance(one, tuple) else one.row(peak)
+            print(_line(row, widths), flush=True)
+    return 0
+
+
+Row = Figures | tuple[str, ...]
+
+
+def measure(name: str, configs: list[TrainConfig], device: torch.device) -> Iterator[Row]:
+    """Times the trainer's own steps; random sequences are all `max_length` long.
+
+    Args:
+        name: a shape of `evals.bench.shapes`, a config.json, or a folder with one.
+        configs: runs that differ in `batch_size` and `anchors`.
+        device: to run on.
+
+    Yields:
+        Figures of each run, or the beginning of its row and why there are none.
+    """
+    first = configs[0]
+    shape = read_config(config_file(name))
+    model = random_model(shape, device, resolve_dtype(first.dtype, device), seed=first.seed)
+    weights = _products(model, shape)
+    verifier: Any = dummy_verifier(model, name=name, attention=first.attention, fuse=False)
+    del model
+    drafter = make_drafter(first, verifier, _Spare(verifier.vocab_size - 1))
+    taps, whole = drafter.config.target_layer_ids, first.uses_teacher
+    target = Target(verifier, taps, distribution=whole, compile=first.compile)
+    kept = verifier.num_layers if whole else max(taps) + 1
+    size = sum(parameter.numel() for parameter in drafter.parameters())
+    print(
+        f"train bench: {name}, {kept} of {verifier.num_layers} layers run; a drafter of"
+        f" {size / 1e6:,.0f} M parameters; sequences of {first.max_length:,} tokens; {STEPS} steps",
+        file=sys.stderr,
+    )
+    for config in configs:
+        try:
+            yield _timed(config, target, sum(weights[:kept]), shape)
+        except torch.OutOfMemoryError:
+            yield str(config.batch_size), str(config.anchors), "out of memory"
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _timed(config: TrainConfig, target: Target, weights: float, shape: Any) -> Figures:
+    verifier, device = target.verifier, target.device
+    model = make_drafter(config, verifier, _Spare(verifier.vocab_size - 1))
+    answers = _answers(config, target, model)
+    trainer = Trainer(config, model, target, answers, answers)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def milliseconds(call: Callable[[], object]) -> float:
+        call()
+        started = _now(on_gpu)
+        for _ in range(STEPS):
+            call()
+        return (_now(on_gpu) - started) / STEPS * 1e3
+
+    def update() -> None:
+        for _ in range(config.accumulation):
+            trainer.optimizer.accumulate()
+        trainer.optimizer.step(torch.ones((), device=device), 0.0)
+
+    trainer.steps(1)  # compiles
+    step = STEPS * config.batch_size / trainer.steps(STEPS)["sequences_per_second"] / STEPS * 1e3
+    memory = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    parts = [trainer.batch(micro)[0] for micro in range(config.accumulation)]
+    forward = milliseconds(lambda: [target.features(part) for part in parts])
+    optimizer = milliseconds(update)
+    flop = sum(flop_of(model, config, weights, shape).values())
+    return Figures(config.batch_size, config.anchors, step, forward, optimizer, flop, memory)
+
+
+def flop_of(
+    model: DFlashModel,
+    config: TrainConfig,
+    weights: float,
+    shape: Any,
+) -> dict[str, float]:
+    """FLOP of a step by part: what its products need, not what a kernel computes twice.
+
+    2 for each weight and row forward, 2 for the gradient of each that has one. Attention of the
+    target is causal; a block attends to half of its sequence on average. A head's corrections are
+    left out, and so are convolutions and the scans of recurrent layers.
+
+    Args:
+        model: the drafter.
+        config: the run.
+        weights: of the target's products, for one token.
+        shape: the target's config.
+    """
+    own = model.config
+    tokens = config.batch_size * config.max_length
+    blocks = config.batch_size * config.anchors
+    rows = blocks * (own.max_draft_tokens + (not own.sample_from_anchor))
+    layers = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Linear))
+    context = model.context_projection()[0].numel()
+    features = 0 if model.fc is None else model.fc.weight.numel()
+    head = own.hidden_size * own.vocab_size
+    heads = own.num_attention_heads * own.head_dim * own.num_hidden_layers
+    ran = shape.num_hidden_layers if config.uses_teacher else max(own.target_layer_ids) + 1
+    count = shape.num_attention_heads
+    theirs = count * (getattr(shape, "head_dim", None) or shape.hidden_size // count)
+    return {
+        "target": tokens * 2 * weights,
+        "context": tokens * (6 * context + 4 * features),  # features have no gradient
+        "blocks": rows * 6 * layers,
+        "head": blocks * own.max_draft_tokens * head * (6 if config.uses_teacher else 4),
+        "attention": config.max_length * (tokens * 2 * theirs * ran + rows * 6 * heads),
+    }
+
+
+def _products(model: nn.Module, shape: Any) -> list[float]:
+    """Weights by which a token is multiplied, of each layer; of experts those that it chooses."""
+    counts = expert_counts(shape)
+    found = [0.0] * shape.num_hidden_layers
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if layer and parameter.ndim >= 2:
+            share = counts[1] / counts[0] if counts and ".experts." in name else 1.0
+            found[int(layer[1])] += parameter.numel() * share
+    return found
+
+
+def _answers(config: TrainConfig, target: Target, model: DFlashModel) -> AnswerSet:
+    """Random tokens, as many answers as two batches have."""
+    length, mask = config.max_length, model.config.mask_token_id
+    shape, generator = (2 * config.batch_size, length), torch.Generator().manual_seed(config.seed)
+    rows = torch.randint(mask, shape, generator=generator).tolist()  # the mask is the last token
+    answers = [Answer(row[: length // PROMPT], row[length // PROMPT :]) for row in rows]
+    sizes = {"max_length": length, "bucket": config.bucket}
+    return AnswerSet(answers, device=target.device, mask_token_id=mask, **sizes)
+
+
+class _Spare:
+    """In place of a tokenizer, of which a drafter asks for a token to spare: the last one here.
+
+    Args:
+        size: tokens.
+    """
+
+    bos_token_id = eos_token_id = pad_token_id = unk_token_id = chat_template = None
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.added_tokens_decoder: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def _now(on_gpu: bool) -> float:
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    return "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=False)).rstrip()

@@ -1,0 +1,144 @@
+"""`specdec train bench`: the work it counts is what the step computes, and every shape runs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from drafters.training.trainer import Trainer
+from evals.bench import training
+from evals.bench.shapes import config_file, entries, names
+from specdec.cli.main import main
+
+SHAPE = {
+    "model_type": "qwen3",
+    "dtype": "float32",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOP of products with weights; attention's are others."""
+
+    flop = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kind = func.overloadpacket
+        if kind in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.flop += flop_registry[kind](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def bench(folder: Path, shape: dict[str, Any], *flags: str) -> int:
+    file = folder / "config.json"
+    file.write_text(json.dumps(shape))
+    sizes = ["--max-length", "64", "--block-size", "4", "--layers", "2", "--bucket", "16"]
+    where = ["--device", "cpu", "--dtype", "float32"]
+    return main(["train", "bench", str(file), *sizes, *where, *flags])
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_the_work_that_is_counted_is_that_of_the_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    teacher: bool,
+) -> None:
+    """Catches a part of a step that is left out or counted twice, attention aside."""
+    found: list[float] = []
+    flop_of, steps = training.flop_of, Trainer.steps
+
+    def stated(*args: Any) -> dict[str, float]:
+        parts = flop_of(*args)
+        found.append(sum(parts.values()) - parts["attention"])
+        return parts
+
+    def counted(self: Trainer, count: int) -> dict[str, Any]:
+        with Products() as products:
+            row = steps(self, count)
+        if count == 1:
+            found.append(products.flop)
+        return row
+
+    monkeypatch.setattr(training, "flop_of", stated)
+    monkeypatch.setattr(Trainer, "steps", counted)
+    flags = ["--kl", "0.5"] if teacher else []
+    assert bench(tmp_path, SHAPE, "--batch-size", "2", "--anchors", "3", *flags) == 0
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_every_shape_has_a_line_for_each_size(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    shape = entries(config_file(name))
+    part = shape.get("text_config", shape)
+    part |= {key: value for key, value in SMALL.items() if key in part}
+    assert bench(tmp_path, shape, "--batch-size", "1", "2", "--anchors", "3") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["1", "3"], ["2", "3"]]
+    figures = [figure for line in lines[1:] for figure in line.split()[5:]]
+    assert all(float(figure.replace(",", "")) >= 0 for figure in figures)
+
+
+def test_a_size_without_room_is_said_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Trainer.steps
+
+    def full(self: Trainer, count: int) -> dict[str, Any]:
+        if self.config.anchors == 3:
+            raise torch.OutOfMemoryError("no room")
+        return steps(self, count)
+
+    monkeypatch.setattr(Trainer, "steps", full)
+    assert bench(tmp_path, SHAPE, "--batch-size", "1", "--anchors", "3", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["1", "3", "out", "of", "memory"]
+    assert lines[2].split()[:2] == ["1", "2"]
+
+
+def test_what_cannot_be_measured_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "bench"]) == 2
+    assert "qwen3-8b" in capsys.readouterr().err
+    assert main(["train", "bench", "no-such-shape"]) == 2
+    assert "no config 'no-such-shape'" in capsys.readouterr().err
+    assert main(["train", "--out", str(tmp_path), "--anchors", "2", "3"]) == 2
+    assert "--anchors 2 3: a run takes one" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
