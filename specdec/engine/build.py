@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from specdec.engine.requests.scheduler import Scheduler
 from specdec.engine.slots import SlotState
 from specdec.engine.step import StepRunner
 from specdec.kernels.kernel import check_all
+from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
 from specdec.model.core import Drafter, Verifier
 from specdec.parallel.collectives import least
@@ -90,6 +92,10 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
     max_blocks = blocks_for(max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size)
 
+    if not unavailable_reasons(device) and os.environ.get("TRITON_INTERPRET") != "1":
+        from specdec.kernels.triton_compile import say_when_compiling  # it imports Triton
+
+        say_when_compiling()
     check_all(device)
     group, wanted = group_of(verifier), config.graphs
     if group is not None and wanted is None and torch.version.hip:

@@ -1,0 +1,116 @@
+"""Kernels compiled ahead by other processes, for a machine that need not be here: a later launch
+finds them on disk.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from specdec.attention.triton import triton_splits
+from specdec.kernels.triton_compile import CompileAhead, is_known, remember
+
+KERNEL = "specdec.attention.triton.triton_splits:_merge_kernel"
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A driver of a machine that is not here, and a cache on disk that is empty."""
+    if not hasattr(triton_splits._merge_kernel, "preload"):
+        pytest.skip("Triton interprets its kernels in this process")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    answers = {"get_current_target": target, "get_current_device": 0, "get_current_stream": 0}
+    here = SimpleNamespace(**{name: partial(_told, answer) for name, answer in answers.items()})
+    driver = import_module("triton.runtime").driver
+    before = driver._active
+    driver.set_active(here)
+    triton_splits._merge_kernel.device_caches.clear()
+    yield
+    triton_splits._merge_kernel.device_caches.clear()
+    driver._active = before
+
+
+def _told(answer: Any, *_: object) -> Any:
+    return answer
+
+
+def merge(splits: int) -> torch.Tensor:
+    """Launches the kernel as a step does; gives what it should have written."""
+    output = torch.empty(4, 9, 64, dtype=torch.bfloat16)
+    triton_splits.merge_splits(torch.empty(4, 9, splits, 64), torch.empty(4, 9, splits), output, 64)
+    return output
+
+
+def test_what_a_launch_needs_is_compiled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each of its forms, whatever the number of launches; this process then only reads."""
+    told: list[tuple[int, int]] = []
+    with CompileAhead(2) as ahead:
+        for splits in (2, 4, 2, 4):
+            assert not merge(splits).any(), "it computed nothing, and what it left is no garbage"
+    assert list(ahead.kernels) == [KERNEL] and not triton_splits._merge_kernel.device_caches[0][0]
+    ahead.wait(lambda *progress: told.append(progress))
+    assert told == [(0, 2), (1, 2), (2, 2)]
+    # Triton before 3.7 links what launches a kernel.
+    assert all("libcuda" in failure for failure in ahead.failures)
+
+    hits: list[bool] = []
+    monkeypatch.setattr(
+        import_module("triton").knobs.compilation,
+        "listener",
+        lambda **about: hits.append(about["cache_hit"]),
+    )
+    with pytest.raises(AttributeError):  # nothing can be launched here
+        merge(4)
+    assert hits == [True]
+
+
+def test_what_is_compiled_is_left_out_as_well() -> None:
+    """It would read what others have not written; afterwards it is there again."""
+    with CompileAhead(1) as ahead:
+        merge(2)
+        ((table, key),) = ahead._left_out
+    ahead.close()
+    compiled = table[key] = object()  # which no launch can use
+    with CompileAhead(1) as ahead:
+        merge(2)
+    ahead.close()
+    assert list(ahead.kernels) == [KERNEL] and table == {key: compiled}
+
+
+def test_what_is_known_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a kernel's source changes, or the cache is gone."""
+    kernel = triton_splits._merge_kernel
+    remember("a model", {KERNEL: kernel.cache_key})
+    assert is_known("a model") and not is_known("another")
+    remember("a model", {KERNEL: "of before"})
+    assert not is_known("a model")
+    remember("a model", {KERNEL: kernel.cache_key, "specdec.gone:_kernel": ""})
+    assert not is_known("a model")
+
+
+def test_processes_that_end_early_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they leave is compiled when it is launched."""
+    monkeypatch.setattr("sys.executable", "/bin/true")
+    told: list[Any] = []
+    with CompileAhead(1) as ahead:
+        merge(2)
+    ahead.wait(lambda *progress: told.append(progress))
+    assert ahead.failures == ["the compiling processes have ended early"] and told[-1] == (1, 1)
+
+
+def test_a_kernel_that_does_not_compile_is_told_of() -> None:
+    with CompileAhead(1) as ahead:
+        sizes = dict(HEAD_DIM=1, SPLITS=3, ROWS=1, BLOCK_D=1, OVERLAP=False)  # noqa: C408
+        triton_splits._merge_kernel[(1,)](*[torch.empty(1)] * 3, 1, **sizes)
+    ahead.wait(lambda *progress: None)
+    assert len(ahead.failures) == 1 and ahead.failures[0].startswith("_merge_kernel: ")
