@@ -13,7 +13,8 @@ so the host never waits, and an accelerator can replay the step as one graph. On
 accelerator they are read while the next step runs.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,8 @@ class SpecEngine:
         admission: makes and checks requests.
         runner: launches the work of a step; holds what is captured.
         second_tries: of requests whose logits were not finite.
+        spare_work: what makes later steps faster, to be done one by one while there are no
+            requests.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class SpecEngine:
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
+        self.spare_work: deque[Callable[[], None]] = deque()
         self.second_tries = SecondTries(self.scheduler, self.pool, self.kv_cache)
         self.block_choice = self._new_choice()
         self.guided_choice = self._new_choice()
@@ -223,14 +227,12 @@ class SpecEngine:
         if self.second_tries.concern(requests):
             return BlockShape(0)
         if choice and requests:
-            graphs = self.runner.graphs
             self._outlook = self.runner.outlook(batch, self.num_draft_tokens)
             shape = choice.choose(
                 len(requests),
                 sampled=batch.sampled,
                 outlook=self._outlook,
-                news=partial(self.runner.news, batch),
-                new_seconds=graphs.capture_seconds if graphs else None,
+                ready=partial(self.runner.ready, batch),
             )
         if shape.is_tree and (not self.block_choice or self.scheduler.has_room(requests, shape.drafts)):
             return shape  # what reaches too far is cut off

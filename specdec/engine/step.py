@@ -165,14 +165,12 @@ class StepRunner:
         draft, accepted = self.step(batch)
         return result_table(batch.shape, accepted, draft, out)
 
-    def news(self, selection: Selection) -> Callable[[BlockShape], bool]:
-        """Tells of any shape whether a step of it would have to be captured first."""
+    def ready(self, selection: Selection) -> Callable[[BlockShape], bool]:
+        """Tells of any shape whether a step may have it, see `CapturedSteps.ready`."""
         graphs = self.guided_graphs if selection.plan.guided else self.graphs
         if graphs is None or self._timer.enabled:
-            return lambda shape: False
-        is_new = graphs.news(selection)
-        plain: Context = "later" if self.most_deferred else "now"
-        return lambda shape: is_new(shape, "now" if shape.drafts else plain)
+            return lambda shape: True
+        return graphs.ready(selection, "later" if self.most_deferred else "now")
 
     @property
     def most_deferred(self) -> int:

@@ -48,6 +48,14 @@ class SamplingPlan(NamedTuple):
         """Whether a request drops tokens before drawing."""
         return self.max_top_k > 0 or self.any_top_p or self.any_min_p
 
+    def covers(self, other: SamplingPlan) -> bool:
+        """Whether a step of this plan gives requests of the other what they want and nothing else:
+        it samples and filters more.
+        """
+        names = "all_greedy", "max_top_k", "any_top_p", "any_min_p"
+        alike = self._replace(**{name: getattr(other, name) for name in names}) == other
+        return alike and SamplingPlan.joined([self, other]) == self
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> SamplingPlan:
         """The facts of these requests."""

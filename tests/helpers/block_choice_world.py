@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.capture.buckets import batch_bucket
 from specdec.engine.policy.block_choice import BlockChoice, shapes
-
-CAPTURE = 15
-"""Plain steps that the first step of a kind takes longer."""
-
 
 Time = Callable[[int, int], float]
 """Of a step, by requests and k."""
@@ -58,11 +53,8 @@ class ChainLength:
         self.choice = BlockChoice(shapes(most, trees=0))
         self.rungs = tuple(shape.drafts for shape in self.choice.rungs)
 
-    def choose(self, num_reqs: int, *, news: Callable[[], Callable[[int], bool]] | None = None, **options: Any) -> int:
-        if news is not None:
-            is_new = news()
-            options["news"] = lambda: lambda shape: is_new(shape.drafts)
-        return self.choice.choose(num_reqs, **options).drafts
+    def choose(self, num_reqs: int) -> int:
+        return self.choice.choose(num_reqs).drafts
 
     def observe(self, num_reqs: int, k: int, accepted: Sequence[int], seconds: float | None) -> None:
         self.choice.observe(num_reqs, BlockShape(k), accepted, seconds)
@@ -73,7 +65,7 @@ class World:
     """What decoding would be like.
 
     Attributes:
-        time: undisturbed time of a step, by requests and k.
+        time: undisturbed milliseconds of a step, by requests and k.
         rate: P(a draft is accepted | those before it are), by its position from 0 and the step.
         num_reqs: of a step.
         spread: relative standard deviation of a step's time; one in 30 is disturbed and takes up to five times as long.
@@ -112,14 +104,30 @@ class Outcome:
 
     Attributes:
         chosen: k of every step.
-        loss: share of the time that the best fixed k of every step's texts and batch size would have saved, captures included.
+        loss: share of the time that the best fixed k of every step's texts and batch size would
+            have saved.
+        behind: of every step, when it began and by how much it was slower than plain decoding of as
+            many tokens.
     """
 
     chosen: list[Block]
     loss: float
+    behind: list[tuple[float, float]]
+
+    def worst(self, window: float) -> float:
+        """Largest share of a stretch of so much time that plain decoding would have saved."""
+        most = late = 0.0
+        first = 0
+        for start, behind in self.behind:
+            late += behind
+            while self.behind[first][0] <= start - window:
+                late -= self.behind[first][1]
+                first += 1
+            most = max(most, late)
+        return most / window
 
 
-def decode(world: Place, choice: Chooser, *, steps: int, seed: int, known: set[tuple[int, Block]] | None = None) -> Outcome:
+def decode(world: Place, choice: Chooser, *, steps: int, seed: int) -> Outcome:
     """Steps in a world. Results are read while the next step runs, as on an accelerator.
 
     Args:
@@ -127,11 +135,10 @@ def decode(world: Place, choice: Chooser, *, steps: int, seed: int, known: set[t
         choice: chooses k, and is taught.
         steps: how many.
         seed: of the disturbances and the acceptance.
-        known: kinds of steps that are captured already, as (`batch_bucket`, k); new ones are added.
     """
     rng = random.Random(seed)
-    known = set() if known is None else known
     chosen: list[Block] = []
+    told: list[tuple[float, float]] = []
     unread: tuple[int, Block, list[Any], float] | None = None
     took = least = 0.0
     moods: list[float] = []
@@ -147,18 +154,14 @@ def decode(world: Place, choice: Chooser, *, steps: int, seed: int, known: set[t
         seconds = undisturbed * max(0.5, rng.gauss(1, world.spread))
         if rng.random() < 1 / 30:
             seconds *= 1 + 4 * rng.random()
-        unread = num_reqs, k, accepted, seconds
+        unread = num_reqs, k, accepted, seconds / 1000
         best = min(world.pace(other, step) for other in choice.rungs)
+        plain = choice.rungs[0]
+        told.append((took, undisturbed - world.pace(plain, step) * world.tokens(k, step)))
         took += undisturbed  # neither a disturbance nor luck with the drafts is the choice's doing
         least += best * world.tokens(k, step)
-        kind = batch_bucket(num_reqs), k
-        if kind not in known:
-            known.add(kind)
-            took += CAPTURE * world.time(num_reqs, choice.rungs[0])
-            if all(size != kind[0] for size, _ in known - {kind}):
-                least += CAPTURE * world.time(num_reqs, choice.rungs[0])  # any fixed k has one capture for each size
         chosen.append(k)
-    return Outcome(chosen, 1 - least / took)
+    return Outcome(chosen, 1 - least / took, told)
 
 
 def in_mood(rate: float, mood: float) -> float:

@@ -2,17 +2,16 @@
 
 A captured step reads its requests' state through `slots`, a tensor that keeps its place, so a replay serves whichever requests
 stand there. Everything the host would otherwise decide anew in each step is part of the shape: the padded size of the batch, the
-shape of its blocks, a bound on the sequence lengths, and what the requests' sampling needs. A shape is captured when it first
-occurs, on the padding slot alone.
+shape of its blocks, a bound on the sequence lengths, and what the requests' sampling needs. A shape
+is captured on the padding slot alone: when it first occurs, or before anybody waits
+(`specdec.engine.capture.warmup`). From then on larger shapes serve others.
 """
 
 import logging
-import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from statistics import median
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +33,13 @@ logger = logging.getLogger(__name__)
 Shape = TypeVar("Shape")
 Graph = TypeVar("Graph")
 
-MAX_GRAPHS = 256
+MAX_GRAPHS = 512
 """Shapes of steps captured at most, and of prefills; each keeps the nodes of its graph in device memory, and others run without."""
+
+EAGER = 8
+"""Times that a step which no graph can serve runs without one while requests are served. One more
+takes about three times as long, for it is captured; its kernels are compiled by then.
+"""
 
 
 class ShapeGraphs(Generic[Shape, Graph]):
@@ -47,10 +51,14 @@ class ShapeGraphs(Generic[Shape, Graph]):
 
     Attributes:
         graphs: what is captured.
+        serving: requests are served, which no capture may hold up: see `obtain`.
     """
 
     def __init__(self, *, required: bool, group: Group | None = None) -> None:
         self.graphs: dict[Shape, Graph] = {}
+        self.serving = False
+        self._nearest: dict[Shape, Shape | None] = {}
+        self._met: Counter[Shape] = Counter()  # while nothing could serve it
         self._group = group
         self._required = required
         self._closed = False
@@ -61,16 +69,27 @@ class ShapeGraphs(Generic[Shape, Graph]):
         return len(self.graphs)
 
     def obtain(self, shape: Shape, capture: Callable[[Shape], Graph]) -> Graph | None:
-        """The graph of a shape, captured when there is none.
+        """The graph of a shape, captured when there is none; while requests are served, that of the
+        nearest shape that serves it.
 
         Returns:
-            None when there are too many graphs, or the device refuses.
+            None when there are too many graphs, the device refuses, or requests are served and this
+            has been rare.
 
         Raises:
             BackendError: graphs are required and the device refuses.
         """
-        if shape in self.graphs or self._closed:
-            return self.graphs.get(shape)
+        if shape in self.graphs:
+            return self.graphs[shape]
+        if self.serving:
+            nearest = self.nearest(shape)
+            if nearest is not None:
+                return self.graphs[nearest]
+            self._met[shape] += 1
+            if self._met[shape] <= EAGER:
+                return None
+        if self._closed:
+            return None
         if len(self.graphs) >= MAX_GRAPHS:
             logger.warning("%d graphs are captured, the most there may be; other shapes run without one", MAX_GRAPHS)
             self._closed = True
@@ -87,8 +106,23 @@ class ShapeGraphs(Generic[Shape, Graph]):
             self._closed = True
             return None
         self.graphs[shape] = graph
+        self._nearest.clear()
         logger.debug("captured: %s", shape)
         return self.graphs[shape]
+
+    def nearest(self, shape: Shape) -> Shape | None:
+        """The captured shape that serves `shape` for the least; None where there is none."""
+        if shape not in self._nearest:
+            costs = {one: self._cost(one, shape) for one in self.graphs}
+            fits = {one: cost for one, cost in costs.items() if cost is not None}
+            self._nearest[shape] = min(fits, key=fits.__getitem__, default=None)
+        return self._nearest[shape]
+
+    def _cost(self, one: Shape, shape: Shape) -> tuple[Any, ...] | None:
+        """What tells the best of the captured shapes that serve `shape`, the least; None where
+        `one` does not.
+        """
+        return () if one == shape else None
 
 
 class StepShape(NamedTuple):
@@ -138,7 +172,6 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
         self._capture, self._state, self._steady_len = capture, state, steady_len
         self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
         self._selection: Selection | None = None  # whose slots the static ones are
-        self._seconds: deque[float] = deque(maxlen=9)  # of late captures
 
     def prepare(self, selection: Selection, block: BlockShape, context: Context = "now") -> Graph | None:
         """The captured step for a batch, ready to be replayed; captures it when its shape is new.
@@ -157,17 +190,31 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
             self._selection = selection
         return graph
 
-    def news(self, selection: Selection) -> Callable[[BlockShape, Context], bool]:
-        """Tells of any step of a batch whether `prepare` would capture it; looks at the requests once for all."""
-        if self._closed or len(selection.requests) > BATCH_SIZES[-1]:
-            return lambda block, context: False
-        shapes = self._shapes(selection)
-        return lambda block, context: shapes(block, context) not in self.graphs
+    def ready(self, selection: Selection, context: Context) -> Callable[[BlockShape], bool]:
+        """Tells of any block whether a step of a batch may have it: not where another has a graph
+        and it has none.
 
-    @property
-    def capture_seconds(self) -> float | None:
-        """How long a capture holds up a step; None before the first."""
-        return median(self._seconds) if self._seconds else None
+        Args:
+            selection: the batch.
+            context: of a step without drafts.
+        """
+        shapes = self._shapes(selection)
+        if not self.serving or self.nearest(shapes(BlockShape(0), context)) is None:
+            return lambda block: True
+
+        def told(block: BlockShape) -> bool:
+            return self.nearest(shapes(block, "now" if block.drafts else context)) is not None
+
+        return told
+
+    def _cost(self, one: StepShape, shape: StepShape) -> tuple[Any, ...] | None:
+        """See `ShapeGraphs`."""
+        same = (one.block, one.context) == (shape.block, shape.context)
+        same &= one.min_seq_len in (0, shape.min_seq_len)
+        larger = one.num_reqs >= shape.num_reqs and one.max_seq_len >= shape.max_seq_len
+        if not (same and larger and one.plan.covers(shape.plan)):
+            return None
+        return one.num_reqs, one.plan != shape.plan, one.max_seq_len, -one.min_seq_len
 
     def _shapes(self, selection: Selection) -> Callable[[BlockShape, Context], StepShape]:
         """The shape of any step of a batch."""
@@ -182,7 +229,7 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
 
     def _captured(self, shape: StepShape) -> Graph:
         """Captures a step of padding, so that no request's state moves."""
-        state, plan, start = self._state, shape.plan, time.perf_counter()
+        state, plan = self._state, shape.plan
         self._selection = None
         self._slots.fill_(state.padding_slot)
         slots = self._slots[: shape.num_reqs]
@@ -197,9 +244,7 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
         # What a steady step finds planned was planned outside any capture, once for its number of rows.
         block = shape.block
         kind = (block.drafts > 0, block.is_tree, shape.context, plan, (shape.num_reqs, block) if shape.min_seq_len else None)
-        graph = self._capture_step(shape, gather, table, kind)
-        self._seconds.append(time.perf_counter() - start)
-        return graph
+        return self._capture_step(shape, gather, table, kind)
 
     def _capture_step(self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable) -> Graph:
         """Captures a step of the batch that `gather` gives, and leaves the padding slot as it was.

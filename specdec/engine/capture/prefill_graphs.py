@@ -44,6 +44,7 @@ class PrefillGraph(NamedTuple):
     """A captured prefill.
 
     Attributes:
+        shape: what it serves, and less.
         replay: launches it.
         inputs: int64 [3 * num_reqs * num_rows + 5 * num_reqs]: token, position and cache slot of each row; then of each request
             the slot, the row whose logits are wanted, the position after its last row, how many of its rows do not pad, and the
@@ -51,13 +52,14 @@ class PrefillGraph(NamedTuple):
         logits: [num_reqs, V], its result, the same tensor every time.
     """
 
+    shape: PrefillShape
     replay: Callable[[], None]
     inputs: Tensor
     logits: Tensor
 
 
 class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
-    """The captured prefills of one engine. A shape is captured when it first occurs.
+    """The captured prefills of one engine.
 
     Args:
         capture: captures device work.
@@ -97,17 +99,23 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         graph = self.obtain(shape, self._captured) if shape else None
         if shape is None or graph is None:
             return None
-        graph.inputs.copy_(self._inputs(chunks, shape), non_blocking=True)
+        graph.inputs.copy_(self._inputs(chunks, graph.shape), non_blocking=True)
         graph.replay()
         ended = [index for index, chunk in enumerate(chunks) if samples_first_token(chunk)]
         return graph.logits[: len(ended)] if len(ended) == len(chunks) else graph.logits[self._state.tensor(ended)]
 
-    def spans(self, most_reqs: int, most_tokens: int) -> Iterator[list[tuple[int, int]]]:
+    def spans(
+        self,
+        most_reqs: int,
+        most_tokens: int,
+        bounds: Sequence[int] | None = None,
+    ) -> Iterator[list[tuple[int, int]]]:
         """For every shape the shortest chunks that have it, each from start to end.
 
         Args:
             most_reqs: chunks of a step.
             most_tokens: tokens of all chunks of a step together.
+            bounds: some of those on lengths; None takes all.
         """
         width = LEAST_ROWS
         while width <= self._most_rows:
@@ -115,11 +123,17 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             for num_reqs in batches(most_reqs):
                 if batch_bucket(num_reqs) * width > self._most_rows or fewest + num_reqs - 1 > most_tokens:
                     break
-                for bound in lengths(self._state.longest):
+                for bound in bounds or lengths(self._state.longest):
                     start = min(bound - width, self._state.max_model_len - 1 - fewest)
                     if start >= 0 and length_bucket(start + width, self._state.longest) == bound:
                         yield [(start, start + fewest), *[(start, start + 1)] * (num_reqs - 1)]
             width *= 2
+
+    def _cost(self, one: PrefillShape, shape: PrefillShape) -> tuple[int, ...] | None:
+        """See `ShapeGraphs`. Rows of a request are as many: padding is computed, too."""
+        fits = one.num_reqs >= shape.num_reqs and one.max_seq_len >= shape.max_seq_len
+        fits &= one.num_rows == shape.num_rows
+        return (one.num_reqs, one.max_seq_len) if fits else None
 
     def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         longest = self._state.longest
@@ -173,7 +187,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
             logits.copy_(self._forward(PrefillBatch(rows, slots, next_token_ids)))
 
         replay = self._capture.capture(launch, PrefillShape)
-        return PrefillGraph(replay, inputs, logits)
+        return PrefillGraph(shape, replay, inputs, logits)
 
 
 def most_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:

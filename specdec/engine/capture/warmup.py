@@ -1,29 +1,43 @@
-"""Everything that a run can launch, launched once beforehand, so that no request waits for a compiler or a capture.
+"""What a run can launch, compiled and captured beforehand, so that no request waits for a compiler
+or a capture.
 
 Requests are made up in the slots of an engine that has none. All of their blocks are the null block, so a context of any length
 takes no memory. What is compiled or captured depends on what the host knows: the size of a batch, and bounds on its lengths.
+
+A server gets ready in this way (`get_ready`): all kernels are compiled at once, by processes beside
+this one; then every step that may be chosen is captured for contexts of any length, in a greedy
+batch and in one that samples and filters, which serves all that do less. Shorter contexts, whose
+steps are a little faster, are captured while nobody asks for anything.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from specdec.base.blocks import BlockShape
+from specdec.base.errors import one_line
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
 from specdec.engine.policy.block_choice import MOST_TREE_ROWS, ladder
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.selection import Selection
+from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.batch import Context
+from specdec.parallel.group import group_of
 from specdec.parallel.mirror import everywhere
 from specdec.parallel.plain import on_ranks
 from specdec.sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 KEYS_PER_KERNEL = 16384
 """Of AITER's paged kernels, which are compiled anew for each further so many keys."""
@@ -31,19 +45,49 @@ KEYS_PER_KERNEL = 16384
 UNPADDED = 16
 """Eager batches of up to so many requests are launched in every size, on which the splits of AITER's draft kernel depend."""
 
+SPARE_GRAPHS = 384
+"""Captured steps beyond which none is captured for shorter contexts; the rest is left to batches
+that want something rare.
+"""
+
 _ids = count(-1, -1)  # apart from those of real requests, and never twice: a batch is known by its requests
 
 
-class WarmUpShape(NamedTuple):
+BROAD = SamplingParams(temperature=1.0, top_k=64, top_p=0.9, min_p=0.01)
+"""A request whose steps serve all that sample and filter less."""
+
+RARE = (
+    SamplingParams(temperature=1.0, top_k=64, top_p=0.9, logprobs=True, top_logprobs=5),
+    SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, logit_bias=((0, 1.0),)),
+)
+"""Requests whose kernels a server compiles, and whose steps it captures once there are some."""
+
+Bounds = Sequence[int] | None
+"""On lengths; None takes all that occur."""
+
+Progress = Callable[[str, int, int], object]
+"""Told what is being done, and how many of how many are."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpShape:
     """One thing to launch.
 
     Attributes:
         title: what it is, in a few words.
-        run: launches it, eagerly and then, where steps are captured, as its graph; returns when the device is done.
+        eager: launches it operation by operation; returns when the device is done.
+        captured: the same as its graph, which is captured; None where it never is.
     """
 
     title: str
-    run: Callable[[], None]
+    eager: Callable[[], None]
+    captured: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        """Launches it eagerly and then, where it is captured, as its graph."""
+        self.eager()
+        if self.captured:
+            self.captured()
 
 
 def warm_up_shapes(engine: SpecEngine, sampling: SamplingParams | None = None) -> list[WarmUpShape]:
@@ -53,7 +97,7 @@ def warm_up_shapes(engine: SpecEngine, sampling: SamplingParams | None = None) -
         engine: without unfinished requests, from the first `run` to the last.
         sampling: how requests will be decoded; None is greedy.
     """
-    sampling = engine.verifier.defaults.fill(sampling or SamplingParams(), 1)
+    sampling = _filled(engine, sampling)
     return [*_prefills(engine, sampling), *_steps(engine, sampling)]
 
 
@@ -67,8 +111,162 @@ def _launch_shape(engine: SpecEngine, sampling: SamplingParams | None, index: in
     warm_up_shapes(engine, sampling)[index].run()
 
 
-def _prefills(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape]:
-    """Prompts and what extends them, alone and side by side; then those that are captured."""
+def get_ready(engine: SpecEngine, progress: Progress) -> None:
+    """Compiles and captures what a server may need, so that from here on neither holds up a step.
+
+    On a CPU without graphs nothing is compiled or captured, and nothing is done.
+
+    Args:
+        engine: without unfinished requests.
+        progress: told how far it is.
+    """
+    if engine.runner.graphs is None and unavailable_reasons(engine.verifier.device):
+        return
+    everywhere(engine.verifier, _get_ready, engine)
+    shapes = ready_shapes(engine)
+    if group_of(engine.verifier) is None:
+        _compile(engine, [*shapes, *spare_shapes(engine), *_rare(engine)], progress)
+    wanted = [index for index, shape in enumerate(shapes) if shape.captured]
+    for done, index in enumerate(wanted, start=1):
+        everywhere(engine.verifier, _capture_shape, engine, index)
+        progress("capturing", done, len(wanted))
+    everywhere(engine.verifier, _serve, engine)
+
+
+@on_ranks
+def _get_ready(engine: SpecEngine) -> None:
+    set_serving(engine, False)
+
+
+@on_ranks
+def _capture_shape(engine: SpecEngine, index: int) -> None:
+    captured = ready_shapes(engine)[index].captured
+    assert captured
+    captured()
+
+
+@on_ranks
+def _serve(engine: SpecEngine) -> None:
+    set_serving(engine, True)
+    if engine.runner.graphs and group_of(engine.verifier) is None:
+        spare = spare_shapes(engine)
+        engine.spare_work.extend(partial(_capture_beside, engine, shape) for shape in spare)
+
+
+def _capture_beside(engine: SpecEngine, shape: WarmUpShape) -> None:
+    """Captures one more shape while the engine has nothing to do, unless many are captured."""
+    assert shape.captured and engine.runner.graphs
+    if engine.runner.graphs.num_captured >= SPARE_GRAPHS:
+        engine.spare_work.clear()
+        return
+    set_serving(engine, False)
+    try:
+        shape.captured()
+    finally:
+        set_serving(engine, True)
+
+
+def set_serving(engine: SpecEngine, serving: bool) -> None:
+    """Says whether steps must not wait for captures, see `ShapeGraphs.serving`."""
+    runner = engine.runner
+    for graphs in (runner.graphs, runner.guided_graphs, runner.prefill_graphs):
+        if graphs is not None:
+            graphs.serving = serving
+
+
+def ready_shapes(engine: SpecEngine) -> list[WarmUpShape]:
+    """What has to be there before a request is served, by likelihood: contexts of any length,
+    greedy and sampled.
+    """
+    longest, greedy = [engine.slots.longest], _filled(engine, SamplingParams(temperature=0.0))
+    broad, prefills = _filled(engine, BROAD), _prefills(engine, greedy, longest)
+    return [*prefills, *_steps(engine, greedy, longest), *_steps(engine, broad, longest)]
+
+
+def spare_shapes(engine: SpecEngine) -> list[WarmUpShape]:
+    """What makes steps of shorter contexts faster, the shortest first: greedy, and as requests that
+    say nothing are sampled.
+    """
+    usual = dict.fromkeys((_filled(engine, None), _filled(engine, SamplingParams(temperature=0.0))))
+    shorter = [bound for bound in lengths(engine.slots.longest) if bound < engine.slots.longest]
+    steps = (_steps(engine, sampling, [bound]) for bound in shorter for sampling in usual)
+    return [shape for some in steps for shape in some]
+
+
+def _rare(engine: SpecEngine) -> Iterator[WarmUpShape]:
+    """What is compiled for batches that want more than `BROAD`, or follow a grammar."""
+    longest = engine.slots.longest
+    blocks = [shape for shape in engine.shapes if shape.drafts in (0, 7)] or engine.shapes[:1]
+    for number, sampling in enumerate((*RARE, SamplingParams(temperature=0.0))):
+        for num_reqs in batches(engine.config.max_num_seqs):
+            for block in blocks:
+                guided, filled = number == len(RARE), _filled(engine, sampling)
+                launch = partial(_decode, engine, num_reqs, block, longest, filled, "now")
+                title = f"decode {num_reqs} x {block.rows} rows of rare requests"
+                yield WarmUpShape(title, partial(launch, guided=guided))
+
+
+def _compile(engine: SpecEngine, shapes: Collection[WarmUpShape], progress: Progress) -> None:
+    """Has all kernels compiled that shapes need, unless they were before. What fails is told of in
+    one line, and compiled when it is launched.
+    """
+    device = engine.verifier.device
+    if device.type != "cuda" or torch.version.hip or unavailable_reasons(device):
+        return
+    from specdec.kernels.triton_compile import CompileAhead, is_known, remember  # it imports Triton
+
+    what = _needs(engine)
+    if is_known(what):
+        return
+    ahead = CompileAhead()
+    try:
+        with ahead:
+            for done, shape in enumerate(shapes, start=1):
+                try:
+                    shape.eager()
+                except Exception as error:  # of what computes on nothing
+                    ahead.failures.append(f"{shape.title}: {one_line(error)}")
+                progress("looking what to compile", done, len(shapes))
+        engine.reset()  # what it holds was computed without kernels
+        ahead.wait(partial(progress, "compiling"))
+    finally:
+        ahead.close()
+    if failed := ahead.failures:
+        compiled = "what could not be compiled beforehand is compiled when it is launched"
+        logger.warning("%s: %s, and %d more", compiled, failed[0], len(failed) - 1)
+    else:
+        remember(what, ahead.kernels)
+
+
+def _needs(engine: SpecEngine) -> str:
+    """What decides which kernels an engine needs, in words."""
+    target, config = engine.verifier, replace(engine.config, seed=None)
+    drafter = engine.drafter and (type(engine.drafter), engine.drafter.kv_specs, engine.shapes)
+    about: tuple[Any, ...] = (
+        target.name,
+        target.weight_bytes,
+        target.dtype,
+        target.kv_specs,
+        target.attention.spec,
+        drafter,
+        config,
+    )
+    return repr(about)
+
+
+def _filled(engine: SpecEngine, sampling: SamplingParams | None) -> SamplingParams:
+    """With what requests of this target have that do not say."""
+    return engine.verifier.defaults.fill(sampling or SamplingParams(), 1)
+
+
+def _prefills(
+    engine: SpecEngine,
+    sampling: SamplingParams,
+    bounds: Bounds = None,
+) -> Iterator[WarmUpShape]:
+    """Prompts and what extends them, alone and side by side; then those that are captured, within
+    `bounds` where they are given.
+    """
     longest, num_reqs = engine.max_model_len - 1, engine.config.max_num_seqs
     most = min(engine.scheduler.max_prefill_tokens, longest)
     powers = {min(2**n, most) for n in range(most.bit_length() + 1)}
@@ -79,21 +277,28 @@ def _prefills(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpSh
         batches_of_spans += [[(end - width, end)] for width in sorted({1, min(most, end // 2)}) if 0 < width < end]
     if num_reqs > 1 and most > 2:
         batches_of_spans.append([(0, most // 2), (1, 1 + most // 2)])
-    if engine.runner.prefill_graphs:
-        batches_of_spans += engine.runner.prefill_graphs.spans(num_reqs, most)
-    for spans in batches_of_spans:
+    num_eager, graphs = len(batches_of_spans), engine.runner.prefill_graphs
+    if graphs:
+        batches_of_spans += graphs.spans(num_reqs, most, bounds)
+    for index, spans in enumerate(batches_of_spans):
         (start, end), others = spans[0], f" beside {len(spans) - 1} more" if len(spans) > 1 else ""
         title = f"prefill {end - start:,} tokens behind {start:,}{others}"
-        yield WarmUpShape(title, partial(_prefill, engine, spans, sampling))
+        launch = partial(_prefill, engine, spans, sampling)
+        captures = graphs and (bounds is None or index >= num_eager)
+        yield WarmUpShape(title, launch, partial(launch, captured=True) if captures else None)
 
 
-def _steps(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape]:
+def _steps(
+    engine: SpecEngine,
+    sampling: SamplingParams,
+    bounds: Bounds = None,
+) -> Iterator[WarmUpShape]:
     """Decode steps, by bound, batch and the shape of blocks."""
     eager, most, steady_len = not engine.runner.graphs, engine.config.max_num_seqs, engine.verifier.attention.steady_len
     sizes, blocks = batches(most), engine.shapes
     if not engine.block_choice and not blocks[0].is_tree:  # the last steps of an output offer as many as there is room for
         blocks = tuple(map(BlockShape, range(engine.num_draft_tokens + 1) if eager else ladder(engine.num_draft_tokens)))
-    for bound in _bounds(engine, finer=eager):
+    for bound in _bounds(engine, finer=eager) if bounds is None else bounds:
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:
             for shape in blocks if num_reqs in sizes else blocks[-1:]:
                 if shape.is_tree and engine.block_choice and num_reqs * shape.rows > MOST_TREE_ROWS:
@@ -101,11 +306,12 @@ def _steps(engine: SpecEngine, sampling: SamplingParams) -> Iterator[WarmUpShape
                 title = f"decode {num_reqs} x {shape.rows} rows{' of trees' * shape.is_tree}, up to {bound:,} tokens"
                 contexts: tuple[Context, ...] = ("now",) if shape.drafts or not engine.runner.most_deferred else ("later", "all")
                 for context in contexts:
-                    launch = partial(_decode, engine, num_reqs, shape, bound, sampling, context)
                     what = title if context in ("now", "later") else f"{title}, all context"
-                    yield WarmUpShape(what, launch)
-                    if steady_len:
-                        yield WarmUpShape(f"{what}, one short", partial(launch, shortest=steady_len - 1))
+                    for short in (False, True) if steady_len else (False,):
+                        launch = partial(_decode, engine, num_reqs, shape, bound, sampling, context)
+                        launch = partial(launch, shortest=steady_len - 1 if short else None)
+                        captured = None if eager else partial(launch, captured=True)
+                        yield WarmUpShape(what + ", one short" * short, launch, captured)
 
 
 def _bounds(engine: SpecEngine, *, finer: bool) -> list[int]:
@@ -114,26 +320,37 @@ def _bounds(engine: SpecEngine, *, finer: bool) -> list[int]:
     return sorted({*lengths(longest), *(range(KEYS_PER_KERNEL, longest, KEYS_PER_KERNEL) if finer else ())})
 
 
-@torch.inference_mode()
-def _prefill(engine: SpecEngine, spans: Sequence[tuple[int, int]], sampling: SamplingParams) -> None:
-    """The last chunks of prompts, from start to end."""
-    runner, block_size = engine.runner, engine.slots.block_size
+@contextmanager
+def _with_graphs(engine: SpecEngine, captured: bool) -> Iterator[None]:
+    """Launches steps as graphs or operation by operation, and waits for the device."""
+    runner = engine.runner
+    graphs = runner.graphs, runner.guided_graphs, runner.prefill_graphs
+    if not captured:
+        runner.graphs = runner.guided_graphs = runner.prefill_graphs = None
+    try:
+        yield
+    finally:
+        runner.graphs, runner.guided_graphs, runner.prefill_graphs = graphs
+    if engine.verifier.device.type == "cuda":
+        torch.cuda.synchronize(engine.verifier.device)
 
-    def launch() -> None:
+
+@torch.inference_mode()
+def _prefill(
+    engine: SpecEngine,
+    spans: Sequence[tuple[int, int]],
+    sampling: SamplingParams,
+    *,
+    captured: bool = False,
+) -> None:
+    """The last chunks of prompts, from start to end."""
+    with _with_graphs(engine, captured):
         chunks = []
         for slot, (start, end) in enumerate(spans):
-            request = _request(slot, end, sampling, num_blocks=blocks_for(end, block_size))
+            blocks = blocks_for(end, engine.slots.block_size)
+            request = _request(slot, end, sampling, num_blocks=blocks)
             chunks.append(Chunk(request, start, end, admitted=True, last=True))
-        runner.prefill(chunks)
-
-    graphs, runner.prefill_graphs = runner.prefill_graphs, None
-    try:
-        launch()
-    finally:
-        runner.prefill_graphs = graphs
-    if graphs:
-        launch()
-    _wait(engine)
+        engine.runner.prefill(chunks)
 
 
 @torch.inference_mode()
@@ -146,30 +363,25 @@ def _decode(
     context: Context,
     *,
     shortest: int | None = None,
+    guided: bool = False,
+    captured: bool = False,
 ) -> None:
     """A step of requests whose tokens, with those that it writes, are `bound`; the last has at most `shortest` before it."""
     runner, slots = engine.runner, engine.slots
     known = [max(0, bound - slots.max_seq_len(Selection([_request(0, 1, sampling)]), shape.drafts))] * num_reqs
     if shortest is not None:
         known[-1] = min(known[-1], shortest)
-
-    def launch() -> None:
+    with _with_graphs(engine, captured):
         requests = [_request(slot, 1, sampling, num_kv_tokens=length) for slot, length in enumerate(known)]
         slots.begin(requests)
         slots.seq_lens.index_copy_(0, slots.slot_indices(requests), slots.tensor(known))
         if runner.drafter:
             for request in requests:
                 runner.drafter.begin(request.slot, request.token_ids)
-        runner.decode(slots.select(requests), shape, engine.clock, context=context)
-
-    graphs, runner.graphs = runner.graphs, None
-    try:
-        launch()
-    finally:
-        runner.graphs = graphs
-    if graphs:
-        launch()
-    _wait(engine)
+        selection = slots.select(requests)
+        if guided:
+            selection.plan = selection.plan._replace(guided=True)
+        runner.decode(selection, shape, engine.clock, context=context)
 
 
 def _request(slot: int, length: int, sampling: SamplingParams, *, num_kv_tokens: int = 0, num_blocks: int = 1) -> Request:
@@ -184,8 +396,3 @@ def _request(slot: int, length: int, sampling: SamplingParams, *, num_kv_tokens:
         block_ids=[NULL_BLOCK] * num_blocks,
         num_kv_tokens=num_kv_tokens,
     )
-
-
-def _wait(engine: SpecEngine) -> None:
-    if engine.verifier.device.type == "cuda":
-        torch.cuda.synchronize(engine.verifier.device)

@@ -8,8 +8,9 @@ acceptance, which every step tells of all shapes that its drafts contain. Some d
 those that copy do (`BoundDrafter.outlook`). Steps of another outlook are then another kind of steps: a sure copy gets a long block,
 and a text that repeats nothing gets none. A time that has not been measured lies between those of steps that must be shorter and
 steps that must be longer, so a batch of a new size begins with what others have shown. What is slower is tried again now and then,
-within a share of the time. What is output does not depend on the choice, except that probabilistic drafts draw other random tokens
-of the same distribution.
+within a share of the time. Whatever is tried, an account of what it lost against plain decoding
+bounds what is lost over any few seconds. What is output does not depend on the choice, except that
+probabilistic drafts draw other random tokens of the same distribution.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +23,18 @@ from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.engine.capture.buckets import batch_bucket
 from specdec.engine.policy.draft_acceptance import FIRST_GUESS, BlockAcceptance, Path
-from specdec.engine.policy.prospects import Prospects
 from specdec.engine.policy.step_times import ENOUGH, StepSize, StepTimes
 from specdec.model.core import Drafter
 
-PROBING = {False: 0.006, True: 0.002}
-"""Shares of the time that may go into measuring shapes that are not the best, by whether a step has to be captured for that: the
-few that are dear must not keep the others waiting."""
+PROBING = 0.008
+"""Share of the time that may go into measuring shapes that are not the best."""
+
+WINDOW, WINDOW_STEPS = 5.0, 2500
+"""Seconds, and plain steps where these take longer, over which drafts may lose at most twice `LOST`
+against plain decoding.
+"""
+LOST = 0.008
+"""Share of the time that drafts may lose on and on, and of the window at once."""
 
 MOST_TREE_ROWS = 1024
 """Rows of all requests of a step up to which their drafts may form trees: more of them are scarce, and the likeliest few in a chain
@@ -41,7 +47,7 @@ _DEAR = 2  # times as long as a plain step, for which fewer are looked at
 _PATIENCE = 12  # steps that a shape is kept for longer when too few of its times are known yet, or it does better than expected
 _STEADY = 4  # steps before the choice is looked at again
 _CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
-_WRITE_OFF = 100  # tokens among which what a capture takes is divided when kinds are compared
+_PLAINLY = 1.01  # the same of plain decoding, to which little should be lost
 _LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
@@ -157,10 +163,13 @@ class BlockChoice:
         self._untaught = {False, True}  # whether of requests that sample, too little is known of what they accept
         self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
-        self._missed: dict[Situation, float] = {}  # seconds, for want of a capture
         self._estimates: dict[Situation, dict[BlockShape, float]] = {}  # until something new is measured
         self._runs: dict[Situation, Run] = {}  # by outlook, of the batch at work
-        self._spare = dict.fromkeys(PROBING, 0.0)  # seconds that may go into probing
+        self._spare = 0.0  # seconds that may go into probing
+        self._debt = 0.0  # seconds that were lost lately
+        self._at_stake = 0.0  # what the step that was chosen last may lose
+        self._tried = {BlockShape(0)}  # shapes whose time was measured for any batch
+        self._losses: dict[tuple[Situation, BlockShape], float] = {}  # of a step, to plain ones
 
     def choose(
         self,
@@ -168,8 +177,7 @@ class BlockChoice:
         *,
         sampled: bool = False,
         outlook: float = 0.0,
-        news: Callable[[], Callable[[BlockShape], bool]] | None = None,
-        new_seconds: float | None = None,
+        ready: Callable[[], Callable[[BlockShape], bool]] | None = None,
     ) -> BlockShape:
         """The shape of the next step's blocks.
 
@@ -177,19 +185,63 @@ class BlockChoice:
             num_reqs: requests in its batch.
             sampled: any of them samples.
             outlook: drafts that are expected to be accepted of a request, see `BoundDrafter.outlook`.
-            news: gives, when the choice is looked at again, what tells whether a step of a shape would have to be captured first;
-                left out, the first of its kind is new.
-            new_seconds: what that takes, once it is known.
+            ready: gives, when the choice is looked at again, what tells whether a step may have a
+                shape; None allows all.
         """
         here = Situation.of(num_reqs, sampled, outlook)
-        times, run = self._times_of(here), self._runs.get(here)
-        if run is not None:
-            run.steps -= 1
-            if run.steps > 0 or (run.steps > -_PATIENCE and (run.shape not in times.measured() or self._promises(run))):
-                return run.shape
-        run = self._next_run(here, cache(news() if news else times.is_cold), new_seconds)
-        self._runs = {there: one for there, one in self._runs.items() if there[:2] == here[:2]} | {here: run}
-        return run.shape
+        run = self._runs.get(here)
+        if run is None or not self._goes_on(run):
+            run = self._next_run(here, ready() if ready else lambda shape: True)
+            same = {there: one for there, one in self._runs.items() if there[:2] == here[:2]}
+            self._runs = same | {here: run}
+        loss = self._risk(here, run.shape)  # and that of the step before, which may be unread
+        afforded = loss <= 0 or self._affords(here, loss + self._at_stake)
+        if not afforded and self._affords(here, loss):
+            run.steps += 1  # it waits for one step alone
+        self._at_stake = max(0.0, loss) * afforded
+        return run.shape if afforded else BlockShape(0)
+
+    def _goes_on(self, run: Run) -> bool:
+        """Counts one more step of a run, unless it has come to its end."""
+        run.steps -= 1
+        if run.steps > 0 or run.steps <= -_PATIENCE:
+            return run.steps > 0
+        return run.shape not in self._times_of(run.here).measured() or self._promises(run)
+
+    def _affords(self, here: Situation, loss: float) -> bool:
+        """Whether so many seconds may be lost now."""
+        return self._debt + loss < self._most(here)
+
+    def _most(self, here: Situation) -> float:
+        """Seconds that may be lost at once."""
+        plain = self._times_of(here).measured().get(BlockShape(0), 0.0)
+        return LOST * max(WINDOW, WINDOW_STEPS * plain)
+
+    def _risk(self, here: Situation, shape: BlockShape) -> float:
+        """Seconds that a step may lose against plain decoding: as the last of its kind, or no
+        faster than its rows one by one.
+        """
+        if not shape.drafts or (here, shape) in self._losses:
+            return self._losses.get((here, shape), 0.0)
+        seconds = self._seconds(here)
+        known = shape if shape in self._tried and shape in seconds else None
+        if known is None:
+            smaller = (one for one in seconds if one in self._tried and one.rows < shape.rows)
+            known = max(smaller, key=_rows, default=None)
+        if known is None:
+            return 0.0
+        return self._loss(here, shape, seconds[known] * shape.rows / known.rows)
+
+    def _loss(self, here: Situation, shape: BlockShape, took: float) -> float:
+        """Seconds that a step which takes so long loses against plain decoding, with no draft
+        accepted before any was verified.
+        """
+        plain = self._times_of(here).measured().get(BlockShape(0))
+        if plain is None:
+            plain = self._seconds(here).get(BlockShape(0), took)
+        acceptance = self._acceptance_in(here)
+        tokens = acceptance.expected_tokens(shape) if acceptance.has_evidence else 1.0
+        return took - plain * tokens
 
     def observe(
         self,
@@ -219,13 +271,22 @@ class BlockChoice:
         if run is not None and run.shape == shape and num_accepted:
             run.tokens.append(1 + sum(num_accepted) / len(num_accepted))
         if seconds is not None:
-            for is_new, share in PROBING.items():
-                self._spare[is_new] += share * seconds
+            self._spare += PROBING * seconds
             times = self._times_of(here)
             known = times.num_measured
             times.observe(shape, seconds)
             if times.num_measured != known:
                 self._estimates.clear()
+            self._account(here, shape, seconds)
+
+    def _account(self, here: Situation, shape: BlockShape, seconds: float) -> None:
+        """Enters a step, whose time counts undisturbed where it is known."""
+        times, loss = self._times_of(here).measured(), 0.0
+        if shape in times:
+            self._tried.add(shape)
+        if shape.drafts:
+            loss = self._losses[here, shape] = self._loss(here, shape, times.get(shape, seconds))
+        self._debt = min(max(0.0, self._debt + loss - LOST * seconds), 2 * self._most(here))
 
     def _promises(self, run: Run) -> bool:
         """Whether steps of a shape that seemed slower were faster: few requests need more of them to show that it is no chance."""
@@ -236,58 +297,58 @@ class BlockChoice:
         speed = self._acceptance_in(run.here).expected_tokens(at_work) / seconds[at_work]
         return sum(run.tokens) / len(run.tokens) > _CLEARLY * speed * seconds[run.shape]
 
-    def _next_run(self, here: Situation, is_new: Callable[[BlockShape], bool], new_seconds: float | None) -> Run:
+    def _next_run(self, here: Situation, ready: Callable[[BlockShape], bool]) -> Run:
         times, acceptance = self._times_of(here), self._acceptance_in(here)
-        seconds = self._seconds(here)
+
+        @cache
+        def may(shape: BlockShape) -> bool:
+            risk = self._risk(here, shape) if ready(shape) else 0.0
+            return ready(shape) and (risk <= 0 or self._affords(here, risk))
+
+        seconds = {shape: took for shape, took in self._seconds(here).items() if may(shape)}
         if not seconds:
             return Run(here, BlockShape(0), ENOUGH)  # what all others are compared with
-        if not here.outlook and here.sampled in self._untaught and len(self.rungs) > 1 and times.measured():
-            first, steps = self._first(here, _FIRST_TREE), _FIRST_REQUESTS // here.num_reqs
+        if not here.outlook and here.sampled in self._untaught and times.measured():
+            first, steps = self._first(here, _FIRST_TREE, may), _FIRST_REQUESTS // here.num_reqs
             if not acceptance.has_evidence and first.is_tree:
                 return Run(here, first, ENOUGH)
-            self._untaught.discard(here.sampled)
+            if first.drafts:
+                self._untaught.discard(here.sampled)
             if not first.is_tree:
                 return Run(here, first, max(ENOUGH, steps))
             if seconds.get(first, 0.0) > _DEAR * seconds[BlockShape(0)]:
-                first = self._first(here, _FEW)
+                first = self._first(here, _FEW, may)
             return Run(here, first, max(1, steps - ENOUGH - 1))
         tokens = {shape: acceptance.expected_tokens(shape) for shape in seconds}
-        prospects = Prospects(seconds, tokens, is_new, new_seconds)
-        at_work = self._at_work[here] = self._best(here, prospects)
+        pace = {shape: took / tokens[shape] for shape, took in seconds.items()}
+        fastest = min(pace, key=pace.__getitem__)
+        at_work = self._at_work.get(here, fastest)
+        clearly = _CLEARLY if fastest.drafts else _PLAINLY
+        if at_work not in pace or pace[at_work] > clearly * pace[fastest]:
+            at_work = fastest
+        self._at_work[here] = at_work
         if at_work in times.measured():
-            for new, spare in self._spare.items():
-                # What measuring each of the others would cost.
-                costs = {
-                    shape: (ENOUGH + times.is_cold(shape)) * max(prospects.lost(shape, at_work), _LEAST_COST * seconds[at_work])
-                    + prospects.capture(shape)
-                    for shape in seconds
-                    if shape != at_work and is_new(shape) == new
-                }
-                probe = max(costs, key=lambda shape: times.age(shape) / costs[shape], default=at_work)
-                if probe != at_work and spare >= costs[probe]:
-                    self._spare[new] = 0.0
-                    return Run(here, probe, ENOUGH)
+            # What measuring each of the others would cost.
+            costs = {
+                shape: (ENOUGH + times.is_cold(shape))
+                * max(took * (1 - pace[at_work] / pace[shape]), _LEAST_COST * seconds[at_work])
+                for shape, took in seconds.items()
+                if shape != at_work
+            }
+            probe = max(costs, key=lambda shape: times.age(shape) / costs[shape], default=at_work)
+            if probe != at_work and self._spare >= costs[probe]:
+                self._spare = 0.0
+                return Run(here, probe, ENOUGH)
         return Run(here, at_work, _STEADY)
 
-    def _first(self, here: Situation, most: int) -> BlockShape:
-        """What tells most about all others for little: a tree of up to so many drafts, or a chain."""
-        small = [shape for shape in self.rungs if 0 < shape.drafts <= (most if shape.is_tree else _FEW)]
+    def _first(self, here: Situation, most: int, may: Callable[[BlockShape], bool]) -> BlockShape:
+        """What tells most about all others for little: a tree of up to so many drafts, or a chain;
+        none where none may be had.
+        """
+        drafted = (shape for shape in self.rungs if shape.drafts and may(shape))
+        small = [shape for shape in drafted if shape.drafts <= (most if shape.is_tree else _FEW)]
         few = [shape for shape in small if not shape.is_tree or shape.rows * here.num_reqs <= MOST_TREE_ROWS]
-        return max(few, key=lambda shape: (shape.is_tree, shape.drafts), default=self.rungs[1])
-
-    def _best(self, here: Situation, prospects: Prospects) -> BlockShape:
-        """The shape to work with: the fastest, or the one at work where it is about as fast or a capture does not pay yet."""
-        soon = min(prospects.seconds, key=lambda shape: prospects.pace(shape, among=_WRITE_OFF))
-        at_work = self._at_work.get(here, soon)
-        if at_work not in prospects.seconds or prospects.pace(at_work) > _CLEARLY * prospects.pace(soon, among=_WRITE_OFF):
-            at_work = soon
-        late = min(prospects.seconds, key=prospects.pace)
-        if prospects.pace(at_work) <= _CLEARLY * prospects.pace(late) or not prospects.is_new(late):
-            self._missed[here] = 0.0
-            return at_work
-        # A batch may end any time; so what would pay in the long run is captured once as much has been missed as it costs.
-        self._missed[here] = self._missed.get(here, 0.0) + _STEADY * prospects.lost(at_work, late)
-        return at_work if self._missed[here] < prospects.capture(late) else late
+        return max(few, key=lambda shape: (shape.is_tree, shape.drafts), default=BlockShape(0))
 
     def _seconds(self, here: Situation) -> Mapping[BlockShape, float]:
         """Time of a step by the shape of its blocks, as far as there is anything to tell it from."""
@@ -326,3 +387,7 @@ class BlockChoice:
         if here not in self._times:
             self._times[here] = StepTimes(self.rungs)
         return self._times[here]
+
+
+def _rows(shape: BlockShape) -> int:
+    return shape.rows

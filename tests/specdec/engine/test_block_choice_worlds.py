@@ -1,7 +1,14 @@
-"""Choosing k against the best fixed k, in made-up worlds with noise, captures, and texts and batches that change."""
+"""Choosing k against the best fixed k, in made-up worlds with noise, and texts and batches that
+change.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from specdec.engine.policy.block_choice import WINDOW, WINDOW_STEPS
 from specdec.engine.policy.draft_acceptance import AcceptanceEstimate
 from tests.helpers.block_choice_world import ChainLength, Time, World, decode
 
@@ -50,26 +57,26 @@ WORLDS = PLAIN_IS_BEST | DRAFTS_ARE_BEST | TEXTS_CHANGE
 
 
 def losses(world: World, seed: int, choice: ChainLength | None = None) -> tuple[float, float]:
-    """Of the first steps, in which everything is captured for the first time, and of as many after them."""
-    choice, known = choice or ChainLength(MOST), set[tuple[int, int]]()
-    first = decode(world, choice, steps=STEPS, seed=seed, known=known)
-    return first.loss, decode(world, choice, steps=STEPS, seed=seed + 1000, known=known).loss
+    """Of the first steps, and of as many after them."""
+    choice = choice or ChainLength(MOST)
+    first = decode(world, choice, steps=STEPS, seed=seed)
+    return first.loss, decode(world, choice, steps=STEPS, seed=seed + 1000).loss
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", PLAIN_IS_BEST)
 def test_drafts_that_do_not_pay_cost_next_to_nothing(name: str, seed: int) -> None:
-    """Under 2 % of plain decoding's time, and at first what a few captures take on top."""
+    """Under 2 % of plain decoding's time; 3 % where samples of one request tell little."""
     world = PLAIN_IS_BEST[name]
     assert min(range(MOST + 1), key=lambda k: world.pace(k, 0)) == 0
     first, later = losses(world, seed)
-    assert later < 0.02 and first < 0.045
+    assert max(first, later) < (0.03 if name == "one that samples" else 0.02)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", DRAFTS_ARE_BEST)
 def test_the_best_fixed_k_is_hardly_faster(name: str, seed: int) -> None:
-    """By less than 5 %, captures of what was tried included."""
+    """By less than 5 %."""
     world = DRAFTS_ARE_BEST[name]
     assert world.pace(0, 0) > 1.3 * min(world.pace(k, 0) for k in (3, 7, 15))
     assert max(losses(world, seed)) < 0.05
@@ -83,24 +90,28 @@ def test_texts_that_change_are_followed(name: str, seed: int) -> None:
     assert max(first, later) < (0.06 if "32" in name else 0.1)
 
 
-def test_what_has_to_be_captured_must_pay_for_it() -> None:
-    """A k that is a little faster is captured once as much was missed for want of it, and not for one that is slower."""
+def slowed(world: World, plain: float) -> World:
+    """The same where a plain step of the first batch takes so many milliseconds."""
+    factor = plain / world.time(world.num_reqs(0), 0)
+    return replace(world, time=lambda num_reqs, k: factor * world.time(num_reqs, k))
 
-    def first_use(seconds: float) -> int:
-        choice = ChainLength(MOST)
-        known = {(16, 0), (16, 3)}
-        is_new = lambda k: (16, k) not in known  # noqa: E731
-        for step in range(STEPS):
-            k = choice.choose(16, news=lambda: is_new, new_seconds=seconds)
-            if (16, k) not in known:
-                return step
-            accepted = [0] * 3 + [1] * 3 + [2] * 2 + [3] * 8 if k else [0] * 16  # four in five at each position
-            choice.observe(16, k, accepted, 1 + 0.05 * (k > 0) + 0.01 * k)
-        return STEPS
 
-    cheap, dear = first_use(1.0), first_use(100.0)
-    assert cheap < 20 < dear < STEPS / 2
-    assert first_use(1e6) == STEPS
+def any_batch(seed: int) -> Callable[[int], int]:
+    """Requests that come and go, up to 64."""
+    sizes = (1, 2, 5, 8, 16, 24, 32, 64)
+    return lambda step: random.Random(seed * STEPS + step // 40).choice(sizes)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_few_seconds_are_lost(name: str) -> None:
+    """Trying costs at most 2 % against plain decoding over any 5 seconds, the first included,
+    whatever drafts are worth; where a step takes 5 ms, over any 12.5 seconds.
+    """
+    quick = slowed(replace(WORLDS[name], num_reqs=any_batch(7)), 1.0)
+    assert decode(quick, ChainLength(MOST), steps=2 * STEPS, seed=1).worst(1000 * WINDOW) < 0.02
+    if name not in TEXTS_CHANGE:
+        slower = decode(slowed(WORLDS[name], 5.0), ChainLength(MOST), steps=2 * STEPS, seed=0)
+        assert slower.worst(5 * WINDOW_STEPS) < 0.02
 
 
 def test_acceptance_that_changes_is_told_from_chance() -> None:

@@ -50,13 +50,10 @@ PLAIN_IS_BEST = {
 
 
 def losses(world: TreeWorld, *, likeliest_first: bool) -> tuple[float, float]:
-    """Of the first steps, in which everything is captured for the first time, and of as many after them."""
-    choice, known = (
-        TreeLength(world.ranks_of if likeliest_first else None),
-        set[tuple[int, BlockShape]](),
-    )
-    first = decode(world, choice, steps=STEPS, seed=0, known=known)
-    return first.loss, decode(world, choice, steps=STEPS, seed=1000, known=known).loss
+    """Of the first steps, and of as many after them."""
+    choice = TreeLength(world.ranks_of if likeliest_first else None)
+    first = decode(world, choice, steps=STEPS, seed=0)
+    return first.loss, decode(world, choice, steps=STEPS, seed=1000).loss
 
 
 def best_of(world: TreeWorld, choice: TreeLength | None = None) -> BlockShape:
@@ -68,11 +65,11 @@ def best_of(world: TreeWorld, choice: TreeLength | None = None) -> BlockShape:
 
 @pytest.mark.parametrize(("name", "likeliest_first"), [(name, i % 2 == 0) for i, name in enumerate(DRAFTS_ARE_BEST)])
 def test_the_best_shape_is_hardly_faster(name: str, likeliest_first: bool) -> None:
-    """By less than 5 % once shapes that are needed have been captured, which are more than for chains alone."""
+    """By less than 5 %."""
     world = DRAFTS_ARE_BEST[name]
     assert str(best_of(world)) == name.partition(",")[0]
     first, later = losses(world, likeliest_first=likeliest_first)
-    assert later < 0.05 and first < 0.08
+    assert max(first, later) < 0.05
 
 
 def token_by_token(num_reqs: int, shape: BlockShape) -> float:
@@ -95,23 +92,21 @@ def test_the_depth_of_drafts_that_take_a_forward_each_is_chosen(rate: float, num
     """As above; and where no draft pays, plain decoding is not left for more than 2 % of the time."""
     others = [(1 - rate) * share for share in (0.5, 0.2, 0.1)]
     world = TreeWorld(token_by_token, (rate, *others), lambda step: num_reqs)
-    choice, known = (
-        TreeLength(world.ranks_of, most=7, forward_for_each=True),
-        set[tuple[int, BlockShape]](),
-    )
+    choice = TreeLength(world.ranks_of, most=7, forward_for_each=True)
     assert str(best_of(world, choice)) == best
-    first = decode(world, choice, steps=STEPS, seed=0, known=known)
-    later = decode(world, choice, steps=STEPS, seed=1000, known=known)
-    assert later.loss < (0.02 if best == "0" else 0.05) and first.loss < 0.1
+    first = decode(world, choice, steps=STEPS, seed=0)
+    later = decode(world, choice, steps=STEPS, seed=1000)
+    limit = 0.02 if best == "0" else 0.07 if rate == 0.7 else 0.05  # five trees are about as fast
+    assert max(first.loss, later.loss) < limit
 
 
 @pytest.mark.parametrize("name", PLAIN_IS_BEST)
 def test_trees_that_do_not_pay_cost_next_to_nothing(name: str) -> None:
-    """Under 2 % of plain decoding's time, and at first what a few captures take on top, and as many steps with drafts."""
+    """Under 2 % of plain decoding's time, and 3 % at first."""
     world = PLAIN_IS_BEST[name]
     assert best_of(world) == BlockShape(0)
     first, later = losses(world, likeliest_first=True)
-    assert later < 0.02 and first < 0.06
+    assert later < 0.02 and first < 0.03
 
 
 def shape_of(drafts: int) -> BlockShape:

@@ -212,29 +212,6 @@ def test_adaptive_k_is_captured(case: Case) -> None:
     assert {shape.block for shape in engine.runner.graphs.graphs} == set(engine.timer.steps_by_shape)
 
 
-def test_what_is_new_is_what_would_be_captured(case: Case) -> None:
-    """Before a step of its shape and not after; nothing is new where nothing is captured."""
-    engine = case.engine("right", 3, capture=True, num_draft_tokens=3)
-    runner, captured = engine.runner, engine.runner.graphs
-    assert captured is not None and captured.capture_seconds is None
-    told: list[tuple[bool, bool]] = []
-    decode = runner.decode
-
-    def listening(batch: Selection, k: BlockShape, *args: Any) -> Any:
-        new, count = runner.news(batch)(k), captured.num_captured
-        result = decode(batch, k, *args)
-        told.append((new, captured.num_captured > count))
-        assert not runner.news(batch)(k)
-        return result
-
-    runner.decode = listening  # type: ignore[method-assign, assignment]
-    requests = run(engine, list(case.outputs))
-    assert [new for new, _ in told] == [grew for _, grew in told] and len(set(told)) == 2
-    assert captured.capture_seconds is not None and captured.capture_seconds > 0
-    runner.graphs = None
-    assert not runner.news(Selection(requests))(BlockShape(1))
-
-
 def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A DFlash block of 16 at k = 1: attention that stops at L + 2 would not see the rest of the block."""
     monkeypatch.setitem(DRAFTERS, "long_block", lambda case: random_dflash(case.verifier, block_size=16))
