@@ -24,6 +24,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import AcceptanceStats, pooled
 from specdec.base.registry import drafter_name
 from specdec.engine.build import tree_reasons
+from specdec.engine.capture.warmup import set_serving
 from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.session.decoder import SpecDecoder
@@ -124,11 +125,13 @@ class Bench:
             return run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=on_turn, generate=side.generate)
 
         for side in sides if config.warmup else ():
+            set_serving(side.decoder.engine, False)
             for number in range(max(config.warmup, MOST_WARMUP)):
                 captured = side.num_captured
                 run(side, "warm-up")
                 if number + 1 >= config.warmup and side.num_captured == captured:
                     break
+            set_serving(side.decoder.engine, True)  # no timed pass pays for what the next one has
         for repeat in range(config.repeats):
             for side in sides:
                 side.passes.append(run(side, f"{repeat + 1}/{config.repeats}"))

@@ -117,12 +117,12 @@ class EngineConfig:
             with the same seed token for token. "probabilistic" draws drafts from the drafter's distribution with numbers of their
             own, in chains alone, exact in distribution.
         pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
-        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs
-            (`specdec.engine.capture.graphs`), and with triton_fa the prefill of short chunks as
-            well (`specdec.engine.capture.prefill_graphs`); without effect on a CPU. None captures
-            on CUDA, and on AMD's gfx942 and gfx950 once a captured step has passed its self-check
-            (`specdec.device.self_check`), and warns and goes on without where the device refuses;
-            True raises there.
+        graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs or
+            a server starts (`specdec.engine.capture.graphs`), and with triton_fa the prefill of
+            short chunks as well (`specdec.engine.capture.prefill_graphs`); without effect on a
+            CPU. None captures on CUDA, and on AMD's gfx942 and gfx950 once a captured step has
+            passed its self-check (`specdec.device.self_check`), and warns and goes on without
+            where the device refuses; True raises there.
         timing: measure the phases of each step; synchronizes the device, so it slows an accelerator down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.

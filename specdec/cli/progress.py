@@ -55,3 +55,22 @@ class ProgressBar(tqdm):
         if not self._live:
             print(self, file=sys.stderr, flush=True)
         self.close()
+
+
+class Phases:
+    """A bar for each of several things that are done one after another; call it with a title, and
+    how many of how many are done.
+    """
+
+    def __init__(self) -> None:
+        self._bar: ProgressBar | None = None
+
+    def __call__(self, title: str, done: int, total: int) -> None:
+        """Draws the bar of what is being done."""
+        if self._bar is None:
+            self._bar = ProgressBar(title, total)
+        if done < total:
+            self._bar.show(done, "")
+            return
+        self._bar.finish(total, f"  {self._bar.format_dict['elapsed']:.1f} s")
+        self._bar = None

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     from specdec.base.checkpoint.hub import unpinned
+    from specdec.cli.progress import Phases
 
     config = ServeConfig(**from_options(ServeConfig, args))
     sock = listen(config)  # a port that is taken is told before a model is loaded
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     with closing(Fronts(0 if others else config.front_processes, sock)) as fronts:
         drafter = drafter_name(args.drafter, args.model)
         with closing(load_decoder(args, args.drafter, engine_config(args))) as decoder:
+            decoder.get_ready(Phases())
             setup = Setup(Facts.of(decoder), config, unpinned(args.model), drafter)
             url = take_connections(sock)
             if sampled := dict(decoder.verifier.defaults.sampled):

@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.device.device import resolve_device
+from specdec.engine.capture.warmup import Progress, get_ready
 from specdec.engine.lockstep import make_engine
 from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
@@ -68,6 +69,14 @@ class SpecDecoder:
     def ranks(self) -> Mirror | None:
         """The processes that compute the target together; None where this one does alone."""
         return mirror_of(self.verifier)
+
+    def get_ready(self, progress: Progress) -> None:
+        """Compiles and captures what a server may need, see `specdec.engine.capture.warmup`.
+
+        Args:
+            progress: told what is being done, and how many of how many are.
+        """
+        get_ready(self.engine, progress)
 
     @classmethod
     def from_pretrained(

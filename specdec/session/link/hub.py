@@ -29,7 +29,7 @@ from specdec.session.outputs import StreamChunk
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-"""After which an engine without work looks whether its ranks live."""
+"""After which an engine without work looks whether its ranks live, and works ahead."""
 
 
 _NUMBERS = count()
@@ -147,9 +147,12 @@ class Hub:
         self._session.watch = self._note
         try:
             while self._links:
-                self._exchange(LOOK_SECONDS if self._session.idle else 0.0)
+                quiet = self._session.idle
+                self._exchange(LOOK_SECONDS if quiet else 0.0)
                 if not self._session.idle:
                     self._work()
+                elif quiet:
+                    self._session.work_ahead()
         finally:
             self._session.watch = None
             self._session.close()
