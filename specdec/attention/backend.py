@@ -17,6 +17,10 @@ Visibility = Literal["causal", "full", "ancestors"]
 """What of its own request a row sees; see `AttentionMetadata.visibility`."""
 
 
+BY_NAME = ["it is taken by name alone"]
+"""Why `auto` passes over what nobody would miss."""
+
+
 class HeadShape(NamedTuple):
     """Heads of one layer; queries have a multiple of those of keys."""
 

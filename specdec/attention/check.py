@@ -1,9 +1,14 @@
-"""The self-check of attention with ordinary heads: every phase at tiny size, by a backend and by plain torch."""
+"""The self-check of attention with ordinary heads: every phase, by a backend and by plain torch.
 
+It has the model's own heads. Contexts go past 512 tokens, where AITER divides the keys of a row among programs, and one batch has
+more rows times heads than twice the compute units, where its assembly kernels begin.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +16,9 @@ from torch import Tensor
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, Visibility
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.device.deviation import Deviation, deviation, worst
-from specdec.device.self_check import reasons_against
+from specdec.device.self_check import reasons_against, times_of
+from specdec.kernels.triton_launch import num_processors
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
-
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
-"""A shape that every backend takes, and the fastest of their kernels do."""
 
 
 class Phase(NamedTuple):
@@ -32,36 +35,87 @@ PHASES = (
     Phase([40, 17], [40, 17], known=True),  # prompts
     Phase([90, 21, 40], [30, 1, 40], known=True),  # chunks behind a context, a single row and a prompt beside them
     Phase([150, 200, 40], [150, 130, 40], known=True),  # the same, as many rows as have kernels of their own
-    Phase([300, 21, 64], [1, 1, 1]),  # decoding
-    Phase([300, 21, 64], [1, 1, 1], window=30),
-    Phase([300, 21, 64], [5, 5, 5]),  # verification
-    Phase([300, 21, 64], [5, 5, 5], visibility="full"),  # a draft block, last since not every backend has it
+    Phase([700, 21, 64], [1, 1, 1]),  # decoding
+    Phase([700, 21, 64], [1, 1, 1], window=30),
+    Phase([700, 21, 64], [5, 5, 5]),  # verification
+    Phase([700, 21, 64], [5, 5, 5], visibility="full"),  # draft blocks, which not all backends have
 )
+
+STEP = Phase([1000] * 4, [8] * 4)
+"""A step that is timed."""
+PROMPT = Phase([1024], [1024], known=True)
+"""A prompt that is timed."""
+STEPS_PER_PROMPT = 64
+"""Steps that weigh as much as a prompt: those of an answer of some 200 tokens."""
 
 
 def reasons_against_kernels(backend: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
     """Why `auto` should pass over a backend that could serve `spec`, as far as its self-check knows; see `reasons_against`."""
     if backend.unsupported_reasons(spec):
         return []
-    tiny = tiny_spec(spec)
-    return reasons_against(backend.name, spec.device, partial(check_attention, backend, tiny), *types_of(tiny))
+    checked = checked_spec(spec)
+    check = partial(check_attention, backend, checked)
+    return reasons_against(backend.name, spec.device, check, *variant_of(checked))
 
 
-def tiny_spec(spec: AttentionSpec) -> AttentionSpec:
-    """What the check asks of a backend that is to serve `spec`: the same types."""
-    return AttentionSpec(spec.device, spec.dtype, HEADS, KV_HEADS, HEAD_DIM, block_size=16, cache_dtype=spec.cache_dtype)
+def times_of_backends(
+    backends: Sequence[type[AttentionBackend]],
+    spec: AttentionSpec,
+    *,
+    again: bool = False,
+) -> dict[str, float]:
+    """Microseconds of a step and a share of a prompt, by name; see `self_check.times_of`.
+
+    They count twice for a backend that leaves the layers around it to plain torch.
+    """
+    spec = checked_spec(spec)
+
+    def ways() -> dict[str, Callable[[], object]]:
+        return {backend.name: _work(backend(spec)) for backend in backends}
+
+    names = [backend.name for backend in backends]
+    return times_of("attention", spec.device, ways, *names, *variant_of(spec), again=again)
 
 
-def types_of(spec: AttentionSpec) -> tuple[torch.dtype, ...]:
-    """What tells one verdict of a backend from another: the model's type, and the cache's when it is another."""
-    return tuple(dict.fromkeys((spec.dtype, spec.kv_dtype)))
+def _work(attention: AttentionBackend) -> Callable[[], None]:
+    step, prompt = (Requests(attention.spec, phase).launch(attention) for phase in (STEP, PROMPT))
+    turns = 1 if attention.fits_fused_layers else 2
+
+    def work() -> None:
+        for _ in range(turns):
+            prompt()
+            for _ in range(STEPS_PER_PROMPT):
+                step()
+
+    return work
+
+
+def checked_spec(spec: AttentionSpec) -> AttentionSpec:
+    """What the check asks of a backend that is to serve `spec`: its types, heads and blocks."""
+    plain = replace(spec, windows=frozenset({None}), further=(), chunk=None)
+    return replace(plain, non_causal=False, reads_others=False)
+
+
+def variant_of(spec: AttentionSpec) -> tuple[torch.dtype | str, ...]:
+    """What tells one verdict of a backend from another: types of model and cache, and the shape."""
+    shape = f"{spec.num_heads}x{spec.num_kv_heads}x{spec.head_dim}"
+    extras = {"sinks": spec.sinks, "softcap": spec.softcap is not None}
+    kinds = [name for name, has in extras.items() if has]
+    return (*dict.fromkeys((spec.dtype, spec.kv_dtype)), shape, f"blocks{spec.block_size}", *kinds)
+
+
+def phases(spec: AttentionSpec) -> tuple[Phase, ...]:
+    """All that are checked, with a batch that gives every compute unit two heads and more."""
+    many = 2 * num_processors(spec.device) // spec.num_heads + 1
+    return (Phase([20] * many, [1] * many), *PHASES)
 
 
 def check_attention(backend: type[AttentionBackend], spec: AttentionSpec) -> Deviation:
     """The worst of all phases that `backend` has."""
     blocks = not backend.unsupported_reasons(replace(spec, non_causal=True))
     attention = backend(replace(spec, non_causal=blocks))
-    return worst(_deviation(attention, phase) for phase in PHASES if phase.visibility == "causal" or blocks)
+    found = [phase for phase in phases(spec) if phase.visibility == "causal" or blocks]
+    return worst(_deviation(attention, phase) for phase in found)
 
 
 def _deviation(attention: AttentionBackend, phase: Phase) -> Deviation:
@@ -96,9 +150,15 @@ class Requests:
 
         self.key, self.value = (normal(spec.num_kv_heads, len(self.slots)).to(spec.kv_dtype).to(spec.dtype) for _ in "kv")
         self.query = normal(spec.num_heads, sum(phase.widths)).to(spec.dtype)
+        sinks = torch.randn(spec.num_heads, generator=random).to(spec.dtype)
+        self.sinks = sinks if spec.sinks else None
 
     def run(self, attention: AttentionBackend) -> Tensor:
         """Attention of the new rows, where and in the type that `attention` has."""
+        return self.launch(attention)()
+
+    def launch(self, attention: AttentionBackend) -> Callable[[], Tensor]:
+        """The same, of which each call is one forward."""
         spec, phase = attention.spec, self.phase
         cache: LayerCache = KVLayerSpec(spec.num_kv_heads, spec.head_dim).allocate(
             self.num_blocks, self.size, spec.kv_dtype, spec.device
@@ -112,8 +172,11 @@ class Requests:
             attention.write(cache, *(part(rows, ~self.is_new) for rows in (self.key, self.value, self.slots)))
         key, value, slots = (part(rows, self.is_new) for rows in (self.key, self.value, self.slots))
         query = self.query.to(spec.device, spec.dtype)
+        sinks = None if self.sinks is None else self.sinks.to(spec.device, spec.dtype)
         plan = attention.plan(self._metadata(slots))
-        return attention.run(query, key, value, cache, plan, scale=spec.head_dim**-0.5, window=phase.window)
+        options: dict[str, Any] = {"window": phase.window, "softcap": spec.softcap, "sinks": sinks}
+        options["scale"] = spec.head_dim**-0.5
+        return lambda: attention.run(query, key, value, cache, plan, **options)
 
     def _metadata(self, slot_mapping: Tensor) -> AttentionMetadata:
         phase, device = self.phase, slot_mapping.device

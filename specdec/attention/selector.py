@@ -1,13 +1,20 @@
-"""Choosing the attention backend: by name, or the first that can serve the model; the choice is logged once, with its reason."""
+"""Choosing the attention backend: by name, or the first that can serve the model, on AMD
+the fastest; the choice is logged, with its reason.
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-from specdec.attention.backend import AttentionBackend, AttentionSpec
+import torch
+
+import specdec.device.device
+from specdec.attention.backend import BY_NAME, AttentionBackend, AttentionSpec
+from specdec.attention.check import times_of_backends
 from specdec.attention.mla import MlaBackend, MlaSpec
 from specdec.base.errors import BackendError
 from specdec.base.registry import ATTENTION_BACKENDS, MLA_BACKENDS, resolve
+from specdec.device.self_check import named, races, slower
 
 logger = logging.getLogger(__name__)
 
@@ -16,12 +23,18 @@ def refusals(spec: AttentionSpec | MlaSpec, *, auto: bool = False) -> dict[str, 
     """For every backend of the spec's kind, all reasons why it cannot serve `spec`; an empty list means it can.
 
     With `auto`, also why "auto" passes over those that would serve it by name, as far as the first that it does not pass over.
+    On AMD's GPUs it passes over all but the fastest of those that are right.
     """
     found: dict[str, list[str]] = {}
+    race = auto and isinstance(spec, AttentionSpec) and races(spec.device)
     for name in _table(spec):
         found[name] = _reasons(_resolve(name, spec), spec, auto)
-        if auto and not found[name]:
+        if auto and not found[name] and (named(name) or not race):
             break
+    right = [_resolve(name, spec) for name, reasons in found.items() if not reasons]
+    if race and len(right) > 1 and isinstance(spec, AttentionSpec):
+        times = times_of_backends(right, spec.each[0])
+        found |= {backend.name: slower(backend.name, times) for backend in right}
     return found
 
 
@@ -47,16 +60,41 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
         reasons = _unsupported(backend, spec)
         if reasons:
             raise BackendError(f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try --attention auto")
+        _say(name, {}, spec.device)
         return backend(spec)
     refused = refusals(spec, auto=True)
     for candidate, reasons in refused.items():
         if not reasons:
-            skipped = "; ".join(f"{other}: {', '.join(why)}" for other, why in refused.items() if why)
-            logger.info("attention backend %s%s", candidate, f" ({skipped})" if skipped else "")
+            _say(candidate, refused, spec.device)
             return _resolve(candidate, spec)(spec)
     raise BackendError(
         "no attention backend can serve this model: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in refused.items())
     )
+
+
+def _say(chosen: str, refused: Mapping[str, list[str]], device: torch.device) -> None:
+    """One line: where attention runs, on what, and why on nothing that would be better there.
+
+    Nothing is refused where it was chosen by name.
+    """
+    kind = "ROCm" if specdec.device.device.rocm_architecture(device) else device.type
+    skipped = "; ".join(
+        f"{name}: {', '.join(why)}" for name, why in refused.items() if why and why != BY_NAME and _suits(name, kind)
+    )
+    slow = bool(refused) and chosen == "torch_ref" and device.type == "cuda"
+    logger.log(
+        logging.WARNING if slow else logging.INFO,
+        "on %s: attention %s%s%s",
+        specdec.device.device.describe_device(device),
+        chosen,
+        " in plain torch, which is slow" if slow else "",
+        f" ({skipped})" if skipped else "",
+    )
+
+
+def _suits(name: str, kind: str) -> bool:
+    """Whether a backend is made for such devices."""
+    return kind == "ROCm" or (kind == "cuda" and not name.startswith("rocm_"))
 
 
 def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:

@@ -6,6 +6,7 @@
 import argparse
 import errno
 import io
+import logging
 import os
 import sys
 import traceback
@@ -28,6 +29,9 @@ _SMALLER = ("--max-num-seqs", "--max-model-len", "--kv-memory", "--batch-size", 
 _OF_OUTPUT = NO_ROOM | {errno.EBADF, errno.EIO}
 """Why standard output may not be written."""
 
+_NOTES = ("specdec.attention.selector", "specdec.device.self_check")
+"""Modules whose lines at INFO a user sees."""
+
 EXIT_OK = 0
 EXIT_FAILED = 1  # part of the work failed
 EXIT_USAGE = 2  # an argument, a file or a model is wrong
@@ -39,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `specdec` with `argv` (default: the arguments of the process) and returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
+    _show_notes()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?", not a traceback
     try:
@@ -80,6 +85,13 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it stays open as long as the process
+
+
+def _show_notes() -> None:
+    """Sends to standard error what the library warns of, what it chose, and what it compiles."""
+    logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    for name in _NOTES:
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def _complain(text: str) -> None:

@@ -158,19 +158,25 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would fill a log file with carriage returns
-    decoder = SpecDecoder.from_pretrained(args.model, drafter=drafter, **asdict(load), engine=engine)
-    say_gpu(load.device)
-    return decoder
+    say_unseen(load.device)
+    return SpecDecoder.from_pretrained(args.model, drafter=drafter, **asdict(load), engine=engine)
 
 
 def say_gpu(name: str) -> None:
     """One line on standard error about the GPU that `--device` stands for, or why there is none although the machine has one."""
-    from specdec.device.device import describe_device, resolve_device, unseen_gpu
+    from specdec.device.device import describe_device, resolve_device
 
     device = resolve_device(name)
     if device.type == "cuda":
         print(f"specdec: on {describe_device(device)}", file=sys.stderr)
-    elif name == "auto" and (reason := unseen_gpu()):
+    say_unseen(name)
+
+
+def say_unseen(name: str) -> None:
+    """One line on standard error if a GPU is here and none is used."""
+    from specdec.device.device import unseen_gpu
+
+    if name == "auto" and (reason := unseen_gpu()):
         print(f"specdec: no GPU is used: {reason}", file=sys.stderr)
 
 

@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-SERVED = ("gfx942", "gfx950", "gfx110", "gfx115", "gfx120")
-"""Beginnings of the names of architectures that AITER's kernels run on, if only those in Triton."""
+SERVED = ("gfx942", "gfx950", "gfx110", "gfx115", "gfx120", "gfx90a", "gfx1030", "gfx1250")
+"""Beginnings of the names of architectures that ROCm builds of torch serve; AITER's kernels are for
+the first five, ours for all."""
 
 UNKNOWN = "architecture unknown"
 """In place of an architecture that a container may not read."""

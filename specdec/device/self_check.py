@@ -1,8 +1,10 @@
 """Self-checks: what has never been run on a card is used there once it has agreed with plain torch on that very card.
 
 A check runs one kind of kernel at tiny size and measures how far it is off. Its verdict is kept in the user's cache for this card,
-its driver and these versions, so that the next start reads it and runs nothing. NVIDIA's GPUs, where the tests run, need none; on
-AMD's other than those in `ARCHITECTURES` kernels are taken by name alone, for some of them spill registers there.
+its driver and these versions, so that the next start reads it and runs nothing.
+
+On every one of AMD's GPUs a check decides. A kernel that spills registers is slow, not wrong, and
+where two ways are right, `times_of` tells the faster. NVIDIA's GPUs, where the tests run, need none.
 
 The variable `SPECDEC_KERNELS` overrules all that: "argmax,-fused_layers" takes the one and leaves out the other, unchecked.
 What is in `BY_NAME` is checked nevertheless.
@@ -14,12 +16,15 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import sha256
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from threading import RLock
 from typing import Any
 
@@ -42,13 +47,16 @@ NAMES = ("rocm_aiter_fa", "triton_fa", *KERNELS, "captured_step")
 BY_NAME = ("aiter_layers",)
 """What is used only if `SPECDEC_KERNELS` names it, and after its check all the same: nobody has measured yet whether it pays."""
 
-ARCHITECTURES = ("gfx942", "gfx950")
-"""AMD architectures on which a check decides."""
-
 VARIABLE = "SPECDEC_KERNELS"
 
 PATIENCE = 900.0
 """Seconds to wait for another process that is in the midst of the same check; a first one compiles its kernels."""
+
+REPEATS = 15
+"""Launches of which the median is taken."""
+
+WAIT = 50_000_000
+"""Cycles that a GPU waits meanwhile, some 20 ms."""
 
 STARTED = {"started": True}
 """What a file holds while the check runs, and for ever if the process ends in the midst of it."""
@@ -71,12 +79,14 @@ class Verdict:
         failure: what is wrong, in one line; None when nothing is.
         error, bound: see `Deviation`; None when it came to nothing.
         milliseconds: that it took, compiling included.
+        microseconds: of each way of doing the same, where they were timed.
     """
 
     failure: str | None
     error: float | None = None
     bound: float | None = None
     milliseconds: float | None = None
+    microseconds: dict[str, float] | None = None
 
 
 def passes(name: str, device: torch.device, check: Check, *variant: Variant) -> bool:
@@ -90,7 +100,7 @@ def reasons_against(name: str, device: torch.device, check: Check, *variant: Var
     Args:
         name: one of `NAMES`.
         device: where.
-        check: decides on AMD's `ARCHITECTURES`; it runs once per machine, and what it raises counts as a failure.
+        check: decides on AMD's GPUs; it runs once per machine. What it raises counts as a failure.
         variant: what else the verdict depends on.
 
     Raises:
@@ -98,23 +108,92 @@ def reasons_against(name: str, device: torch.device, check: Check, *variant: Var
     """
     assert name in NAMES
     wanted = _asked_for().get(name)
-    architecture = specdec.device.device.rocm_architecture(device)
     if wanted is False:
         return [f"{VARIABLE} leaves it out"]
     if name in BY_NAME and not wanted:
         return [f"it is taken by name alone ({VARIABLE}={name})"]
-    if name not in BY_NAME:
-        if wanted or architecture is None:
-            return []
-        if architecture not in ARCHITECTURES:
-            return [f"on {architecture} it is taken by name alone ({VARIABLE}={name})"]
+    if name not in BY_NAME and (wanted or specdec.device.device.rocm_architecture(device) is None):
+        return []
     verdict = verdict_of(name, device, check, *variant)
     return [f"its self-check failed: {verdict.failure}"] if verdict.failure else []
 
 
+Ways = Mapping[str, Callable[[], object]]
+"""Launches of the same work, the preferred one first."""
+
+
+def times_of(
+    name: str,
+    device: torch.device,
+    ways: Callable[[], Ways],
+    *variant: Variant,
+    again: bool = False,
+) -> dict[str, float]:
+    """Microseconds of each way, measured once per machine and kept as verdicts are.
+
+    Empty where nothing is timed (`races`), if `SPECDEC_KERNELS` names it, and where measuring failed.
+    """
+    if not races(device) or named(name):
+        return {}
+    path = _folder(device) / f"{title('time', name, *variant)}.json"
+    with _one_at_a_time:
+        if again or path not in _known:
+            verdict = _kept_or_run(path, lambda: _timed(ways(), device), device, again)
+            _known[path] = verdict
+            if verdict.failure:
+                logger.warning("%s cannot be timed: %s", title(name, *variant), verdict.failure)
+        return dict(_known[path].microseconds or {})
+
+
+def races(device: torch.device) -> bool:
+    """Whether ways that are right are timed: on AMD's GPUs."""
+    return device.type == "cuda" and specdec.device.device.rocm_architecture(device) is not None
+
+
+def slower(name: str, times: Mapping[str, float]) -> list[str]:
+    """Why a way is not taken that is not the fastest; of equal ones the first is.
+
+    >>> slower("a", {"a": 20.0, "b": 10.0}), slower("b", {"a": 20.0, "b": 10.0}), slower("a", {})
+    (['20 us, where b takes 10'], [], [])
+    """
+    best = min(times, key=times.__getitem__, default=name)
+    if best == name or name not in times:
+        return []
+    return [f"{times[name]:.0f} us, where {best} takes {times[best]:.0f}"]
+
+
+def microseconds(launch: Callable[[], object], device: torch.device) -> float:
+    """Median time of a launch on a GPU, after one that compiles. The launches wait until all are
+    queued, so that the host, which a captured step does without, has no part in it.
+    """
+    launch()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(WAIT)
+        for event in events[:-1]:
+            event.record()
+            launch()
+        events[-1].record()
+        torch.cuda.synchronize()
+    return median(start.elapsed_time(end) * 1e3 for start, end in pairwise(events))
+
+
+def _timed(ways: Ways, device: torch.device) -> Verdict:
+    """Times of all; what one of them raises counts as a failure."""
+    found: dict[str, float] = {}
+
+    def time_all() -> Deviation:
+        for name, launch in ways.items():
+            found[name] = round(microseconds(launch, device), 1)
+        return Deviation(0.0, 0.0)
+
+    verdict = run(time_all)
+    return verdict if verdict.failure else replace(verdict, microseconds=found)
+
+
 def named(name: str) -> bool:
     """Whether `SPECDEC_KERNELS` takes what is called `name`."""
-    assert name in NAMES
     return _asked_for().get(name, False)
 
 
@@ -128,7 +207,7 @@ def verdict_of(name: str, device: torch.device, check: Check, *variant: Variant,
     path = _folder(device) / f"{title(name, *variant)}.json"
     with _one_at_a_time:
         if again or path not in _known:
-            _known[path] = verdict = _kept_or_run(path, check, again)
+            _known[path] = verdict = _kept_or_run(path, lambda: run(check), device, again)
             if verdict.failure and not again:
                 insist = "" if name in BY_NAME else f"{VARIABLE}={name} takes it all the same, "
                 logger.warning(
@@ -179,7 +258,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "hip": torch.version.hip or "",
         "torch": torch.__version__,
         "specdec": __version__,
-        "AITER_TRITON_ONLY": os.environ.get("AITER_TRITON_ONLY", ""),  # leaves other kernels of AITER
+        **{name: value for name, value in os.environ.items() if name.startswith("AITER_")},
         **versions,
     }
 
@@ -217,8 +296,13 @@ def _folder(device: torch.device) -> Path:
     return folder / "self-check" / digest[:16]
 
 
-def _kept_or_run(path: Path, check: Check, again: bool) -> Verdict:
-    """The verdict in a file, made if there is none. Where none can be kept, the check runs all the same."""
+def _kept_or_run(
+    path: Path,
+    make: Callable[[], Verdict],
+    device: torch.device,
+    again: bool,
+) -> Verdict:
+    """The verdict in a file, made if there is none, or none can be kept."""
     kept = None if again else _read(path)
     if isinstance(kept, Verdict):
         return kept
@@ -229,14 +313,14 @@ def _kept_or_run(path: Path, check: Check, again: bool) -> Verdict:
     except Timeout:
         return Verdict(f"another process has been in the midst of it for {PATIENCE:.0f} s")
     except (OSError, NotImplementedError):
-        return run(check)
+        return make()
     try:
-        return _decided(path, check, again)
+        return _decided(path, make, device, again)
     finally:
         lock.release()
 
 
-def _decided(path: Path, check: Check, again: bool) -> Verdict:
+def _decided(path: Path, make: Callable[[], Verdict], device: torch.device, again: bool) -> Verdict:
     """The same under the lock: nobody else is in the midst of this check, so one that was begun ended with its process."""
     kept = _read(path)
     if isinstance(kept, Verdict) and not again:
@@ -245,14 +329,27 @@ def _decided(path: Path, check: Check, again: bool) -> Verdict:
         verdict = Verdict("a process ended in the midst of it, as after a fault of the GPU")
     else:
         _write(path, STARTED)
-        logger.info("%s: checked once on this machine, which compiles its kernels", path.stem)
+        if not again:
+            _say_once(device, path.parent)
+            logger.info("checking %s", path.stem)
         try:
-            verdict = run(check)
+            verdict = make()
         except BaseException:  # stopped from outside, which says nothing about the kernels
             remove(path)
             raise
     _write(path, asdict(verdict))
     return verdict
+
+
+@cache
+def _say_once(device: torch.device, folder: Path) -> None:
+    """Before the first check of a process whose verdicts lie there."""
+    logger.info(
+        "on %s: compiling and checking kernels, once, up to %d kinds of 10 s to a minute each; verdicts go to %s",
+        specdec.device.device.describe_device(device),
+        len(NAMES),
+        folder,
+    )
 
 
 def _read(path: Path) -> Verdict | str | None:

@@ -176,7 +176,7 @@ def installed_version() -> str | None:
 def newer_than_checked() -> str | None:
     """A note on an AITER newer than what the calls have been compared with; None for others."""
     text = installed_version()
-    if text is None or version_numbers(text) <= CHECKED_VERSION:
+    if text is None or known_numbers(text) <= CHECKED_VERSION:
         return None
     return (
         f"amd-aiter {text} is newer than {dotted(CHECKED_VERSION)}, the newest that was checked;"
@@ -205,6 +205,18 @@ def version_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, match[1].split("."))) if match else ()
 
 
+def known_numbers(text: str) -> tuple[int, ...]:
+    """The same, where a version says something: a shallow clone calls itself 0.1.dev1 or 0.1.0.
+
+    It counts as the newest checked one: functions and keywords are looked at before any is called.
+
+    >>> known_numbers("0.1.dev1+g0123abc"), known_numbers("0.1.0"), known_numbers("0.1.14")
+    ((0, 1, 20), (0, 1, 20), (0, 1, 14))
+    """
+    numbers = version_numbers(text)
+    return CHECKED_VERSION if numbers in ((0, 1), (0, 1, 0)) else numbers
+
+
 def unavailable_reasons(family: type[Any] = AiterFa) -> list[str]:
     """Why AITER's functions of one family cannot be used, with the way out; empty when they can."""
     text = installed_version()
@@ -214,7 +226,7 @@ def unavailable_reasons(family: type[Any] = AiterFa) -> list[str]:
         ]
     if text is None:
         return ["AITER is not installed: install amd-aiter (docs/rocm.md)"]
-    if version_numbers(text) < MINIMUM_VERSION:
+    if known_numbers(text) < MINIMUM_VERSION:
         return [f"amd-aiter {text} is older than {dotted(MINIMUM_VERSION)}: install a newer one"]
     why = loading_error(family)
     return [f"amd-aiter {text} cannot be used: {why}"] if why else []
@@ -244,7 +256,7 @@ def load(family: type[Family]) -> Family:
     """
     functions: dict[str, Any] = {name: _function(name, declared) for name, declared in _declared(family).items()}
     build: Callable[..., Family] = family
-    return build(version_numbers(installed_version() or ""), **functions)
+    return build(known_numbers(installed_version() or ""), **functions)
 
 
 def dotted(version: tuple[int, ...]) -> str:

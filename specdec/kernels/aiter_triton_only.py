@@ -37,7 +37,7 @@ def unavailable_reasons() -> list[str]:
     text = aiter.installed_version()
     if text is None:
         return aiter.unavailable_reasons(AiterTriton)
-    if aiter.version_numbers(text) < TRITON_ONLY_VERSION:
+    if aiter.known_numbers(text) < TRITON_ONLY_VERSION:
         oldest = aiter.dotted(TRITON_ONLY_VERSION)
         return [f"amd-aiter {text} does not import without its C++ kernels: install {oldest} or newer"]
     with _triton_only():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -9,9 +10,12 @@ from typing import ClassVar
 import torch
 
 from specdec.device.deviation import Deviation
-from specdec.device.self_check import Check, passes
+from specdec.device.self_check import Check, Ways, passes, slower, times_of, title
 from specdec.kernels.triton_launch import unavailable_reasons
 
+logger = logging.getLogger(__name__)
+
+OURS, TORCH = "our kernel", "torch"
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 
@@ -24,6 +28,8 @@ class Kernel:
         check: compares it with plain torch: `check(device)`, or `check(device, dtype)`.
         dtypes: types of rows that it takes, each of which has a verdict of its own; none: one for all.
         reasons: why it cannot run, `reasons(device)` or `reasons(device, dtype)`; that of Triton's.
+        ways: of a kernel that may be slower than torch, `ways(device, dtype)`: both launches, as
+            `OURS` and `TORCH`; see `specdec.device.self_check.times_of`.
 
     Attributes:
         made: all kernels whose modules have been imported.
@@ -38,8 +44,10 @@ class Kernel:
         *,
         dtypes: tuple[torch.dtype, ...] = (),
         reasons: Callable[..., list[str]] | None = None,
+        ways: Callable[..., Ways] | None = None,
     ) -> None:
-        self.name, self.check, self.dtypes, self._reasons = name, check, dtypes, reasons
+        self.name, self.check, self.dtypes = name, check, dtypes
+        self._reasons, self._ways = reasons, ways
         self._runs: dict[torch.device, bool] = {}
         Kernel.made.append(self)
 
@@ -68,13 +76,28 @@ class Kernel:
         """Its check for one device and type."""
         return partial(self.check, device, *dtype)
 
+    def times(
+        self,
+        device: torch.device,
+        *dtype: torch.dtype,
+        again: bool = False,
+    ) -> dict[str, float]:
+        """Microseconds of both ways; empty where nothing is timed."""
+        if self._ways is None:
+            return {}
+        return times_of(self.name, device, partial(self._ways, device, *dtype), *dtype, again=again)
+
     def forget(self) -> None:
         """Asks again from here on, as another process would."""
         self._runs.clear()
 
     def _asked(self, device: torch.device, *dtype: torch.dtype) -> bool:
         check = self.check_on(device, *dtype)
-        return not self.reasons(device, *dtype) and passes(self.name, device, check, *dtype)
+        if self.reasons(device, *dtype) or not passes(self.name, device, check, *dtype):
+            return False
+        if late := slower(OURS, self.times(device, *dtype)):
+            logger.warning("%s is left out on %s: %s", title(self.name, *dtype), device, late[0])
+        return not late
 
 
 def check_all(device: torch.device) -> None:

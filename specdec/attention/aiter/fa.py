@@ -24,7 +24,7 @@ from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups, plan_p
 from specdec.attention.aiter.layout import Layout
 from specdec.attention.aiter.routes import Kernel, Route, choose
 from specdec.attention.aiter.scratch import Scratch
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.backend import BY_NAME, AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.check import reasons_against_kernels
 from specdec.base.sizes import power_of_two
 from specdec.kernels import aiter, aiter_triton_only, triton_launch
@@ -67,7 +67,7 @@ class RocmAiterFaBackend(AttentionBackend):
         if tier == "triton" and cls.layout == "shuffle":
             reasons.append(f"the shuffled layout needs AITER's compiled kernels, which are for {' and '.join(CDNA)}")
         reasons += aiter_triton_only.unavailable_reasons() if tier == "triton" else aiter.unavailable_reasons()
-        version = aiter.version_numbers(aiter.installed_version() or "")
+        version = aiter.known_numbers(aiter.installed_version() or "")
         if version and cls.layout == "shuffle" and version < aiter.SHUFFLE_VERSION:
             reasons.append(f"the shuffled layout needs amd-aiter {aiter.dotted(aiter.SHUFFLE_VERSION)}")
         if version and spec.non_causal and version < aiter.NON_CAUSAL_VERSION:
@@ -80,7 +80,7 @@ class RocmAiterFaBackend(AttentionBackend):
     def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
         """See `AttentionBackend.tree_reasons`."""
         reasons = []
-        version = aiter.version_numbers(aiter.installed_version() or "")
+        version = aiter.known_numbers(aiter.installed_version() or "")
         if version < aiter.NON_CAUSAL_VERSION:
             reasons.append(f"they need amd-aiter {aiter.dotted(aiter.NON_CAUSAL_VERSION)}")
         if spec.windows != {None}:
@@ -95,12 +95,12 @@ class RocmAiterFaBackend(AttentionBackend):
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
         """On NVIDIA these kernels run so that they can be checked, not because they are the ones to use there.
 
-        On CDNA they are left out when their self-check fails.
+        On AMD they are left out when their self-check fails.
         """
         architecture = specdec.device.device.rocm_architecture(spec.device)
         if tier_of(spec.device) == "triton" and architecture is None:
             return ["AITER's kernels are AMD's; on NVIDIA they run only when asked for by name"]
-        return reasons_against_kernels(cls, spec) if architecture in CDNA else []
+        return reasons_against_kernels(cls, spec)
 
     @classmethod
     def describe(cls, spec: AttentionSpec) -> list[str]:
@@ -184,7 +184,7 @@ class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
         """Always: which layout is faster depends on the model."""
-        return ["it is taken by name alone"]
+        return BY_NAME
 
 
 def tier_of(device: torch.device) -> Tier | None:

@@ -8,15 +8,18 @@ import torch
 
 import specdec.device.device
 from specdec.attention.backend import AttentionBackend, AttentionSpec
-from specdec.attention.check import check_attention, tiny_spec, types_of
+from specdec.attention.check import check_attention, times_of_backends, variant_of
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import SpecDecError
 from specdec.base.registry import ATTENTION_BACKENDS, KERNELS, VERIFIERS, resolve
-from specdec.device.self_check import Check, Verdict, run, title, verdict_of
+from specdec.device.self_check import Check, Verdict, races, run, title, verdict_of
 from specdec.engine.capture.capture import has_graphs
 from specdec.engine.capture.graph_check import check_captured_step
 from specdec.engine.engine import SpecEngine
 from specdec.kernels.kernel import Kernel
+
+SHAPES = ((32, 8, 128), (9, 3, 64), (16, 2, 256))
+"""Query heads, key heads and their size: of most models, of the embedded one, and the largest."""
 
 
 class Kind(NamedTuple):
@@ -53,15 +56,56 @@ def run_checks(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtyp
             verdict = verdict_of(kind.name, device, kind.check, *kind.variant, again=True)
         print(_described(verdict))
         failed |= verdict.failure is not None
+    for line in _times(device, dtype, cache_dtype):
+        print(f"  {line}")
     return int(failed)
+
+
+def _times(
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+) -> Iterator[str]:
+    """Ways of doing the same that were timed once more; of each kind a start takes the fastest."""
+    if not races(device):
+        return
+    found = {}
+    for spec in _specs(device, dtype, cache_dtype):
+        right = [backend for backend in _backends() if not _against(backend, spec)]
+        found[title("attention", *variant_of(spec))] = times_of_backends(right, spec, again=True)
+    for name in KERNELS:
+        kernel: Kernel = resolve(KERNELS, name, "kernel")
+        variant = kernel.variant(dtype)
+        if not kernel.reasons(device, *variant):
+            found[name] = kernel.times(device, *variant, again=True)
+    for what, times in found.items():
+        if times:
+            yield f"{what:<46}{', '.join(f'{way} {spent:,.0f} us' for way, spent in times.items())}"
+
+
+def _specs(
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+) -> list[AttentionSpec]:
+    shapes = ((*shape, DEFAULT_BLOCK_SIZE) for shape in SHAPES)
+    return [AttentionSpec(device, dtype, *shape, cache_dtype=cache_dtype) for shape in shapes]
+
+
+def _backends() -> list[type[AttentionBackend]]:
+    return [resolve(ATTENTION_BACKENDS, name, "attention backend") for name in ATTENTION_BACKENDS]
+
+
+def _against(backend: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
+    return backend.reasons_against_auto(spec) or backend.unsupported_reasons(spec)
 
 
 def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> Iterator[Kind]:
     """What there is to check, in an order in which what a check uses comes before it."""
-    spec = tiny_spec(AttentionSpec(device, dtype, 1, 1, 1, DEFAULT_BLOCK_SIZE, cache_dtype=cache_dtype))
-    for name in ATTENTION_BACKENDS:
-        backend: type[AttentionBackend] = resolve(ATTENTION_BACKENDS, name, "attention backend")
-        yield Kind(name, types_of(spec), backend.unsupported_reasons(spec), partial(check_attention, backend, spec))
+    for spec in _specs(device, dtype, cache_dtype):
+        for backend in _backends():
+            check, reasons = partial(check_attention, backend, spec), backend.unsupported_reasons(spec)
+            yield Kind(backend.name, variant_of(spec), reasons, check)
     for name in KERNELS:
         kernel: Kernel = resolve(KERNELS, name, "kernel")
         variant = kernel.variant(dtype)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.device.deviation import Deviation, deviation, mismatches, normal, worst
-from specdec.kernels.kernel import FLOATS, Kernel
+from specdec.device.self_check import Ways
+from specdec.kernels.kernel import FLOATS, OURS, TORCH, Kernel
 from specdec.layers.experts.router import route
 from specdec.layers.experts.routing import Experts, Routing, SharedExperts
 from specdec.layers.ops.activation import activate
@@ -67,7 +68,21 @@ def check_experts(device: torch.device, dtype: torch.dtype) -> Deviation:
     return worst([*_routing_deviations(device), *_expert_deviations(device, dtype)])
 
 
-KERNEL = Kernel("experts", check_experts, dtypes=FLOATS)
+def steps(device: torch.device, dtype: torch.dtype) -> Ways:
+    """Eight rows, each of which has four of 32 experts."""
+    from specdec.layers.experts.triton_experts import experts  # it imports Triton
+
+    shapes = (32, 2 * 1024, 1024), (32, 1024, 1024), (8, 1024)
+    gate_up, down, x = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
+    layer = Experts(gate_up, down, "silu")
+    weights, ids = route(normal(8, 32).to(device), Routing(32, 4))
+    return {
+        OURS: lambda: experts(x, weights, ids.int(), layer),
+        TORCH: lambda: apply_experts(x, weights, ids, layer),
+    }
+
+
+KERNEL = Kernel("experts", check_experts, dtypes=FLOATS, ways=steps)
 
 
 def _routing_deviations(device: torch.device) -> Iterator[Deviation]:

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.device.deviation import Deviation, deviation, mismatches, normal, worst
-from specdec.kernels.kernel import FLOATS, HALF, Kernel
+from specdec.device.self_check import Ways
+from specdec.kernels.kernel import FLOATS, HALF, OURS, TORCH, Kernel
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers.ops.grouped_convolution import Side
 from specdec.layers.ops.grouped_convolution import mix_rows as plainly_mix_rows
@@ -20,7 +21,21 @@ def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
     return worst([*_norm_deviations(device, dtype), _swiglu_deviation(device, dtype), *_rope_deviations(device, dtype)])
 
 
-FUSED_LAYERS = Kernel("fused_layers", check_fused_layers, dtypes=FLOATS)
+def norms(device: torch.device, dtype: torch.dtype) -> Ways:
+    """A sum, its norm and a gated activation of eight rows."""
+    from specdec.kernels.triton_norm import add_rms_norm  # it imports Triton
+    from specdec.layers.ops.triton_activation import gated
+
+    shapes = (8, 4096), (8, 4096), (4096,)
+    x, residual, weight = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
+    joined = torch.randn(8, 2 * 12288, device=device, dtype=dtype)
+    return {
+        OURS: lambda: (add_rms_norm(x, residual, weight, EPSILON), gated(joined, "silu")),
+        TORCH: lambda: (_norm(x + residual, weight), _swiglu(joined)),
+    }
+
+
+FUSED_LAYERS = Kernel("fused_layers", check_fused_layers, dtypes=FLOATS, ways=norms)
 
 
 def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
@@ -40,7 +55,19 @@ def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
     return worst(off(*case) for case in cases)
 
 
-FEW_ROWS = Kernel("few_rows", check_few_rows, dtypes=HALF)
+def products(device: torch.device, dtype: torch.dtype) -> Ways:
+    """Products of a model of 8 B parameters, of one row and of a block of eight drafts."""
+    from specdec.layers.triton_linear import few_rows  # it imports Triton
+
+    weight = torch.randn(4096, 4096, device=device, dtype=dtype)
+    blocks = [torch.randn(rows, 4096, device=device, dtype=dtype) for rows in (1, 8)]
+    return {
+        OURS: lambda: [few_rows(x, weight) for x in blocks],
+        TORCH: lambda: [F.linear(x, weight) for x in blocks],
+    }
+
+
+FEW_ROWS = Kernel("few_rows", check_few_rows, dtypes=HALF, ways=products)
 
 
 def check_embedding(device: torch.device, dtype: torch.dtype) -> Deviation:

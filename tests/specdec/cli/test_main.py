@@ -401,6 +401,16 @@ def test_a_full_disk_and_a_closed_output_are_no_defects(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
 
 
+def test_what_was_chosen_is_shown() -> None:
+    """Lines of INFO from what chooses and compiles reach standard error; those of others do not."""
+    names = ("specdec.attention.selector", "specdec.device.self_check", "specdec.engine.memory")
+    code = (
+        "import logging; from specdec.cli.main import main; main(['--version']);"
+        f"[logging.getLogger(name).info(name) for name in {names}]"
+    )
+    assert python(code).stderr.splitlines() == [f"specdec: {name}" for name in names[:2]]
+
+
 def test_bytes_of_another_locale_are_utf8(monkeypatch: Patch, capsys: Capture) -> None:
     """Catches "half of a surrogate pair" for a plain umlaut where the locale is C."""
     decoder = use(monkeypatch, FakeDecoder(chat_template=None))

@@ -63,7 +63,9 @@ def test_who_should_get_rocm(tmp_path: Path) -> None:
     (root / "proc/driver/nvidia/version").touch()
     assert wanting_rocm(root) == []
     assert wanting_rocm(tmp_path / "elsewhere") == []
-    assert (*CDNA, *RDNA) == amd_gpus.SERVED, "what the backends serve"
+    assert amd_gpus.SERVED[:5] == (*CDNA, *RDNA), "what AITER's backends serve"
+    for version, name in ((90010, "gfx90a"), (100300, "gfx1030"), (120500, "gfx1250")):
+        assert wanting_rocm(machine(tmp_path / name, version)) == [name], "for our own kernels"
 
 
 @pytest.mark.parametrize(

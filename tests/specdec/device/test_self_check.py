@@ -16,7 +16,8 @@ import specdec.device.device
 from specdec.base.errors import InvalidInputError
 from specdec.device import self_check
 from specdec.device.deviation import Deviation
-from specdec.device.self_check import Verdict, passes, reasons_against, run, verdict_of
+from specdec.device.self_check import Verdict, passes, reasons_against, run, times_of, verdict_of
+from specdec.kernels.kernel import OURS, TORCH, Kernel
 from tests.helpers.waiting import HANG, wait_until
 
 CPU = torch.device("cpu")
@@ -59,7 +60,8 @@ def test_a_second_start_runs_nothing(caplog: pytest.LogCaptureFixture) -> None:
         next_start()
     assert check.runs == 1
     content = json.loads(kept().read_text())
-    assert content == {"failure": None, "error": 1e-4, "bound": 1e-3, "milliseconds": content["milliseconds"]}
+    spent = {"milliseconds": content["milliseconds"], "microseconds": None}
+    assert content == {"failure": None, "error": 1e-4, "bound": 1e-3, **spent}
     assert passes("argmax", CPU, check, torch.bfloat16) and check.runs == 2 and kept("argmax-bfloat16").exists()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -234,17 +236,28 @@ def test_what_a_verdict_holds_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AITER_TRITON_ONLY", "1")
     found = self_check.machine(CPU)
     assert found["torch"] == torch.__version__ and found["architecture"] == "gfx942" and found["AITER_TRITON_ONLY"] == "1"
+    for switch in ("AITER_MLA_USE_OPUS", "AITER_ENABLE_FMHA_OPUS"):
+        monkeypatch.setenv(switch, "1")
+        assert self_check.machine(CPU) != found, "other kernels of AITER run"
+        monkeypatch.delenv(switch)
     assert all(found[name] for name in ("card", "driver", "specdec"))
 
 
-@pytest.mark.parametrize(("architecture", "passed"), [(None, True), ("gfx1100", False), ("gfx1201", False), ("gfx90a", False)])
-def test_only_cdna_is_checked(monkeypatch: pytest.MonkeyPatch, architecture: str | None, passed: bool) -> None:
-    """NVIDIA and CPUs need none, and no file; elsewhere names alone count."""
+@pytest.mark.parametrize("architecture", ["gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1250"])
+def test_every_amd_card_is_checked(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Its verdict decides; there is no list of cards that get none."""
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
+    right, wrong = Counted(), Counted(Deviation(1.0, 0.0))
+    assert passes("argmax", CPU, right) and not passes("sampler", CPU, wrong)
+    assert (right.runs, wrong.runs) == (1, 1) and kept("argmax").exists()
+
+
+def test_other_machines_need_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA and CPUs, and there is no file."""
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: None)
     check = Counted()
-    reasons = reasons_against("argmax", CPU, check)
+    assert reasons_against("argmax", CPU, check) == []
     assert check.runs == 0 and not kept().parent.exists()
-    assert reasons == ([] if passed else [f"on {architecture} it is taken by name alone (SPECDEC_KERNELS=argmax)"])
 
 
 @pytest.mark.parametrize("architecture", [None, "gfx942", "gfx1100"])
@@ -293,3 +306,96 @@ def test_by_name_and_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert line.startswith("aiter_layers is left out") and line.endswith("(specdec doctor --run checks it again)")
     self_check._known.clear()
     assert passes("aiter_layers", CPU, Counted(), "other")
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """How long each way takes on a pretended GPU, by what a launch returns."""
+    spent: dict[str, float] = {}
+    monkeypatch.setattr(self_check, "_card", lambda device: "AMD Instinct MI300X")
+    monkeypatch.setattr(specdec.device.device, "describe_device", str)
+    monkeypatch.setattr(self_check, "microseconds", lambda launch, device: spent[launch()])
+    return spent
+
+
+def test_ways_are_timed_once(clock: dict[str, float]) -> None:
+    """Kept for the next start; a variant is timed by itself; nothing is timed off AMD's GPUs."""
+    clock.update(ours=20.0, torch=10.0)
+    ways = {"ours": lambda: "ours", "torch": lambda: "torch"}
+    assert times_of("few_rows", GPU, lambda: ways, torch.bfloat16) == clock
+    next_start()
+    assert times_of("few_rows", GPU, lambda: pytest.fail("they are known"), torch.bfloat16) == clock
+    one = {"ours": ways["ours"]}
+    assert times_of("few_rows", GPU, lambda: one, torch.float16) == {"ours": 20.0}
+    clock.update(ours=5.0)
+    assert times_of("few_rows", GPU, lambda: ways, torch.bfloat16, again=True) == clock
+    assert times_of("few_rows", CPU, lambda: pytest.fail("a CPU has one way"), torch.bfloat16) == {}
+
+
+def test_names_are_not_timed(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken, whatever they take."""
+    monkeypatch.setenv("SPECDEC_KERNELS", "few_rows")
+    assert times_of("few_rows", GPU, lambda: pytest.fail("it is named")) == {}
+
+
+def test_what_cannot_be_timed_is_told(
+    clock: dict[str, float],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Then nothing is known, and the preferred way stays."""
+
+    def refuse() -> str:
+        raise RuntimeError("grouped_mm: not on this architecture")
+
+    assert times_of("experts", GPU, lambda: {"ours": refuse}) == {}
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert line == "experts cannot be timed: RuntimeError: grouped_mm: not on this architecture"
+
+
+def test_a_kernel_that_is_slower_than_torch_is_left_out(
+    clock: dict[str, float],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Though it is right; with one line that says both times."""
+
+    def made() -> Kernel:
+        right = lambda device: Deviation(0.0, 1.0)  # noqa: E731
+        kernel = Kernel("few_rows", right, reasons=lambda device: [], ways=ways)
+        Kernel.made.remove(kernel)
+        return kernel
+
+    def ways(device: torch.device) -> dict[str, Callable[[], str]]:
+        return {OURS: lambda: OURS, TORCH: lambda: TORCH}
+
+    clock.update({OURS: 10.0, TORCH: 10.0})
+    assert made().runs_on(GPU) and made().runs_on(CPU)
+    clock.update({OURS: 30.0})
+    assert made().times(GPU, again=True) == clock and not made().runs_on(GPU)
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert line == "few_rows is left out on cuda: 30 us, where torch takes 10"
+
+
+def test_the_first_check_says_what_it_compiles_for(
+    clock: dict[str, float],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before it begins, once in a process, then each check; nothing at a second start."""
+    self_check._say_once.cache_clear()
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records]
+
+    def check() -> Deviation:
+        assert lines()[0].startswith("on cuda: compiling and checking kernels, once, up to ")
+        assert lines()[-1] == "checking argmax"
+        return Deviation(0.0, 0.0)
+
+    with caplog.at_level(logging.INFO):
+        assert passes("argmax", GPU, check) and passes("sampler", GPU, Counted())
+        assert lines()[1:] == ["checking argmax", "checking sampler"]
+        caplog.clear()
+        next_start()
+        assert passes("argmax", GPU, check) and not lines()

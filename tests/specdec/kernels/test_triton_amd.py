@@ -16,6 +16,7 @@ from torch import Tensor
 import specdec.device.device
 from specdec.attention import check
 from specdec.attention.aiter import fa as rocm_aiter_fa
+from specdec.attention.backend import AttentionSpec
 from specdec.attention.selector import select_backend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.config import CacheConfig, EngineConfig
@@ -56,6 +57,8 @@ from specdec.layers.recurrence import triton_recurrence, triton_short_convolutio
 from specdec.sampling import triton_sampler  # noqa: E402
 from specdec.sampling.trees import triton_candidates, triton_trees  # noqa: E402
 
+SHAPE = "4x2x16-blocks16"
+"""Of the tiny model's heads."""
 MODEL: dict[str, Any] = {"num_hidden_layers": 2}
 LIMITS: dict[str, Any] = {"max_num_seqs": 2, "cache": CacheConfig(memory_bytes=2**21)}
 
@@ -110,7 +113,8 @@ class Amd:
             patch.setattr(module, "CudaCapture", Repeat)
         patch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
         # The interpreter takes its time: fewer requests, and no prefill padded to 128 rows.
-        patch.setattr(check, "PHASES", (check.Phase([21, 9], [3, 3]), check.Phase([21, 9], [3, 3], visibility="full")))
+        phases = check.Phase([21, 9], [3, 3]), check.Phase([21, 9], [3, 3], visibility="full")
+        patch.setattr(check, "phases", lambda spec: phases)
         patch.setattr(graph_check, "PROMPTS", (3,))
         patch.setattr(graph_check, "MAX_TOKENS", 3)
         patch.setattr(TritonFaBackend, "captures_prefill", False)
@@ -118,7 +122,15 @@ class Amd:
 
     def __call__(self, architecture: str = "gfx942", aiter: str | None = "0.1.20") -> Machine:
         self.patch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        machine = Machine(version=aiter or "0.1.20", architecture=architecture, allow_float32=True, num_compute_units=8)
+        shallow = aiter is not None and ".dev" in aiter
+        if shallow:
+            self.patch.setattr("specdec.kernels.aiter.installed_version", lambda: aiter)
+        machine = Machine(
+            version="0.1.20" if aiter is None or shallow else aiter,
+            architecture=architecture,
+            allow_float32=True,
+            num_compute_units=8,
+        )
         return install(self.patch, self._folder, machine) if aiter else machine
 
 
@@ -214,7 +226,7 @@ def test_auto_takes_everything_that_passes(
     assert first.takes == (attention, True, True, True)
     assert first.tokens == expected and first.warnings == []
     checked = {
-        f"{attention}-float32",
+        f"{attention}-float32-{SHAPE}",
         "argmax",
         "sampler",
         "embedding-float32",
@@ -337,7 +349,8 @@ def test_aiter_that_fails_makes_room_for_triton(amd: Amd, caplog: pytest.LogCapt
     start = Run(caplog)
     assert start.takes == ("triton_fa", False, False, True) and start.tokens == expected
     (line,) = start.warnings
-    assert line.startswith("rocm_aiter_fa-float32 is left out") and "SPECDEC_KERNELS=rocm_aiter_fa takes it" in line
+    assert line.startswith(f"rocm_aiter_fa-float32-{SHAPE} is left out")
+    assert "SPECDEC_KERNELS=rocm_aiter_fa takes it" in line
 
 
 @pytest.mark.parametrize(
@@ -378,25 +391,56 @@ def test_graphs_by_name(amd: Amd, caplog: pytest.LogCaptureFixture, expected: li
     on = Run(caplog, graphs=True)
     off = Run(caplog, graphs=False)
     assert (on.captured, off.captured) == (True, False) and on.tokens == off.tokens == expected
-    assert verdicts() == {"triton_fa-float32"}
+    assert verdicts() == {f"triton_fa-float32-{SHAPE}"}
 
 
-def test_rdna_is_by_name(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
-    """Nothing is checked there, and nothing is taken that is not named."""
+def test_radeon_takes_what_passes(
+    amd: Amd,
+    caplog: pytest.LogCaptureFixture,
+    expected: list[list[int]],
+) -> None:
+    """All that CDNA has: our attention, fused layers, the choice of tokens and captured steps."""
     amd("gfx1100", None)
-    assert Run(caplog).takes == ("torch_ref", False, False, False)
-    assert Run(caplog, "triton_fa", graphs=True).takes == ("triton_fa", False, True, False)
-    amd.patch.setenv("SPECDEC_KERNELS", "triton_fa,fused_layers,argmax,captured_step,embedding")
     start = Run(caplog)
-    assert start.takes == ("triton_fa", True, True, True) and start.tokens == expected
-    assert not verdicts() and start.warnings == []
+    assert start.takes == ("triton_fa", True, True, True)
+    assert start.tokens == expected and start.warnings == []
 
 
-def test_rdna_keeps_aiter(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
-    """Its Triton kernels are made for these cards; ours are beside them by name."""
-    amd("gfx1201")
-    assert Run(caplog).takes == ("rocm_aiter_fa", False, False, False)
-    assert not verdicts()
+CARDS = {
+    "gfx90a": "triton_fa",
+    "gfx942": "rocm_aiter_fa",
+    "gfx950": "rocm_aiter_fa",
+    "gfx1030": "triton_fa",
+    "gfx1100": "rocm_aiter_fa",
+    "gfx1151": "rocm_aiter_fa",
+    "gfx1200": "rocm_aiter_fa",
+    "gfx1201": "rocm_aiter_fa",
+    "gfx1250": "triton_fa",
+}
+"""What `auto` takes where AITER is installed; our own attention without it."""
+
+
+@pytest.mark.parametrize("aiter", [None, "0.1.16", "0.1.20", "0.1.dev1+g0123abc"])
+@pytest.mark.parametrize("architecture", CARDS)
+def test_auto_on_every_card(
+    amd: Amd,
+    caplog: pytest.LogCaptureFixture,
+    architecture: str,
+    aiter: str | None,
+) -> None:
+    """None falls to plain torch while ours pass, nor in silence when they do not."""
+    amd(architecture, aiter)
+    spec = AttentionSpec(DEVICE, torch.float32, 4, 2, 16, 16)
+    assert select_backend("auto", spec).name == (CARDS[architecture] if aiter else "triton_fa")
+    assert verdicts() == {f"{select_backend('auto', spec).name}-float32-{SHAPE}"}
+    variant: list[Any] = [torch.float32, *SHAPE.split("-")]
+    for name in ("rocm_aiter_fa", "triton_fa"):
+        self_check.verdict_of(name, DEVICE, lambda: Deviation(1.0, 0.0), *variant, again=True)
+    with caplog.at_level(logging.INFO):
+        caplog.clear()
+        assert select_backend("auto", spec).name == "torch_ref"
+    assert "attention torch_ref" in caplog.text
+    assert "triton_fa: its self-check failed" in caplog.text
 
 
 @pytest.mark.parametrize("attention", ["rocm_aiter_fa", "rocm_aiter_fa_shuffle"])

@@ -179,6 +179,7 @@ def test_nvidia_is_served_by_name_alone(rdna: Install, monkeypatch: pytest.Monke
     """`auto` neither takes it nor imports AITER; the name does both."""
     rdna(None)
     asked = spec(device=CUDA)
+    monkeypatch.setattr(specdec.device.device, "describe_device", str)
     # Others would ask the device that is not there.
     monkeypatch.setattr(selector, "ATTENTION_BACKENDS", {n: ATTENTION_BACKENDS[n] for n in ("rocm_aiter_fa", "torch_ref")})
     assert refusals(asked)["rocm_aiter_fa"] == []

@@ -190,6 +190,9 @@ def test_indexers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "rocm_aiter_mla_sparse  no: 24 index heads" in doctor(capsys, "--index-n-heads", "24")
 
 
+AITER = "rocm_aiter_fa-bfloat16-32x8x128-blocks16"
+
+
 def line_of(out: str, name: str) -> list[str]:
     """The words of a kernel's line behind its name."""
     (line,) = (line for line in out.partition("self-checks\n")[2].splitlines() if line.split()[:1] == [name])
@@ -199,10 +202,10 @@ def line_of(out: str, name: str) -> list[str]:
 def test_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     """What can run, with error, bound and time; why the others cannot; nothing is kept."""
     out = doctor(capsys, "--run")
-    error, bound, milliseconds = map(float, line_of(out, "torch_ref-bfloat16"))
+    error, bound, milliseconds = map(float, line_of(out, "torch_ref-bfloat16-9x3x64-blocks16"))
     assert 0 < error < bound < 1 and milliseconds > 0
     for name in (
-        "triton_fa-bfloat16",
+        "triton_fa-bfloat16-16x2x256-blocks16",
         "argmax",
         "embedding-bfloat16",
         "few_rows-bfloat16",
@@ -213,7 +216,7 @@ def test_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert line_of(out, "captured_step") == ["not", "here:", "cpu", "has", "no", "graphs"]
     assert all(any(line.split()[:1] and line.split()[0].startswith(name) for line in out.splitlines()) for name in self_check.NAMES)
     assert " ".join(line_of(out, "aiter_layers-bfloat16")).startswith("not here: cpu (AITER's compiled kernels are for gfx942")
-    assert line_of(out, "rocm_aiter_fa-bfloat16") == ["not", "here:", "cpu", "is", "not", "a", "ROCm", "device"]
+    assert " ".join(line_of(out, AITER)) == "not here: cpu is not a ROCm device"
     assert not self_check.cache_folder().exists()
     assert "self-checks" not in doctor(capsys)
 
@@ -231,7 +234,7 @@ def test_run_checks_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         broken.__signature__ = home.unified_attention.__signature__  # type: ignore[attr-defined]
         patch.setattr(home, "unified_attention", broken)
         out = doctor(capsys, "--run", status=1)
-        assert line_of(out, "rocm_aiter_fa-bfloat16") == ["failed:", "RuntimeError:", "no", "compiler"]
+        assert line_of(out, AITER) == ["failed:", "RuntimeError:", "no", "compiler"]
     reason = "its self-check failed: RuntimeError: no compiler"
     out = doctor(capsys)
     assert (
@@ -241,7 +244,7 @@ def test_run_checks_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     out = doctor(capsys, "--run")
     error, bound, _ = map(float, line_of(out, "aiter_layers-bfloat16"))
     assert 0 < error <= bound
-    error, bound, _ = map(float, line_of(out, "rocm_aiter_fa-bfloat16"))
+    error, bound, _ = map(float, line_of(out, "rocm_aiter_fa-bfloat16-32x8x128-blocks16"))
     assert error <= bound and "rocm_aiter_fa          chosen by --attention auto" in doctor(capsys)
 
 
@@ -249,7 +252,8 @@ def test_run_shows_what_is_off(capsys: pytest.CaptureFixture[str], monkeypatch: 
     """With its figures; in the types that were asked about."""
     monkeypatch.setattr(check, "deviation", lambda *args: Deviation(0.25, 0.125))
     out = doctor(capsys, "--run", "--dtype", "float32", status=1)
-    assert line_of(out, "torch_ref-float32")[:2] == ["2.5e-01", "1.2e-01"] and line_of(out, "torch_ref-float32")[-1] == "failed"
+    line = line_of(out, "torch_ref-float32-32x8x128-blocks16")
+    assert line[:2] == ["2.5e-01", "1.2e-01"] and line[-1] == "failed"
     assert line_of(out, "few_rows-float16") and line_of(out, "fused_layers-float32")
 
 
