@@ -49,7 +49,18 @@ class TrainConfig:
     seed: int = _option(0, "run", "fixes prompts, answers, order and anchors")
     stop_after: float | None = _positive(None, "run", "minutes after which a stage saves what it has and the command ends")
 
-    prompts: tuple[str, ...] = _option((), "answers", "text or JSON lines files with prompts; never a test split", metavar="FILE")
+    prompts: tuple[str, ...] = _option(
+        (),
+        "answers",
+        "text, JSON or parquet files with prompts, or hub:NAME; never a test split",
+        metavar="FILE",
+    )
+    answers_from: tuple[str, ...] = _option(
+        (),
+        "answers",
+        "answers that the target gave elsewhere, trained on as they are: files as of --prompts",
+        metavar="FILE",
+    )
     max_prompts: int | None = _positive(None, "answers", "most prompts taken from the files")
     variations: int = _amount(0, "answers", "versions of every question with other numbers and names")
     self_prompts: int = _amount(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
@@ -67,6 +78,12 @@ class TrainConfig:
     top_p: float = _share(1.0, "answers", "keep the likeliest tokens that reach P when sampling")
     max_tokens: int = _count(256, "answers", "most tokens of an answer")
     heldout: int = _count(64, "answers", "prompts kept out of training, answered greedily, for tau")
+    answer_server: str | None = _option(
+        None,
+        "answers",
+        "OpenAI-compatible server that answers in place of our engine, such as http://host:8000",
+        metavar="URL",
+    )
     heldout_temperature: float = _amount(1.0, "answers", "of a second answer to each of these; 0 is none")
     max_num_seqs: int = _count(256, "answers", "answers decoded at once")
     attention: str = _option("auto", "answers", "attention backend of the engine")
@@ -137,6 +154,12 @@ class TrainConfig:
                 self._check(one.name, right, "a number that float32 or int64 holds")
             if rule is not None and value is not None:
                 self._check(one.name, _RULES[rule](value), rule)
+        alone = not (self.prompts or self.self_prompts or self.documents or self.variations)
+        rule = "empty, or prompts, self-prompts, documents and variations must be: it has its own"
+        self._check("answers_from", alone or not self.answers_from, rule)
+        rule = "0 with answer-server: the noise of a server's samples is not known"
+        known = self.answer_server is None or self.heldout_temperature == 0
+        self._check("heldout_temperature", known, rule)
         self._check("layers", self.layers <= MOST_LAYERS, f"at most {MOST_LAYERS:,}")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def _prompts(config: CoupleConfig) -> list[TrainingPrompt]:
     from drafters.training.data.prompts import read_prompts
 
-    prompts = [prompt for file in config.prompts for prompt in read_prompts(user_path(file))]
+    prompts = [prompt for file in config.prompts for prompt in read_prompts(file)]
     if not prompts:
         raise InvalidInputError("there is no prompt to answer; name files with --prompts")
     Random(config.seed).shuffle(prompts)
@@ -133,10 +133,10 @@ def _answers(config: CoupleConfig, decoder: SpecDecoder, prompts: list[TrainingP
         InvalidInputError: a prompt does not fit the target.
         SpecDecError: there is no answer with an anchor and a draft.
     """
-    from drafters.training.data.answers import tokenized
     from drafters.training.data.dataset import Answer
+    from drafters.training.data.own import tokenized
 
-    texts, found = [tokenized(decoder, prompt) for prompt in prompts], {}
+    texts, found = [tokenized(decoder, prompt.messages) for prompt in prompts], {}
     for temperature in temperatures:
         params = [
             SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=config.seed + i) for i in range(len(texts))

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from drafters.training.config import TrainConfig
+from drafters.training.data.rows import fingerprint
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.files import parse_json, user_path
 from specdec.base.writing import write_text
-from specdec.session.decoder import SpecDecoder
-from specdec.session.provenance import origin_of_run, sha256_of
 
 PROVENANCE = "provenance.json"
 _TARGET = r"verifier_name=('[^']*'|\"[^\"]*\"), "  # in a drafter's config, as it was spelled
@@ -19,7 +18,7 @@ _TARGET = r"verifier_name=('[^']*'|\"[^\"]*\"), "  # in a drafter's config, as i
 
 def origin_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, Any]:
     """What decides a stage's files: the named settings and the content of the prompt files."""
-    hashes = {Path(file).name: sha256_of(user_path(file)) for file in config.prompts}
+    hashes = {Path(file).name: fingerprint(file) for file in (*config.prompts, *config.answers_from)}
     origin: dict[str, Any] = json.loads(json.dumps({"settings": {n: getattr(config, n) for n in settings}, "prompt_files": hashes}))
     return origin
 
@@ -49,11 +48,10 @@ def check_origin(folder: Path, origin: dict[str, Any]) -> None:
         )
 
 
-def write_origin(folder: Path, origin: dict[str, Any], decoder: SpecDecoder) -> None:
-    """Leaves the origin in the folder, with what wrote the files, unless one is there."""
+def write_origin(folder: Path, origin: dict[str, Any]) -> None:
+    """Leaves the origin in the folder, unless one is there."""
     if not (folder / PROVENANCE).exists():
-        about = origin | origin_of_run(decoder.verifier) | {"target": decoder.verifier.name}
-        write_text(folder / PROVENANCE, json.dumps(about, indent=2) + "\n")
+        write_text(folder / PROVENANCE, json.dumps(origin, indent=2) + "\n")
 
 
 def alike(name: str, one: Any, other: Any) -> bool:

@@ -14,6 +14,7 @@ from drafters.training.data.answers import write_answers
 from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.data.documents import answers_of, documents_run, write_documents
 from drafters.training.data.self_prompts import write_self_prompts
+from drafters.training.data.source import Source
 from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
 from drafters.training.loss.evaluate import replay, shapes_of
 from drafters.training.processes import process_group
@@ -73,27 +74,38 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     @cache
-    def load_decoder() -> SpecDecoder:
+    def load_source() -> Source:
+        if config.answer_server is not None:
+            about = {"max_model_len": config.max_length, "at_once": config.max_num_seqs}
+            return Source.of_server(config.answer_server, config.model, **about)
         decoder = SpecDecoder.from_pretrained(
-            config.model, drafter=None, device=str(device), dtype=config.dtype, attention=config.attention, engine=engine
+            config.model,
+            drafter=None,  # large batches gain nothing from one
+            device=str(device),
+            dtype=config.dtype,
+            attention=config.attention,
+            engine=engine,
         )
         # What cannot work must not wait for the answers.
         make_drafter(config, decoder.verifier, decoder.tokenizer)
         if rank == 0 and not getattr(decoder.tokenizer, "chat_template", None):
             say(f"answers: {config.model!r} has no chat template, so it goes on with prompts as plain text")
-        return decoder
+        return Source.of_engine(decoder)
 
-    if config.self_prompts and not _everywhere(write_self_prompts(config, load_decoder, say, rank=rank, world=world), device):
-        return False
-    complete = write_answers(config, load_decoder, say, rank=rank, world=world)
+    where = {"rank": rank, "world": world}
+    if config.self_prompts:
+        written = write_self_prompts(config, load_source, say, **where)
+        if not _everywhere(written, device):
+            return False
+    complete = write_answers(config, load_source, say, **where)
     if not config.documents:
         return complete
     if not _everywhere(complete, device):
         return False
     if rank == 0:
-        write_documents(config, lambda ids: load_decoder().tokenizer.decode(ids, skip_special_tokens=True))
+        write_documents(config, lambda ids: load_source().tokenizer.decode(ids, skip_special_tokens=True))
     _everywhere(True, device)
-    return write_answers(documents_run(config), load_decoder, say, rank=rank, world=world)
+    return write_answers(documents_run(config), load_source, say, **where)
 
 
 def _everywhere(complete: bool, device: torch.device) -> bool:

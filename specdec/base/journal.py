@@ -1,7 +1,7 @@
 """Finished answers on disk, so that a run that died goes on where it stopped."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from io import FileIO
 from pathlib import Path
@@ -69,9 +69,14 @@ class Journal:
         Raises:
             CapacityError, InvalidInputError: see `specdec.base.writing.append`.
         """
-        self._records[key] = 0, record
-        if self._path is not None:
-            append(self._path, json.dumps({"key": key, **record}) + "\n", head=self._head)
+        self.add_all({key: record})
+
+    def add_all(self, records: Mapping[str, dict[str, Any]]) -> None:
+        """Stores finished answers at once, all or none of them; see `add`."""
+        self._records |= {key: (0, record) for key, record in records.items()}
+        if self._path is not None and records:
+            lines = [json.dumps({"key": key, **record}) + "\n" for key, record in records.items()]
+            append(self._path, "".join(lines), head=self._head)
 
     def _read(self, path: Path, file: FileIO) -> None:
         opening = f'{{"schema": "{_schema(self._command)}"'.encode()

@@ -3,16 +3,24 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from drafters.training.config import TrainConfig
+from drafters.training.data.own import Own, chained, own_answers, tokenized, write_own
 from drafters.training.data.prompts import PromptSet, TrainingPrompt, few_shot_text, make_prompts
+from drafters.training.data.rows import Messages
 from drafters.training.data.self_prompts import read_self_prompts
-from drafters.training.data.shards import Say, fill_shards, missing_shards, plan_shards, stable_seed
+from drafters.training.data.shards import (
+    Row,
+    Say,
+    fill_shards,
+    missing_shards,
+    plan_shards,
+    stable_seed,
+)
+from drafters.training.data.source import Source
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
-from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
 
 FEW_SHOT_STOP = "Question:"
@@ -27,20 +35,41 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer to be written."""
+    """One answer to be written.
+
+    Attributes:
+        prompt: what is asked.
+        temperature, seed: of the sampling.
+        said: what the target answered to the turns before, of which `rows` are the records.
+    """
 
     prompt: TrainingPrompt
     temperature: float
     seed: int
+    said: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def messages(self) -> Messages:
+        """The chat, up to the turn to be answered."""
+        pairs = zip(self.said, self.prompt.later, strict=False)
+        later = [one for answer, turn in pairs for one in (("assistant", answer), ("user", turn))]
+        return (*self.prompt.messages, *later)
 
 
-def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], say: Say, *, rank: int = 0, world: int = 1) -> bool:
+def write_answers(
+    config: TrainConfig,
+    load_source: Callable[[], Source],
+    say: Say,
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> bool:
     """Writes all answers that are missing.
 
     Args:
         config: the run.
-        load_decoder: gives the target when something is missing; without a drafter, from which
-            large batches gain nothing.
+        load_source: gives the target when something is missing.
         say: told about the progress.
         rank, world: this process of those that torchrun started; each writes every `world`-th file.
 
@@ -52,25 +81,30 @@ def write_answers(config: TrainConfig, load_decoder: Callable[[], SpecDecoder], 
         CapacityError: the disk is full; finished shards are kept.
         SpecDecError: the target fails.
     """
-    folder = config.folder / "answers"
-    prompts = make_prompts(config, read_self_prompts(config))
+    folder, own = config.folder / "answers", list[Own]()
+    if config.answers_from:
+        prompts, own = own_answers(config)
+    else:
+        prompts = make_prompts(config, read_self_prompts(config))
     shards = plan_answers(config, prompts)
     origin = origin_of(config, _SETTINGS)
     check_origin(folder, origin)
     missing = missing_shards(folder, shards, rank, world)
-    if not missing:
+    brought = missing_shards(folder, plan_shards("train", own, config.shard_size), rank, world)
+    if not missing and not brought:
         return True
-    decoder = load_decoder()
-    writer = _Writer(config, decoder, prompts)
+    source = load_source()
+    writer = _Writer(config, source, prompts)
     writer.check_lengths(missing)
     if rank == 0:
-        write_origin(folder, origin, decoder)
+        write_origin(folder, origin | source.origin)
+    write_own(source, folder, brought, say)
     complete = fill_shards(
-        decoder.session,
+        source.answers,
         folder,
         missing,
         start=writer.start,
-        record=_record,
+        record=writer.record,
         say=say,
         title="answers",
         minutes=config.stop_after,
@@ -93,19 +127,12 @@ def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[
     return plan_shards("heldout", heldout, config.shard_size) | plan_shards("train", train, config.shard_size)
 
 
-def tokenized(decoder: SpecDecoder, prompt: TrainingPrompt) -> list[int]:
-    """A prompt in the chat template where there is one, else as text."""
-    if getattr(decoder.tokenizer, "chat_template", None):
-        return decoder.tokenize([{"role": role, "content": content} for role, content in prompt.messages])
-    return decoder.tokenize("\n".join(content for _, content in prompt.messages))
-
-
 class _Writer:
     """Turns jobs into prompts."""
 
-    def __init__(self, config: TrainConfig, decoder: SpecDecoder, prompts: PromptSet) -> None:
-        self.config, self.decoder, self.prompts = config, decoder, prompts
-        self.limit = decoder.engine.max_model_len - 1
+    def __init__(self, config: TrainConfig, source: Source, prompts: PromptSet) -> None:
+        self.config, self.source, self.prompts = config, source, prompts
+        self.limit = source.max_model_len - 1
         self.num_skipped = 0
         self._last: tuple[TrainingPrompt, list[int]] | None = None
 
@@ -149,11 +176,38 @@ class _Writer:
             " shorten it, or leave such prompts out with --skip-long"
         )
 
+    def record(self, result: GenerationResult, job: Job) -> tuple[list[Row], Job | None]:
+        """What an answer leaves in its file; and the job of the user's next turn, if there is one and it fits."""
+        row: Row = {
+            "prompt_ids": result.prompt_token_ids,
+            "answer_ids": result.token_ids,
+            "source": job.prompt.source,
+            "template": "few-shot" if job.prompt.few_shot else "chat",
+            "temperature": job.temperature,
+            "seed": job.seed,
+            "finish_reason": result.finish_reason,
+        }
+        rows = chained(job.rows, row)
+        if len(job.said) == len(job.prompt.later) or result.finish_reason != "stop":
+            return rows, None
+        text = self.source.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        seed = stable_seed(job.seed, "turn", len(job.said) + 1)
+        following = Job(job.prompt, job.temperature, seed, (*job.said, text), tuple(rows))
+        fits = len(self._tokenize(following)) < self.limit
+        return rows, following if fits else None
+
     def _tokenize(self, job: Job) -> list[int]:
         prompt = job.prompt
+        if prompt.token_ids:
+            return list(prompt.token_ids)
+        if job.said:
+            return tokenized(self.source, job.messages)
         if self._last is None or self._last[0] is not prompt:  # a prompt's answers come one after the other
             text = self._few_shot_text(prompt) if prompt.few_shot else None
-            self._last = prompt, tokenized(self.decoder, prompt) if text is None else self.decoder.tokenize(text)
+            self._last = (
+                prompt,
+                tokenized(self.source, job.messages) if text is None else self.source.tokenize(text),
+            )
         return list(self._last[1])
 
     def _few_shot_text(self, prompt: TrainingPrompt) -> str:
@@ -162,15 +216,3 @@ class _Writer:
         drawn = random.sample(self.prompts.examples, self.config.few_shot + 1)
         others = [example for example in drawn if example.question != prompt.question]
         return few_shot_text(others[: self.config.few_shot], prompt.question)
-
-
-def _record(result: GenerationResult, job: Job) -> dict[str, Any]:
-    return {
-        "prompt_ids": result.prompt_token_ids,
-        "answer_ids": result.token_ids,
-        "source": job.prompt.source,
-        "template": "few-shot" if job.prompt.few_shot else "chat",
-        "temperature": job.temperature,
-        "seed": job.seed,
-        "finish_reason": result.finish_reason,
-    }

@@ -26,6 +26,7 @@ class Answer:
         prompt_ids, answer_ids: tokens, as compact arrays.
         few_shot: the prompt is a few-shot text, and the answer ends where the next question begins.
         temperature, seed: it was drawn with; 0 is greedy.
+        spans: earlier answers within the prompt, which are trained as well, as first token and the one behind the last.
     """
 
     prompt_ids: Sequence[int]
@@ -33,6 +34,13 @@ class Answer:
     few_shot: bool = False
     temperature: float = 0.0
     seed: int = 0
+    spans: Sequence[Sequence[int]] = ()
+
+    @property
+    def all_spans(self) -> list[Sequence[int]]:
+        """`spans`, and that of the answer."""
+        start = len(self.prompt_ids)
+        return [*self.spans, (start, start + len(self.answer_ids))]
 
 
 def read_answers(folder: Path, split: str) -> list[Answer]:
@@ -52,7 +60,8 @@ def read_answers(folder: Path, split: str) -> list[Answer]:
 def _as_answer(record: dict[str, Any]) -> Answer:
     prompt_ids, answer_ids = (array("i", record[name]) for name in ("prompt_ids", "answer_ids"))
     few_shot = record["template"] == "few-shot"
-    return Answer(prompt_ids, answer_ids, few_shot=few_shot, temperature=record["temperature"], seed=record["seed"])
+    draw = {"temperature": record["temperature"], "seed": record["seed"]}
+    return Answer(prompt_ids, answer_ids, few_shot=few_shot, spans=record.get("spans", ()), **draw)
 
 
 class AnswerSet:
@@ -77,12 +86,21 @@ class AnswerSet:
     """
 
     def __init__(
-        self, answers: Sequence[Answer], *, device: torch.device, max_length: int, bucket: int, mask_token_id: int
+        self,
+        answers: Sequence[Answer],
+        *,
+        device: torch.device,
+        max_length: int,
+        bucket: int,
+        mask_token_id: int,
     ) -> None:
         fitting = [a for a in answers if len(a.prompt_ids) + len(a.answer_ids) <= max_length]
         long_enough = [a for a in fitting if len(a.answer_ids) >= 2]
         kept = [a for a in long_enough if mask_token_id not in a.answer_ids and mask_token_id not in a.prompt_ids]
-        self.num_too_long, self.num_too_short = len(answers) - len(fitting), len(fitting) - len(long_enough)
+        self.num_too_long, self.num_too_short = (
+            len(answers) - len(fitting),
+            len(fitting) - len(long_enough),
+        )
         self.num_masked = len(long_enough) - len(kept)
         if self.num_masked > MOST_MASKED * len(long_enough):
             raise InvalidInputError(
@@ -97,11 +115,16 @@ class AnswerSet:
         self.bucket = bucket
         self.lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in kept]
         self.draws = [(a.temperature, a.seed) for a in kept]
-        tokens = array("i")
+        tokens, ends = array("i"), array("i")
         for answer in kept:
             tokens.extend(answer.prompt_ids)
             tokens.extend(answer.answer_ids)
+            start = len(ends)
+            ends.extend([0] * (len(tokens) - start))
+            for first, behind in answer.all_spans:
+                ends[start + first : start + behind] = array("i", [behind]) * (behind - first)
         self._tokens = torch.frombuffer(tokens, dtype=torch.int32).to(device, copy=True)
+        self._ends = torch.frombuffer(ends, dtype=torch.int32).to(device, copy=True)
         self._lengths = torch.tensor(self.lengths).to(device)
         self._prompt_lens = torch.tensor([len(a.prompt_ids) for a in kept]).to(device)
         self._starts = self._lengths.cumsum(0) - self._lengths
@@ -115,8 +138,10 @@ class AnswerSet:
         positions = torch.arange(width, device=self._tokens.device)
         lengths = self._lengths[indices]
         rows = (self._starts[indices][:, None] + positions).clamp(max=self._tokens.shape[0] - 1)
-        tokens = self._tokens[rows].long().masked_fill(positions >= lengths[:, None], 0)
-        return SequenceBatch(tokens, self._prompt_lens[indices], lengths, [self.lengths[index] for index in chosen])
+        padding = positions >= lengths[:, None]
+        tokens, ends = (part[rows].long().masked_fill(padding, 0) for part in (self._tokens, self._ends))
+        host = [self.lengths[index] for index in chosen]
+        return SequenceBatch(tokens, self._prompt_lens[indices], lengths, host, ends)
 
     def epoch(self, seed: int, batch_size: int) -> list[list[int]]:
         """Batches of sequence indices for one pass, the same for the same seed; the remainder that fills no batch is left out.

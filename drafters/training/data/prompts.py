@@ -3,19 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
-from typing import Any
 
 from drafters.training.config import TrainConfig
 from drafters.training.data.names import FIRST_NAMES
+from drafters.training.data.rows import Messages, Row, conversation, read_rows
 from specdec.base.errors import InvalidInputError
-from specdec.base.files import parse_object, read_lines, user_path
 
-FIELDS = ("question", "prompt", "messages", "turns")
-"""Where a JSON line may hold its prompt; of `turns`, the first one is asked."""
-
-_TEST_SPLIT = re.compile(r"(^|[^a-z])(test|validation|heldout|eval)([^a-z]|$)", re.IGNORECASE)
 _INTEGER = re.compile(r"(?<![\w.,/:])\d{1,5}(?![\w/:]|[.,]\d)")
 _WORD = re.compile(r"\b[A-Z][a-z]+\b")
 
@@ -26,15 +20,19 @@ class TrainingPrompt:
 
     Attributes:
         source: what messages call it, such as "train.jsonl:7".
-        messages: a chat that ends with the user.
+        messages: a chat up to the user's first turn.
+        later: further turns of the user, asked behind the target's own answers.
+        token_ids: the prompt in place of messages, where it came as tokens.
         answer: worked answer of the file, shown in few-shot prompts only; the target writes what is trained on.
         few_shot: ask as the continuation of worked examples instead of in the chat template.
     """
 
     source: str
-    messages: tuple[tuple[str, str], ...]
+    messages: Messages
     answer: str | None = None
     few_shot: bool = False
+    later: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     @property
     def question(self) -> str:
@@ -60,7 +58,7 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
         InvalidInputError: no prompt, too few to hold some out, a malformed line, or a file that is a test split by its name.
     """
     random = Random(config.seed)
-    prompts = [prompt for file in config.prompts for prompt in read_prompts(user_path(file))]
+    prompts = [prompt for file in config.prompts for prompt in read_prompts(file)]
     random.shuffle(prompts)
     prompts = prompts[: config.max_prompts]
     prompts += [TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in enumerate(written)]
@@ -71,7 +69,8 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
             f"{len(prompts)} prompts are too few to hold out {config.heldout}; give more prompts or a smaller --heldout"
         )
     random.shuffle(prompts)
-    heldout, train = prompts[: config.heldout], prompts[config.heldout :]
+    heldout = [replace(prompt, later=()) for prompt in prompts[: config.heldout]]
+    train = prompts[config.heldout :]
     examples = [prompt for prompt in train if prompt.answer is not None]
     train += [vary(prompt, random, version) for version in range(config.variations) for prompt in examples]
     if config.few_shot_share > 0:
@@ -85,17 +84,33 @@ def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
     return PromptSet(train, heldout, examples)
 
 
-def read_prompts(path: Path) -> list[TrainingPrompt]:
-    """Prompts of a text file, one per line, or of JSON lines with one of `FIELDS` and perhaps an `answer`.
+def read_prompts(name: str) -> list[TrainingPrompt]:
+    """Prompts of what `drafters.training.data.rows.read_rows` reads; rows in which no user says anything are left out.
 
     Raises:
-        InvalidInputError: the file cannot be read, holds no prompt or a malformed one, or is a test split by its name.
+        InvalidInputError: it cannot be read, holds no prompt or a malformed one, or is a test split by its name.
     """
-    if _TEST_SPLIT.search(path.stem):
-        raise InvalidInputError(f"{str(path)!r} is an evaluation split by its name; training on it would spoil every figure")
-    read = _from_json if path.suffix in (".jsonl", ".json") else _from_text
-    lines = read_lines(path, what="prompt", way_out="give --prompts a file with one prompt per line")
-    return [read(line, place) for place, line in lines]
+    found = [prompt for place, row in read_rows(name) if (prompt := _prompt(row, place))]
+    if not found:
+        raise InvalidInputError(f"{name!r} holds no prompt: no user says anything there; give another file")
+    return found
+
+
+def _prompt(row: Row, place: str) -> TrainingPrompt | None:
+    """What the users of a row say, up to a message of a tool."""
+    messages = conversation(row, place)
+    end = next((i for i, (role, _) in enumerate(messages) if role not in ("system", "user", "assistant")), len(messages))
+    users = [i for i, (role, text) in enumerate(messages[:end]) if role == "user" and text.strip()]
+    if not users:
+        return None
+    start = [(role, text) for role, text in messages[: users[0]] if role == "system"]
+    answer = row.get("answer")
+    return TrainingPrompt(
+        place,
+        (*start, messages[users[0]]),
+        answer if isinstance(answer, str) else None,
+        later=tuple(messages[i][1] for i in users[1:]),
+    )
 
 
 def few_shot_text(examples: Sequence[TrainingPrompt], question: str) -> str:
@@ -128,7 +143,7 @@ def vary(prompt: TrainingPrompt, random: Random, version: int) -> TrainingPrompt
 
     text = _WORD.sub(other_name, _INTEGER.sub(other_number, prompt.question))
     messages = (*prompt.messages[:-1], ("user", text))
-    return replace(prompt, source=f"{prompt.source} version {version + 1}", messages=messages, answer=None)
+    return replace(prompt, source=f"{prompt.source} version {version + 1}", messages=messages, answer=None, later=())
 
 
 _KNOWN_NAMES = frozenset(FIRST_NAMES)
@@ -145,40 +160,5 @@ def _near(number: int, random: Random) -> int:
 
 
 def _choose_template(prompt: TrainingPrompt, config: TrainConfig, random: Random) -> TrainingPrompt:
-    few_shot = len(prompt.messages) == 1 and random.random() < config.few_shot_share
+    few_shot = len(prompt.messages) == 1 and not prompt.later and random.random() < config.few_shot_share
     return replace(prompt, few_shot=few_shot)
-
-
-def _from_text(line: str, source: str) -> TrainingPrompt:
-    return TrainingPrompt(source, (("user", line.strip()),))
-
-
-def _from_json(line: str, source: str) -> TrainingPrompt:
-    record = parse_object(line, source)
-    given = [name for name in FIELDS if name in record]
-    if len(given) != 1:
-        found = " and ".join(given) or "none"
-        raise InvalidInputError(f"{source} must have exactly one of the fields {', '.join(FIELDS)}, but has {found}")
-    messages = _as_messages(record[given[0]])
-    if messages is None or not messages[-1][1].strip():
-        raise InvalidInputError(f"{source}: {given[0]} is no text, list of turns or chat that ends with the user")
-    answer = record.get("answer")
-    return TrainingPrompt(source, messages, answer if isinstance(answer, str) else None)
-
-
-def _as_messages(content: Any) -> tuple[tuple[str, str], ...] | None:
-    """A chat that ends with the user, from text, a list of turns, or messages; None when it is none of these."""
-    if isinstance(content, str):
-        return (("user", content.strip()),)
-    if not isinstance(content, list) or not content:
-        return None
-    if isinstance(content[0], str):
-        return (("user", content[0].strip()),)
-    messages = []
-    for message in content:
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-            return None
-        messages.append((message["role"], message["content"]))
-    while messages and messages[-1][0] != "user":
-        messages.pop()
-    return tuple(messages) or None

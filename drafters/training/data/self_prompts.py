@@ -18,10 +18,10 @@ from drafters.training.data.shards import (
     read_shard,
     stable_seed,
 )
+from drafters.training.data.source import Source
 from drafters.training.provenance import check_origin, origin_of, write_origin
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
-from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
 
 MAX_PROMPT_TOKENS = 256
@@ -31,9 +31,7 @@ _SETTINGS = ("model", "seed", "self_prompts", "opening_share", "openings", "shar
 _MARK = "THE-PROMPT"
 
 
-def write_self_prompts(
-    config: TrainConfig, load_decoder: Callable[[], SpecDecoder], say: Say, *, rank: int = 0, world: int = 1
-) -> bool:
+def write_self_prompts(config: TrainConfig, load_source: Callable[[], Source], say: Say, *, rank: int = 0, world: int = 1) -> bool:
     """Writes the prompts that are missing; see `drafters.training.data.answers.write_answers` for
     arguments and result.
 
@@ -49,11 +47,11 @@ def write_self_prompts(
     missing = missing_shards(folder, shards, rank, world)
     if not missing:
         return True
-    decoder = load_decoder()
-    prefix, stop = user_turn(decoder)
+    source = load_source()
+    prefix, stop = user_turn(source)
 
     def begun(index: int) -> list[int]:
-        ids: list[int] = decoder.tokenizer(_opening(config, index)[1], add_special_tokens=False)["input_ids"]
+        ids: list[int] = source.tokenizer(_opening(config, index)[1], add_special_tokens=False)["input_ids"]
         return ids
 
     def start(index: int) -> tuple[list[int], SamplingParams]:
@@ -61,16 +59,17 @@ def write_self_prompts(
         sampling = SamplingParams(max_tokens=MAX_PROMPT_TOKENS, temperature=TEMPERATURE, seed=seed, stop_token_ids=stop)
         return [*prefix, *begun(index)], sampling
 
-    def record(result: GenerationResult, index: int) -> dict[str, Any] | None:
-        text = decoder.tokenizer.decode([*begun(index), *result.token_ids], skip_special_tokens=True).strip()
-        said = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
+    def record(result: GenerationResult, index: int) -> tuple[list[dict[str, Any]], None]:
+        text = source.tokenizer.decode([*begun(index), *result.token_ids], skip_special_tokens=True).strip()
+        said = source.tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
         whole = said and result.finish_reason == "stop"
-        return {"index": index, "kind": _opening(config, index)[0], "prompt": text} if whole else None
+        row = {"index": index, "kind": _opening(config, index)[0], "prompt": text}
+        return [row] if whole else [], None
 
     if rank == 0:
-        write_origin(folder, origin, decoder)
+        write_origin(folder, origin | source.origin)
     return fill_shards(
-        decoder.session,
+        source.answers,
         folder,
         missing,
         start=start,
@@ -95,21 +94,19 @@ def read_self_prompts(config: TrainConfig) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def user_turn(decoder: SpecDecoder) -> tuple[list[int], tuple[int, ...]]:
+def user_turn(source: Source) -> tuple[list[int], tuple[int, ...]]:
     """Token ids that come before a user's first words in the target's chat template, and those that can end them.
 
     Raises:
         InvalidInputError: there is no template, or it leaves the user's words out.
     """
-    tokenizer = decoder.tokenizer
+    tokenizer = source.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise InvalidInputError(
-            f"{decoder.verifier.name!r} has no chat template, so it cannot write a user's prompts; set self-prompts to 0"
-        )
+        raise InvalidInputError(f"{source.name!r} has no chat template, so it cannot write a user's prompts; set self-prompts to 0")
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True)
     before, found, after = text.partition(_MARK)
     if not found:
-        raise InvalidInputError(f"the chat template of {decoder.verifier.name!r} drops a user's words; set self-prompts to 0")
+        raise InvalidInputError(f"the chat template of {source.name!r} drops a user's words; set self-prompts to 0")
     prefix, suffix = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
     return prefix, tuple(token for token in suffix[:1] if token in tokenizer.all_special_ids)
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -15,17 +16,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drafters.training.data.source import Answering, Asked
 from specdec.base.errors import CheckpointError, SpecDecError
 from specdec.base.files import parse_json
-from specdec.base.writing import write_atomically
-from specdec.sampling.params import SamplingParams
+from specdec.base.journal import Journal
+from specdec.base.writing import make_folder, remove, write_atomically
 from specdec.session.outputs import GenerationResult
-from specdec.session.session import Session
 
 Job = TypeVar("Job")
 Record = TypeVar("Record")
+Row = dict[str, Any]
 Say = Callable[[str], None]
 
+_KEPT_EVERY = 1.0
+"""Seconds of answers that a kill, which cannot be noticed, may cost."""
 _EVERY = 10.0
 """Seconds between lines about the progress, at most."""
 
@@ -46,80 +50,111 @@ def missing_shards(folder: Path, shards: Mapping[str, Sequence[Job]], rank: int,
 
 
 def fill_shards(
-    session: Session,
+    answer: Answering,
     folder: Path,
     shards: Mapping[str, Sequence[Job]],
     *,
-    start: Callable[[Job], tuple[list[int], SamplingParams] | None],
-    record: Callable[[GenerationResult, Job], dict[str, Any] | None],
+    start: Callable[[Job], Asked | None],
+    record: Callable[[GenerationResult, Job], tuple[list[Row], Job | None]],
     say: Say,
     title: str,
     minutes: float | None,
 ) -> bool:
-    """Writes files as they complete, and says how far it is.
+    """Writes files as they complete, and says how far it is. What is done of a file lies in a journal
+    beside it until then, so that whatever ends the run loses nothing that was finished.
 
     Args:
-        session: decodes.
+        answer: decodes.
         folder: where the files go.
         shards: file names and their jobs.
         start: prompt and sampling of a job; None leaves the job out.
-        record: what a result leaves in the file; None leaves nothing.
+        record: what a result leaves in the file, and the job that goes on from it, such as the
+            next turn of a conversation; what is left by that one takes its place.
         say: told about the progress.
         title: of what is written, in these messages.
-        minutes: after which to stop behind the next file; None writes all.
+        minutes: after which to stop; None writes all.
 
     Returns:
         Whether all are written; False when `minutes` had passed.
 
     Raises:
         SpecDecError: the target fails.
-        CapacityError, InvalidInputError: see `write_atomically`; files written before are kept.
+        CapacityError, InvalidInputError: see `write_atomically`; what was finished before is kept.
     """
-    records: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in shards}
-    left = {name: len(jobs) for name, jobs in shards.items()}
+    make_folder(folder)
+    journals = {name: Journal(_journal(folder, name), {}, command="train") for name in shards}
+    left = {name: len(jobs) - len(journals[name]) for name, jobs in shards.items()}
+    all_jobs = ((name, index, job) for name, jobs in shards.items() for index, job in enumerate(jobs))
+    fresh = (one for one in all_jobs if one[0] in left and journals[one[0]].get(str(one[1])) is None)
+    unkept: defaultdict[str, dict[str, Row]] = defaultdict(dict)
+    waiting: deque[tuple[str, int, Job]] = deque()
     started: dict[int, tuple[str, int, Job]] = {}
     progress = _Progress(sum(left.values()), title, say)
-    say(f"{title}: {progress.total:,} to write in {len(shards)} files")
+    kept = sum(map(len, journals.values()))
+    say(f"{title}: {progress.total:,} to write in {len(shards)} files" + f", {kept:,} are there" * (kept > 0))
 
-    def prompts() -> Iterator[tuple[list[int], SamplingParams]]:
+    def prompts() -> Iterator[Asked]:
         numbers = count()
-        for name, jobs in shards.items():
-            for index, job in enumerate(jobs):
-                prompt = start(job)
-                if prompt is None:
-                    left[name] -= 1
-                    progress.add(0)
-                else:
-                    started[next(numbers)] = name, index, job
-                    yield prompt
+        while (one := waiting.popleft() if waiting else next(fresh, None)) is not None:
+            prompt = start(one[2])
+            if prompt is None:
+                done(one[0], one[1], [], 0)
+            else:
+                started[next(numbers)] = one
+                yield prompt
 
-    def write_complete() -> bool:
-        """Writes what is complete, and tells whether to stop."""
-        written = [name for name, missing in left.items() if missing == 0]
-        for name in written:
+    def done(name: str, index: int, rows: list[Row], tokens: int) -> None:
+        unkept[name][str(index)] = {"rows": rows}
+        left[name] -= 1
+        progress.add(tokens)
+        if progress.seconds_unkept >= _KEPT_EVERY:
+            keep(*unkept)
+
+    def keep(*names: str) -> None:
+        """Writes to the journals, which takes a millisecond for one answer as for many."""
+        for name in names:
+            journals[name].add_all(unkept.pop(name, {}))
+        progress.keep()
+
+    def write_complete() -> None:
+        for name in [name for name, missing in left.items() if missing == 0]:
+            keep(name)
             del left[name]
-            rows = [row for _, row in sorted(records.pop(name).items())]
+            journal = journals.pop(name)
+            entries = [journal.get(str(index)) for index in range(len(shards[name]))]
+            rows = [row for entry in entries if entry for row in entry["rows"]]
             text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
             content = gzip.compress(text.encode(), compresslevel=3, mtime=0)
             write_atomically(folder / name, partial(Path.write_bytes, data=content))
+            remove(_journal(folder, name))
             progress.tell()
-        return bool(written and left) and minutes is not None and progress.seconds >= 60 * minutes
 
-    with closing(session.map(prompts(), text=False)) as chunks:
-        for chunk in chunks:
-            result, (name, index, job) = chunk.result, started.pop(chunk.index)
-            assert result is not None, "only ends are asked for"
-            if result.finish_reason == "error":
-                raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
-            row = record(result, job)
-            if row is not None:
-                records[name][index] = row
-            left[name] -= 1
-            progress.add(len(result.token_ids))
-            if write_complete():
-                return False
-    write_complete()  # of which the last jobs were left out
+    going = True
+    try:
+        while going:  # once more for each turn that came when all others had begun
+            started.clear()
+            with closing(answer(prompts())) as answered:
+                for number, result in answered:
+                    name, index, job = started.pop(number)
+                    if result.finish_reason == "error":
+                        raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
+                    rows, following = record(result, job)
+                    if following is None:
+                        done(name, index, rows, len(result.token_ids))
+                    else:
+                        waiting.append((name, index, following))
+                    write_complete()
+                    if left and minutes is not None and progress.seconds >= 60 * minutes:
+                        return False
+            going = bool(waiting)
+        write_complete()  # of which the last jobs were left out
+    finally:
+        keep(*unkept)
     return True
+
+
+def _journal(folder: Path, name: str) -> Path:
+    return folder / f"{name.removesuffix('.jsonl.gz')}.journal"
 
 
 class _Progress:
@@ -127,13 +162,22 @@ class _Progress:
 
     def __init__(self, total: int, title: str, say: Say) -> None:
         self.total, self._title, self._say = total, title, say
-        self._started = self._told = time.monotonic()
+        self._started = self._told = self._kept = time.monotonic()
         self._done, self._tokens = 0, 0
 
     @property
     def seconds(self) -> float:
         """Since the start."""
         return time.monotonic() - self._started
+
+    @property
+    def seconds_unkept(self) -> float:
+        """Since answers were last kept."""
+        return time.monotonic() - self._kept
+
+    def keep(self) -> None:
+        """Answers are kept now."""
+        self._kept = time.monotonic()
 
     def add(self, tokens: int) -> None:
         """One job is done, with so many tokens."""

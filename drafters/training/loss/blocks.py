@@ -20,15 +20,17 @@ class SequenceBatch:
 
     Attributes:
         token_ids: int64 [S, T].
-        prompt_lens: int64 [S], where the answer begins.
+        prompt_lens: int64 [S], where the last answer begins.
         lengths: int64 [S], where it ends.
         lengths_host: the same, known to the host.
+        ends: int64 [S, T], of each token of an answer where that answer ends, and 0 of all others.
     """
 
     token_ids: Tensor
     prompt_lens: Tensor
     lengths: Tensor
     lengths_host: list[int]
+    ends: Tensor
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Te
     """
     length = batch.token_ids.shape[1]
     positions = torch.arange(length, device=batch.token_ids.device)
-    eligible = (positions >= batch.prompt_lens[:, None]) & (positions < batch.lengths[:, None] - 1)
+    eligible = positions < batch.ends - 1
     top, anchors = scores.masked_fill(~eligible, -1.0).topk(min(count, length), dim=1)
     anchors, order = anchors.masked_fill(top < 0, length).sort(dim=1)
     valid = top.gather(1, order) >= 0
@@ -74,7 +76,8 @@ def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_row
     positions = anchors[:, :, None] + torch.arange(1, num_rows + 1, device=anchors.device)
     labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(positions)
     previous = torch.cat([batch.token_ids.gather(1, anchors)[:, :, None], labels[:, :, :-1]], dim=2)
-    return Blocks(anchors, labels, previous, valid[:, :, None] & (positions < batch.lengths[:, None, None]))
+    ends = batch.ends.gather(1, anchors)[:, :, None]
+    return Blocks(anchors, labels, previous, valid[:, :, None] & (positions < ends))
 
 
 def block_hidden(

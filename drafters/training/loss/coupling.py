@@ -63,7 +63,10 @@ def choices_of(
     device, start = target.device, len(answer.prompt_ids)
     tokens = torch.tensor([[*answer.prompt_ids, *answer.answer_ids]], device=device)
     length = tokens.shape[1]
-    batch = SequenceBatch(tokens, torch.tensor([start], device=device), torch.tensor([length], device=device), [length])
+    ends = torch.full_like(tokens, length)
+    ends[:, :start] = 0
+    start_of, length_of = (torch.tensor([one], device=device) for one in (start, length))
+    batch = SequenceBatch(tokens, start_of, length_of, [length], ends)
     features, _ = target.features(batch)
     context = model.context_kv(features, torch.arange(length, device=device))
     positions = torch.arange(start, length, device=device)

@@ -22,7 +22,10 @@ from verifiers.config.shape import peculiarity
 def sequences(token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: list[int] | None = None) -> SequenceBatch:
     """Whole rows of `token_ids` int64 [S, T] without a prompt, unless said otherwise."""
     lengths = lengths or [token_ids.shape[1]] * len(token_ids)
-    return SequenceBatch(token_ids, torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths), lengths)
+    starts, ends = torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths)
+    places = torch.arange(token_ids.shape[1])
+    answered = (places >= starts[:, None]) & (places < ends[:, None])
+    return SequenceBatch(token_ids, starts, ends, lengths, torch.where(answered, ends[:, None], 0))
 
 
 class TinyVerifier:

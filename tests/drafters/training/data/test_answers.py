@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,15 +22,29 @@ from drafters.training.config import TrainConfig
 from drafters.training.data import answers, self_prompts
 from drafters.training.data import shards as answers_files
 from drafters.training.data.dataset import read_answers
-from drafters.training.data.prompts import TrainingPrompt, few_shot_text, make_prompts, read_prompts, vary
+from drafters.training.data.prompts import (
+    TrainingPrompt,
+    few_shot_text,
+    make_prompts,
+    read_prompts,
+    vary,
+)
+from drafters.training.data.rows import Messages, conversation
 from drafters.training.data.shards import stable_seed
+from drafters.training.data.source import Source
 from drafters.training.provenance import PROVENANCE
 from drafters.training.stages import run_stages
 from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
-from tests.drafters.training.toy import as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
+from specdec.session.outputs import GenerationResult
+from tests.drafters.training.toy import (
+    as_flags,
+    toy_config,
+    write_prompts,
+    write_target,
+)
 
 QUESTION = "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20% off. How many?"
 
@@ -39,7 +54,13 @@ def question(text: str, answer: str | None = "worked") -> TrainingPrompt:
 
 
 def small_config(folder: Path, **changes: Any) -> TrainConfig:
-    values: dict[str, Any] = {"max_tokens": 6, "heldout": 3, "shard_size": 8, "max_prompts": 20, "temperatures": (0.0, 0.7)}
+    values: dict[str, Any] = {
+        "max_tokens": 6,
+        "heldout": 3,
+        "shard_size": 8,
+        "max_prompts": 20,
+        "temperatures": (0.0, 0.7),
+    }
     values |= {"heldout_temperature": 1.3}
     return toy_config(folder, **values | changes)
 
@@ -90,19 +111,55 @@ def test_few_shot_text_has_the_format_of_the_benchmark() -> None:
     )
 
 
-def test_every_field_of_a_json_line_is_understood(tmp_path: Path) -> None:
-    file = tmp_path / "mixed.jsonl"
-    lines: list[dict[str, Any]] = [
-        {"prompt": " a "},
-        {"question": "b", "answer": "B"},
-        {"turns": ["c", "later"]},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "d"}, {"role": "assistant", "content": "x"}]},
-    ]
-    file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
-    read = read_prompts(file)
-    assert [prompt.question for prompt in read] == ["a", "b", "c", "d"]
-    assert [prompt.answer for prompt in read] == [None, "B", None, None]
-    assert read[3].messages == (("system", "s"), ("user", "d"))
+A, B, C = ("user", "a"), ("assistant", "b"), ("user", "c")
+ROWS: list[tuple[dict[str, Any], Messages]] = [
+    ({"prompt": " a "}, (A,)),
+    ({"question": "a", "answer": "b"}, (A,)),
+    ({"turns": ["a", "c"]}, (A, C)),
+    ({"messages": [{"role": "user", "content": "a"}]}, (A,)),
+    (  # UltraChat
+        {"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        (A, B),
+    ),
+    (  # ShareGPT, whose conversations may begin in the middle
+        {"id": "x", "conversations": [
+            {"from": "gpt", "value": "z"}, {"from": "human", "value": "a"},
+            {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"},
+        ]},
+        (A, B, C),
+    ),
+    ({"conversations": {"from": ["human", "gpt"], "value": ["a", "b"]}}, (A, B)),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, (A,)),
+    ({"instruction": "a", "input": "", "output": "b"}, (A, B)),
+    ({"instruction": "a", "input": "x", "output": "b"}, (("user", "a\n\nx"), B)),
+    ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, (("system", "s"), A)),
+    ({"conversations": []}, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "messages"), ROWS)
+def test_rows_are_read_as_people_have_them(row: dict[str, Any], messages: Messages) -> None:
+    assert conversation(row, "here") == messages
+
+
+def test_files_and_data_sets_hold_the_same_prompts(tmp_path: Path) -> None:
+    """Catches a format that is read otherwise, and a turn that is lost or answered by another model."""
+    rows = [row for row, _ in ROWS if "conversations" in row and "id" in row]
+    rows += [{"id": "y", "conversations": [{"from": "human", "value": "a"}]}]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "hub").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "hub" / "train.parquet")
+    for name in ("a.jsonl", "b.json", "c.parquet", "hub:hub", "hub:hub:train"):
+        where = str(tmp_path / name) if name[:4] != "hub:" else f"hub:{tmp_path}/{name[4:]}"
+        prompts = read_prompts(where)
+        assert [prompt.messages for prompt in prompts] == [(A,), (A,)]
+        assert [prompt.later for prompt in prompts] == [("c",), ()]
+    with pytest.raises(InvalidInputError, match="is an evaluation split by its name"):
+        read_prompts(f"hub:{tmp_path}/hub:test_sft")
+    with pytest.raises(InvalidInputError, match=r"cannot read .*; name a split"):
+        read_prompts(f"hub:{tmp_path}/hub:other")
 
 
 @pytest.mark.parametrize(
@@ -112,16 +169,32 @@ def test_every_field_of_a_json_line_is_understood(tmp_path: Path) -> None:
         ("gsm8k_test.jsonl", "", "is an evaluation split by its name"),
         ("test.txt", "", "is an evaluation split by its name"),
         ("a.jsonl", "{", r"a.jsonl:1 is not JSON"),
-        ("a.jsonl", '{"prompt": "x"}\n{"text": "x"}', r"a.jsonl:2 must have exactly one of .* but has none"),
+        (
+            "a.jsonl",
+            '{"prompt": "x"}\n{"text": "x"}',
+            r"a.jsonl:2 must have exactly one of .* but has none",
+        ),
+        ("a.json", '[{"prompt": "x"}, "y"]', "item 2 is a JSON str"),
+        ("a.json", '[{"prompt": "x"}', "is not JSON"),
+        ("a.parquet", "x", "cannot read .*a.parquet"),
         ("a.jsonl", '{"prompt": "x", "question": "y"}', "but has question and prompt"),
-        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "messages is no text, list of turns or chat"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "assistant", "content": "x"}]}',
+            "holds no prompt: no user says anything",
+        ),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": 3}]}',
+            "messages is no text, list of turns or chat",
+        ),
         ("a.jsonl", '{"prompt": "  "}', "prompt is no text"),
     ],
 )
 def test_malformed_prompts_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(InvalidInputError, match=message):
-        read_prompts(tmp_path / name)
+        read_prompts(str(tmp_path / name))
 
 
 def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
@@ -179,6 +252,87 @@ def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, 
     assert resumed == shards(tmp_path / "whole")
 
 
+def test_nothing_that_was_answered_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches answers that wait for their file to be whole, and one that is answered twice."""
+    config = small_config(tmp_path, shard_size=1000, max_num_seqs=4)
+    record, written = answers._Writer.record, list[int]()
+
+    def interrupted(self: answers._Writer, result: GenerationResult, job: answers.Job) -> Any:
+        if len(written) == 9:
+            raise KeyboardInterrupt
+        written.append(1)
+        return record(self, result, job)
+
+    monkeypatch.setattr(answers._Writer, "record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_stages(("answers",), config)
+    assert {name: len(rows) for name, rows in shards(tmp_path).items()} == {"heldout-00000.jsonl.gz": 6}
+    journals = list((tmp_path / "run" / "answers").glob("*.journal"))
+    assert sum(len(path.read_text().splitlines()) - 1 for path in journals) == 3
+
+    def counted(self: answers._Writer, result: GenerationResult, job: answers.Job) -> Any:
+        written.append(1)
+        return record(self, result, job)
+
+    monkeypatch.setattr(answers._Writer, "record", counted)
+    assert run_stages(("answers",), config)
+    assert len(written) == 40
+    assert not list((tmp_path / "run" / "answers").glob("*.journal"))
+    monkeypatch.undo()
+    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
+    assert shards(tmp_path) == shards(tmp_path / "whole")
+
+
+def test_every_turn_is_answered_behind_the_targets_own_answers(tmp_path: Path) -> None:
+    """Catches a history of another model, a turn without an answer, and answers that are not trained."""
+    ends = "<bos> {% for m in messages %}{{ m.content }} {% if m.role == 'user' %}<eos> {% endif %}{% endfor %}"
+    write_chat_target(tmp_path, ends)
+    turns = [[f"w{i}", f"w{i + 1} w{i + 2}", f"w{i + 3}"][: 1 + i % 3] for i in range(4, 20)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"turns": some}) for some in turns))
+    config = small_config(tmp_path, prompts=(str(tmp_path / "chats.jsonl"),), max_num_seqs=4)
+    stop = SamplingParams.__init__
+
+    def stopping(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
+        stop(self, *args, **kwargs | {"stop": (" w",)})  # the toy never ends an answer itself
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SamplingParams, "__init__", stopping)
+        assert run_stages(("answers",), config)
+    records = shards(tmp_path)
+    rows = [row for name, part in records.items() for row in part if "train" in name]
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    counts = []
+    for row in rows:
+        ids = [*row["prompt_ids"], *row["answer_ids"]]
+        spans = [*row.get("spans", []), [len(row["prompt_ids"]), len(ids)]]
+        counts.append(len(spans))
+        for number, (start, end) in enumerate(spans):
+            assert 1 <= end - start <= 6
+            if row["temperature"] == 0:
+                result = decoder.generate(ids[:start], SamplingParams(max_tokens=end - start))
+                assert not isinstance(result, list) and result.token_ids == ids[start:end], number
+    greedy = [count for count, row in zip(counts, rows, strict=True) if row["temperature"] == 0]
+    asked = [len(some) for some in turns]
+    assert len(greedy) == 13 and set(greedy) == {1, 2, 3}
+    assert all(greedy.count(n) in range(asked.count(n) - 3, asked.count(n) + 1) for n in (1, 2, 3))
+    held = [row for name, part in records.items() for row in part if "heldout" in name]
+    assert not any("spans" in row for row in held)
+
+
+def test_a_file_that_was_whole_but_not_written_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that was killed between the last answer of a file and the file."""
+    config = small_config(tmp_path)
+    monkeypatch.setattr(answers_files, "remove", lambda path: None)
+    assert run_stages(("answers",), config)
+    whole = shards(tmp_path)
+    monkeypatch.undo()
+    for name in ("train-00001.jsonl.gz", "train-00003.jsonl.gz"):
+        (tmp_path / "run" / "answers" / name).unlink()
+    (tmp_path / "run" / "answers" / "train-00001.journal").unlink()
+    assert run_stages(("answers",), config)
+    assert shards(tmp_path) == whole
+
+
 def test_progress_is_told_within_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +351,7 @@ def test_processes_share_the_shards(tmp_path: Path) -> None:
     written = []
     for rank in range(2):
         before = set(shards(tmp_path))
-        assert answers.write_answers(config, lambda: decoder, lambda text: None, rank=rank, world=2)
+        assert answers.write_answers(config, lambda: Source.of_engine(decoder), lambda text: None, rank=rank, world=2)
         written.append(set(shards(tmp_path)) - before)
     assert sorted(map(len, written)) == [3, 3]
     assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
@@ -223,7 +377,10 @@ def test_prompts_longer_than_the_context_are_refused_first_or_left_out(tmp_path:
     config = small_config(tmp_path, max_num_seqs=1)
     (tmp_path / "prompts.txt").write_text("\n".join(["w5 " * 300, *(f"w{i} w{i + 1}" for i in range(4, 20))]))
     monkeypatch.delattr(SpecEngine, "step")  # nothing is decoded before the refusal
-    with pytest.raises(InvalidInputError, match=r"prompts.txt:1 has 300 tokens and the target's context is 256 .*--skip-long"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"prompts.txt:1 has 300 tokens and the target's context is 256 .*--skip-long",
+    ):
         run_stages(("answers",), config)
     monkeypatch.undo()
     assert run_stages(("answers",), replace(config, skip_long=True))
@@ -242,7 +399,13 @@ def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> 
     (tmp_path / "prompts.jsonl").write_text(
         "\n".join(json.dumps({"question": f"w{i} w{i + 1}", "answer": f"w{i + 2}"}) for i in range(4, 24))
     )
-    config = small_config(tmp_path, prompts=(str(tmp_path / "prompts.jsonl"),), few_shot_share=1.0, few_shot=2, temperatures=(0.0,))
+    config = small_config(
+        tmp_path,
+        prompts=(str(tmp_path / "prompts.jsonl"),),
+        few_shot_share=1.0,
+        few_shot=2,
+        temperatures=(0.0,),
+    )
     config = replace(config, max_prompts=None, heldout_temperature=0.0)
     original = answers.FEW_SHOT_STOP
     try:
@@ -278,8 +441,11 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
     records = [json.loads(line) for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
     assert 10 < len(records) <= 20 and len(paths) == 3
     decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
-    prefix, stop = self_prompts.user_turn(decoder)
-    assert (decoder.tokenizer.decode(prefix), decoder.tokenizer.decode(stop)) == ("<bos> w4 w5", "<eos>")
+    prefix, stop = self_prompts.user_turn(Source.of_engine(decoder))
+    assert (decoder.tokenizer.decode(prefix), decoder.tokenizer.decode(stop)) == (
+        "<bos> w4 w5",
+        "<eos>",
+    )
     for record in records:
         seed = stable_seed(config.seed, "prompt", record["index"])
         sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
@@ -311,7 +477,7 @@ def test_the_target_goes_on_with_prompts_that_are_begun_for_it(tmp_path: Path, m
     begun = [record for record in records if record["kind"]]
     assert 3 < len(begun) < len(records) - 3
     decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
-    prefix, _ = self_prompts.user_turn(decoder)
+    prefix, _ = self_prompts.user_turn(Source.of_engine(decoder))
     for record in begun[:4]:
         seed = stable_seed(config.seed, "prompt", record["index"])
         sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
@@ -325,9 +491,22 @@ def test_processes_wait_for_each_others_prompts(tmp_path: Path) -> None:
     """Catches a process that asks before all prompts are written."""
     write_chat_target(tmp_path)
     config = small_config(tmp_path, self_prompts=20)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "answers"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "specdec",
+        "train",
+        "answers",
+    ]
     ran = subprocess.run(
-        command + as_flags(config), cwd=Path(__file__).parents[4], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
+        command + as_flags(config),
+        cwd=Path(__file__).parents[4],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
     )
     assert ran.returncode == 0, ran.stderr.decode()
     assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
@@ -364,7 +543,10 @@ def test_damaged_or_missing_answers_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="holds no train answers; run the answers stage first"):
         read_answers(tmp_path, "train")
     (tmp_path / "train-00000.jsonl.gz").write_bytes(gzip.compress(b'{"prompt_ids": [1]}\n')[:-4])
-    with pytest.raises(CheckpointError, match=r"train-00000.jsonl.gz is damaged .* delete it and run the answers stage again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"train-00000.jsonl.gz is damaged .* delete it and run the answers stage again",
+    ):
         read_answers(tmp_path, "train")
     folder = tmp_path / "run" / "answers"
     folder.mkdir(parents=True)

@@ -79,7 +79,7 @@ def test_a_run_answers_prompts_about_its_own_texts(tmp_path: Path, monkeypatch: 
     assert run_stages(("answers",), config)
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*.json*")}
     about = documents_run(config)
-    asked = [prompt.question for prompt in read_prompts(Path(about.prompts[0]))]
+    asked = [prompt.question for prompt in read_prompts(about.prompts[0])]
     assert len(asked) == len(set(asked)) > 30
     counts = {split: len(read_answers(about.folder / "answers", split)) for split in ("train", "heldout")}
     assert counts == {"train": 2 * (len(asked) - 3), "heldout": 6}

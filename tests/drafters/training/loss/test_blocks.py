@@ -478,3 +478,23 @@ def test_an_epoch_has_every_answer_once_in_batches_of_like_length() -> None:
     spread = [answer_set.longest(batch) - min(answer_set.lengths[i] for i in batch) for batch in first]
     assert max(spread) <= 4
     assert first != sorted(first, key=answer_set.longest)
+
+
+def test_every_answer_of_a_conversation_is_trained_and_nothing_else() -> None:
+    """Catches anchors in what the user says, and labels that run from one answer into the next turn."""
+    answers = [
+        Answer(range(10, 22), range(30, 34), spans=((2, 5), (8, 10))),
+        Answer(range(40, 43), range(50, 55)),
+    ]
+    kinds = {"device": torch.device("cpu"), "max_length": 99, "bucket": 8, "mask_token_id": 9}
+    some = AnswerSet(answers, **kinds)  # type: ignore[arg-type]
+    batch = some.take([0, 1], torch.tensor([0, 1]), 16)
+    anchors, valid = sample_anchors(batch, 16, torch.rand(2, 16))
+    blocks = make_blocks(batch, anchors, valid, num_rows=3)
+    found = [
+        {int(a): [int(x) for x, ok in zip(labels, rows, strict=True) if ok]
+         for a, good, labels, rows in zip(*one, strict=True) if good}
+        for one in zip(anchors, valid, blocks.labels, blocks.valid, strict=True)
+    ]  # fmt: skip
+    assert found[0] == {2: [13, 14], 3: [14], 8: [19], 12: [31, 32, 33], 13: [32, 33], 14: [33]}
+    assert found[1] == {3: [51, 52, 53], 4: [52, 53, 54], 5: [53, 54], 6: [54]}

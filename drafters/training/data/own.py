@@ -1,0 +1,160 @@
+"""Answers that the target gave elsewhere, trained on as they are: conversations or tokens."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from drafters.training.config import TrainConfig
+from drafters.training.data.prompts import PromptSet, TrainingPrompt
+from drafters.training.data.rows import Messages, Row, conversation, read_rows
+from drafters.training.data.shards import Say
+from drafters.training.data.source import Source
+from specdec.base.errors import InvalidInputError
+from specdec.base.writing import write_atomically
+from specdec.session.decoder import SpecDecoder
+
+TOKENS, MASK = "input_ids", "loss_mask"
+"""Fields of a row of tokens; the mask has a 1 for each token that the target wrote."""
+
+_SAID = "WHAT-IS-SAID"
+
+Own = tuple[str, Row]
+"""A row and its place."""
+
+
+def own_answers(config: TrainConfig) -> tuple[PromptSet, list[Own]]:
+    """Prompts of the rows that are held out, and all other rows; the same for the same files.
+
+    Raises:
+        InvalidInputError: a file is malformed, holds no answers, or too few to hold some out.
+    """
+    rows = [own for file in config.answers_from for own in read_rows(file) if _check(*own)]
+    Random(config.seed).shuffle(rows)
+    rows = rows[: config.max_prompts]
+    if len(rows) <= config.heldout:
+        way_out = "give more rows or a smaller --heldout"
+        raise InvalidInputError(
+            f"{len(rows)} rows with answers are too few to hold out {config.heldout}; {way_out}",
+        )
+    heldout = [_prompt(*own) for own in rows[: config.heldout]]
+    return PromptSet([], heldout, []), rows[config.heldout :]
+
+
+def write_own(source: Source, folder: Path, shards: dict[str, Sequence[Own]], say: Say) -> None:
+    """Writes rows as files of records, each whole or not at all."""
+    for name, rows in shards.items():
+        records = [record for place, row in rows for record in _records(source, place, row)]
+        text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records)
+        content = gzip.compress(text.encode(), compresslevel=3, mtime=0)
+        write_atomically(folder / name, partial(Path.write_bytes, data=content))
+        say(f"answers: {len(rows):,} rows of your own are in {name}")
+
+
+def chained(rows: Sequence[Row], row: Row) -> list[Row]:
+    """Records of a conversation with that of its next turn, which takes the place of the last one
+    where its prompt begins with all of it. Templates that drop thoughts say it otherwise.
+
+    >>> one = {"prompt_ids": [1, 2], "answer_ids": [3, 4]}
+    >>> chained([one], {"prompt_ids": [1, 2, 3, 4, 5], "answer_ids": [6]})
+    [{'prompt_ids': [1, 2, 3, 4, 5], 'answer_ids': [6], 'spans': [[2, 4]]}]
+    >>> len(chained([one], {"prompt_ids": [1, 2, 3, 5], "answer_ids": [6]}))
+    2
+    """
+    if not rows:
+        return [row]
+    start, tokens = len(rows[-1]["prompt_ids"]), [*rows[-1]["prompt_ids"], *rows[-1]["answer_ids"]]
+    if row["prompt_ids"][: len(tokens)] != tokens:
+        return [*rows, row]
+    spans = [*rows[-1].get("spans", ()), [start, len(tokens)]]
+    return [*rows[:-1], {**row, "spans": spans}]
+
+
+def tokenized(source: Source | SpecDecoder, messages: Messages) -> list[int]:
+    """A chat up to the answer to come, in the chat template where there is one, else as text."""
+    if getattr(source.tokenizer, "chat_template", None):
+        return source.tokenize([{"role": role, "content": text} for role, text in messages])
+    return source.tokenize("\n".join(text for _, text in messages))
+
+
+def _check(place: str, row: Row) -> bool:
+    """Whether somebody answers in a row.
+
+    Raises:
+        InvalidInputError: it is malformed.
+    """
+    if TOKENS not in row:
+        return any(role == "assistant" for role, _ in conversation(row, place))
+    ids, mask = row[TOKENS], row.get(MASK, [])
+    if not _numbers(ids) or not _numbers(mask) or len(ids) != len(mask):
+        raise InvalidInputError(f"{place}: {TOKENS} and {MASK} must be whole numbers, as many")
+    return any(mask)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int) and one >= 0 for one in value)
+
+
+def _spans(row: Row) -> list[list[int]]:
+    """Of the answers in a row of tokens."""
+    found, start = [], 0
+    for answered, run in groupby(map(bool, row[MASK])):
+        end = start + len(list(run))
+        if answered:
+            found.append([start, end])
+        start = end
+    return found
+
+
+def _prompt(place: str, row: Row) -> TrainingPrompt:
+    """What comes before the last answer of a row."""
+    if TOKENS in row:
+        start = _spans(row)[-1][0]
+        return TrainingPrompt(place, (("user", ""),), token_ids=tuple(row[TOKENS][:start]))
+    messages = conversation(row, place)
+    last = max(i for i, (role, _) in enumerate(messages) if role == "assistant")
+    return TrainingPrompt(place, messages[:last])
+
+
+def _records(source: Source, place: str, row: Row) -> list[Row]:
+    about = {
+        "source": place,
+        "template": "chat",
+        "temperature": 0.0,
+        "seed": 0,
+        "finish_reason": "own",
+    }
+    if TOKENS in row:
+        if max(row[TOKENS]) >= len(source.tokenizer):
+            raise InvalidInputError(
+                f"{place}: {TOKENS} has {max(row[TOKENS])} and the tokenizer of the target"
+                f" {len(source.tokenizer)} tokens; give tokens of this target"
+            )
+        *spans, (start, end) = _spans(row)
+        parts = {"prompt_ids": row[TOKENS][:start], "answer_ids": row[TOKENS][start:end]}
+        return [{**parts, **({"spans": spans} if spans else {}), **about}]
+    records: list[Row] = []
+    messages = conversation(row, place)
+    end_of_turn = _end_of_turn(source)
+    for i, (role, text) in enumerate(messages):
+        if role == "assistant" and i:
+            answer = source.tokenizer(text + end_of_turn, add_special_tokens=False)["input_ids"]
+            prompt_ids = tokenized(source, messages[:i])
+            records = chained(records, {"prompt_ids": prompt_ids, "answer_ids": answer, **about})
+    return records
+
+
+def _end_of_turn(source: Source) -> str:
+    """What ends an answer: the special token that the chat template puts behind it, or a text's."""
+    tokenizer = source.tokenizer
+    if getattr(tokenizer, "chat_template", None):
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_SAID)[2].strip()
+        first = [token for token in tokenizer.all_special_tokens if behind.startswith(token)]
+        if first:
+            return str(max(first, key=len))
+    return str(tokenizer.eos_token or "")

@@ -1,0 +1,155 @@
+"""Training data as people have it: rows of files and data sets, and what is said in them."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.files import parse_json, parse_object, read_lines, user_path
+from specdec.base.packages import install_command
+from specdec.session.provenance import sha256_of
+
+HUB = "hub:"
+"""Begins the name of a data set: hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT."""
+CHATS = ("messages", "conversations", "conversation")
+PLAIN = ("question", "prompt", "turns", "instruction")
+"""Where a row may hold what is asked; a chat wins over the others, of which there may be one."""
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
+_TEST_SPLIT = re.compile(r"(^|[^a-z])(test|validation|heldout|eval)([^a-z]|$)", re.IGNORECASE)
+
+Row = dict[str, Any]
+Messages = tuple[tuple[str, str], ...]
+"""Roles and texts."""
+
+
+def read_rows(name: str) -> Iterator[tuple[str, Row]]:
+    """Rows with their places: of a text file with a prompt per line, JSON lines, a JSON array,
+    parquet, or a data set of the hub.
+
+    Raises:
+        InvalidInputError: nothing can be read there, or it is a test split by its name.
+    """
+    path = user_path(name)
+    for part in name.split(":")[1:] if name.startswith(HUB) else [path.stem]:
+        if _TEST_SPLIT.search(part.rpartition("/")[2]):
+            spoiled = "training on it would spoil every figure"
+            raise InvalidInputError(f"{name!r} is an evaluation split by its name; {spoiled}")
+    if name.startswith(HUB) or path.suffix == ".parquet":
+        yield from ((f"{name}:{place}", row) for place, row in enumerate(data_set(name), start=1))
+        return
+    way_out = "give --prompts a file with one prompt per line"
+    lines = read_lines(path, what="prompt", way_out=way_out)
+    if path.suffix not in (".jsonl", ".json"):
+        yield from ((place, {"prompt": line}) for place, line in lines)
+    elif lines[0][1].lstrip().startswith("["):
+        yield from _array(name, "\n".join(line for _, line in lines))
+    else:
+        yield from ((place, parse_object(line, place)) for place, line in lines)
+
+
+def fingerprint(name: str) -> str:
+    """Changes with the content of a file or a data set."""
+    return data_set(name)._fingerprint if name.startswith(HUB) else sha256_of(user_path(name))
+
+
+@cache
+def data_set(name: str) -> Any:
+    """What the package datasets reads under a name.
+
+    Raises:
+        InvalidInputError: the package is missing, or the data set.
+    """
+    if find_spec("datasets") is None:
+        way_out = f"run: {install_command('train')}"
+        raise InvalidInputError(
+            f"{name!r} needs the package datasets, which is not installed; {way_out}",
+        )
+    load = import_module("datasets").load_dataset
+    path, *where = name.removeprefix(HUB).split(":")
+    try:
+        if not name.startswith(HUB):
+            return load("parquet", data_files=str(user_path(name)), split="train")
+        return load(path, *where[:-1], split=where[-1] if where else "train")
+    except Exception as error:  # the library raises dozens of types
+        way_out = "name a split as hub:NAME:SPLIT, or a local file"
+        raise InvalidInputError(f"cannot read {name!r}: {one_line(error)}; {way_out}") from error
+
+
+def conversation(row: Row, place: str) -> Messages:
+    """What is said in a row, from the first system's or user's message on; of a row without a
+    chat, what is asked. Empty where no user says anything.
+
+    Raises:
+        InvalidInputError: the row holds nothing of this kind, or something malformed.
+    """
+    given = [name for name in CHATS if name in row][:1] or [name for name in PLAIN if name in row]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        names = ", ".join((*PLAIN, *CHATS))
+        raise InvalidInputError(
+            f"{place} must have exactly one of the fields {names}, but has {found}",
+        )
+    content = row[given[0]]
+    if given[0] == "instruction" and row.get("input"):
+        content = f"{content}\n\n{row['input']}"
+    messages = _messages(content, given[0] in CHATS)
+    if messages is None or (given[0] in PLAIN and not messages):
+        raise InvalidInputError(f"{place}: {given[0]} is no text, list of turns or chat of roles and texts")
+    if given[0] == "instruction" and isinstance(output := row.get("output"), str) and output:
+        messages += (("assistant", output),)
+    roles = [role for role, _ in messages]
+    start = next((i for i, role in enumerate(roles) if role in ("system", "user")), 0)
+    return messages[start:] if "user" in roles else ()
+
+
+def _messages(content: Any, chat: bool) -> Messages | None:
+    """Messages of a text, of a list of a user's turns, or of a chat; None of anything else."""
+    if isinstance(content, str):
+        content = [content]
+    if isinstance(content, dict) and all(isinstance(column, list) for column in content.values()):
+        rows = zip(*content.values(), strict=False)
+        content = [dict(zip(content, cells, strict=False)) for cells in rows]
+    if not isinstance(content, list):
+        return None
+    found = []
+    for message in content:
+        role: Any = "user"
+        text = message.strip() if isinstance(message, str) else None
+        if isinstance(message, dict):
+            role = message.get("role", message.get("from"))
+            text = _text(message.get("content", message.get("value")))
+        if not isinstance(role, str) or text is None or (not chat and not text):
+            return None
+        found.append((_ROLES.get(role, role), text))
+    return tuple(found)
+
+
+def _text(content: Any) -> str | None:
+    """A message's text, whose parts may be listed."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(map(str, parts)) if None not in parts else None
+    return content if isinstance(content, str) else None
+
+
+def _array(name: str, text: str) -> Iterator[tuple[str, Row]]:
+    try:
+        rows = parse_json(text, strict=False)
+    except ValueError as error:
+        raise InvalidInputError(f"{name!r} is not JSON ({error}); write objects") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise InvalidInputError(
+                f"{name}: item {number} is a JSON {type(row).__name__}; write a list of objects",
+            )
+        yield f"{name}:{number}", row

@@ -1,0 +1,135 @@
+"""Answers brought along: which tokens are trained, what is held out, and what is refused."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafters.training.data.dataset import read_answers
+from drafters.training.stages import run_stages
+from specdec.base.errors import InvalidInputError
+from specdec.session.decoder import SpecDecoder
+from tests.drafters.training.data.test_answers import write_chat_target
+from tests.drafters.training.toy import one_thread, toy_config  # noqa: F401
+
+TEMPLATE = (
+    "<bos> {% for m in messages %}{{ m.role == 'user' and 'w4 ' or 'w5 ' }}"
+    "{{ m.content }} <eos> w6 "
+    "{% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
+)
+THOUGHTLESS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.replace('w9 ', '') }}")
+
+
+def chat(*texts: str) -> dict[str, Any]:
+    roles = ("human", "gpt") * len(texts)
+    pairs = zip(roles, texts, strict=False)
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+def answered(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
+    """Records of the training answers, by the order of the rows."""
+    (folder / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    values = {
+        "prompts": (),
+        "answers_from": (str(folder / "own.jsonl"),),
+        "heldout": 1,
+        "max_tokens": 4,
+    }
+    config = toy_config(folder, **values | changes)
+    assert run_stages(("answers",), config)
+    paths = sorted((folder / "run" / "answers").glob("train-*.jsonl.gz"))
+    contents = [gzip.decompress(path.read_bytes()) for path in paths]
+    records = [json.loads(line) for content in contents for line in content.splitlines()]
+    return sorted(records, key=lambda row: int(row["source"].rpartition(":")[2]))
+
+
+def test_each_answer_of_a_conversation_is_trained_as_it_is(tmp_path: Path) -> None:
+    """Catches an answer without its end, a template's words that are trained, and a lost turn."""
+    write_chat_target(tmp_path, TEMPLATE)
+    rows = [chat("w10", "w11 w12", "w13", "w14", "w15") for _ in range(3)]
+    records = answered(tmp_path, rows)
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu")
+    for record in records:
+        ids = [*record["prompt_ids"], *record["answer_ids"]]
+        text = decoder.tokenizer.decode(ids)
+        assert text == "<bos> w4 w10 <eos> w6 w5 w11 w12 <eos> w6 w4 w13 <eos> w6 w5 w14 <eos>"
+        spans = [*record["spans"], [len(record["prompt_ids"]), len(ids)]]
+        assert [decoder.tokenizer.decode(ids[a:b]) for a, b in spans] == [
+            "w11 w12 <eos>",
+            "w14 <eos>",
+        ]
+    assert len(records) == 2
+    heldout = read_answers(tmp_path / "run" / "answers", "heldout")
+    prompts = {decoder.tokenizer.decode(list(one.prompt_ids)) for one in heldout}
+    assert {text[-11:] for text in prompts} == {"<eos> w6 w5"}
+    assert all(len(one.answer_ids) <= 4 for one in heldout), "the target answers these itself"
+
+
+def test_a_turn_that_the_template_says_otherwise_has_a_record_of_its_own(tmp_path: Path) -> None:
+    write_chat_target(tmp_path, THOUGHTLESS)
+    records = answered(tmp_path, [chat("w10", "w9 w11", "w13", "w14") for _ in range(2)])
+    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu")
+    decode, names = decoder.tokenizer.decode, ("prompt_ids", "answer_ids")
+    texts = [tuple(decode(row[name]) for name in names) for row in records]
+    first = "<bos> w4 w10 <eos> w6 w5"
+    assert texts == [
+        (first, "w9 w11 <eos>"),
+        (f"{first} w11 <eos> w6 w4 w13 <eos> w6 w5", "w14 <eos>"),
+    ]
+    assert not any("spans" in row for row in records)
+
+
+def test_tokens_with_a_mask_are_trained_where_it_says_so(tmp_path: Path) -> None:
+    write_chat_target(tmp_path, TEMPLATE)
+    row = {"input_ids": list(range(10, 20)), "loss_mask": [0, 0, 1, 1, 1, 0, 1, 1, 0, 0]}
+    records = answered(tmp_path, [row] * 3)
+    for record in records:
+        assert (record["prompt_ids"], record["answer_ids"]) == ([10, 11, 12, 13, 14, 15], [16, 17])
+        assert record["spans"] == [[2, 5]]
+    heldout = read_answers(tmp_path / "run" / "answers", "heldout")
+    assert {tuple(one.prompt_ids) for one in heldout} == {(10, 11, 12, 13, 14, 15)}
+
+
+@pytest.mark.slow
+def test_a_drafter_is_trained_on_them(tmp_path: Path) -> None:
+    """Catches a run that needs prompts, and one that does not end."""
+    write_chat_target(tmp_path, TEMPLATE)
+    texts = [(f"w{i}", f"w{i + 1} w{i + 2} w{i + 3}", f"w{i}", f"w{i + 1}") for i in range(10, 50)]
+    rows = [chat(*some) for some in texts]
+    answered(tmp_path, rows, heldout=8)
+    values = {"prompts": (), "answers_from": (str(tmp_path / "own.jsonl"),), "heldout": 8}
+    config = toy_config(tmp_path, max_tokens=4, max_steps=3, tolerance=1.0, **values)
+    assert run_stages(("answers", "train", "finish"), config)
+    assert (tmp_path / "run" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        (
+            {"input_ids": [1, 2], "loss_mask": [1]},
+            {},
+            "must be whole numbers, as many",
+        ),
+        ({"input_ids": [1, 2]}, {}, "must be whole numbers, as many"),
+        (
+            {"input_ids": [10, 99], "loss_mask": [0, 1]},
+            {},
+            "input_ids has 99 and the tokenizer of the target 64",
+        ),
+        ({"prompt": "w10"}, {}, "0 rows with answers are too few to hold out 1"),
+        ({"text": "w10"}, {}, "must have exactly one of the fields"),
+        (chat("w10", "w11"), {"variations": 2}, "it must be empty, or prompts"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(
+    tmp_path: Path,
+    row: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    write_chat_target(tmp_path, TEMPLATE)
+    with pytest.raises(InvalidInputError, match=message):
+        answered(tmp_path, [row] * 3, **changes)
