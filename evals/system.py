@@ -14,6 +14,7 @@ from specdec.cluster.rows import Row
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
+from specdec.session.prompts import PromptReader
 
 WARMUP_TOKENS = 8
 
@@ -49,12 +50,12 @@ class System(Protocol):
 
     Attributes:
         name: of the target.
-        tokenizer: its own.
+        reader: makes tokens of its prompts.
         settings: k, max_num_seqs and max_model_len, as far as answers depend on them.
     """
 
     name: str
-    tokenizer: Any
+    reader: PromptReader
     settings: dict[str, Any]
 
     def plain(self) -> System:
@@ -79,7 +80,7 @@ class LocalSystem:
 
     def __init__(self, decoder: SpecDecoder) -> None:
         engine = decoder.engine
-        self.decoder, self.name, self.tokenizer = decoder, decoder.verifier.name, decoder.tokenizer
+        self.decoder, self.name, self.reader = decoder, decoder.verifier.name, decoder.reader
         self.settings = {"k": engine.k, "max_num_seqs": engine.config.max_num_seqs, "max_model_len": engine.max_model_len}
 
     def plain(self) -> LocalSystem:
@@ -88,7 +89,7 @@ class LocalSystem:
 
     def warm_up(self) -> None:
         """See `System`."""
-        self.decoder.generate([self.tokenizer.eos_token_id], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
+        self.decoder.generate([self.reader.tokenizer.eos_token_id], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
 
     def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Iterator[Timed]:
         """See `System`; closing the iterator early cancels what is unfinished."""
@@ -112,18 +113,18 @@ class ClusterSystem:
 
     Args:
         pool: the engines.
-        tokenizer: the target's.
+        reader: of the target's prompts.
         origin: what every engine has to say of itself; another one's answers are refused.
     """
 
-    def __init__(self, pool: Pool, tokenizer: Any, origin: dict[str, Any]) -> None:
-        self.name, self.tokenizer = pool.spec.model, tokenizer
+    def __init__(self, pool: Pool, reader: PromptReader, origin: dict[str, Any]) -> None:
+        self.name, self.reader = pool.spec.model, reader
         self.settings = {name: origin[name] for name in ("k", "max_num_seqs", "max_model_len")}
         self._pool, self._origin = pool, origin
 
     def plain(self) -> ClusterSystem:
         """See `System`."""
-        return ClusterSystem(replace(self._pool, spec=self._pool.spec.plain()), self.tokenizer, self._origin | {"k": 0})
+        return ClusterSystem(replace(self._pool, spec=self._pool.spec.plain()), self.reader, self._origin | {"k": 0})
 
     def warm_up(self) -> None:
         """Nothing, because every engine does so when it is made."""

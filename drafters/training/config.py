@@ -12,6 +12,7 @@ from drafters.keys import MOST_LAYERS
 from drafters.training.data.openings import KINDS
 from specdec.base.errors import InvalidInputError
 from specdec.base.files import read_json, read_toml, user_path
+from specdec.base.messages import template_text, variables_text
 from specdec.base.validation import is_number
 from specdec.cli.fields import add_options, kinds_of
 
@@ -60,6 +61,18 @@ class TrainConfig:
         "answers",
         "answers that the target gave elsewhere, trained on as they are: files as of --prompts",
         metavar="FILE",
+    )
+    chat_template: str | None = _option(
+        None,
+        "answers",
+        "file with a Jinja template in place of the tokenizer's own",
+        metavar="FILE",
+    )
+    chat_template_kwargs: str | None = _option(
+        None,
+        "answers",
+        'variables of the chat template, such as {"enable_thinking": false}',
+        metavar="JSON",
     )
     max_prompts: int | None = _positive(None, "answers", "most prompts taken from the files")
     variations: int = _amount(0, "answers", "versions of every question with other numbers and names")
@@ -160,6 +173,8 @@ class TrainConfig:
         rule = "0 with answer-server: the noise of a server's samples is not known"
         known = self.answer_server is None or self.heldout_temperature == 0
         self._check("heldout_temperature", known, rule)
+        object.__setattr__(self, "chat_template", template_text(self.chat_template))
+        object.__setattr__(self, "chat_template_kwargs", variables_text(self.chat_template_kwargs))
         self._check("layers", self.layers <= MOST_LAYERS, f"at most {MOST_LAYERS:,}")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")

@@ -22,7 +22,7 @@ from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
-from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.base.registry import VERIFIERS, resolve
 from specdec.device.device import resolve_device, resolve_dtype
@@ -76,19 +76,29 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
     @cache
     def load_source() -> Source:
         if config.answer_server is not None:
-            about = {"max_model_len": config.max_length, "at_once": config.max_num_seqs}
-            return Source.of_server(config.answer_server, config.model, **about)
+            return Source.of_server(
+                config.answer_server,
+                config.model,
+                max_model_len=config.max_length,
+                at_once=config.max_num_seqs,
+                load=LoadConfig(
+                    chat_template=config.chat_template,
+                    chat_template_kwargs=config.chat_template_kwargs,
+                ),
+            )
         decoder = SpecDecoder.from_pretrained(
             config.model,
             drafter=None,  # large batches gain nothing from one
             device=str(device),
             dtype=config.dtype,
             attention=config.attention,
+            chat_template=config.chat_template,
+            chat_template_kwargs=config.chat_template_kwargs,
             engine=engine,
         )
         # What cannot work must not wait for the answers.
         make_drafter(config, decoder.verifier, decoder.tokenizer)
-        if rank == 0 and not getattr(decoder.tokenizer, "chat_template", None):
+        if rank == 0 and not decoder.reader.has_template:
             say(f"answers: {config.model!r} has no chat template, so it goes on with prompts as plain text")
         return Source.of_engine(decoder)
 
@@ -195,6 +205,8 @@ def _load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
         fuse=False,
         generation_config=None,
     )
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
     return verifier, tokenizer
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
-from specdec.base.registry import TOKENIZERS, drafter_name, resolve
+from specdec.base.registry import drafter_name
 from specdec.base.writing import check_writable, make_folder, write_text
 from specdec.cli.fields import whole_number
 from specdec.cli.options import (
@@ -20,6 +20,7 @@ from specdec.cli.options import (
     load_decoder,
     load_pool,
     model_options,
+    prompt_reader,
     ray_options,
     sampling_options,
 )
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-fewshot", type=whole_number, metavar="N", help="examples in the prompt (default: the task's own number)")
     add("--chat", action="store_true", help="use the chat template, with few-shot examples as turns")
     add("--system", metavar="TEXT", help="system message, with --chat")
+    add(
+        "--think-end-token",
+        metavar="TOKEN",
+        help="token, or its id, that ends the thinking: answers begin behind it",
+    )
     peers = "models of lm-eval beside ours: hf, vllm, or NAME:FOLDER"
     add("--peer", nargs="+", default=[], metavar="NAME", help=peers)
     for option, name, how in _HARNESS:
@@ -134,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         log_samples=args.log_samples,
         folder=folder,
         peers=tuple(args.peer),
+        think_end_token=args.think_end_token,
     )
     try:
         report = evaluate(system, drafter, config, origin)
@@ -159,8 +166,7 @@ def _system(args: argparse.Namespace, drafter: str) -> tuple[System, dict[str, A
         return LocalSystem(decoder), provenance(decoder, [drafter])
     pool = load_pool(args, args.drafter, engine_config(args))
     found, origin = pool.call(_provenance_and_origin, drafter)
-    tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(args.model)
-    return ClusterSystem(pool, tokenizer, origin), found | {"command": command_line(), "num_engines": pool.config.engines}
+    return ClusterSystem(pool, prompt_reader(args), origin), found | {"command": command_line(), "num_engines": pool.config.engines}
 
 
 def _provenance_and_origin(decoder: SpecDecoder, drafter: str) -> tuple[dict[str, Any], dict[str, Any]]:

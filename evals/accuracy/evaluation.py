@@ -35,6 +35,7 @@ class EvalConfig:
         num_fewshot: examples in the prompt; None takes the task's own number.
         chat: wrap prompts in the chat template, few-shot examples as turns of a conversation.
         system: system message, with `chat`.
+        think_end_token: see `evals.accuracy.lm_eval_model.SpecdecLM`.
         gen_kwargs: generation arguments over the task's own.
         seed: for sampled answers.
         log_samples: keep lm-eval's record of every sample.
@@ -53,11 +54,12 @@ class EvalConfig:
     log_samples: bool = False
     folder: Path | None = None
     peers: tuple[str, ...] = ()
+    think_end_token: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """What belongs in the report."""
-        names = ("limit", "num_fewshot", "chat", "system", "seed", "peers")
+        names = ("limit", "num_fewshot", "chat", "system", "seed", "peers", "think_end_token")
         stated = {name: getattr(self, name) for name in names}
         return stated | {"tasks": list(self.tasks), "data": dict(self.data), "gen_kwargs": dict(self.gen_kwargs)}
 
@@ -91,12 +93,18 @@ def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[
                 config.folder / f"{name}.jsonl" if config.folder else None, _journal_settings(side, drafter, provenance)
             )
             side.warm_up()
-            lm = SpecdecLM(system=side, journal=journal, seed=config.seed, title=name)
+            lm = SpecdecLM(
+                system=side,
+                journal=journal,
+                seed=config.seed,
+                title=name,
+                think_end_token=config.think_end_token,
+            )
             results[name] = _results(lm, tasks, config, name)
             samples[name] = lm.samples
         for name in config.peers:
             assert isinstance(system, LocalSystem), "the command refuses peers of a cluster"
-            peer = harness_peer(name, system)
+            peer = harness_peer(name, system, config.think_end_token)
             results[name] = _results(peer, tasks, config, name.partition(":")[0])
             del peer
     report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": system.settings["k"]})
@@ -134,6 +142,7 @@ def _journal_settings(side: System, drafter: str, provenance: dict[str, Any]) ->
         "dtype": provenance["dtype"],
         "device": provenance["device"],
         "torch": provenance["versions"]["torch"],
+        **side.reader.stated,
     }
 
 
@@ -208,7 +217,7 @@ def _differences(system: System, pairs: list[tuple[Sample, Sample]]) -> list[dic
             partings.append(Parting(index, position, plain.prompt_token_ids, plain.token_ids, other.token_ids))
     for one in system.explain(partings):
         for name, token_id in (("plain_token", one.plain_token_id), ("speculative_token", one.speculative_token_id)):
-            found[one.index][name] = None if token_id is None else system.tokenizer.decode([token_id])
+            found[one.index][name] = None if token_id is None else system.reader.tokenizer.decode([token_id])
         found[one.index] |= {"margin": one.margin, "resolution": one.resolution}
     return found
 

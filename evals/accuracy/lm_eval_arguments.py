@@ -107,6 +107,22 @@ def device_of(name: str | None) -> str:
     return name or "auto"
 
 
+def think_end(given: str | int | None, tokenizer: Any) -> str | int | None:
+    """What ends the thinking: the id of a token, where the text is one, else the text.
+
+    Raises:
+        InvalidInputError: the tokenizer has no token of this id.
+    """
+    if given is None:
+        return None
+    if isinstance(given, int) or given.isdigit():
+        if not 0 <= int(given) < len(tokenizer):
+            raise InvalidInputError(f"think_end_token is {given} and the tokenizer has {len(tokenizer)} tokens; give its text")
+        return int(given)
+    known = {added.content: token for token, added in tokenizer.added_tokens_decoder.items()}
+    return known.get(given, given)
+
+
 def batch_size_of(value: int | str) -> int:
     """Requests at once.
 

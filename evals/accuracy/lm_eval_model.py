@@ -22,7 +22,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from evals.accuracy.lm_eval_arguments import batch_size_of, check_model_arguments, device_of, sampling_of
+from evals.accuracy.lm_eval_arguments import (
+    batch_size_of,
+    check_model_arguments,
+    device_of,
+    sampling_of,
+    think_end,
+)
 from evals.accuracy.lm_eval_sample import Sample, key_of, note, record_of, sample_of
 from evals.accuracy.scoring import Scored, score
 from evals.system import LocalSystem, System
@@ -30,10 +36,11 @@ from specdec.base.checkpoint.hub import pinned
 from specdec.base.config import EngineConfig, GenerationSource
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.journal import Journal
-from specdec.base.messages import for_template
+from specdec.base.messages import template_variables
 from specdec.cli.progress import ProgressBar
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
+from specdec.session.text import text_of
 
 
 @register_model("specdec")
@@ -51,8 +58,12 @@ class SpecdecLM(TemplateLM):
         max_length: most tokens of prompt and output together; None takes the model's limit.
         max_gen_toks: most new tokens where a task does not say.
         seed: request `i` of a call samples with `seed + i`, unless the task's own arguments hold a seed.
+        enable_thinking: variable of the chat template that turns thinking on or off.
+        chat_template_args: other variables of the chat template.
+        think_end_token: text or id of the token that ends the thinking; answers begin behind the
+            last one, and stop strings end them only there.
         others: those of other models of lm-eval; what asks for nothing is let be.
-        decoder: an existing one instead of all of the above but the last three.
+        decoder: an existing one instead of all of the above but max_gen_toks, seed and think_end_token.
         system: what generates instead of a decoder, see `evals.system`; then given texts cannot be scored.
         journal: where finished samples are looked up and stored.
         title: in front of the progress bar.
@@ -75,6 +86,9 @@ class SpecdecLM(TemplateLM):
         max_gen_toks: int = 256,
         seed: int = 0,
         generation_config: GenerationSource = "model",
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | str | None = None,
+        think_end_token: str | int | None = None,
         *,
         decoder: SpecDecoder | None = None,
         system: System | None = None,
@@ -85,6 +99,9 @@ class SpecdecLM(TemplateLM):
     ) -> None:
         super().__init__()
         check_model_arguments(others, SpecdecLM)
+        variables = template_variables(chat_template_args)
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
         if system is None and decoder is None:
             decoder = SpecDecoder.from_pretrained(
                 pinned(pretrained, revision),
@@ -93,13 +110,15 @@ class SpecdecLM(TemplateLM):
                 dtype=dtype,
                 attention=attention,
                 generation_config=generation_config,
+                chat_template_kwargs=variables,
                 engine=EngineConfig(
                     max_num_seqs=batch_size_of(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens
                 ),
             )
         self.decoder = decoder
         self._system: System = LocalSystem(decoder) if decoder is not None else cast(System, system)
-        self.tokenizer = self._system.tokenizer
+        self.tokenizer = self._system.reader.tokenizer
+        self._think_end = think_end(think_end_token, self.tokenizer)
         self.max_gen_toks = max_gen_toks
         self.samples: list[Sample] = []
         self._seed, self._title = seed, title
@@ -141,13 +160,11 @@ class SpecdecLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat as one text; without `add_generation_prompt` its last message stays open, to be continued."""
-        text: str = self.tokenizer.apply_chat_template(
-            for_template(chat_history, self.tokenizer),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        return self._system.reader.chat_text(chat_history, options)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
@@ -214,9 +231,27 @@ class SpecdecLM(TemplateLM):
             bar.finish(len(done), note(done.values()))
         samples = [done[index] for index in range(len(requests))]
         self.samples += samples
-        for request, sample in zip(requests, samples, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, sample.text)
-        return [sample.text for sample in samples]
+        texts = [self._answer(request.args[1], sample) for request, sample in zip(requests, samples, strict=True)]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _answer(self, arguments: Mapping[str, Any], sample: Sample) -> str:
+        """What a sample says behind its thinking, up to a stop string; all of it where thinking is
+        not looked for.
+        """
+        if self._think_end is None:
+            return sample.text
+        text, tokens = sample.text, sample.token_ids
+        if isinstance(self._think_end, int):
+            if self._think_end in tokens:
+                behind = len(tokens) - tokens[::-1].index(self._think_end)
+                skip = self._sampling(arguments, 0).skip_special_tokens
+                text = text_of(self.tokenizer, tokens[behind:], skip_special_tokens=skip).lstrip()
+        else:
+            text = text.split(self._think_end)[-1].lstrip()
+        stops = handle_stop_sequences(arguments.get("until"), eos=None)
+        return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
 
     def _prompt(self, context: str, sampling: SamplingParams) -> list[int]:
         """Token ids of a prompt; one that leaves no room for the answer loses its beginning, as with lm-eval's own models."""
@@ -243,7 +278,8 @@ class SpecdecLM(TemplateLM):
         return SamplingParams(
             max_tokens=max_tokens,
             seed=seed,
-            stop=tuple(stop for stop in stops if stop and stop not in special),
+            # Those of a task stand in thinking as well, and end the answer alone: `_answer`.
+            stop=tuple(one for one in stops if one and one not in special) if self._think_end is None else (),
             stop_token_ids=(self.eot_token_id, *self.tokenizer.convert_tokens_to_ids(special), *ends),
             **values,
         )

@@ -28,13 +28,15 @@ def check_peers(names: tuple[str, ...]) -> None:
             raise InvalidInputError(f"peer is {name!r}; name hf or vllm, or either:FOLDER")
 
 
-def harness_peer(name: str, system: LocalSystem) -> LM:
+def harness_peer(name: str, system: LocalSystem, think_end_token: str | None = None) -> LM:
     """The model called `name`, which may carry a folder of weights behind a colon.
 
     Args:
         name: one of `PEERS`, or with a folder.
         system: ours; its target's weights are taken where there is no folder, with their type, its
-            device, its number of requests at once and its length.
+            device, its number of requests at once and its length, and conversations are read
+            as ours are.
+        think_end_token: what ends the thinking.
 
     Raises:
         InvalidInputError: it is not installed, or cannot load the weights.
@@ -45,6 +47,8 @@ def harness_peer(name: str, system: LocalSystem) -> LM:
     weights = Path(folder or ours or verifier.name)
     options: dict[str, Any] = {"pretrained": str(weights), "dtype": dtype_name(verifier.dtype)}
     options["max_length"] = system.settings["max_model_len"]
+    options |= {"chat_template_args": dict(system.reader.variables)}
+    options |= {"think_end_token": think_end_token}
     if weights.suffix == ".gguf":
         options |= {"pretrained": str(weights.parent), "gguf_file": weights.name}
     if kind == "hf":
@@ -54,7 +58,9 @@ def harness_peer(name: str, system: LocalSystem) -> LM:
         options |= {"gpu_memory_utilization": MEMORY_SHARE, "max_num_seqs": requests}
         options |= {"enable_prefix_caching": False}
     try:
-        peer: LM = get_model(kind)(**options)
+        peer: Any = get_model(kind)(**options)
+        peer.tokenizer.chat_template = system.reader.tokenizer.chat_template
     except Exception as error:  # of two libraries, which raise what they like
         raise InvalidInputError(f"peer {name!r} cannot be loaded: {one_line(error)}") from error
-    return peer
+    found: LM = peer
+    return found

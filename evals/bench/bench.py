@@ -177,12 +177,12 @@ class Bench:
         return lambda turn, count: progress(title + (f" turn {turn + 1}" if turn else ""), count)
 
     def _sides(self, prompts: PromptSet, concurrency: int) -> list[_Side]:
-        config, verifier, tokenizer = self._config, self._base.verifier, self._base.tokenizer
+        config, verifier = self._config, self._base.verifier
         longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
         def side(name: str, drafter: Drafter | None, k: DraftCount, tree: int | None = None) -> _Side:
             engine = config.engine(concurrency, min(longest, verifier.max_model_len), k, tree)
-            decoder = SpecDecoder(verifier, tokenizer, drafter, engine)
+            decoder = self._base.variant(drafter, engine)
             return _Side(drafter=name, k=decoder.engine.k, decoder=decoder)
 
         sides = [side(PLAIN, None, None)]

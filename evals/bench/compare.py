@@ -277,7 +277,7 @@ def _token(decoder: SpecDecoder, token_id: int | None) -> str:
 
 
 def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any]:
-    return origin_of_run(decoder.verifier) | {
+    return origin_of_run(decoder.verifier, decoder.reader) | {
         "model": decoder.verifier.name,
         "drafter": drafter_name(args.drafter, args.model),
         "num_draft_tokens": decoder.engine.k,

@@ -97,7 +97,7 @@ def tree_step(
         pipeline_depth=0,  # no step is launched that the answer does not need
         cache=CacheConfig(prefix_caching=False),
     )
-    decoder = SpecDecoder(base.verifier, base.tokenizer, drafter, engine)
+    decoder = base.variant(drafter, engine)
     runner = decoder.engine.runner
     assert runner.drafter is not None, "a tree has drafts"
     runner.drafter = recorder = RecordingDrafter(runner.drafter)

@@ -25,7 +25,7 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
         drafters: their names, see `specdec.base.registry.drafter_name`.
     """
     verifier, attention = decoder.verifier, decoder.verifier.attention
-    return origin_of_run(verifier) | {
+    return origin_of_run(verifier, decoder.reader) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "num_threads": torch.get_num_threads(),
         "kv_dtype": dtype_name(attention.spec.kv_dtype),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specdec.base.blocks import MOST_NODES
+from specdec.base.messages import template_text, variables_text
 from specdec.base.validation import flags, integers, require
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
@@ -37,6 +38,10 @@ class LoadConfig:
             `torchrun` has started for a command, and one otherwise.
         generation_config: "model" decodes as the checkpoint's generation_config.json says where a request does not say; "none"
             takes nothing but end-of-sequence tokens from it.
+        chat_template: a file with a Jinja template in place of the tokenizer's own. It may be the
+            text of one, too, and the text is what is kept.
+        chat_template_kwargs: variables of the chat template as a JSON object, such as
+            {"enable_thinking": false}. Python may give a mapping; JSON is what is kept.
     """
 
     device: str = "auto"
@@ -48,6 +53,8 @@ class LoadConfig:
     weights: WeightForm = "as-stored"
     tensor_parallel: int | None = None
     generation_config: GenerationSource = "model"
+    chat_template: str | None = field(default=None, metadata={"metavar": "FILE"})
+    chat_template_kwargs: str | None = field(default=None, metadata={"metavar": "JSON"})
 
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
@@ -68,6 +75,8 @@ class LoadConfig:
         require(right, f"weights is {self.weights!r}; choose 'as-stored' or 'bfloat16'")
         right = self.weights == "as-stored" or self.dtype in ("auto", "bfloat16")
         require(right, f"weights are asked for in {self.weights} and dtype is {self.dtype!r}; leave out one of the two")
+        object.__setattr__(self, "chat_template", template_text(self.chat_template))
+        object.__setattr__(self, "chat_template_kwargs", variables_text(self.chat_template_kwargs))
 
 
 @dataclass(frozen=True, slots=True)

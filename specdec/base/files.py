@@ -114,6 +114,15 @@ def read_toml(path: Path, *, way_out: str) -> dict[str, Any]:
         raise InvalidInputError(f"{str(path)!r} is not TOML ({one_line(error)}); {way_out}") from error
 
 
+def read_text(path: Path, *, way_out: str) -> str:
+    """The text that a file holds; see `read_json`."""
+    try:
+        return _content(path, way_out).decode()
+    except UnicodeDecodeError as error:
+        where = f"{str(path)!r} is not UTF-8 text (byte {error.start})"
+        raise InvalidInputError(f"{where}; {way_out}") from error
+
+
 def _content(path: Path, way_out: str) -> bytes:
     try:
         return path.read_bytes()

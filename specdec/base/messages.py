@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.files import parse_json, read_text, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +51,65 @@ def for_template(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokeni
         if _reads_parts[template] and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
     return made
+
+
+def template_text(given: Any) -> str | None:
+    """A chat template: the text itself, which has a brace as no name of a file does, or what a file
+    holds; None for None.
+
+    Raises:
+        InvalidInputError: the file cannot be read, or holds no template.
+    """
+    if given is None or (isinstance(given, str) and "{" in given):
+        return given
+    way_out = "give a file with a Jinja template, or its text"
+    if not isinstance(given, str | Path):
+        raise InvalidInputError(f"chat_template is {reprlib.repr(given)}; {way_out}")
+    text = read_text(user_path(given), way_out=way_out)
+    if "{" not in text:
+        raise InvalidInputError(f"{str(given)!r} holds no chat template; {way_out}")
+    return text
+
+
+def template_variables(given: Any) -> dict[str, Any]:
+    """Variables of a chat template, given as a mapping or as a JSON object; none for None.
+
+    Raises:
+        InvalidInputError: it is neither, or JSON cannot hold it.
+
+    >>> template_variables('{"enable_thinking": false}')
+    {'enable_thinking': False}
+    """
+    way_out = 'give an object, such as {"enable_thinking": false}'
+    if given is None or given == "":
+        return {}
+    try:
+        found = parse_json(given if isinstance(given, str) else json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"chat_template_kwargs are no JSON: {one_line(error)}; {way_out}") from error
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"chat_template_kwargs are {reprlib.repr(given)}; {way_out}")
+    return found
+
+
+def variables_text(given: Any) -> str | None:
+    """The same as JSON; None for none."""
+    return json.dumps(template_variables(given), sort_keys=True) if given else None
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises:
+    InvalidInputError: one has the name of what the tokenizer's method takes for itself.
+    """
+    kind: Any = type(tokenizer)
+    if taken := next((name for name in variables if name in _own(kind)), None):
+        raise InvalidInputError(f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out")
+
+
+@cache
+def _own(kind: Any) -> frozenset[str]:
+    """What the method of a tokenizer that applies templates takes for itself."""
+    return frozenset(inspect.signature(kind.apply_chat_template).parameters)
 
 
 def _readable(number: int, message: Any) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import require_ours
-from specdec.base.registry import TOKENIZERS, drafter_name, resolve
+from specdec.base.registry import drafter_name
 from specdec.cli.line_fields import sampled
-from specdec.cli.options import load_decoder, load_pool
+from specdec.cli.options import load_decoder, load_pool, prompt_reader
 from specdec.cli.prompts import Prompt, model_inputs
 from specdec.cli.summary import counted, describe_drafts
 from specdec.sampling.params import SamplingParams
@@ -84,8 +84,8 @@ class ClusterAnswers:
         from specdec.cluster.rows import Row
 
         require_ours("drafters", "verifiers")
-        tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(args.model)
-        inputs = model_inputs(prompts, tokenizer, raw=args.raw, system=args.system)
+        reader = prompt_reader(args)
+        inputs = model_inputs(prompts, reader.tokenizer, raw=args.raw, system=args.system)
         samplings = [sampled(prompt.asked, sampling, prompt.source) for prompt in prompts]
         keyed = zip(_keys(inputs, samplings), inputs, samplings, prompts, strict=True)
         self._rows = {index: Row(*row) for index, (*row, prompt) in enumerate(keyed) if prompt.label}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import require_ours
+from specdec.base.registry import TOKENIZERS, resolve
 from specdec.cli.fields import add_options, from_options, kinds_of
 from specdec.cluster.config import ClusterConfig
 from specdec.grammar.grammar import Grammar
@@ -20,6 +21,7 @@ from specdec.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from specdec.cluster.pool import Pool
     from specdec.session.decoder import SpecDecoder
+    from specdec.session.prompts import PromptReader
 
 GRAMMAR_HELP = (
     "what the output must look like: json_object, json_schema:SCHEMA, regex:PATTERN, choice:A|B or ebnf:RULES; @FILE in place of"
@@ -142,6 +144,18 @@ def grammar_of(option: str) -> Grammar:
     if kind == "choice":
         return Grammar.choice(text.split("|"))
     return Grammar(cast(Any, kind), text)
+
+
+def prompt_reader(args: argparse.Namespace) -> PromptReader:
+    """What reads prompts as the options say, without the target's weights.
+
+    Raises:
+        SpecDecError: the tokenizer cannot be read, or an option about its template is wrong.
+    """
+    from specdec.session.prompts import PromptReader
+
+    load = LoadConfig(**from_options(LoadConfig, args))
+    return PromptReader.of(resolve(TOKENIZERS, "hf", "tokenizer")(args.model), args.model, load)
 
 
 def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> SpecDecoder:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
 from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.messages import check_variables, template_variables
 from specdec.device.device import resolve_device
 from specdec.engine.capture.warmup import Progress, get_ready
 from specdec.engine.lockstep import make_engine
@@ -44,6 +45,8 @@ class SpecDecoder:
         tokenizer: the target's tokenizer.
         drafter: proposes drafts; None decodes plainly.
         config: limits and choices of the engine.
+        chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`,
+            where a call does not say them itself.
 
     Example:
         >>> decoder = SpecDecoder.from_pretrained()  # doctest: +SKIP
@@ -56,14 +59,21 @@ class SpecDecoder:
         tokenizer: PreTrainedTokenizerBase,
         drafter: Drafter | None = None,
         config: EngineConfig | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
             raise InvalidInputError(f"the engine's config is a {type(config).__name__}; give an EngineConfig")
         self.verifier = verifier
         self.tokenizer = tokenizer
+        self._variables = template_variables(chat_template_kwargs)
         self.engine = make_engine(verifier, drafter, config, tokenizer)
         self.session = Session(self.engine, tokenizer)
         self._ranks: Mirror | None = None
+
+    @property
+    def reader(self) -> PromptReader:
+        """What makes tokens of prompts."""
+        return PromptReader(self.tokenizer, self.verifier.name, self._variables)
 
     @property
     def ranks(self) -> Mirror | None:
@@ -93,6 +103,8 @@ class SpecDecoder:
         weights: WeightForm = "as-stored",
         tensor_parallel: int | None = None,
         generation_config: GenerationSource = "model",
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | str | None = None,
         engine: EngineConfig | None = None,
     ) -> SpecDecoder:
         """Loads a target and a drafter.
@@ -102,8 +114,8 @@ class SpecDecoder:
             drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", "suffix", the folder or
                 hub name of a checkpoint, several of these with + between them, a drafter of your own (see `find_drafter`), or
                 None. "auto" takes smollm2-dflash for the embedded model and n-gram lookup for all others.
-            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, generation_config: see
-                `specdec.base.config.LoadConfig`.
+            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, generation_config,
+                chat_template, chat_template_kwargs: see `specdec.base.config.LoadConfig`.
             tensor_parallel: processes that compute the target together, this one among them: docs/tensor-parallel.md. They are
                 started here, or by `torchrun`. None is this one alone.
             engine: limits and choices.
@@ -112,11 +124,22 @@ class SpecDecoder:
             SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
         """
         load = LoadConfig(
-            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, tensor_parallel, generation_config
+            device=device,
+            dtype=dtype,
+            attention=attention,
+            block_size=block_size,
+            kv_dtype=kv_dtype,
+            prefill_dtype=prefill_dtype,
+            weights=weights,
+            tensor_parallel=tensor_parallel,
+            generation_config=generation_config,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,  # type: ignore[arg-type]  # made JSON there
         )
         where, make_drafter = resolve_device(load.device), find_drafter(drafter)
         with load_target(target, load, where) as (verifier, tokenizer, ranks):
-            decoder = cls(verifier, tokenizer, make_drafter(verifier), engine)
+            variables = PromptReader.of(tokenizer, verifier.name, load).variables
+            decoder = cls(verifier, tokenizer, make_drafter(verifier), engine, variables)
         decoder._ranks = ranks
         return decoder
 
@@ -129,20 +152,44 @@ class SpecDecoder:
 
     def plain(self) -> SpecDecoder:
         """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
-        return SpecDecoder(self.verifier, self.tokenizer, None, replace(self.engine.config, num_draft_tokens=0, tree_nodes=0))
+        return self.variant(None, replace(self.engine.config, num_draft_tokens=0, tree_nodes=0))
+
+    def variant(self, drafter: Drafter | None, config: EngineConfig) -> SpecDecoder:
+        """The same target, read in the same way, with another drafter and engine."""
+        return SpecDecoder(self.verifier, self.tokenizer, drafter, config, self._variables)
 
     @overload
-    def generate(self, inputs: Prompt, sampling: SamplingParams | None = None, **overrides: Any) -> GenerationResult: ...
-    @overload
-    def generate(self, inputs: Prompts, sampling: Sampling = None, **overrides: Any) -> list[GenerationResult]: ...
     def generate(
-        self, inputs: Prompt | Prompts, sampling: Sampling = None, **overrides: Any
+        self,
+        inputs: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> GenerationResult: ...
+    @overload
+    def generate(
+        self,
+        inputs: Prompts,
+        sampling: Sampling = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> list[GenerationResult]: ...
+    def generate(
+        self,
+        inputs: Prompt | Prompts,
+        sampling: Sampling = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **overrides: Any,
     ) -> GenerationResult | list[GenerationResult]:
         """Generates for one prompt, or for many at once.
 
         Args:
             inputs: a string (raw text, no chat template), token ids, chat messages, or a list of these.
             sampling: how to decode; a list has one for each of many inputs.
+            chat_template_kwargs: variables of the chat template, over those of the decoder.
             **overrides: fields of `SamplingParams`, by name; `max_new_tokens` is another name of `max_tokens`.
 
         Returns:
@@ -153,20 +200,34 @@ class SpecDecoder:
                 gets a result with `finish_reason` "error", and the others go on.
         """
         prompts, single = _as_prompts(inputs)
-        chunks = self._chunks(prompts, single, _samplings(sampling, overrides, len(prompts)), incremental=False)
+        ways = _samplings(sampling, overrides, len(prompts))
+        chunks = self._chunks(prompts, single, ways, chat_template_kwargs, incremental=False)
         results = {chunk.index: chunk.result for chunk in chunks if chunk.result is not None}
         return results[0] if single else [results[index] for index in range(len(prompts))]
 
-    def stream(self, inputs: Prompt | Prompts, sampling: Sampling = None, **overrides: Any) -> Iterator[StreamChunk]:
+    def stream(
+        self,
+        inputs: Prompt | Prompts,
+        sampling: Sampling = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> Iterator[StreamChunk]:
         """Like `generate`, as chunks that arrive while decoding goes on; chunks of many inputs interleave.
 
         Closing the iterator early cancels what is unfinished.
         """
         prompts, single = _as_prompts(inputs)
-        return self._chunks(prompts, single, _samplings(sampling, overrides, len(prompts)), incremental=True)
+        ways = _samplings(sampling, overrides, len(prompts))
+        return self._chunks(prompts, single, ways, chat_template_kwargs, incremental=True)
 
     def tokenize(
-        self, prompt: Prompt, *, add_special_tokens: bool | None = None, template: Mapping[str, Any] | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool | None = None,
+        template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of one prompt; chat messages go through the tokenizer's chat template.
 
@@ -175,14 +236,17 @@ class SpecDecoder:
             add_special_tokens: such as a first token that begins every text; None adds them to texts and not to chats, whose
                 templates have them.
             template: options of the chat template in place of `add_generation_prompt=True`.
+            chat_template_kwargs: variables of the chat template, over those of the decoder.
 
         Raises:
             InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or is a chat that the tokenizer
                 has no template for.
         """
-        reader = PromptReader(self.tokenizer, self.verifier.name)
+        variables = template_variables(chat_template_kwargs)
+        check_variables(variables, self.tokenizer)
+        template = {**(template or {"add_generation_prompt": True}), **variables}
         special = add_special_tokens
-        return reader.tokenize(_listed(prompt), add_special_tokens=special, template=template)
+        return self.reader.tokenize(_listed(prompt), add_special_tokens=special, template=template)
 
     def next_token_logits(self, prompt: Prompt) -> Tensor:
         """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache of their own.
@@ -195,16 +259,24 @@ class SpecDecoder:
         return everywhere(self.verifier, next_token_logits, self.verifier, ids)
 
     def _chunks(
-        self, prompts: list[Prompt], single: bool, samplings: list[SamplingParams], *, incremental: bool
+        self,
+        prompts: list[Prompt],
+        single: bool,
+        samplings: list[SamplingParams],
+        variables: Mapping[str, Any] | None,
+        *,
+        incremental: bool,
     ) -> Iterator[StreamChunk]:
         """Chunks of all prompts; those that cannot be served come first, as errors."""
+        variables = template_variables(variables)
+        check_variables(variables, self.tokenizer)
         wrong = self._wrong_grammars(samplings)
         served: list[tuple[int, list[int]]] = []
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             try:
                 if sampling.grammar in wrong:
                     raise wrong[sampling.grammar]
-                token_ids = self.tokenize(prompt)
+                token_ids = self.tokenize(prompt, chat_template_kwargs=variables)
                 self.engine.admission.check(token_ids, sampling)
                 served.append((index, token_ids))
             except SpecDecError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.config import LoadConfig
 from specdec.base.errors import InvalidInputError, one_line
-from specdec.base.messages import for_template, readable
+from specdec.base.messages import check_variables, for_template, readable, template_variables
 from specdec.session.text import token_ids
 
 if TYPE_CHECKING:
@@ -21,10 +24,38 @@ class PromptReader:
     Attributes:
         tokenizer: the target's.
         name: the target's, for messages.
+        variables: of the chat template, where a prompt does not say them itself.
     """
 
     tokenizer: PreTrainedTokenizerBase
     name: str
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, name: str, load: LoadConfig) -> PromptReader:
+        """One that reads as a target's loading says, whose template the tokenizer has from now on.
+
+        Raises:
+            InvalidInputError: a variable has a name that is taken.
+        """
+        if load.chat_template is not None:
+            tokenizer.chat_template = load.chat_template
+        variables = template_variables(load.chat_template_kwargs)
+        check_variables(variables, tokenizer)
+        return cls(tokenizer, name, variables)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can become prompts."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """What files of figures or answers say of it."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        text = template if isinstance(template, str) else json.dumps(template, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest() if template else None
+        return {"chat_template": digest, "chat_template_kwargs": dict(self.variables)}
 
     def tokenize(
         self,
@@ -50,12 +81,12 @@ class PromptReader:
         Raises:
             InvalidInputError: the tokenizer has no template, or it refuses the messages.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.has_template:
             what = f"the tokenizer of {self.name!r} has no chat template"
             raise InvalidInputError(f"{what}; give text or token ids")
         known = for_template(readable(messages), self.tokenizer)
         try:
-            text = self.tokenizer.apply_chat_template(known, tokenize=False, **template)
+            text = self.tokenizer.apply_chat_template(known, tokenize=False, **{**self.variables, **template})
         except Exception as error:  # a template may raise whatever it likes
             what = f"the chat template of {self.name!r} refuses these messages"
             raise InvalidInputError(f"{what}: {one_line(error, 300)}") from error

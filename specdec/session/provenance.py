@@ -14,13 +14,16 @@ import torch
 
 from specdec.base.version import __version__
 from specdec.model.core import Verifier
+from specdec.session.prompts import PromptReader
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "lm_eval")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def origin_of_run(verifier: Verifier) -> dict[str, Any]:
-    """What every file that a run leaves says of the run: command, versions, target, device and types."""
+def origin_of_run(verifier: Verifier, reader: PromptReader | None = None) -> dict[str, Any]:
+    """What every file that a run leaves says of the run: command, versions, target, device and
+    types, and where it reads prompts how.
+    """
     return {
         "command": command_line(),
         "commit": commit(),
@@ -30,6 +33,7 @@ def origin_of_run(verifier: Verifier) -> dict[str, Any]:
         "weights": ", ".join(verifier.weight_codes) or dtype_name(verifier.dtype),
         "attention": verifier.attention.name,
         "generation_config": verifier.defaults.stated,
+        **(reader.stated if reader else {}),
     }
 
 

@@ -76,7 +76,7 @@ def chained(rows: Sequence[Row], row: Row) -> list[Row]:
 
 def tokenized(source: Source | SpecDecoder, messages: Messages) -> list[int]:
     """A chat up to the answer to come, in the chat template where there is one, else as text."""
-    if getattr(source.tokenizer, "chat_template", None):
+    if source.reader.has_template:
         return source.tokenize([{"role": role, "content": text} for role, text in messages])
     return source.tokenize("\n".join(text for _, text in messages))
 
@@ -151,9 +151,9 @@ def _records(source: Source, place: str, row: Row) -> list[Row]:
 def _end_of_turn(source: Source) -> str:
     """What ends an answer: the special token that the chat template puts behind it, or a text's."""
     tokenizer = source.tokenizer
-    if getattr(tokenizer, "chat_template", None):
+    if source.reader.has_template:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
-        behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_SAID)[2].strip()
+        behind = source.reader.chat_text(chat, {}).rpartition(_SAID)[2].strip()
         first = [token for token in tokenizer.all_special_tokens if behind.startswith(token)]
         if first:
             return str(max(first, key=len))

@@ -27,7 +27,10 @@ from specdec.session.outputs import GenerationResult
 MAX_PROMPT_TOKENS = 256
 TEMPERATURE = 0.9
 """At 1 a small target's prompts are often gibberish, at 0.8 they are often the same."""
-_SETTINGS = ("model", "seed", "self_prompts", "opening_share", "openings", "shard_size")
+_SETTINGS = (
+    *("model", "chat_template", "chat_template_kwargs"),
+    *("seed", "self_prompts", "opening_share", "openings", "shard_size"),
+)
 _MARK = "THE-PROMPT"
 
 
@@ -101,9 +104,10 @@ def user_turn(source: Source) -> tuple[list[int], tuple[int, ...]]:
         InvalidInputError: there is no template, or it leaves the user's words out.
     """
     tokenizer = source.tokenizer
-    if not getattr(tokenizer, "chat_template", None):
+    if not source.reader.has_template:
         raise InvalidInputError(f"{source.name!r} has no chat template, so it cannot write a user's prompts; set self-prompts to 0")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True)
+    message = {"role": "user", "content": _MARK}
+    text = source.reader.chat_text([message], {"add_generation_prompt": True})
     before, found, after = text.partition(_MARK)
     if not found:
         raise InvalidInputError(f"the chat template of {source.name!r} drops a user's words; set self-prompts to 0")

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from specdec.base.config import LoadConfig
 from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.base.registry import TOKENIZERS, resolve
 from specdec.sampling.params import SamplingParams
@@ -35,17 +36,22 @@ class Source:
 
     Attributes:
         name: for messages.
-        tokenizer: the target's.
+        reader: makes tokens of prompts.
         max_model_len: tokens of a prompt and its answer.
         answers: asks.
         origin: what is kept beside the answers.
     """
 
     name: str
-    tokenizer: Any
+    reader: PromptReader
     max_model_len: int
     answers: Answering
     origin: dict[str, Any]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's."""
+        return self.reader.tokenizer
 
     @classmethod
     def of_engine(cls, decoder: SpecDecoder) -> "Source":
@@ -60,11 +66,19 @@ class Source:
                     yield chunk.index, chunk.result
 
         name, limit = decoder.verifier.name, decoder.engine.max_model_len
-        origin = origin_of_run(decoder.verifier) | {"target": name}
-        return cls(name, decoder.tokenizer, limit, answers, origin)
+        origin = origin_of_run(decoder.verifier, decoder.reader) | {"target": name}
+        return cls(name, decoder.reader, limit, answers, origin)
 
     @classmethod
-    def of_server(cls, url: str, model: str, *, max_model_len: int, at_once: int) -> "Source":
+    def of_server(
+        cls,
+        url: str,
+        model: str,
+        *,
+        max_model_len: int,
+        at_once: int,
+        load: LoadConfig | None = None,
+    ) -> "Source":
         """A server, which is asked for completions of token ids.
 
         Args:
@@ -72,6 +86,7 @@ class Source:
             model: the target, whose tokenizer is loaded; the server may call it otherwise.
             max_model_len: if the server does not say.
             at_once: requests that it is sent.
+            load: whose template the prompts have.
 
         Raises:
             SpecDecError: nobody answers there.
@@ -88,6 +103,7 @@ class Source:
         served = known.get(model) or models[0]
         called = served["id"]
         tokenizer = resolve(TOKENIZERS, "hf", "tokenizer")(model)
+        reader = PromptReader.of(tokenizer, model, load or LoadConfig())
 
         def answers(
             prompts: Iterator[Asked],
@@ -112,14 +128,15 @@ class Source:
             "commit": commit(),
             "versions": versions(),
             "target": model,
+            **reader.stated,
         }
         limit = served.get("max_model_len") or max_model_len
         origin |= {"server": url, "served_as": called}
-        return cls(model, tokenizer, limit, answers, origin)
+        return cls(model, reader, limit, answers, origin)
 
     def tokenize(self, prompt: Any) -> list[int]:
         """See `specdec.session.decoder.SpecDecoder.tokenize`."""
-        return PromptReader(self.tokenizer, self.name).tokenize(prompt)
+        return self.reader.tokenize(prompt)
 
 
 class _Server:

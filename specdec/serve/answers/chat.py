@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
-from specdec.base.messages import readable
+from specdec.base.messages import check_variables, readable
 from specdec.sampling.logprobs import Top
 from specdec.serve.answers.answer import Answer
 from specdec.serve.errors import RequestError
@@ -27,11 +26,8 @@ def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[
         messages = readable(asked.messages or [])
     except InvalidInputError as error:
         raise RequestError(400, str(error), param="messages") from error
-    options = asked.chat_template_kwargs or {}
-    kind: Any = type(reader.tokenizer)
-    taken = next((name for name in options if name in _own(kind)), None)
-    if taken is not None:
-        raise RequestError(400, f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out")
+    variables = asked.chat_template_kwargs or {}
+    check_variables(variables, reader.tokenizer)
     if asked.continue_final_message and asked.add_generation_prompt and "add_generation_prompt" in asked.model_fields_set:
         message = "continue_final_message goes on with the last message; set add_generation_prompt to false"
         raise RequestError(400, message, param="continue_final_message")
@@ -41,15 +37,9 @@ def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[
         {
             "add_generation_prompt": asked.add_generation_prompt and not asked.continue_final_message,
             "continue_final_message": asked.continue_final_message,
-            **options,
+            **variables,
         },
     )
-
-
-@cache
-def _own(kind: Any) -> frozenset[str]:
-    """What the method of a tokenizer that applies templates takes for itself."""
-    return frozenset(inspect.signature(kind.apply_chat_template).parameters)
 
 
 class ChatCompletion(Answer):

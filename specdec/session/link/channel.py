@@ -44,7 +44,7 @@ class Facts:
         """Those of a decoder's engine."""
         engine = decoder.engine
         return cls(
-            PromptReader(decoder.tokenizer, decoder.verifier.name),
+            decoder.reader,
             engine.admission.elsewhere(),
             engine.config.max_num_seqs,
             engine.pool.num_blocks - 1,

@@ -239,6 +239,33 @@ def test_a_revision(monkeypatch: pytest.MonkeyPatch) -> None:
         SpecdecLM.create_from_arg_string("pretrained=owner/name,revision=v1")
 
 
+@pytest.mark.parametrize("token", ["e", "70"])
+def test_an_answer_begins_behind_its_thinking(folder: Path, token: str) -> None:
+    """A text, or the id of a token. Stop strings end the answer, and no thinking."""
+    own = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
+    plain, cut = SpecdecLM(**own), SpecdecLM(**own, think_end_token=token)
+    arguments = {"until": [], "max_gen_toks": 60}
+    for text, whole in zip(
+        TEXTS, plain.generate_until(instances("generate_until", *((text, arguments) for text in TEXTS))), strict=True
+    ):
+        mark = plain.tokenizer.decode([int(token)]) if token.isdigit() else token
+        behind = whole.split(mark)[-1].lstrip()
+        stop = behind[2:3]
+        (found,) = cut.generate_until(instances("generate_until", (text, arguments | {"until": [stop]})))
+        assert found == (behind.partition(stop)[0] if stop else behind)
+        assert cut.samples[-1].text == whole
+
+
+def test_thinking_is_turned_off_in_the_prompt(folder: Path) -> None:
+    """By lm-eval's own names for it, also as text on a command line."""
+    chat = [{"role": "user", "content": "x"}]
+    template = "{{ messages[0].content }}{% if enable_thinking is false %}-{% endif %}{{ mood }}"
+    for own in ({"enable_thinking": False, "chat_template_args": '{"mood": "u"}'},):
+        model = SpecdecLM(pretrained=str(folder), dtype="float32", device="cpu", **own)
+        model.tokenizer.chat_template = template
+        assert model.apply_chat_template(chat) == "x-u"
+
+
 def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:
     """lm-eval's own Python API, with a chat template and few-shot examples as turns."""
     from evals.accuracy.bundled_task import bundled_task

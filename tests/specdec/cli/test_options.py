@@ -150,6 +150,7 @@ def test_a_quantity_has_one_name(verb: str) -> None:
 EVERY_OPTION = """
     --model m --drafter none --device cpu --dtype bfloat16 --attention torch_ref --block-size 32 --kv-dtype fp8
     --prefill-dtype model --weights bfloat16 --generation-config none
+    --chat-template {{x}} --chat-template-kwargs {"x":1}
     --max-num-seqs 3 --max-model-len 99 --max-prefill-tokens 64 -k 0 --tree 0 --draft-sampling probabilistic --pipeline-depth 1
     --no-graphs --timing --kv-memory 2M --no-prefix-caching
     --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 4 --stop a --stop b
@@ -182,7 +183,9 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
         3, 99, 64, 0, "probabilistic", 1, False, True, None, CacheConfig(2 * 2**20, False), 0
     )
     assert (asked.pop("target"), asked.pop("drafter")) == ("m", "none")
-    assert LoadConfig(**asked) == LoadConfig("cpu", "bfloat16", "torch_ref", 32, "fp8", "model", "bfloat16", None, "none")
+    assert LoadConfig(**asked) == LoadConfig(
+        "cpu", "bfloat16", "torch_ref", 32, "fp8", "model", "bfloat16", None, "none", "{{x}}", '{"x": 1}'
+    )
 
 
 def test_grammar(tmp_path: Path) -> None:

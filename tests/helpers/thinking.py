@@ -1,0 +1,47 @@
+"""Tiny tokenizers and templates with the switches of published thinking models."""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.helpers.tiny_models import VOCAB
+
+_TURNS = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+_BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant "
+_OFF = "enable_thinking is defined and enable_thinking is false"
+
+SWITCHED = _TURNS + _BEGIN + "{% if " + _OFF + " %}<think></think>{% endif %}{% endif %}"
+"""As Qwen3: the output begins with its thinking, unless that is turned off, and empty then."""
+
+OPENED = _TURNS + _BEGIN + "<think>{% endif %}"
+"""As DeepSeek-R1: the prompt opens the thinking."""
+
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As gpt-oss: the output names the channel of every message."""
+
+_TAGS = {
+    SWITCHED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
+    OPENED: (("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")),
+    CHANNELS: (("<|start|>", "<|end|>", "<|channel|>", "<|message|>"), ()),
+}
+
+
+def thinking_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """One token per character, and those of the template, as large as the tiny models' vocabulary.
+    Of the tags only those between which nothing is thought are special, as they are published.
+    """
+    special, plain = _TAGS[template]
+    names = ["<pad>", "<s>", "</s>", *special, *plain]
+    letters = [chr(place) for place in range(32, 127) if chr(place) not in '"#$%&*+;=@^`~']
+    pieces = [*names, *letters[: VOCAB - len(names)]]
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in special], special_tokens=True)
+    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
+    made.chat_template = template
+    assert len(made) == len(pieces) <= VOCAB
+    return made
