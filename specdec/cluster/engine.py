@@ -120,9 +120,11 @@ class Engine:
         """Results of all turns; what cannot be served ends the conversation as a result with an error."""
         decoder, results = self._decoder, list[GenerationResult]()
         prompt: Any = row.prompt
+        chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+        sampling = row.sampling.for_chat() if chat else row.sampling
         for follow_up in (*row.follow_ups, None):
             try:
-                handle = decoder.session.submit(decoder.tokenize(prompt), row.sampling, incremental=False)
+                handle = decoder.session.submit(decoder.tokenize(prompt), sampling, incremental=False)
             except SpecDecError as error:
                 return [*results, GenerationResult.refused(error)]
             results.append(await handle)

@@ -187,8 +187,7 @@ class FollowingEngine(_RankEngine):
             request, asks = _request(*told)
             if asks:
                 request.on_tokens = lambda request, tokens: self._cuts.pop(_place(request), None)
-            if self.admission.grammars and request.sampling.grammar is not None:
-                request.grammar = self.admission.grammars.start(request.sampling.grammar)
+            self.admission.guide(request)
             self._requests[request.request_id] = request
             self.enqueue(request)
         elif kind == "abort":

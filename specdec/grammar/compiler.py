@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
+from specdec.base.thinking import Phase, Thinking, thinking_of
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.lanes import Job, lanes
 from specdec.grammar.limits import QUICK_SECONDS
 from specdec.grammar.process import Answer, Ended, Vocabulary, ask, reason_of
 from specdec.grammar.progress import GrammarProgress
 from specdec.grammar.rules import rules_of
+from specdec.grammar.thinking import ThinkingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,40 @@ class GrammarCompiler:
         if not self._in_threads:
             compiled.result()
         return GrammarProgress(compiled, self._eos_token_ids)
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the target thinks, if it does."""
+        return thinking_of(self._tokenizer)
+
+    def follow(
+        self,
+        prompt: Sequence[int],
+        grammar: Grammar | None,
+        *,
+        after_thinking: bool | None,
+        budget: int | None,
+    ) -> GrammarProgress | ThinkingProgress | None:
+        """Where an output stands before its first token; None where all may follow.
+
+        Args:
+            prompt: token ids, which may have opened or closed the thinking.
+            grammar: of the output.
+            after_thinking: the grammar begins behind the thinking; None says so with a budget.
+            budget: most tokens of the thinking.
+
+        Raises:
+            CapacityError, InvalidInputError: see `start`.
+        """
+        answer = None if grammar is None else self.start(grammar)
+        after_thinking = budget is not None if after_thinking is None else after_thinking
+        thinking = self.thinking if after_thinking or budget is not None else None
+        if thinking is None:
+            return answer
+        place = thinking.behind_prompt(prompt)
+        if place.phase is Phase.BEHIND:
+            return answer
+        return ThinkingProgress(thinking, place, budget, answer, self._eos_token_ids)
 
     def compiled(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
         """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`, or where that is not who asked's

@@ -51,6 +51,9 @@ class SamplingParams:
         frequency_penalty: the same, as often as the output has the token.
         logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
         grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
+        grammar_after_thinking: the grammar begins behind the thinking, where the prompt or the
+            output begins with one; None does so for conversations.
+        thinking_token_budget: most tokens of the thinking, which then ends. As in vLLM.
         cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
         read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
         skip_special_tokens: leave special tokens out of the text. A stop string that is one of them ends the output all the same.
@@ -74,6 +77,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
+    grammar_after_thinking: bool | None = None
+    thinking_token_budget: int | None = None
 
     cache_salt: str | None = None
     read_prefix_cache: bool = True
@@ -81,8 +86,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
+        integers(self, "thinking_token_budget")
         numbers(self, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         flags(self, "ignore_eos", "logprobs", "read_prefix_cache", "skip_special_tokens")
+        flags(self, "grammar_after_thinking")
+        budget = self.thinking_token_budget
+        require(budget is None or budget >= 0, f"thinking_token_budget is {budget}; it must be at least 0")
         salt = self.cache_salt
         right = salt is None or (isinstance(salt, str) and salt != "")
         require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
@@ -140,10 +149,26 @@ class SamplingParams:
         )
         ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
         require(
+            self.grammar is None or budget is None or self.grammar_after_thinking is not False,
+            "grammar_after_thinking is false with a thinking_token_budget; a grammar for the thinking"
+            " says itself where that ends, so leave out one of the two",
+        )
+        require(
             self.grammar is None or not ends,
             f"{ends} is asked for with a grammar, which says itself where the output may end; leave out one of the two",
         )
         require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
+
+    @property
+    def masked(self) -> bool:
+        """Whether not every token may follow, by what came before it."""
+        return self.grammar is not None or self.thinking_token_budget is not None
+
+    def for_chat(self) -> "SamplingParams":
+        """Those of a conversation: models that think do so before they follow a grammar."""
+        if self.grammar is None or self.grammar_after_thinking is not None:
+            return self
+        return replace(self, grammar_after_thinking=True)
 
     @property
     def penalized(self) -> bool:

@@ -70,7 +70,7 @@ class SamplingPlan(NamedTuple):
             top_logprobs=power_of_two(max((p.top_logprobs for p in params), default=0)),
             edits=power_of_two(max((num_edits(p) for p in params), default=0)),
             counted=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
-            guided=any(p.grammar is not None for p in params),
+            guided=any(p.masked for p in params),
         )
 
     @classmethod

@@ -270,6 +270,9 @@ class SpecDecoder:
         """Chunks of all prompts; those that cannot be served come first, as errors."""
         variables = template_variables(variables)
         check_variables(variables, self.tokenizer)
+        samplings = [
+            sampling.for_chat() if _is_chat(prompt) else sampling for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
         wrong = self._wrong_grammars(samplings)
         served: list[tuple[int, list[int]]] = []
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -319,6 +322,10 @@ def _as_prompts(inputs: Prompt | Prompts) -> tuple[list[Prompt], bool]:
         if not isinstance(item, str | list | tuple | range):
             raise InvalidInputError(f"input {index} is a {type(item).__name__}; {_FORMS}")
     return items, False
+
+
+def _is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
 def _listed(inputs: Any) -> Any:

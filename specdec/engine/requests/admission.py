@@ -111,9 +111,23 @@ class Admission:
             rope_len=rope_len,
             on_tokens=on_tokens,
         )
-        if self.grammars and sampling.grammar is not None:
-            request.grammar = self.grammars.start(sampling.grammar)
+        self.guide(request)
         return request
+
+    def guide(self, request: Request) -> None:
+        """Puts a request at the beginning of its grammar and its thinking, where it has such.
+
+        Raises:
+            CapacityError, InvalidInputError: see `GrammarCompiler.follow`.
+        """
+        sampling = request.sampling
+        if self.grammars and sampling.masked:
+            request.grammar = self.grammars.follow(
+                request.prompt_token_ids,
+                sampling.grammar,
+                after_thinking=sampling.grammar_after_thinking,
+                budget=sampling.thinking_token_budget,
+            )
 
     def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raises what `new_request` would."""
@@ -145,6 +159,16 @@ class Admission:
             raise InvalidInputError("a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler")
         self.grammars.check()
         return self.grammars
+
+    def _check_masks(self, sampling: SamplingParams) -> None:
+        if sampling.grammar is not None:
+            self._grammars()
+        budget = sampling.thinking_token_budget
+        if budget is not None and (self.grammars is None or self.grammars.thinking is None):
+            raise InvalidInputError(
+                f"thinking_token_budget is {budget}, and no token of {self.verifier.name!r} is known"
+                " to end a thinking; leave it out"
+            )
 
     def check_tokens(self, prompt: Sequence[int]) -> None:
         """Whether the target can read a prompt, however long.
@@ -209,8 +233,8 @@ class Admission:
         """Most tokens of prompt and output together."""
         self.check_tokens(prompt)
         self._check_tokens_of(sampling)
-        if sampling.grammar is not None and not self._far:
-            self._grammars()
+        if sampling.masked and not self._far:
+            self._check_masks(sampling)
         if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
             raise CapacityError(
                 f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"

@@ -10,6 +10,7 @@ from enum import Enum
 
 from specdec.base.errors import SpecDecError, one_line
 from specdec.grammar.progress import GrammarProgress
+from specdec.grammar.thinking import ThinkingProgress
 from specdec.kv_cache import Snapshot
 from specdec.sampling.logprobs import Top
 from specdec.sampling.params import SamplingParams
@@ -53,7 +54,7 @@ class Request:
     on_tokens: Callable[[Request, list[int]], int | None] | None = None
     """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
 
-    grammar: GrammarProgress | None = None
+    grammar: GrammarProgress | ThinkingProgress | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Top] = field(default_factory=list)  # one per output token

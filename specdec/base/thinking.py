@@ -1,0 +1,139 @@
+"""Where in an output a model thinks, told by the ids of the tokens that open and close it.
+
+Published forms: `<think>` and `</think>` (DeepSeek-R1, Qwen3, GLM-4.5, MiniMax-M2, ERNIE 4.5 and
+many others), `[THINK]` (Magistral), `<seed:think>` (Seed-OSS), `<|START_THINKING|>` (Command A),
+`<|channel>thought` (Gemma 4), and the channels analysis and final of gpt-oss's harmony.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMS = (
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
+    ("<think>", "</think>", ""),
+    ("[THINK]", "[/THINK]", ""),
+    ("<seed:think>", "</seed:think>", ""),
+    ("<|START_THINKING|>", "<|END_THINKING|>", ""),
+    ("<|channel>thought\n", "<channel|>", ""),
+)
+"""What opens the thinking, what closes it, and what opens an answer without any."""
+
+
+class Phase(Enum):
+    """Of an output: nothing has begun, it is thinking, or it answers."""
+
+    BEFORE = "before"
+    WITHIN = "within"
+    BEHIND = "behind"
+
+
+class Place(NamedTuple):
+    """Where an output stands.
+
+    Attributes:
+        phase: of the output.
+        left: while nothing has begun, what is left of the forms of a beginning that fit so far, the
+            thinking's and that of an answer, None where it fits no more.
+        count: tokens of the thinking so far.
+        matched: of these the last ones that begin what closes it.
+    """
+
+    phase: Phase
+    left: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+    count: int = 0
+    matched: int = 0
+
+
+WITHIN, BEHIND = Place(Phase.WITHIN), Place(Phase.BEHIND)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The tokens between which a model thinks.
+
+    Attributes:
+        opening, closing: what opens and closes the thinking.
+        answering: what opens an answer without thinking; nothing in most forms.
+        added: tokens that the tokenizer takes for no text, such as those of turns.
+    """
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    answering: tuple[int, ...]
+    added: frozenset[int]
+
+    @property
+    def start(self) -> Place:
+        """Where an output stands before its first token, if its prompt has not begun it."""
+        return Place(Phase.BEFORE, (self.opening, self.answering or None))
+
+    def behind_prompt(self, prompt: Sequence[int]) -> Place:
+        """Where an output begins: templates may open the thinking, or close it.
+
+        The last token of the prompt that is no text tells: those of turns come behind whatever a
+        user writes.
+        """
+        at = next((at for at in reversed(range(len(prompt))) if prompt[at] in self.added), -1)
+        for form, place in ((self.opening, WITHIN), (self.closing, BEHIND), (self.answering, BEHIND)):
+            last = max((i for i, token in enumerate(form) if token in self.added), default=-1)
+            begin = at - last
+            if form and begin >= 0 and tuple(prompt[begin : begin + len(form)]) == form:
+                return place
+        return self.start
+
+    def step(self, place: Place, token: int) -> Place:
+        """The place behind one more token."""
+        if place.phase is Phase.BEHIND:
+            return place
+        if place.phase is Phase.BEFORE:
+            opening, answering = (form[1:] if form and form[0] == token else None for form in place.left)
+            if opening == ():
+                return WITHIN
+            if answering == () or opening is answering is None:
+                return BEHIND
+            return Place(Phase.BEFORE, (opening, answering))
+        matched = _matched(self.closing, place.matched, token)
+        if matched == len(self.closing):
+            return BEHIND
+        return Place(Phase.WITHIN, count=place.count + 1, matched=matched)
+
+
+def _matched(form: tuple[int, ...], matched: int, token: int) -> int:
+    """How many tokens of `form` the last tokens are, after `matched` of them and one more."""
+    known = (*form[:matched], token)
+    return next(size for size in range(len(known), -1, -1) if known[len(known) - size :] == form[:size])
+
+
+@lru_cache(maxsize=4)
+def thinking_of(tokenizer: PreTrainedTokenizerBase) -> Thinking | None:
+    """How a model with this tokenizer thinks; None where its vocabulary has no token for that."""
+    added = {one.content: token for token, one in tokenizer.added_tokens_decoder.items()}
+    for texts in _FORMS:
+        forms = [_ids(tokenizer, added, text) for text in texts]
+        if forms[0] and forms[1]:
+            return Thinking(forms[0], forms[1], forms[2], frozenset(added.values()))
+    return None
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, added: dict[str, int], text: str) -> tuple[int, ...]:
+    """Tokens of a form, none where one between brackets is no token of its own."""
+    ids: tuple[int, ...] = ()
+    while text:
+        name = next((name for name in added if text.startswith(name)), None)
+        if name is None:
+            if text[0] in "<[":
+                return ()
+            name = text[: min(at for at in (text.find("<"), len(text)) if at > 0)]
+            ids += tuple(tokenizer(name, add_special_tokens=False)["input_ids"])
+        else:
+            ids += (added[name],)
+        text = text[len(name) :]
+    return ids
