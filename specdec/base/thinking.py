@@ -42,13 +42,13 @@ class Place(NamedTuple):
         phase: of the output.
         left: while nothing has begun, what is left of the forms of a beginning that fit so far, the
             thinking's and that of an answer, None where it fits no more.
-        count: tokens of the thinking so far.
+        num_thought: tokens of the thinking so far.
         matched: of these the last ones that begin what closes it.
     """
 
     phase: Phase
     left: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
-    count: int = 0
+    num_thought: int = 0
     matched: int = 0
 
 
@@ -103,7 +103,7 @@ class Thinking:
         matched = _matched(self.closing, place.matched, token)
         if matched == len(self.closing):
             return BEHIND
-        return Place(Phase.WITHIN, count=place.count + 1, matched=matched)
+        return Place(Phase.WITHIN, num_thought=place.num_thought + 1, matched=matched)
 
 
 def _matched(form: tuple[int, ...], matched: int, token: int) -> int:

@@ -123,7 +123,7 @@ class ThinkingProgress:
 
     def _only(self, place: Place) -> set[int] | None:
         """The tokens that may follow, unless many may."""
-        if place.phase is Phase.WITHIN and self._budget is not None and place.count >= self._budget:
+        if place.phase is Phase.WITHIN and self._budget is not None and place.num_thought >= self._budget:
             return {self._thinking.closing[place.matched]}
         if place.phase is Phase.BEFORE and self._answer is not None and not self._may_answer(place):
             return {form[0] for form in place.left if form}

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from specdec.base.errors import SpecDecError
+from specdec.base.thinking import thinking_of
 from specdec.base.version import __version__
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingParams
@@ -82,7 +83,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         tokens = await _while_there(http, size, _chat_tokens(front, asked, engine.max_model_len))
         if asked.most_output is None:
             sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
-        return await _respond(front, http, ChatCompletion(asked, front.names[0], [tokens], tokens_of), sampling)
+        answer = ChatCompletion(asked, front.names[0], [tokens], tokens_of)
+        return await _respond(front, http, answer, sampling.for_chat())
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -203,6 +205,9 @@ def _check(front: Front, asked: Generation, num_prompts: int) -> None:
     front.check_open()
     front.check_model(asked.model)
     asked.check_others()
+    if asked.thinking_token_budget is not None and thinking_of(front.engine.reader.tokenizer) is None:
+        message = "the model has no token that is known to end a thinking; leave it out"
+        raise RequestError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
     front.check_choices(num_prompts * (asked.n or 1))
 
 
@@ -256,8 +261,8 @@ async def _respond(front: Front, http: Request, answer: Answer, sampling: Sampli
         answer.notes = sampling.grammar.notes
     asked = [(tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)]
     if answer.asked.stream:
-        return EventStream(front.submit(asked, incremental=True), answer)
-    outputs = front.submit(asked, incremental=False)
+        return EventStream(front.submit(asked, incremental=True, parted=answer.parted), answer)
+    outputs = front.submit(asked, incremental=False, parted=answer.parted)
     try:
         results = await outputs.results(http.receive)
         if answer.num_logprobs(results) <= FEW_LOGPROBS:

@@ -139,8 +139,14 @@ class Front:
         finally:
             self._waiting.discard(waiting)
 
-    def submit(self, asked: Sequence[tuple[list[int], SamplingParams]], *, incremental: bool) -> Outputs:
-        """Queues the outputs of one request, all or none.
+    def submit(
+        self,
+        asked: Sequence[tuple[list[int], SamplingParams]],
+        *,
+        incremental: bool,
+        parted: bool = False,
+    ) -> Outputs:
+        """Queues the outputs of one request, all or none; `parted` tells their thinking apart.
 
         Raises:
             RequestError: they would be too many, now or ever.
@@ -156,7 +162,7 @@ class Front:
         first = {id(tokens): (tokens, sampling) for tokens, sampling in reversed(asked)}
         for tokens, sampling in first.values():
             self.engine.admission.check(tokens, sampling)
-        outputs = Outputs(self, incremental=incremental)
+        outputs = Outputs(self, incremental=incremental, parted=parted)
         for tokens, sampling in asked:
             outputs.add(tokens, sampling)
         self._open.add(outputs)
@@ -197,14 +203,15 @@ class Outputs(Stream):
     Args:
         front: counts them.
         incremental: give chunks before the end.
+        parted: tell thinking and answer apart.
 
     Attributes:
         ended: done once all have ended, or with why they have not.
     """
 
-    def __init__(self, front: Front, *, incremental: bool) -> None:
+    def __init__(self, front: Front, *, incremental: bool, parted: bool = False) -> None:
         super().__init__(front.engine)
-        self._front, self._incremental = front, incremental
+        self._front, self._incremental, self._parted = front, incremental, parted
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._reader: Callable[[StreamChunk], object] | None = None
@@ -247,6 +254,7 @@ class Outputs(Stream):
                 index=index,
                 incremental=self._incremental,
                 stream=self,
+                parted=self._parted,
             )
             self._handles.append(made)
 

@@ -152,6 +152,7 @@ class Generation(Body):
     repetition_penalty: float | None = None
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
+    thinking_token_budget: int | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
@@ -193,10 +194,14 @@ class Chat(Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class ChatRequest(Chat, Generation):
     """`POST /v1/chat/completions`."""
+
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

@@ -27,6 +27,7 @@ _SAME = (
     "repetition_penalty",
     "cache_salt",
     "skip_special_tokens",
+    "thinking_token_budget",
 )
 """Fields that mean the same here and there."""
 

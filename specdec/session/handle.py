@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from specdec.engine.requests.request import Request, Status
 from specdec.session.outputs import GenerationResult, StreamChunk
 from specdec.session.text import IncrementalDecoder
+from specdec.session.thinking import PartedDecoder
 
 
 class Owner(Protocol):
@@ -242,8 +243,13 @@ class Handle:
         since, self._num_shown = self._num_shown, len(request.output_token_ids)
         tokens = request.output_token_ids[since:]
         logprobs, top = (request.logprobs[since:], request.top_logprobs[since:]) if request.logprobs else ([], [])
+        parted = text if isinstance(text, PartedDecoder) else None
         if request.status is not Status.FINISHED:
-            return StreamChunk(self._index, text.take() if text else "", tokens, None, logprobs, top)
-        tail = text.finish() if text else self._decode(request.output_token_ids)
-        self._result = GenerationResult.of(request, text.text if text else tail)
-        return StreamChunk(self._index, tail, tokens, self._result, logprobs, top)
+            piece = text.take() if text else ""
+        else:
+            piece = text.finish() if text else self._decode(request.output_token_ids)
+            self._result = GenerationResult.of(request, text.text if text else piece)
+            if parted:
+                self._result.reasoning, self._result.content = parted.parts
+        parts = parted.new_parts if parted else None
+        return StreamChunk(self._index, piece, tokens, self._result, logprobs, top, parts)

@@ -22,6 +22,7 @@ class GenerationResult:
         finish_reason: "stop", "length", "cancelled" or "error".
         error: one line, when the reason is "error".
         bad_input: the error lies in what was asked for.
+        reasoning, content: thinking and answer of the text, where they were to be told apart.
         logprobs: one per output token when asked for, under the target's unprocessed logits; else None.
         top_logprobs: one per output token when asked for: log-probabilities of the likeliest tokens, and of the token itself.
         prompt_logprobs: one per prompt token when asked for, under the target's unprocessed logits after the tokens before it; the
@@ -45,6 +46,8 @@ class GenerationResult:
     stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats([], [], []))
     num_cached_tokens: int = 0
     bad_input: bool = False
+    reasoning: str | None = None
+    content: str | None = None
 
     @classmethod
     def of(cls, request: Request, text: str) -> GenerationResult:
@@ -100,6 +103,8 @@ class StreamChunk:
         token_ids: new tokens.
         logprobs, top_logprobs: of these tokens, as in `GenerationResult`; empty when not asked for.
         result: the whole result, on the last chunk of an input; None before.
+        parts: thinking and answer of the new text, where they are told apart. Of either a part may
+            lag the text.
     """
 
     index: int
@@ -108,3 +113,4 @@ class StreamChunk:
     result: GenerationResult | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Top] = field(default_factory=list)
+    parts: tuple[str, str] | None = None

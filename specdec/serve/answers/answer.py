@@ -44,7 +44,12 @@ class Answer:
         self._counts: Counter[int] = Counter()  # of tokens that events have told of, by output
         options = asked.stream_options
         self._usage = options is not None and options.continuous_usage_stats
-        self._frames: dict[int, list[bytes]] = {}  # of events that hold a text alone, by output
+        self._frames: dict[int, list[bytes]] = {}  # of events that hold a text alone, by output and part
+
+    @property
+    def parted(self) -> bool:
+        """Whether thinking and answer are told apart."""
+        return False
 
     def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
         """An output as a whole; `first` is that of the same prompt that has its log-probabilities."""
@@ -57,6 +62,10 @@ class Answer:
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
         """What came of an output."""
         raise NotImplementedError
+
+    def shown(self, chunk: StreamChunk) -> StreamChunk:
+        """What of it is told."""
+        return chunk
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -87,19 +96,29 @@ class Answer:
         """`events` as they are sent. Most hold a text alone, and differ in nothing else."""
         if chunk.result or chunk.logprobs or self.asked.return_token_ids or self._usage:
             return b"".join(map(line, self.events(chunk)))
-        if not chunk.text:
+        if chunk.parts is None:
+            return self._line(chunk.index, chunk.text, 1)
+        return b"".join(self._line(chunk.index, text, part) for part, text in enumerate(self.shown(chunk).parts or ()))
+
+    def _line(self, index: int, text: str, part: int) -> bytes:
+        """An event that holds a text alone, of the thinking or of the answer."""
+        if not text:
             return b""
-        if chunk.index not in self._frames:
-            delta = self.delta(StreamChunk(chunk.index, _TEXT, []))
-            made = line(self._event([{"index": chunk.index, **delta, "finish_reason": None}]))
-            self._frames[chunk.index] = made.split(f'"{_TEXT}"'.encode())
-        before, after = self._frames[chunk.index]
-        return before + escaped(encode_basestring(chunk.text)).encode(errors="replace") + after
+        key = 2 * index + part
+        if key not in self._frames:
+            parts = ("", _TEXT) if part else (_TEXT, "")
+            delta = self.delta(StreamChunk(index, _TEXT, [], parts=parts))
+            made = line(self._event([{"index": index, **delta, "finish_reason": None}]))
+            self._frames[key] = made.split(f'"{_TEXT}"'.encode())
+        before, after = self._frames[key]
+        return before + escaped(encode_basestring(text)).encode(errors="replace") + after
 
     def events(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
         """Events of what came: none where it shows nothing yet, and one more at the end of an output."""
         self._counts[chunk.index] += len(chunk.token_ids)
-        if chunk.text or (chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)):
+        chunk = self.shown(chunk)
+        text = chunk.text if chunk.parts is None else "".join(chunk.parts)
+        if text or (chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)):
             choice = {"index": chunk.index, **self.delta(chunk), "finish_reason": None}
             if self.asked.return_token_ids:
                 choice["token_ids"] = chunk.token_ids

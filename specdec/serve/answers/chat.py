@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[
     except InvalidInputError as error:
         raise RequestError(400, str(error), param="messages") from error
     variables = asked.chat_template_kwargs or {}
+    if isinstance(asked, Chat) and asked.reasoning_effort is not None:
+        variables = {"reasoning_effort": asked.reasoning_effort, **variables}
     check_variables(variables, reader.tokenizer)
     if asked.continue_final_message and asked.add_generation_prompt and "add_generation_prompt" in asked.model_fields_set:
         message = "continue_final_message goes on with the last message; set add_generation_prompt to false"
@@ -49,6 +52,11 @@ class ChatCompletion(Answer):
     prefix = "chatcmpl-"
     asked: ChatRequest
 
+    @property
+    def parted(self) -> bool:
+        """Whether thinking and answer are told apart."""
+        return self.asked.separate_reasoning
+
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The answer in one piece."""
         whole = super().whole(results)
@@ -56,8 +64,12 @@ class ChatCompletion(Answer):
 
     def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
         """An output as a whole."""
+        content = result.text if result.content is None else result.content
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if result.reasoning and self.asked.include_reasoning:
+            message["reasoning_content"] = result.reasoning
         return {
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(result.token_ids, result.logprobs or [], result.top_logprobs or []),
         }
 
@@ -68,7 +80,17 @@ class ChatCompletion(Answer):
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
         """What came of an output."""
         some = self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if chunk.token_ids else None
-        return {"delta": {"content": chunk.text} if chunk.token_ids or chunk.text else {}, "logprobs": some}
+        reasoning, content = chunk.parts or ("", chunk.text)
+        delta = {"content": content} if content or (chunk.token_ids and not reasoning) else {}
+        if reasoning and self.asked.include_reasoning:
+            delta["reasoning_content"] = reasoning
+        return {"delta": delta, "logprobs": some}
+
+    def shown(self, chunk: StreamChunk) -> StreamChunk:
+        """The same without a thinking that is not wanted."""
+        if chunk.parts is None or self.asked.include_reasoning:
+            return chunk
+        return replace(chunk, parts=("", chunk.parts[1]))
 
     def _logprobs(self, tokens: Sequence[int], values: Sequence[float], tops: Sequence[Top]) -> dict[str, Any] | None:
         if not self.asked.logprobs:

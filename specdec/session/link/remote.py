@@ -9,11 +9,13 @@ from itertools import count
 from typing import Any
 
 from specdec.base.errors import CapacityError
+from specdec.base.thinking import thinking_of
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.handle import Handle, Stream
 from specdec.session.link.channel import Channel, Facts, Numbers
 from specdec.session.text import IncrementalDecoder, text_of
+from specdec.session.thinking import PartedDecoder
 
 
 class Remote:
@@ -80,8 +82,10 @@ class Remote:
         index: int,
         incremental: bool,
         stream: Stream,
+        parted: bool = False,
     ) -> Handle:
-        """Queues a request; see `Session.submit`.
+        """Queues a request; see `Session.submit`. Its text is `parted` into thinking and answer, where
+        the target thinks.
 
         Raises:
             InvalidInputError, CapacityError: see `Admission.new_request`.
@@ -90,15 +94,14 @@ class Remote:
             raise CapacityError("the engine has ended")
         request = self.admission.new_request(prompt_token_ids, sampling)
         tokenizer, skip = self.reader.tokenizer, sampling.skip_special_tokens
-        text = None
-        if incremental or sampling.stop:
-            least = sampling.min_tokens or 0
-            text = IncrementalDecoder(
-                tokenizer,
-                sampling.stop,
-                min_tokens=least,
-                skip_special_tokens=skip,
-            )
+        text: IncrementalDecoder | None = None
+        thinking = thinking_of(tokenizer) if parted else None
+        options: Any = {"min_tokens": sampling.min_tokens or 0, "skip_special_tokens": skip}
+        if thinking is not None:
+            options |= {"thinking": thinking, "place": thinking.behind_prompt(prompt_token_ids)}
+            text = PartedDecoder(tokenizer, sampling.stop, **options)
+        elif incremental or sampling.stop:
+            text = IncrementalDecoder(tokenizer, sampling.stop, **options)
         whole = partial(text_of, tokenizer, skip_special_tokens=skip)
         handle = Handle(self, stream, request, index, text, whole)
         self._open[request.request_id] = handle

@@ -242,7 +242,7 @@ def test_a_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("token", ["e", "70"])
 def test_an_answer_begins_behind_its_thinking(folder: Path, token: str) -> None:
     """A text, or the id of a token. Stop strings end the answer, and no thinking."""
-    own = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
+    own: dict[str, Any] = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
     plain, cut = SpecdecLM(**own), SpecdecLM(**own, think_end_token=token)
     arguments = {"until": [], "max_gen_toks": 60}
     for text, whole in zip(
@@ -260,10 +260,11 @@ def test_thinking_is_turned_off_in_the_prompt(folder: Path) -> None:
     """By lm-eval's own names for it, also as text on a command line."""
     chat = [{"role": "user", "content": "x"}]
     template = "{{ messages[0].content }}{% if enable_thinking is false %}-{% endif %}{{ mood }}"
-    for own in ({"enable_thinking": False, "chat_template_args": '{"mood": "u"}'},):
-        model = SpecdecLM(pretrained=str(folder), dtype="float32", device="cpu", **own)
-        model.tokenizer.chat_template = template
-        assert model.apply_chat_template(chat) == "x-u"
+    own: dict[str, Any] = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
+    own |= {"enable_thinking": False, "chat_template_args": '{"mood": "u"}'}
+    model = SpecdecLM(**own)
+    model.tokenizer.chat_template = template
+    assert model.apply_chat_template(chat) == "x-u"
 
 
 def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Path) -> None:

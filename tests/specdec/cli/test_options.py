@@ -156,6 +156,7 @@ EVERY_OPTION = """
     --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 4 --stop a --stop b
     --stop-token-ids 7 --ignore-eos --logprobs --top-logprobs 2 --prompt-logprobs 1 --min-tokens 3 --presence-penalty 0.5
     --frequency-penalty 0.6 --cache-salt s --no-read-prefix-cache --no-skip-special-tokens
+    --thinking-token-budget 6 --grammar-after-thinking
 """
 
 
@@ -177,6 +178,8 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
         cache_salt="s",
         read_prefix_cache=False,
         skip_special_tokens=False,
+        thinking_token_budget=6,
+        grammar_after_thinking=True,
     )
     asked = loaded(monkeypatch, *line)
     assert asked.pop("engine") == EngineConfig(

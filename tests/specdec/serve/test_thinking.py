@@ -1,0 +1,90 @@
+"""Thinking in a server: a default for the template, parts told apart, budgets and grammars behind it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from specdec.base.config import EngineConfig
+from specdec.session.decoder import SpecDecoder
+from tests.helpers.live_server import MODEL, live_server
+from tests.helpers.thinking import OPENED, SWITCHED, thinking_tokenizer
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
+
+CHAT: Any = [{"role": "user", "content": "hi"}]
+ASKED: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 20, "temperature": 0}
+
+
+def decoder_of(template: str, **options: Any) -> SpecDecoder:
+    verifier = paged_verifier(plain_model("llama"), 4)
+    engine = EngineConfig(max_num_seqs=2, num_draft_tokens=3, max_model_len=256)
+    return SpecDecoder(verifier, thinking_tokenizer(template), random_dflash(verifier), engine, **options)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with live_server(decoder_of(OPENED)) as live:
+        yield openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
+
+
+def test_parts_of_answers_and_streams(client: openai.OpenAI) -> None:
+    """A budget ends the thinking that the prompt has opened; fields of peers turn the parting off."""
+    budget = {"thinking_token_budget": 5}
+    made = client.chat.completions.create(**ASKED, extra_body=budget)
+    message: Any = made.choices[0].message
+    assert len(message.reasoning_content) == 5 and message.content
+    parts, count = ["", ""], 0
+    for event in client.chat.completions.create(**ASKED, extra_body=budget, stream=True):
+        delta: Any = event.choices[0].delta
+        parts[0] += getattr(delta, "reasoning_content", None) or ""
+        parts[1] += delta.content or ""
+        count += 1
+    assert parts == [message.reasoning_content, message.content] and count > 5
+    whole = client.chat.completions.create(**ASKED, extra_body={**budget, "separate_reasoning": False})
+    assert whole.choices[0].message.content == f"{parts[0]}</think>{parts[1]}"
+    for stream in (False, True):
+        extra = {**budget, "include_reasoning": False}
+        answer: Any = client.chat.completions.create(**ASKED, extra_body=extra, stream=stream)
+        found = "".join(event.choices[0].delta.content or "" for event in answer) if stream else answer.choices[0].message.content
+        assert found == parts[1]
+        assert stream or not hasattr(answer.choices[0].message, "reasoning_content")
+
+
+def test_log_probabilities_come_with_either_part(client: openai.OpenAI) -> None:
+    tokens, text = 0, ""
+    asked = ASKED | {"logprobs": True, "stream": True}
+    for event in client.chat.completions.create(**asked, extra_body={"thinking_token_budget": 5}):
+        some = event.choices[0].logprobs
+        tokens += len(some.content or ()) if some else 0
+        text += event.choices[0].delta.content or ""
+    assert tokens == 20 and text
+
+
+def test_a_grammar_begins_behind_the_thinking(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5, "guided_regex": "(ab)+"})
+    message: Any = made.choices[0].message
+    assert message.content.startswith("ab") and len(message.reasoning_content) == 5
+
+
+def test_a_default_that_a_request_overrides() -> None:
+    with live_server(decoder_of(SWITCHED, chat_template_kwargs={"enable_thinking": False})) as live:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
+
+        def prompt(**extra: Any) -> list[int]:
+            asked = ASKED | {"extra_body": {"return_token_ids": True, **extra}}
+            return list(client.chat.completions.create(**asked).prompt_token_ids)  # type: ignore[attr-defined]
+
+        tokenizer = live.decoder.tokenizer
+        assert tokenizer.decode(prompt()).endswith("</think>")
+        thinking = prompt(chat_template_kwargs={"enable_thinking": True})
+        assert tokenizer.decode(thinking).endswith("assistant ")
+
+
+def test_a_model_that_does_not_think() -> None:
+    with live_server() as live:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
+        with pytest.raises(openai.BadRequestError, match="no token that is known to end a thinking"):
+            client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5})
