@@ -10,9 +10,9 @@ from typing import Any
 
 from drafters.keys import MOST_LAYERS
 from drafters.training.data.openings import KINDS
+from specdec.base.chat.messages import template_text, variables_text
 from specdec.base.errors import InvalidInputError
 from specdec.base.files import read_json, read_toml, user_path
-from specdec.base.messages import template_text, variables_text
 from specdec.base.validation import is_number
 from specdec.cli.fields import add_options, kinds_of
 

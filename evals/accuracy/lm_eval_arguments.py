@@ -117,7 +117,7 @@ def think_end(given: str | int | None, tokenizer: Any) -> str | int | None:
         return None
     if isinstance(given, int) or given.isdigit():
         if not 0 <= int(given) < len(tokenizer):
-            raise InvalidInputError(f"think_end_token is {given} and the tokenizer has {len(tokenizer)} tokens; give its text")
+            raise InvalidInputError(f"think_end_token is {given}, of {len(tokenizer)} tokens; give its text")
         return int(given)
     known = {added.content: token for token, added in tokenizer.added_tokens_decoder.items()}
     return known.get(given, given)

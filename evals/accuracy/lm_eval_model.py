@@ -32,11 +32,11 @@ from evals.accuracy.lm_eval_arguments import (
 from evals.accuracy.lm_eval_sample import Sample, key_of, note, record_of, sample_of
 from evals.accuracy.scoring import Scored, score
 from evals.system import LocalSystem, System
+from specdec.base.chat.messages import template_variables
 from specdec.base.checkpoint.hub import pinned
 from specdec.base.config import EngineConfig, GenerationSource
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.journal import Journal
-from specdec.base.messages import template_variables
 from specdec.cli.progress import ProgressBar
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specdec.base.blocks import MOST_NODES
-from specdec.base.messages import template_text, variables_text
+from specdec.base.chat.messages import template_text, variables_text
 from specdec.base.validation import flags, integers, require
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specdec.base.chat.messages import readable
 from specdec.base.errors import InvalidInputError
 from specdec.base.files import parse_object, read_lines, reason_of
-from specdec.base.messages import readable
 from specdec.cli.line_fields import parted, unpacked
 
 Messages = list[dict[str, Any]]

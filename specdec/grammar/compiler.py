@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.chat.thinking import Phase, Thinking, thinking_of
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
-from specdec.base.thinking import Phase, Thinking, thinking_of
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.lanes import Job, lanes
 from specdec.grammar.limits import QUICK_SECONDS

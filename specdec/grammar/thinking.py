@@ -1,4 +1,4 @@
-"""Outputs that think before they answer: a grammar for the answer alone, and a limit of the thinking.
+"""Outputs that think before they answer: a grammar for the answer, a limit for the thinking.
 
 Both are masks, which depend on nothing but the tokens before a row. So an output is the same
 whatever was drafted.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.base.thinking import Phase, Place, Thinking
+from specdec.base.chat.thinking import Phase, Place, Thinking
 from specdec.grammar.progress import PERMISSIVE, GrammarProgress
 
 
@@ -38,7 +38,11 @@ class ThinkingProgress:
         eos_token_ids: Collection[int],
     ) -> None:
         self._thinking, self._place, self._budget, self._answer = thinking, place, budget, answer
-        self._ends = frozenset(eos_token_ids) - {*thinking.opening, *thinking.closing, *thinking.answering}
+        self._ends = frozenset(eos_token_ids) - {
+            *thinking.opening,
+            *thinking.closing,
+            *thinking.answering,
+        }
         self.dead_ends: frozenset[int] = frozenset()
         self.compiled: Future[Any] = Future()
         if answer is None:
@@ -75,7 +79,12 @@ class ThinkingProgress:
                 return self._answered(token_ids[at:])
         return True
 
-    def fill(self, masks: Tensor, drafts: Sequence[int] = (), parents: Sequence[int] | None = None) -> None:
+    def fill(
+        self,
+        masks: Tensor,
+        drafts: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+    ) -> None:
         """See `GrammarProgress.fill`."""
         masks.fill_(PERMISSIVE)
         self.dead_ends = frozenset()
@@ -119,11 +128,13 @@ class ThinkingProgress:
 
     def _answers(self, place: Place, token: int) -> bool:
         """Whether a token begins the answer at once."""
-        return self._may_answer(place) and place.phase is Phase.BEFORE and token != self._thinking.opening[0]
+        begins = self._may_answer(place) and place.phase is Phase.BEFORE
+        return begins and token != self._thinking.opening[0]
 
     def _only(self, place: Place) -> set[int] | None:
         """The tokens that may follow, unless many may."""
-        if place.phase is Phase.WITHIN and self._budget is not None and place.num_thought >= self._budget:
+        budget = self._budget if place.phase is Phase.WITHIN else None
+        if budget is not None and place.num_thought >= budget:
             return {self._thinking.closing[place.matched]}
         if place.phase is Phase.BEFORE and self._answer is not None and not self._may_answer(place):
             return {form[0] for form in place.left if form}

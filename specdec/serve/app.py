@@ -14,8 +14,8 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from specdec.base.chat.thinking import thinking_of
 from specdec.base.errors import SpecDecError
-from specdec.base.thinking import thinking_of
 from specdec.base.version import __version__
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingParams
@@ -205,7 +205,8 @@ def _check(front: Front, asked: Generation, num_prompts: int) -> None:
     front.check_open()
     front.check_model(asked.model)
     asked.check_others()
-    if asked.thinking_token_budget is not None and thinking_of(front.engine.reader.tokenizer) is None:
+    budget, tokenizer = asked.thinking_token_budget, front.engine.reader.tokenizer
+    if budget is not None and thinking_of(tokenizer) is None:
         message = "the model has no token that is known to end a thinking; leave it out"
         raise RequestError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
     front.check_choices(num_prompts * (asked.n or 1))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
+from specdec.base.chat.messages import check_variables, template_variables
 from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
 from specdec.base.errors import InvalidInputError, SpecDecError
-from specdec.base.messages import check_variables, template_variables
 from specdec.device.device import resolve_device
 from specdec.engine.capture.warmup import Progress, get_ready
 from specdec.engine.lockstep import make_engine

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from specdec.base.chat.messages import check_variables, for_template, readable, template_variables
 from specdec.base.config import LoadConfig
 from specdec.base.errors import InvalidInputError, one_line
-from specdec.base.messages import check_variables, for_template, readable, template_variables
 from specdec.session.text import token_ids
 
 if TYPE_CHECKING:
@@ -86,7 +86,11 @@ class PromptReader:
             raise InvalidInputError(f"{what}; give text or token ids")
         known = for_template(readable(messages), self.tokenizer)
         try:
-            text = self.tokenizer.apply_chat_template(known, tokenize=False, **{**self.variables, **template})
+            text = self.tokenizer.apply_chat_template(
+                known,
+                tokenize=False,
+                **{**self.variables, **template},
+            )
         except Exception as error:  # a template may raise whatever it likes
             what = f"the chat template of {self.name!r} refuses these messages"
             raise InvalidInputError(f"{what}: {one_line(error, 300)}") from error

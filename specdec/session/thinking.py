@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.thinking import Phase, Place, Thinking
+from specdec.base.chat.thinking import Phase, Place, Thinking
 from specdec.session.text import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PartedDecoder(IncrementalDecoder):
-    """The text of an `IncrementalDecoder`, and which of it is thinking and answer; tags are neither.
+    """An `IncrementalDecoder` that knows which text is thinking and which answer; tags are neither.
 
     Args:
         tokenizer, stop, options: see `IncrementalDecoder`.

@@ -39,7 +39,12 @@ def thinking_tokenizer(template: str) -> PreTrainedTokenizerFast:
     vocab = {piece: place for place, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
     tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in special], special_tokens=True)
     made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
     made.chat_template = template

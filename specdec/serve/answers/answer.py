@@ -44,7 +44,7 @@ class Answer:
         self._counts: Counter[int] = Counter()  # of tokens that events have told of, by output
         options = asked.stream_options
         self._usage = options is not None and options.continuous_usage_stats
-        self._frames: dict[int, list[bytes]] = {}  # of events that hold a text alone, by output and part
+        self._frames: dict[int, list[bytes]] = {}  # of events of one text, by output and part
 
     @property
     def parted(self) -> bool:
@@ -98,7 +98,8 @@ class Answer:
             return b"".join(map(line, self.events(chunk)))
         if chunk.parts is None:
             return self._line(chunk.index, chunk.text, 1)
-        return b"".join(self._line(chunk.index, text, part) for part, text in enumerate(self.shown(chunk).parts or ()))
+        parts = enumerate(self.shown(chunk).parts or ())
+        return b"".join(self._line(chunk.index, text, part) for part, text in parts)
 
     def _line(self, index: int, text: str, part: int) -> bytes:
         """An event that holds a text alone, of the thinking or of the answer."""

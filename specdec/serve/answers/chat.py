@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from specdec.base.chat.messages import check_variables, readable
 from specdec.base.errors import InvalidInputError
-from specdec.base.messages import check_variables, readable
 from specdec.sampling.logprobs import Top
 from specdec.serve.answers.answer import Answer
 from specdec.serve.errors import RequestError

@@ -8,8 +8,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from specdec.base.chat.thinking import thinking_of
 from specdec.base.errors import CapacityError
-from specdec.base.thinking import thinking_of
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.handle import Handle, Stream
@@ -84,8 +84,8 @@ class Remote:
         stream: Stream,
         parted: bool = False,
     ) -> Handle:
-        """Queues a request; see `Session.submit`. Its text is `parted` into thinking and answer, where
-        the target thinks.
+        """Queues a request; see `Session.submit`. Its text is `parted` into thinking and answer,
+        where the target thinks.
 
         Raises:
             InvalidInputError, CapacityError: see `Admission.new_request`.

@@ -1,4 +1,4 @@
-"""Outputs that think within a budget and then follow a grammar: the same with drafts of every kind as without."""
+"""Outputs that think within a budget, then follow a grammar: drafts of any kind change nothing."""
 
 import re
 from typing import Any
@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("xgrammar")
 
 from drafters.ngram import NGramDrafter
+from specdec.base.chat.thinking import thinking_of
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
-from specdec.base.thinking import thinking_of
 from specdec.grammar.grammar import Grammar
 from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingParams
@@ -28,8 +28,14 @@ CHATS = [[{"role": "user", "content": text}] for text in ("hi", "and you", "abab
 VERIFIER = paged_verifier(plain_model("llama"))
 
 
-def run(template: str, drafter: Drafter | None, *, grammar: bool, **sampling: Any) -> list[GenerationResult]:
-    """Every chat with a budget of its own. What closes the thinking is made likelier, so that some end by themselves."""
+def run(
+    template: str,
+    drafter: Drafter | None,
+    *,
+    grammar: bool,
+    **sampling: Any,
+) -> list[GenerationResult]:
+    """Every chat with a budget of its own. Tags are made likelier, so that some thinking ends."""
     tokenizer = thinking_tokenizer(template)
     thinking = thinking_of(tokenizer)
     assert thinking is not None
@@ -114,12 +120,21 @@ def test_a_model_that_does_not_think() -> None:
     with pytest.raises(InvalidInputError, match="thinking_token_budget is 4, and no token"):
         decoder.generate("a", thinking_token_budget=4)
     with pytest.raises(InvalidInputError, match="leave out one of the two"):
-        SamplingParams(grammar=Grammar.regex("a"), thinking_token_budget=1, grammar_after_thinking=False)
+        SamplingParams(
+            grammar=Grammar.regex("a"),
+            thinking_token_budget=1,
+            grammar_after_thinking=False,
+        )
 
 
 def test_a_grammar_of_a_text_holds_from_its_first_token() -> None:
     """A conversation's begins behind the thinking, if that is not said otherwise."""
-    decoder = SpecDecoder(VERIFIER, thinking_tokenizer(OPENED), None, EngineConfig(max_model_len=128))
+    decoder = SpecDecoder(
+        VERIFIER,
+        thinking_tokenizer(OPENED),
+        None,
+        EngineConfig(max_model_len=128),
+    )
     form = Grammar.regex("(ab)+")
     prompts: list[Prompt] = [CHATS[0], "hi"]
     said = decoder.generate(prompts, max_tokens=8, grammar=form)

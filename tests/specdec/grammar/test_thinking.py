@@ -1,4 +1,4 @@
-"""Masks of outputs that think: of every row those of its path alone, and what must follow is drafted."""
+"""Masks of outputs that think: a row has that of its path, and what must follow is drafted."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 pytest.importorskip("xgrammar")
 
-from specdec.base.thinking import thinking_of
+from specdec.base.chat.thinking import thinking_of
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.progress import GrammarProgress
@@ -31,9 +31,18 @@ def prompt_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 PROMPTS = {name: prompt_of(one) for name, one in TOKENIZERS.items()}
 
 
-def start(template: str, grammar: str | None, budget: int | None) -> ThinkingProgress | GrammarProgress:
+def start(
+    template: str,
+    grammar: str | None,
+    budget: int | None,
+) -> ThinkingProgress | GrammarProgress:
     form = None if grammar is None else Grammar.regex(grammar)
-    made = COMPILERS[template].follow(PROMPTS[template], form, after_thinking=grammar is not None, budget=budget)
+    made = COMPILERS[template].follow(
+        PROMPTS[template],
+        form,
+        after_thinking=grammar is not None,
+        budget=budget,
+    )
     assert made is not None
     made.compiled.result()
     return made
@@ -50,9 +59,16 @@ def allowed(mask: torch.Tensor) -> set[int]:
 
 
 @pytest.mark.parametrize("template", [SWITCHED, OPENED, CHANNELS])
-@pytest.mark.parametrize(("grammar", "budget"), [("(ab|ba)+", None), ("(ab|ba)+", 3), (None, 0), (None, 2), ("c", 0)])
-def test_a_row_has_the_mask_of_its_path(template: str, grammar: str | None, budget: int | None) -> None:
-    """Of trees drawn at random, mostly from what may follow: each row as if its path had been read."""
+@pytest.mark.parametrize(
+    ("grammar", "budget"),
+    [("(ab|ba)+", None), ("(ab|ba)+", 3), (None, 0), (None, 2), ("c", 0)],
+)
+def test_a_row_has_the_mask_of_its_path(
+    template: str,
+    grammar: str | None,
+    budget: int | None,
+) -> None:
+    """Of trees drawn at random, mostly from what may follow: as if its path had been read."""
     random_ = random.Random(f"{template} {grammar} {budget}")
     thinking = thinking_of(TOKENIZERS[template])
     assert thinking is not None
@@ -68,7 +84,7 @@ def test_a_row_has_the_mask_of_its_path(template: str, grammar: str | None, budg
             known = masks(progress, drafts, parents or None)[parent]
             few = sorted(allowed(known))
             likely = [token for token in few if token in tags] or few or [5]
-            drafts.append(random_.choice([random_.choice(likely), random_.choice(few or [5]), random_.randrange(VOCAB)]))
+            drafts.append(random_.choice([*likely, *few[:3], random_.randrange(VOCAB)]))
             parents.append(parent)
         found = masks(progress, drafts, parents)
         for row in range(9):

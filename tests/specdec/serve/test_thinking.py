@@ -1,4 +1,4 @@
-"""Thinking in a server: a default for the template, parts told apart, budgets and grammars behind it."""
+"""Thinking in a server: a default, parts told apart, budgets, and grammars behind it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,13 @@ ASKED: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 20, "te
 def decoder_of(template: str, **options: Any) -> SpecDecoder:
     verifier = paged_verifier(plain_model("llama"), 4)
     engine = EngineConfig(max_num_seqs=2, num_draft_tokens=3, max_model_len=256)
-    return SpecDecoder(verifier, thinking_tokenizer(template), random_dflash(verifier), engine, **options)
+    return SpecDecoder(
+        verifier,
+        thinking_tokenizer(template),
+        random_dflash(verifier),
+        engine,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 def test_parts_of_answers_and_streams(client: openai.OpenAI) -> None:
-    """A budget ends the thinking that the prompt has opened; fields of peers turn the parting off."""
+    """A budget ends the thinking that the prompt has opened; fields turn the parting off."""
     budget = {"thinking_token_budget": 5}
     made = client.chat.completions.create(**ASKED, extra_body=budget)
     message: Any = made.choices[0].message
@@ -43,12 +49,17 @@ def test_parts_of_answers_and_streams(client: openai.OpenAI) -> None:
         parts[1] += delta.content or ""
         count += 1
     assert parts == [message.reasoning_content, message.content] and count > 5
-    whole = client.chat.completions.create(**ASKED, extra_body={**budget, "separate_reasoning": False})
+    whole = client.chat.completions.create(
+        **ASKED,
+        extra_body={**budget, "separate_reasoning": False},
+    )
     assert whole.choices[0].message.content == f"{parts[0]}</think>{parts[1]}"
     for stream in (False, True):
         extra = {**budget, "include_reasoning": False}
         answer: Any = client.chat.completions.create(**ASKED, extra_body=extra, stream=stream)
-        found = "".join(event.choices[0].delta.content or "" for event in answer) if stream else answer.choices[0].message.content
+        choices = [event.choices[0] for event in answer] if stream else answer.choices
+        texts = [(one.delta if stream else one.message).content for one in choices]
+        found = "".join(text or "" for text in texts)
         assert found == parts[1]
         assert stream or not hasattr(answer.choices[0].message, "reasoning_content")
 
@@ -64,7 +75,10 @@ def test_log_probabilities_come_with_either_part(client: openai.OpenAI) -> None:
 
 
 def test_a_grammar_begins_behind_the_thinking(client: openai.OpenAI) -> None:
-    made = client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5, "guided_regex": "(ab)+"})
+    made = client.chat.completions.create(
+        **ASKED,
+        extra_body={"thinking_token_budget": 5, "guided_regex": "(ab)+"},
+    )
     message: Any = made.choices[0].message
     assert message.content.startswith("ab") and len(message.reasoning_content) == 5
 
@@ -74,8 +88,9 @@ def test_a_default_that_a_request_overrides() -> None:
         client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
 
         def prompt(**extra: Any) -> list[int]:
-            asked = ASKED | {"extra_body": {"return_token_ids": True, **extra}}
-            return list(client.chat.completions.create(**asked).prompt_token_ids)  # type: ignore[attr-defined]
+            extra = {"return_token_ids": True, **extra}
+            made: Any = client.chat.completions.create(**ASKED, extra_body=extra)
+            return list(made.prompt_token_ids)
 
         tokenizer = live.decoder.tokenizer
         assert tokenizer.decode(prompt()).endswith("</think>")
@@ -86,5 +101,8 @@ def test_a_default_that_a_request_overrides() -> None:
 def test_a_model_that_does_not_think() -> None:
     with live_server() as live:
         client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
-        with pytest.raises(openai.BadRequestError, match="no token that is known to end a thinking"):
+        with pytest.raises(
+            openai.BadRequestError,
+            match="no token that is known to end a thinking",
+        ):
             client.chat.completions.create(**ASKED, extra_body={"thinking_token_budget": 5})

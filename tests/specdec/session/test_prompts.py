@@ -20,7 +20,13 @@ OFF = {"enable_thinking": False}
 
 def decoder(**options: Any) -> SpecDecoder:
     engine = EngineConfig(max_num_seqs=2, max_model_len=128)
-    return SpecDecoder(paged_verifier(plain_model("llama")), thinking_tokenizer(SWITCHED), None, engine, **options)
+    return SpecDecoder(
+        paged_verifier(plain_model("llama")),
+        thinking_tokenizer(SWITCHED),
+        None,
+        engine,
+        **options,
+    )
 
 
 def end(one: SpecDecoder, **options: Any) -> str:
@@ -31,12 +37,16 @@ def end(one: SpecDecoder, **options: Any) -> str:
 def test_thinking_is_switched_by_the_decoder_or_by_a_call() -> None:
     """A call goes before the decoder, and so does the baseline of a comparison."""
     plain, off = decoder(), decoder(chat_template_kwargs=OFF)
-    assert end(plain).endswith("assistant ") and end(plain, chat_template_kwargs=OFF).endswith("</think>")
+    assert end(plain).endswith("assistant ") and end(plain, chat_template_kwargs=OFF).endswith(
+        "</think>",
+    )
     assert end(off).endswith("</think>") and end(off.plain()).endswith("</think>")
     assert end(off, chat_template_kwargs={"enable_thinking": True}).endswith("assistant ")
     (chunk,) = off.stream(CHAT, max_tokens=1)
     assert chunk.result is not None and off.tokenize(CHAT) == chunk.result.prompt_token_ids
-    assert off.tokenize(CHAT, chat_template_kwargs={"enable_thinking": True}) == plain.tokenize(CHAT)
+    assert off.tokenize(CHAT, chat_template_kwargs={"enable_thinking": True}) == plain.tokenize(
+        CHAT,
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +55,10 @@ def test_thinking_is_switched_by_the_decoder_or_by_a_call() -> None:
         ("{", "chat_template_kwargs are no JSON"),
         ("[1]", "chat_template_kwargs are '[1]'; give an object, such as"),
         ({"x": {1}}, "chat_template_kwargs are no JSON"),
-        ({"tokenize": True}, "chat_template_kwargs names 'tokenize', which is no variable of templates"),
+        (
+            {"tokenize": True},
+            "chat_template_kwargs names 'tokenize', which is no variable of templates",
+        ),
     ],
 )
 def test_what_is_no_variable(given: Any, said: str) -> None:
@@ -63,17 +76,27 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     assert load == LoadConfig(chat_template=file.read_text(), chat_template_kwargs='{"mood": "ü"}')
     reader = PromptReader.of(thinking_tokenizer(SWITCHED), "m", load)
     assert reader.chat_text(CHAT, {}) == "hi!ü" and reader.chat_text(CHAT, {"mood": "o"}) == "hi!o"
-    assert reader.stated["chat_template_kwargs"] == {"mood": "ü"} and len(reader.stated["chat_template"]) == 64
+    assert reader.stated["chat_template_kwargs"] == {"mood": "ü"}
+    assert len(reader.stated["chat_template"]) == 64
     config = TrainConfig(out="run", chat_template=str(file), chat_template_kwargs='{ "mood":"ü"}')
-    assert (config.chat_template, config.chat_template_kwargs) == (load.chat_template, load.chat_template_kwargs)
+    assert (config.chat_template, config.chat_template_kwargs) == (
+        load.chat_template,
+        load.chat_template_kwargs,
+    )
     file.write_text("nothing", encoding="utf-8")
     for wrong in (str(file), str(tmp_path / "none"), str(tmp_path)):
-        with pytest.raises(InvalidInputError, match="give a file with a Jinja template, or its text"):
+        with pytest.raises(
+            InvalidInputError,
+            match="give a file with a Jinja template, or its text",
+        ):
             LoadConfig(chat_template=wrong)
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "eval"])
-def test_commands_tell_what_is_wrong_before_anything_is_loaded(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_tell_what_is_wrong_before_anything_is_loaded(
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rest = {"generate": ["x"], "eval": ["--tasks", "bundled"]}
     line = [command, *rest.get(command, []), "--model", "/nowhere", "--chat-template-kwargs", "{"]
     assert main(line) == 2

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 
-from specdec.base.thinking import thinking_of
+from specdec.base.chat.thinking import thinking_of
 from specdec.session.text import IncrementalDecoder, text_of
 from specdec.session.thinking import PartedDecoder
 from tests.helpers.thinking import CHANNELS, OPENED, SWITCHED, thinking_tokenizer
@@ -35,9 +35,14 @@ def test_parts(template: str, prompt: str, output: str, parts: tuple[str, str]) 
     tokenizer = thinking_tokenizer(template)
     thinking = thinking_of(tokenizer)
     assert thinking is not None
-    before, tokens = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, output))
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, output)]
+    before, tokens = ids
     draw = random.Random(output)
-    for sizes in ([1] * len(tokens), [len(tokens)], *([draw.randint(1, 4) for _ in tokens] for _ in range(8))):
+    for sizes in (
+        [1] * len(tokens),
+        [len(tokens)],
+        *([draw.randint(1, 4) for _ in tokens] for _ in range(8)),
+    ):
         decoder = PartedDecoder(tokenizer, thinking=thinking, place=thinking.behind_prompt(before))
         whole, told = "", ["", ""]
         for end, size in zip(accumulate(sizes), sizes, strict=True):
@@ -57,7 +62,12 @@ def test_a_stop_string_ends_either_part() -> None:
     assert thinking is not None
     tokens = tokenizer("abc</think>abd", add_special_tokens=False)["input_ids"]
     for stop, parts in (("bc", ("a", "")), ("bd", ("abc", "a")), ("b", ("a", ""))):
-        decoder = PartedDecoder(tokenizer, [stop], thinking=thinking, place=thinking.behind_prompt(thinking.opening))
+        decoder = PartedDecoder(
+            tokenizer,
+            [stop],
+            thinking=thinking,
+            place=thinking.behind_prompt(thinking.opening),
+        )
         plain = IncrementalDecoder(tokenizer, [stop])
         assert decoder.push(tokens) == plain.push(tokens)
         text = decoder.take() + decoder.finish()

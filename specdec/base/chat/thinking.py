@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMS = (
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
+    (
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+        "<|channel|>final<|message|>",
+    ),
     ("<think>", "</think>", ""),
     ("[THINK]", "[/THINK]", ""),
     ("<seed:think>", "</seed:think>", ""),
@@ -82,7 +86,11 @@ class Thinking:
         user writes.
         """
         at = next((at for at in reversed(range(len(prompt))) if prompt[at] in self.added), -1)
-        for form, place in ((self.opening, WITHIN), (self.closing, BEHIND), (self.answering, BEHIND)):
+        for form, place in (
+            (self.opening, WITHIN),
+            (self.closing, BEHIND),
+            (self.answering, BEHIND),
+        ):
             last = max((i for i, token in enumerate(form) if token in self.added), default=-1)
             begin = at - last
             if form and begin >= 0 and tuple(prompt[begin : begin + len(form)]) == form:

@@ -38,15 +38,23 @@ def readable(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return [_readable(number, message) for number, message in enumerate(messages)]
 
 
-def for_template(messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def for_template(
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[dict[str, Any]]:
     """The same as the template reads them: contents as parts where it reads nothing else, and no role that it does not know."""
     template = _template(tokenizer)
     if template not in _reads_parts:
-        _reads_parts[template] = _shows(tokenizer, [{"type": "text", "text": _PROBE}]) and not _shows(tokenizer, _PROBE)
+        _reads_parts[template] = _shows(
+            tokenizer,
+            [{"type": "text", "text": _PROBE}],
+        ) and not _shows(tokenizer, _PROBE)
     made = [dict(message) for message in messages]
     for message in made:
         if message.get("role") == "developer" and "developer" not in template:
-            logger.warning("the chat template knows no role developer: its messages are given as those of the system")
+            logger.warning(
+                "the chat template knows no role developer: its messages are given as those of the system",
+            )
             message["role"] = "system"
         if _reads_parts[template] and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
@@ -86,7 +94,9 @@ def template_variables(given: Any) -> dict[str, Any]:
     try:
         found = parse_json(given if isinstance(given, str) else json.dumps(given))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"chat_template_kwargs are no JSON: {one_line(error)}; {way_out}") from error
+        raise InvalidInputError(
+            f"chat_template_kwargs are no JSON: {one_line(error)}; {way_out}",
+        ) from error
     if not isinstance(found, dict):
         raise InvalidInputError(f"chat_template_kwargs are {reprlib.repr(given)}; {way_out}")
     return found
@@ -103,7 +113,9 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     """
     kind: Any = type(tokenizer)
     if taken := next((name for name in variables if name in _own(kind)), None):
-        raise InvalidInputError(f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out")
+        raise InvalidInputError(
+            f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out",
+        )
 
 
 @cache
@@ -122,7 +134,9 @@ def _readable(number: int, message: Any) -> dict[str, Any]:
         refusal = message.get("refusal")
         content = refusal if isinstance(refusal, str) else ""
     elif not isinstance(content, str):
-        raise InvalidInputError(f"the content of message {number} is a {type(content).__name__}; give text")
+        raise InvalidInputError(
+            f"the content of message {number} is a {type(content).__name__}; give text",
+        )
     made = {**message, "content": content}
     if isinstance(message.get("tool_calls"), list):
         made["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
@@ -160,6 +174,8 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _shows(tokenizer: PreTrainedTokenizerBase, content: Any) -> bool:
     try:
-        return _PROBE in str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+        return _PROBE in str(
+            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False),
+        )
     except Exception:  # a template may raise whatever it likes
         return False

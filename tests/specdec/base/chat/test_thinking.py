@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.base.thinking import BEHIND, WITHIN, Phase, thinking_of
+from specdec.base.chat.thinking import BEHIND, WITHIN, Phase, thinking_of
 from tests.helpers.thinking import CHANNELS, OPENED, SWITCHED, thinking_tokenizer
 from tests.helpers.tiny_models import tiny_tokenizer
 
@@ -11,7 +11,12 @@ CHAT = [{"role": "user", "content": "<think> is a tag"}]
 
 def prompt_of(template: str, **variables: bool) -> list[int]:
     tokenizer = thinking_tokenizer(template)
-    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, **variables)
+    text = tokenizer.apply_chat_template(
+        CHAT,
+        tokenize=False,
+        add_generation_prompt=True,
+        **variables,
+    )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -29,7 +34,11 @@ def test_a_vocabulary_without_tags_does_not_think() -> None:
         (CHANNELS, {}, Phase.BEFORE),
     ],
 )
-def test_the_prompt_says_where_the_output_begins(template: str, variables: dict[str, bool], phase: Phase) -> None:
+def test_the_prompt_says_where_the_output_begins(
+    template: str,
+    variables: dict[str, bool],
+    phase: Phase,
+) -> None:
     """Whatever the user writes about tags."""
     thinking = thinking_of(thinking_tokenizer(template))
     assert thinking is not None

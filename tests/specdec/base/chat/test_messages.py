@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from specdec.base.chat.messages import readable
 from specdec.base.errors import InvalidInputError
-from specdec.base.messages import readable
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.live_server import tiny_decoder
 

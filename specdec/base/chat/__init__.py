@@ -1,0 +1,1 @@
+"""Conversations: messages and templates, and where an output thinks."""
