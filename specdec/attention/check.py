@@ -173,12 +173,26 @@ class Requests:
         key, value, slots = (part(rows, self.is_new) for rows in (self.key, self.value, self.slots))
         query = self.query.to(spec.device, spec.dtype)
         sinks = None if self.sinks is None else self.sinks.to(spec.device, spec.dtype)
-        plan = attention.plan(self._metadata(slots))
+        plan = attention.plan(self.metadata(slots))
         options: dict[str, Any] = {"window": phase.window, "softcap": spec.softcap, "sinks": sinks}
         options["scale"] = spec.head_dim**-0.5
         return lambda: attention.run(query, key, value, cache, plan, **options)
 
-    def _metadata(self, slot_mapping: Tensor) -> AttentionMetadata:
+    def before(self) -> Callable[[torch.device], AttentionMetadata]:
+        """The forward of all that the new rows find in the cache, a prompt of each request."""
+        pairs = zip(self.phase.lengths, self.phase.widths, strict=True)
+        members = [(i, length - width) for i, (length, width) in enumerate(pairs) if length > width]
+        lengths = [length for _, length in members]
+
+        def metadata(device: torch.device) -> AttentionMetadata:
+            table = self.table[[i for i, _ in members]].to(device)
+            slots = self.slots[~self.is_new].to(device)
+            return AttentionMetadata.packed(lengths, lengths, table, slots)
+
+        return metadata
+
+    def metadata(self, slot_mapping: Tensor) -> AttentionMetadata:
+        """Of the forward that is checked."""
         phase, device = self.phase, slot_mapping.device
         table = self.table.to(device)
         if phase.known:

@@ -128,6 +128,11 @@ class MlaBackend(ABC):
         """All reasons why this backend cannot serve `spec`; empty when it can."""
 
     @classmethod
+    def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
+        """See `specdec.attention.backend.AttentionBackend.reasons_against_auto`."""
+        return []
+
+    @classmethod
     def tree_reasons(cls, spec: MlaSpec) -> list[str]:
         """See `specdec.attention.backend.AttentionBackend.tree_reasons`."""
         return [f"{cls.name} has no masks for them"]

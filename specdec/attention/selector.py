@@ -106,7 +106,7 @@ def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
 
 
 def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[str]:
-    against = _of_each(backend.reasons_against_auto, spec) if auto and issubclass(backend, AttentionBackend) else []
+    against = _of_each(backend.reasons_against_auto, spec) if auto else []
     return against or _unsupported(backend, spec)
 
 

@@ -41,7 +41,8 @@ from specdec.device.deviation import Deviation
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("rocm_aiter_fa", "triton_fa", *KERNELS, "captured_step")
+LATENT = ("rocm_aiter_mla", "rocm_aiter_mla_sparse")
+NAMES = ("rocm_aiter_fa", "triton_fa", *LATENT, *KERNELS, "captured_step")
 """What has a check."""
 
 BY_NAME = ("aiter_layers",)

@@ -33,6 +33,7 @@ from specdec.attention.aiter.routes import Route, always, choose, table
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.aiter.varlen import attend, attend_in_chunks
 from specdec.attention.backend import AttentionMetadata
+from specdec.attention.latent_check import reasons_against_latent
 from specdec.attention.mla import MlaBackend, MlaRows, MlaSpec, UpProjection
 from specdec.kernels.aiter import AiterMla
 from specdec.kv_cache import LatentCache, LatentLayerSpec
@@ -78,6 +79,11 @@ class RocmAiterMlaBackend(MlaBackend):
             known = ", ".join(f"{k} and {v}" for k, v in KEY_VALUE_DIMS)
             reasons.append(f"keys of {key_dim} and values of {spec.v_head_dim} numbers (the kernels take {known})")
         return latents.unsupported_reasons(spec, [AiterMla], reasons)
+
+    @classmethod
+    def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
+        """See `MlaBackend.reasons_against_auto`: its self-check decides."""
+        return reasons_against_latent(cls, spec)
 
     @classmethod
     def tree_reasons(cls, spec: MlaSpec) -> list[str]:

@@ -16,6 +16,7 @@ from specdec.attention.aiter.latents import LatentKernels
 from specdec.attention.aiter.mla_indexer import SCALE_BYTES, AiterIndexerKernels
 from specdec.attention.aiter.mla_sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
+from specdec.attention.latent_check import reasons_against_latent
 from specdec.attention.mla import INDEXED, IndexerRows, IndexerSpec, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
 from specdec.kernels.aiter import AiterIndexer, AiterMla
 from specdec.kv_cache import LatentCache, LatentLayerSpec
@@ -41,6 +42,11 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         if spec.non_causal:
             reasons.append("non-causal blocks (the indexer's kernels are causal)")
         return latents.unsupported_reasons(spec, [AiterMla, AiterIndexer], reasons + _index_reasons(spec.indexer))
+
+    @classmethod
+    def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
+        """See `MlaBackend.reasons_against_auto`: its self-check decides."""
+        return reasons_against_latent(cls, spec)
 
     @classmethod
     def tree_reasons(cls, spec: MlaSpec) -> list[str]:

@@ -1,6 +1,7 @@
 """`specdec doctor --run`: every kind of kernel once at tiny size, with its error, what is allowed, and the time."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import torch
 import specdec.device.device
 from specdec.attention.backend import AttentionBackend, AttentionSpec
 from specdec.attention.check import check_attention, times_of_backends, variant_of
+from specdec.attention.latent_check import check_latent, latent_variant
+from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import SpecDecError
-from specdec.base.registry import ATTENTION_BACKENDS, KERNELS, VERIFIERS, resolve
-from specdec.device.self_check import Check, Verdict, races, run, title, verdict_of
+from specdec.base.registry import ATTENTION_BACKENDS, KERNELS, MLA_BACKENDS, VERIFIERS, resolve
+from specdec.device.self_check import LATENT, Check, Verdict, races, run, title, verdict_of
 from specdec.engine.capture.capture import has_graphs
 from specdec.engine.capture.graph_check import check_captured_step
 from specdec.engine.engine import SpecEngine
@@ -20,6 +23,10 @@ from specdec.kernels.kernel import Kernel
 
 SHAPES = ((32, 8, 128), (9, 3, 64), (16, 2, 256))
 """Query heads, key heads and their size: of most models, of the embedded one, and the largest."""
+
+
+INDEXER = IndexerSpec(64, 128, 2048)
+"""Of DeepSeek-V3.2, as are the heads of latent attention."""
 
 
 class Kind(NamedTuple):
@@ -106,6 +113,13 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
         for backend in _backends():
             check, reasons = partial(check_attention, backend, spec), backend.unsupported_reasons(spec)
             yield Kind(backend.name, variant_of(spec), reasons, check)
+    for sparse in (False, True):
+        latent = MlaSpec(device, dtype, 128, 512, 128, 64, 128, DEFAULT_BLOCK_SIZE)
+        latent = replace(latent, indexer=INDEXER if sparse else None, cache_dtype=cache_dtype)
+        name = LATENT[sparse]
+        other: type[MlaBackend] = resolve(MLA_BACKENDS, name, "latent attention backend")
+        variant, reasons = latent_variant(latent), other.unsupported_reasons(latent)
+        yield Kind(name, variant, reasons, partial(check_latent, other, latent))
     for name in KERNELS:
         kernel: Kernel = resolve(KERNELS, name, "kernel")
         variant = kernel.variant(dtype)
