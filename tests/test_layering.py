@@ -21,11 +21,21 @@ CONFINED = {
     "aiter": "specdec/kernels/aiter*.py",
     "triton": "*/triton_*.py",
     "lm_eval": "evals/accuracy/lm_eval_*.py",
-    "pickle": "specdec/base/checkpoint/tensor_files.py",
     "ray": "specdec/cluster/*.py",
     "xgrammar": "specdec/grammar/*.py",
 }
-"""Libraries that only some files may import, so that everything else works without them; pickles are code."""
+"""Libraries that only some files may import, so that everything else works without them."""
+
+PICKLERS = {"pickle", "_pickle", "multiprocessing", "marshal", "shelve", "cloudpickle", "dill"}
+OBJECTS = ("gather_object", "_object_list")  # of torch.distributed
+"""What reads pickles, or sends them between processes: pickles are code."""
+
+PICKLED = {
+    "specdec/base/checkpoint/tensor_files.py": "the error of `torch.load`, which reads weights",
+    "specdec/kernels/triton_compile.py": "a pool of children",
+    "specdec/serve/processes/setup.py": "a child's set-up, which its parent alone writes",
+}
+"""The files that use one of them, and for what."""
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -43,14 +53,39 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, module
 
 
+def picklers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that reads pickles or sends them."""
+    for node in ast.walk(tree):
+        found: list[str] = []
+        match node:
+            case ast.Import(names=names):
+                found = [alias.name for alias in names]
+            case ast.ImportFrom(module=module, names=names):
+                found = [f"{module}.{alias.name}" for alias in names]
+            case ast.Call(func=ast.Attribute(attr="load"), keywords=keywords):
+                given = {one.arg: ast.unparse(one.value) for one in keywords}
+                name, wanted = ast.unparse(node.func), given.get("weights_only")
+                if "allow_pickle" in given or (name == "torch.load" and wanted != "True"):
+                    yield node.lineno, name
+            case ast.Call(args=[ast.Constant(value=str(module)), *_]):
+                found = [module] if "import" in ast.unparse(node.func) else []
+            case ast.Attribute(attr="multiprocessing"):
+                found = [node.attr]
+            case ast.Attribute(attr=attr) if attr.endswith(OBJECTS):
+                yield node.lineno, attr
+        yield from ((node.lineno, name) for name in found if PICKLERS & {*name.split(".")})
+
+
 def offending_imports(root: Path) -> list[str]:
     """One line `file:line: why` for every import that breaks a rule."""
     found = []
     for package, allowed in MAY_IMPORT.items():
         barred = (MAY_IMPORT.keys() | {"tests"}) - allowed - {package}
         for path in sorted((root / package).rglob("*.py")):
-            name = path.relative_to(root).as_posix()
-            for line, module in imports(ast.parse(path.read_text())):
+            name, tree = path.relative_to(root).as_posix(), ast.parse(path.read_text())
+            if name not in PICKLED:
+                found += [f"{name}:{line}: {what} is of pickles" for line, what in picklers(tree)]
+            for line, module in imports(tree):
                 top = module.partition(".")[0]
                 if top in barred:
                     found.append(f"{name}:{line}: {package} must not import {module}")
@@ -138,6 +173,8 @@ def test_offence_is_reported_with_its_line(tmp_path: Path, name: str, source: st
         ("specdec/kernels/aiter.py", "import aiter"),
         ("specdec/kernels/aiter_triton.py", "import aiter.ops.triton"),
         ("specdec/kernels/triton_fa.py", "import triton"),
+        ("specdec/serve/processes/setup.py", "import pickle"),
+        ("specdec/x.py", "torch.load(path, weights_only=True); np.load(path)"),
     ],
 )
 def test_permitted_imports_are_not_reported(tmp_path: Path, name: str, source: str) -> None:
@@ -145,6 +182,30 @@ def test_permitted_imports_are_not_reported(tmp_path: Path, name: str, source: s
     path.parent.mkdir(parents=True)
     path.write_text(source)
     assert offending_imports(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pickle", "pickle"),
+        ("from multiprocessing.connection import Pipe", "multiprocessing.connection.Pipe"),
+        ("from multiprocessing.reduction import dump", "multiprocessing.reduction.dump"),
+        ("from torch import multiprocessing", "torch.multiprocessing"),
+        ("import torch.multiprocessing as mp", "torch.multiprocessing"),
+        ("torch.multiprocessing.Pipe()", "multiprocessing"),
+        ("import_module('marshal')", "marshal"),
+        ("dist.broadcast_object_list([1])", "broadcast_object_list"),
+        ("torch.load(path, weights_only=False)", "torch.load"),
+        ("torch.load(path)", "torch.load"),
+        ("np.load(path, allow_pickle=True)", "np.load"),
+    ],
+)
+def test_what_reads_or_sends_pickles_is_reported(tmp_path: Path, source: str, what: str) -> None:
+    """The check itself can fail."""
+    path = tmp_path / "specdec" / "x.py"
+    path.parent.mkdir()
+    path.write_text(f"def f():\n    {source}")
+    assert offending_imports(tmp_path) == [f"specdec/x.py:2: {what} is of pickles"]
 
 
 def test_dangling_registry_entries_are_reported(tmp_path: Path) -> None:

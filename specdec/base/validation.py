@@ -36,7 +36,9 @@ def as_integer(name: str, value: Any) -> int:
     if not isinstance(value, bool):
         with suppress(TypeError):
             found = operator.index(value)
-            require(found.bit_length() <= 256, f"{name} has {found.bit_length():,} bits; it must be an integer of 256 bits at most")
+            if found.bit_length() > 256:
+                what = f"{name} has {found.bit_length():,} bits"
+                raise InvalidInputError(f"{what}; it must be an integer of 256 bits at most")
             return found
     raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be an integer")
 
@@ -63,8 +65,8 @@ def numbers(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is None and type(config).__dataclass_fields__[name].default is None:
             continue
-        right = isinstance(value, Real) and not isinstance(value, bool)
-        require(right, f"{name} is {reprlib.repr(value)}; it must be a number")
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be a number")
         object.__setattr__(config, name, as_float(value))
 
 
@@ -72,13 +74,15 @@ def flags(config: Any, *names: str) -> None:
     """Checks that fields are True or False, or None where that is the default."""
     for name in names:
         value = getattr(config, name)
-        right = isinstance(value, bool) or (value is None and type(config).__dataclass_fields__[name].default is None)
-        require(right, f"{name} is {reprlib.repr(value)}; it must be True or False")
+        if isinstance(value, bool):
+            continue
+        if value is not None or type(config).__dataclass_fields__[name].default is not None:
+            raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be True or False")
 
 
 def sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
     """The entries of a field; none where it is None."""
     value = getattr(config, name)
-    right = value is None or (isinstance(value, Iterable) and not isinstance(value, str | bytes))
-    require(right, f"{name} is {reprlib.repr(value)}; it must be a list of {noun}")
+    if value is not None and (isinstance(value, str | bytes) or not isinstance(value, Iterable)):
+        raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be a list of {noun}")
     return tuple(value if value is not None else ())

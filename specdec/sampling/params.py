@@ -3,11 +3,13 @@
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import islice
 from numbers import Real
 from typing import Any
 
+from specdec.base.errors import InvalidInputError
 from specdec.base.validation import as_float, as_integer, flags, integers, numbers, require, sequence
 from specdec.grammar.grammar import Grammar
 
@@ -93,11 +95,14 @@ class SamplingParams:
         budget = self.thinking_token_budget
         require(budget is None or budget >= 0, f"thinking_token_budget is {budget}; it must be at least 0")
         salt = self.cache_salt
-        right = salt is None or (isinstance(salt, str) and salt != "")
-        require(right, f"cache_salt is {reprlib.repr(salt)}; it must be a string that is not empty, or be left out")
+        if salt is not None and not (isinstance(salt, str) and salt):
+            what = f"cache_salt is {reprlib.repr(salt)}"
+            raise InvalidInputError(f"{what}; it must be a string that is not empty, or be left out")
         stop = (self.stop,) if isinstance(self.stop, str) else sequence(self, "stop", "strings")
-        wrong = next((entry for entry in stop if not isinstance(entry, str)), None)
-        require(all(isinstance(entry, str) for entry in stop), f"stop holds {reprlib.repr(wrong)}; it must be a list of strings")
+        for entry in stop:
+            if not isinstance(entry, str):
+                what = f"stop holds {reprlib.repr(entry)}"
+                raise InvalidInputError(f"{what}; it must be a list of strings")
         length = sum(map(len, stop))
         require(
             len(stop) <= MOST_STOPS and length <= MOST_STOP_CHARACTERS,
@@ -143,10 +148,10 @@ class SamplingParams:
             self.seed is None or 0 <= self.seed < 2**63,
             f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
         )
-        right = self.grammar is None or isinstance(self.grammar, Grammar)
-        require(
-            right, f"grammar is {reprlib.repr(self.grammar)}; make one with Grammar.json_schema, regex, choice, ebnf or json_object"
-        )
+        if not isinstance(self.grammar, Grammar | None):
+            what = f"grammar is {reprlib.repr(self.grammar)}"
+            ways = "Grammar.json_schema, regex, choice, ebnf or json_object"
+            raise InvalidInputError(f"{what}; make one with {ways}")
         ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
         require(
             self.grammar is None or budget is None or self.grammar_after_thinking is not False,
@@ -175,11 +180,24 @@ class SamplingParams:
         """Whether there is a repetition penalty."""
         return self.repetition_penalty not in (None, 1.0)
 
+    def plain(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as JSON has them."""
+        owned = ((name, getattr(self, name), default) for name, default in _defaults())
+        told = {name: own for name, own, default in owned if own != default}
+        if self.grammar is not None:
+            told["grammar"] = {"kind": self.grammar.kind, "text": self.grammar.text}
+        return told
+
     @classmethod
-    def from_plain(cls, fields: dict[str, Any]) -> "SamplingParams":
-        """What `dataclasses.asdict` made plain."""
-        grammar = fields["grammar"] and Grammar(**fields["grammar"])
-        return cls(**{**fields, "grammar": grammar})
+    def from_plain(cls, given: dict[str, Any], *, known: bool = False) -> "SamplingParams":
+        """What `plain` or `dataclasses.asdict` made plain.
+
+        Args:
+            given: the fields.
+            known: the grammar was checked where it was made, and is not checked again.
+        """
+        grammar, make = given.get("grammar"), Grammar.known if known else Grammar
+        return cls(**{**given, "grammar": grammar and make(**grammar)})
 
     def choice(self, index: int) -> "SamplingParams":
         """Those of output number `index` of several from one prompt: its seed lies so much higher, and of those that go on only the
@@ -192,6 +210,11 @@ class SamplingParams:
             return self
         seed = None if self.seed is None else (self.seed + index) % 2**63
         return replace(self, seed=seed, prompt_logprobs=None if self.max_tokens else self.prompt_logprobs)
+
+
+@cache
+def _defaults() -> list[tuple[str, Any]]:
+    return [(one.name, one.default) for one in fields(SamplingParams)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +265,8 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     >>> _bias({"7": 1, 5: -2.5})
     ((5, -2.5), (7, 1.0))
     """
+    if given == ():
+        return given
     pairs = given.items() if isinstance(given, Mapping) else given
     right = isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes)
     require(right, f"logit_bias is {reprlib.repr(given)}; it must map token ids to numbers")

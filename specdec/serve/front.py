@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.types import Receive
 
@@ -50,12 +51,12 @@ class Front:
         self.created = int(time.time())
         self.totals = Totals()
         self._elsewhere: dict[int, Totals] = {}  # of other processes, by whatever tells them apart
-        self._told = ""
+        self._told: dict[str, Any] = {}
         self.draining = self.dead = False
         self.on_end: Callable[[], object] = lambda: None
         self._open: set[Outputs] = set()
         self._waiting: set[asyncio.Future[None]] = set()  # for grammars
-        engine.on_totals = self._elsewhere.__setitem__
+        engine.on_totals = self._take_totals
         engine.on_death = self._die
 
     @property
@@ -78,9 +79,15 @@ class Front:
         """Tells other processes what this one has done, where there are any."""
         if self.config.front_processes > 1:
             self.count()
-            if (now := repr(vars(self.totals))) != self._told:
+            if (now := self.totals.plain()) != self._told:
                 self._told = now
-                self.engine.send(("totals", self.totals))
+                self.engine.send(("totals", now))
+
+    def _take_totals(self, number: int, given: dict[str, Any]) -> None:
+        try:
+            self._elsewhere[number] = Totals.from_plain(given)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            logger.exception("another front has told counts that are none")
 
     @property
     def num_waiting(self) -> int:

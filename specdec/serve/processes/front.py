@@ -30,7 +30,7 @@ def main(link: int, listening: int) -> None:
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     channel = Channel(socket.socket(fileno=link))
     try:
-        setup: Setup = channel.first()
+        setup = Setup.read(channel.first())
     except EOFError:
         return
     front = Front(Remote(channel, setup.facts), setup)

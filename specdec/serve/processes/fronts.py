@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from specdec.serve.processes.setup import Setup
 from specdec.serve.server import LAST_SECONDS
 from specdec.session.decoder import SpecDecoder
-from specdec.session.link.channel import Channel
 from specdec.session.link.hub import Hub, Link
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Fronts:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, stop)
         for link in self._processes:
-            link.channel.send(setup)
+            link.channel.send(setup.message())
             hub.add(link)
         hub.run()
         return hub.dead
@@ -95,22 +95,26 @@ class Fronts:
                 pass_fds=list(numbers.values()),
                 env={**os.environ, **_ALONE},
             )
-        link = Link(Channel(ours))
+        link = Link(ours)
         self._processes[link] = process
         return link
 
     def _replace(self, link: Link, hub: Hub, setup: Setup) -> None:
         """Says how one has ended, and has another one serve in its place."""
         process = self._processes.pop(link)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0 if link.fault else 1)  # it has ended, or has nothing more to say
+        process.kill()
         status = process.wait()
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
-        lost = f"front process {process.pid} was ended by {how}; its outputs are cancelled"
+        why = f", for {link.fault}" if link.fault else ""
+        lost = f"front process {process.pid} was ended by {how}{why}; its outputs are cancelled"
         if not link.ready:  # nor would the next one be
             hub.die(lost)
             return
         logger.error("%s, and another one is started", lost)
         other = self._start()
-        other.channel.send(setup)
+        other.channel.send(setup.message())
         hub.add(other)
 
     def _stop(self, seconds: float) -> None:

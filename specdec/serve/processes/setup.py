@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.base.files import user_path
 from specdec.base.registry import parts_of
@@ -26,6 +28,18 @@ class Setup:
     config: ServeConfig
     model: str
     drafter: str | None = None
+
+    def message(self) -> tuple[str, bytes]:
+        """What a front is sent first. A pickle is code: no other message is one, and none that a
+        front sends.
+        """
+        return "setup", pickle.dumps(self)
+
+    @classmethod
+    def read(cls, message: list[Any]) -> Setup:
+        """What `message` made."""
+        made: Setup = pickle.loads(message[1])
+        return made
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Any
 
 from specdec.base.metrics import AcceptanceStats
 
@@ -58,6 +59,35 @@ class Totals:
     def tau(self) -> float:
         """Tokens per verify step, 1 before there is one."""
         return self.step_tokens / self.steps if self.steps else 1.0
+
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        told = dict(vars(self))
+        for name, one in told.items():
+            if isinstance(one, Histogram):
+                told[name] = [*one.counts, one.sum]
+            elif isinstance(one, Counter):
+                told[name] = dict(one)
+        return told
+
+    @classmethod
+    def from_plain(cls, given: dict[str, Any]) -> Totals:
+        """What `plain` made.
+
+        Raises:
+            ValueError, TypeError, KeyError: it has made nothing like it.
+        """
+        made = cls()
+        for name, mine in vars(made).items():
+            value = given[name]
+            if isinstance(mine, Histogram):
+                *counts, mine.sum = map(float, value)
+                mine.counts = [int(count) for _, count in zip(mine.counts, counts, strict=True)]
+            elif isinstance(mine, Counter):
+                mine.update({str(reason): int(count) for reason, count in value.items()})
+            else:
+                setattr(made, name, [*map(int, value)] if isinstance(mine, list) else int(value))
+        return made
 
     def add(self, stats: AcceptanceStats) -> None:
         """Counts verify steps."""

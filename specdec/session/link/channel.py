@@ -1,26 +1,73 @@
 """What goes between the process of an engine and those of its callers: messages over a pair of
 sockets, none of which anybody waits for.
+
+A message is a list of JSON: its kind, what it is about, and bytes at its end where it has any. It
+makes nothing but plain values, and its readers check these: a process that was taken over has no
+way from here into another one.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specdec.base.errors import CapacityError, InvalidInputError, one_line
 from specdec.engine.requests.admission import Admission
 from specdec.session.prompts import PromptReader
 
 if TYPE_CHECKING:
     from specdec.session.decoder import SpecDecoder
 
-_LENGTH = struct.Struct("<Q")
-_READ = 2**20
+_HEAD = struct.Struct("<Ii")  # bytes of JSON, and those behind it; -1 where the message has none
+_READ, _READS = 2**20, 16  # of one look
+_ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _BUFFER = 2**22
 """Bytes that the kernel may hold for each side, as far as it allows."""
+
+
+MOST_BYTES = 2**26
+"""Of a message to an engine. Fronts let no longer one in: the tokens of a prompt fit the context,
+and a grammar is of limited size.
+"""
+
+
+class Malformed(RuntimeError):
+    """What has come is no message of this program."""
+
+
+def packed(numbers: Sequence[int], keys: Sequence[int] = ()) -> bytes:
+    """Integers as bytes: `keys` with 64 bits each, then `numbers` with 32."""
+    return struct.pack(f"={len(keys)}q{len(numbers)}i", *keys, *numbers)
+
+
+def unpacked(data: bytes, num_keys: int = 0) -> list[int]:
+    """The integers that `packed` made bytes of, keys first.
+
+    Raises:
+        Malformed: it has made no such bytes.
+    """
+    try:
+        return list(struct.unpack(f"={num_keys}q{(len(data) - 8 * num_keys) // 4}i", data))
+    except struct.error as error:
+        raise Malformed(f"{len(data)} bytes are no integers") from error
+
+
+_ERRORS = {kind.__name__: kind for kind in (CapacityError, InvalidInputError)}
+
+
+def plain_error(error: BaseException) -> tuple[str, str]:
+    """Its kind, and its line."""
+    return type(error).__name__, str(error)
+
+
+def error_of(kind: str, line: str) -> Exception:
+    """What `plain_error` told of; what is not the fault of who asked is a RuntimeError."""
+    return _ERRORS.get(kind, RuntimeError)(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +119,20 @@ class Numbers(NamedTuple):
 
 
 class Channel:
-    """One end. As with connections of `multiprocessing`, which allow no news without waiting, messages
-    are what can be pickled: only processes of this program hold either end.
+    """One end.
 
     Args:
         sock: of a pair.
+        most: bytes of a message that may come.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, most: int = 2**32) -> None:
+        self._sock, self._most = sock, most
         sock.setblocking(False)
         for side in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, side, _BUFFER)
         self._coming, self._going = bytearray(), bytearray()
-        self._behind: list[Any] = []  # what came with the first message
+        self._behind: list[list[Any]] = []  # what came with the first message
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -96,13 +143,15 @@ class Channel:
         """Whether the other side has not taken all of what was sent."""
         return bool(self._going)
 
-    def send(self, *messages: Any) -> None:
+    def send(self, *messages: tuple[Any, ...]) -> None:
         """Sends messages, as far as the other side takes them; `flush` sends the rest."""
         waits = self.congested
         for message in messages:
-            data = ForkingPickler.dumps(message)
-            self._going += _LENGTH.pack(len(data))
-            self._going += data
+            raw = message[-1] if isinstance(message[-1], bytes) else None
+            text = _ENCODE(message if raw is None else message[:-1]).encode()
+            self._going += _HEAD.pack(len(text), -1 if raw is None else len(raw))
+            self._going += text
+            self._going += raw or b""
         if not waits:
             self.flush()
 
@@ -116,15 +165,16 @@ class Channel:
             sent = len(self._going)
         del self._going[:sent]
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[list[Any]]:
         """What has come.
 
         Raises:
             EOFError: the other side has ended, and all that it sent was received.
+            Malformed: it is too large, or no message.
         """
         ended = False
         with suppress(BlockingIOError):
-            while True:
+            for _ in range(_READS):
                 try:
                     part = self._sock.recv(_READ)
                 except ConnectionError:
@@ -137,20 +187,24 @@ class Channel:
                     break
         at, data = 0, self._coming
         messages, self._behind = self._behind, []
-        while len(data) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(data, at)
-            end = at + _LENGTH.size + length
+        while len(data) - at >= _HEAD.size:
+            length, behind = _HEAD.unpack_from(data, at)
+            start = at + _HEAD.size
+            middle, end = start + length, start + length + max(0, behind)
+            if end - start > self._most:
+                raise Malformed(f"a message of {end - start:,} bytes; the limit is {self._most:,}")
             if end > len(data):
                 break
-            with memoryview(data) as view:
-                messages.append(ForkingPickler.loads(view[at + _LENGTH.size : end]))
+            messages.append(_read(data[start:middle]))
+            if behind >= 0:
+                messages[-1].append(bytes(data[middle:end]))
             at = end
         del data[:at]
         if ended and not messages:
             raise EOFError
         return messages
 
-    def first(self) -> Any:
+    def first(self) -> list[Any]:
         """The first message, waited for.
 
         Raises:
@@ -168,3 +222,13 @@ class Channel:
     def close(self) -> None:
         """Tells the other side of the end."""
         self._sock.close()
+
+
+def _read(text: bytearray) -> list[Any]:
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"a message is no JSON: {one_line(error)}") from error
+    if not isinstance(message, list):
+        raise Malformed("a message is no list")
+    return message

@@ -8,6 +8,7 @@ its outputs go on, and what came of them meanwhile is told at once when it does.
 from __future__ import annotations
 
 import logging
+import reprlib
 import select
 import socket
 from collections import deque
@@ -18,12 +19,21 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from specdec.base.errors import SpecDecError
+from specdec.base.errors import SpecDecError, one_line
 from specdec.engine.requests.request import Request, Status
+from specdec.sampling.logprobs import Top
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle
-from specdec.session.link.channel import Channel, Numbers
+from specdec.session.link.channel import (
+    MOST_BYTES,
+    Channel,
+    Malformed,
+    Numbers,
+    packed,
+    plain_error,
+    unpacked,
+)
 from specdec.session.outputs import StreamChunk
 
 logger = logging.getLogger(__name__)
@@ -49,7 +59,7 @@ class Link:
     """One process of callers.
 
     Attributes:
-        channel: leads there.
+        sock: leads there; `channel` does.
         number: its own.
         ready: it serves.
         outputs: its unfinished ones, by its own numbers.
@@ -57,10 +67,12 @@ class Link:
         grammars: those that it waits for.
         prompt_tokens: of its unfinished outputs.
         numbers: what it was told last.
+        fault: what it sent that is no message of this program.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.ready, self.number = channel, False, next(_NUMBERS)
+    def __init__(self, sock: socket.socket) -> None:
+        self.channel, self.ready, self.number = Channel(sock, MOST_BYTES), False, next(_NUMBERS)
+        self.fault: str | None = None
         self.outputs: dict[int, _Output] = {}
         self.news: dict[Request, _Output] = {}
         self.grammars: dict[int, Future[Any]] = {}
@@ -211,12 +223,30 @@ class Hub:
 
     def _hear(self, link: Link) -> None:
         try:
-            messages = link.channel.receive()
+            for message in link.channel.receive():
+                self._take(link, message)
         except EOFError:
             self._lose(link)
-            return
-        for kind, *about in messages:
-            getattr(self, f"_take_{kind}")(link, *about)
+        except Malformed as error:
+            link.fault = str(error)
+            self._lose(link)
+
+    def _take(self, link: Link, message: list[Any]) -> None:
+        match message:
+            case ["ready"]:
+                self._take_ready(link)
+            case ["new", int(key), dict(sampling), bytes(tokens)] if key not in link.outputs:
+                self._take_new(link, key, unpacked(tokens), _sampling_of(sampling))
+            case ["cancel", int(key)]:
+                self._take_cancel(link, key)
+            case ["grammar", int(key), dict(sampling)] if key not in link.grammars:
+                self._take_grammar(link, key, _sampling_of(sampling))
+            case ["leave", int(key)]:
+                self._take_leave(link, key)
+            case ["totals", dict(totals)]:
+                self._take_totals(link, totals)
+            case _:
+                raise Malformed(f"a message is {reprlib.repr(message)}")
 
     def _take_ready(self, link: Link) -> None:
         link.ready = True
@@ -246,8 +276,7 @@ class Hub:
         except Exception as error:
             if not isinstance(error, SpecDecError):
                 logger.exception("a request failed before its first step")
-                error = RuntimeError(str(error))
-            self._send(link, ("refused", key, error))
+            self._send(link, ("refused", key, *plain_error(error)))
             return
         link.outputs[key] = self._outputs[handle.request] = _Output(link, key, handle)
         link.prompt_tokens += len(tokens)
@@ -262,9 +291,10 @@ class Hub:
         try:
             compiled = self._engine.admission.compiled_grammar(sampling)
         except Exception as error:
-            self._send(link, ("grammar", key, error))
+            self._send(link, ("grammar", key, *plain_error(error)))
             return
-        assert compiled is not None, "who asks has one"
+        if compiled is None:
+            raise Malformed("a grammar is waited for, and there is none")
         link.grammars[key] = compiled
         compiled.add_done_callback(partial(self._ring, link, key))
 
@@ -275,7 +305,8 @@ class Hub:
 
     def _tell_grammar(self, link: Link, key: int, compiled: Future[Any]) -> None:
         if link.grammars.pop(key, None) is not None and not compiled.cancelled():
-            self._send(link, ("grammar", key, compiled.exception()))
+            error = compiled.exception()
+            self._send(link, ("grammar", key, *(() if error is None else plain_error(error))))
 
     def _take_leave(self, link: Link, key: int) -> None:
         """Nobody waits for a grammar any more."""
@@ -283,7 +314,7 @@ class Hub:
         if compiled is not None:
             compiled.cancel()
 
-    def _take_totals(self, link: Link, totals: Any) -> None:
+    def _take_totals(self, link: Link, totals: dict[str, Any]) -> None:
         self._totals[link.number] = totals
         for other in self._links.values():
             if other is not link:
@@ -342,13 +373,14 @@ class Hub:
             output.num_steps = len(done)
             if request.logprobs:
                 since, output.num_logprobs = output.num_logprobs, len(request.logprobs)
-                scored = request.logprobs[since:], request.top_logprobs[since:]
+                scored = request.logprobs[since:], _pairs(request.top_logprobs[since:])
                 more.append(("scored", output.key, *scored))
             if request.status is Status.FINISHED:
                 more.append(("end", output.key, _end_of(request)))
                 link.drop(output.key)
                 self._outputs.pop(request, None)
-        self._send(link, ("news", keys, counts, tokens, parts, steps, more, tuple(numbers)))
+        integers = packed(counts + parts + tokens + steps, keys)
+        self._send(link, ("news", len(keys), more, numbers, integers))
 
     def _fail(self, error: BaseException) -> None:
         """After an error of the engine, which began anew: all outputs have ended, and a token shows
@@ -407,8 +439,20 @@ def _end_of(request: Request) -> dict[str, Any]:
     if request.error:
         end |= {"error": request.error, "bad_input": request.bad_input}
     if request.num_by_rank:
-        end["num_by_rank"] = request.num_by_rank
+        end["num_by_rank"] = [*request.num_by_rank.items()]
     if request.sampling.prompt_logprobs is not None:
         end["prompt_logprobs"] = request.prompt_logprobs
-        end["prompt_top_logprobs"] = request.prompt_top_logprobs
+        end["prompt_top_logprobs"] = _pairs(request.prompt_top_logprobs)
     return end
+
+
+def _pairs(tops: list[Top]) -> list[list[tuple[int, float]]]:
+    """JSON has no keys that are integers."""
+    return [[*top.items()] for top in tops]
+
+
+def _sampling_of(given: dict[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams.from_plain(given, known=True)
+    except Exception as error:  # who sends them has made them
+        raise Malformed(f"sampling is {reprlib.repr(given)}: {one_line(error)}") from error

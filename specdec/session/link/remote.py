@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -13,9 +14,15 @@ from specdec.base.errors import CapacityError
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.handle import Handle, Stream
-from specdec.session.link.channel import Channel, Facts, Numbers
+from specdec.session.link.channel import Channel, Facts, Numbers, error_of, packed, unpacked
 from specdec.session.text import IncrementalDecoder, text_of
 from specdec.session.thinking import PartedDecoder
+
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "num_by_rank": lambda pairs: Counter(dict(pairs)),
+    "prompt_top_logprobs": lambda tops: [dict(top) for top in tops],
+}
+"""Of what a request knows at its end, what JSON has no word for."""
 
 
 class Remote:
@@ -36,7 +43,7 @@ class Remote:
         self.channel, self.facts = channel, facts
         self.reader, self.admission = facts.reader, facts.admission
         self.numbers = Numbers()
-        self.on_totals: Callable[[int, Any], object] = lambda number, totals: None
+        self.on_totals: Callable[[int, dict[str, Any]], object] = lambda number, totals: None
         self.on_death: Callable[[str | None], object] = lambda line: None
         self._open: dict[int, Handle] = {}
         self._listening: set[int] = set()
@@ -107,7 +114,8 @@ class Remote:
         self._open[request.request_id] = handle
         if incremental:
             self._listening.add(request.request_id)
-        self.send(("new", request.request_id, request.prompt_token_ids, sampling))
+        about = sampling.plain(), packed(request.prompt_token_ids)
+        self.send(("new", request.request_id, *about))
         return handle
 
     def cancel(self, request: Request) -> None:
@@ -130,7 +138,7 @@ class Remote:
         """
         key = next(self._keys)
         self._compiling[key] = asyncio.get_running_loop().create_future()
-        self.send(("grammar", key, sampling))
+        self.send(("grammar", key, sampling.plain()))
         try:
             await self._compiling[key]
         finally:
@@ -168,21 +176,20 @@ class Remote:
 
     def _take_news(
         self,
-        keys: list[int],
-        counts: list[int],
-        tokens: list[int],
-        parts: list[int],
-        steps: list[int],
-        more: list[tuple[Any, ...]],
-        numbers: tuple[int, ...],
+        num_keys: int,
+        more: list[list[Any]],
+        numbers: list[int],
+        integers: bytes,
     ) -> None:
-        at = step = 0
-        self.numbers = Numbers(*numbers)
+        self.numbers, given = Numbers(*numbers), unpacked(integers, num_keys)
+        keys, counts, parts = (given[num_keys * part :][:num_keys] for part in range(3))
+        at = 3 * num_keys
+        step = at + sum(counts)
         for key, num_tokens, num_steps in zip(keys, counts, parts, strict=True):
             handle = self._open.get(key)
             if handle is not None:
-                handle.request.steps += steps[step : step + num_steps]
-                handle.extend(tokens[at : at + num_tokens])
+                handle.request.steps += given[step : step + num_steps]
+                handle.extend(given[at : at + num_tokens])
                 self._touched[handle] = None
             at, step = at + num_tokens, step + num_steps
         for kind, key, *about in more:
@@ -192,10 +199,10 @@ class Remote:
             if kind == "scored":
                 values, tops = about
                 handle.request.logprobs += values
-                handle.request.top_logprobs += tops
+                handle.request.top_logprobs += map(dict, tops)
             else:
                 for name, value in about[0].items():
-                    setattr(handle.request, name, value)
+                    setattr(handle.request, name, _FORMS[name](value) if name in _FORMS else value)
                 handle.request.status = Status.FINISHED
 
     def _deliver(self, handle: Handle) -> None:
@@ -207,10 +214,10 @@ class Remote:
         if (ended or (key in self._listening and not stream.paused)) and not handle.deliver():
             self.cancel(request)
 
-    def _take_refused(self, key: int, error: Exception) -> None:
+    def _take_refused(self, key: int, kind: str, line: str) -> None:
         handle = self._forget(key)
         if handle is not None:
-            handle.stream.fail(error)
+            handle.stream.fail(error_of(kind, line))
 
     def _take_failed(self, line: str) -> None:
         handles, self._open = self._open, {}
@@ -218,16 +225,16 @@ class Remote:
         for handle in handles.values():
             handle.stream.fail(RuntimeError(f"the engine failed: {line}"))
 
-    def _take_grammar(self, key: int, error: Exception | None) -> None:
+    def _take_grammar(self, key: int, *error: str) -> None:
         waiting = self._compiling.get(key)
         if waiting is None or waiting.done():
             return
-        if error is None:
-            waiting.set_result(None)
+        if error:
+            waiting.set_exception(error_of(*error))
         else:
-            waiting.set_exception(error)
+            waiting.set_result(None)
 
-    def _take_totals(self, number: int, totals: Any) -> None:
+    def _take_totals(self, number: int, totals: dict[str, Any]) -> None:
         self.on_totals(number, totals)
 
     def _take_dead(self) -> None:
@@ -237,5 +244,5 @@ class Remote:
         self.close()
         self._take_failed(line)
         for key in list(self._compiling):
-            self._take_grammar(key, RuntimeError(line))
+            self._take_grammar(key, "RuntimeError", line)
         self.on_death(line)

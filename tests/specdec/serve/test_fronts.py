@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +21,7 @@ import pytest
 
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.stream import Wire
-from specdec.session.link.channel import Channel
+from specdec.session.link.channel import MOST_BYTES, Channel, packed, unpacked
 from specdec.session.link.hub import Hub, Link
 from tests.helpers.live_server import live_server, tiny_decoder
 from tests.helpers.processes import below
@@ -28,6 +31,7 @@ SERVE = """
 import sys
 from contextlib import closing
 from specdec.serve.config import ServeConfig
+from specdec.serve.processes import fronts as fronts_module
 from specdec.serve.processes.fronts import Fronts
 from specdec.serve.server import listen, take_connections
 from specdec.serve.processes.setup import Setup
@@ -35,7 +39,9 @@ from specdec.session.link.channel import Facts
 from tests.helpers.live_server import tiny_decoder
 config = ServeConfig(port=0, front_processes=int(sys.argv[1]))
 sock = listen(config)
+start, fronts_module._START = fronts_module._START, sys.argv[2] or fronts_module._START
 with closing(Fronts(config.front_processes, sock)) as fronts:
+    fronts_module._START = start  # of those that follow
     decoder = tiny_decoder()
     url = take_connections(sock)
     setup = Setup(Facts.of(decoder), config, "tiny")
@@ -47,9 +53,11 @@ URL = "/v1/completions"
 
 
 @contextmanager
-def serving(fronts: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server with so many fronts, and where it listens; all of it has ended afterwards."""
-    command = [sys.executable, "-c", SERVE, str(fronts)]
+def serving(fronts: int, first: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with so many fronts, that begin with the code `first`, and where it listens; all of
+    it has ended afterwards.
+    """
+    command = [sys.executable, "-c", SERVE, str(fronts), first]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as server:
         assert server.stdout is not None
@@ -100,6 +108,106 @@ def test_a_front_that_is_killed_takes_its_outputs_along_and_another_one_serves()
         assert f"front process {front} was ended by SIGKILL; its outputs are cancelled" in line
 
 
+TAKEN_OVER = """import socket, sys, time
+sys.path[:] = {path!r}
+from specdec.session.link.channel import Channel
+channel = Channel(socket.socket(fileno={link}))
+channel.first()
+channel.send(("ready",), ("nonsense", {listening}))
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_front_that_says_nonsense_is_ended_and_another_one_serves() -> None:
+    with serving(1, TAKEN_OVER) as (server, url):
+        wait_until(lambda: answers(url) or server.poll() is not None)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(HANG) == 0
+        assert server.stderr is not None
+        (line,) = server.stderr.read().splitlines()
+        assert "was ended by SIGKILL, for a message is ['nonsense'" in line
+
+
+def _framed(text: bytes, raw: bytes = b"") -> bytes:
+    return struct.pack("<Ii", len(text), len(raw)) + text + raw
+
+
+class _Code:
+    """A pickle that makes a folder where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_is_no_message_ends_its_sender_alone(tmp_path: Path) -> None:
+    """The engine makes nothing of it, and serves the others."""
+    code, tokens = pickle.dumps(_Code(tmp_path / "made")), packed([5, 6, 7])
+    new = _framed(b'["new",1,{}]', tokens)
+    told = [
+        code,
+        _framed(code),
+        len(code).to_bytes(8, "little") + code,  # as pickles were sent once
+        _framed(b'["new",1,{}]', b"abc"),
+        struct.pack("<Ii", MOST_BYTES + 1, -1),
+        struct.pack("<Ii", 1, MOST_BYTES),
+        _framed(b'{"ready":1}'),
+        _framed(b"[" * 60_000),
+        _framed(b'["new",' + b"1" * 60_000 + b"]"),
+        _framed(b'["__init__"]', tokens),
+        _framed(b'["new","1",{}]', tokens),
+        _framed(b'["new",1,{"grammar":1}]', tokens),
+        _framed(b'["new",1,{"max_tokens":-1}]', tokens),
+        _framed(b'["new",1,{"unknown":1}]', tokens),
+        new + new,
+        _framed(b'["grammar",1,{}]')[:4] + struct.pack("<i", -1) + b'["grammar",1,{}]',
+        _framed(b'["totals",1]'),
+    ]
+    decoder, left, faults, kept = tiny_decoder(), list(told), list[str | None](), list[Any]()
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    want = decoder.generate([5, 6, 7], sampling).token_ids
+
+    def next_one(lost: Link | None = None) -> None:
+        if lost is not None:
+            faults.append(lost.fault)
+        if left:
+            ours, theirs = socket.socketpair()
+            theirs.sendall(left.pop(0))
+            kept.append(theirs)
+            hub.add(Link(ours))
+
+    hub = Hub(decoder, on_loss=next_one)
+    ours, theirs = socket.socketpair()
+    hub.add(Link(ours))
+    next_one()
+    thread = threading.Thread(target=hub.run, daemon=True)
+    thread.start()
+    wait_until(lambda: len(faults) == len(told) or not thread.is_alive())
+    assert len(faults) == len(told) and None not in faults and not (tmp_path / "made").exists()
+    channel = Channel(theirs)
+    channel.send(("new", 1, sampling.plain(), tokens))
+    got: list[int] = []
+
+    def read() -> bool:
+        for _, num_keys, more, _, integers in channel.receive():
+            numbers = unpacked(integers, num_keys)
+            got.extend(numbers[3:][: numbers[1]] if num_keys else [])
+            if more:
+                return True
+        return False
+
+    wait_until(read)
+    hub.stop()
+    channel.close()
+    thread.join(HANG)
+    assert not thread.is_alive()
+    assert got == want
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_is_killed_ends_its_fronts(first: int) -> None:
@@ -148,7 +256,7 @@ def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
     """More than sockets hold: the engine waits for nobody."""
     decoder = tiny_decoder(max_num_seqs=8)
     ours, theirs = socket.socketpair()
-    link, channel = Link(Channel(ours)), Channel(theirs)
+    link, channel = Link(ours), Channel(theirs)
     for sock, side in ((ours, socket.SO_SNDBUF), (theirs, socket.SO_RCVBUF)):
         sock.setsockopt(socket.SOL_SOCKET, side, 4096)
     hub = Hub(decoder)
@@ -157,7 +265,8 @@ def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
     thread.start()
     sampling, count = SamplingParams(max_tokens=48, ignore_eos=True), 6
     result = decoder.generate([5, 6, 7], sampling)
-    channel.send(*(("new", key, [5, 6, 7], sampling) for key in range(count)))
+    asked = sampling.plain(), packed([5, 6, 7])
+    channel.send(*(("new", key, *asked) for key in range(count)))
     wait_until(lambda: link.outputs and decoder.session.idle)
     got: dict[int, list[int]] = {key: [] for key in range(count)}
     ends: set[int] = set()
@@ -165,11 +274,14 @@ def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
 
     def read() -> bool:
         nonlocal messages
-        for kind, keys, counts, tokens, _, _, more, _ in channel.receive():
+        for kind, num_keys, more, _, integers in channel.receive():
             assert kind == "news"
             messages += 1
-            given = iter(tokens)
-            for key, more_tokens in zip(keys, counts, strict=True):
+            numbers = unpacked(integers, num_keys)
+            given = iter(numbers[3 * num_keys :])
+            for key, more_tokens in zip(numbers[:num_keys], numbers[num_keys:], strict=False):
+                if key not in got:
+                    break
                 got[key] += [next(given) for _ in range(more_tokens)]
             ends.update(key for name, key, *_ in more if name == "end")
         return len(ends) == count
@@ -204,16 +316,21 @@ def test_a_slow_client_gets_less_often_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_follows_the_first_message_is_kept() -> None:
     """As numbers that an engine at work tells a front before it serves."""
-    one, other = (Channel(sock) for sock in socket.socketpair())
-    one.send("first", "second", list(range(300_000)))
+    ours, theirs = socket.socketpair()
+    one, other = Channel(ours), Channel(theirs)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    numbers = list(range(300_000))  # more than that
+    one.send(("first", b""), ("second", None), ("third", packed(numbers)))
+    assert one.congested
     got = [other.first()]
     while len(got) < 3:
         one.flush()
         got += other.receive()
-    assert got[:2] == ["first", "second"] and len(got[2]) == 300_000
-    one.send("last")
+    assert got[:2] == [["first", b""], ["second", None]]
+    assert got[2][0] == "third" and unpacked(got[2][1]) == numbers and not one.congested
+    one.send(("last",))
     one.close()
-    assert other.receive() == ["last"]
+    assert other.receive() == [["last"]]
     with pytest.raises(EOFError):
         other.receive()
     other.close()

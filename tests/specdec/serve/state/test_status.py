@@ -17,6 +17,7 @@ pytest.importorskip("fastapi", reason="fastapi comes with the extra serve")
 from drafters.ngram import NGramDrafter
 from specdec.base.config import EngineConfig
 from specdec.serve.state.status import PAGE
+from specdec.serve.state.totals import Totals
 from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import tiny_decoder
 from tests.helpers.live_server import Live, live_server
@@ -79,6 +80,20 @@ def test_numbers_are_those_of_the_answers() -> None:
     for name in ("seconds", "output_tokens", "steps", "step_tokens", "finished"):
         values = [one[name] for one in [*seen, last]]
         assert values == sorted(values), f"{name} falls"
+
+
+def test_counts_of_other_fronts_are_whole_or_none() -> None:
+    told = Totals()
+    told.finished["stop"] += 2
+    told.first_token.add(0.02)
+    told.offered, told.steps = [3, 1], 4
+    plain = told.plain()
+    assert Totals.from_plain(json.loads(json.dumps(plain))).plain() == plain
+    told.finished["stop"] += 1
+    assert told.plain() != plain
+    for wrong in ({}, plain | {"steps": "a"}, plain | {"offered": 1}, plain | {"whole": [1, 2]}):
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            Totals.from_plain(wrong)
 
 
 def test_the_page_asks_for_the_key_and_numbers_want_it() -> None:
