@@ -2,7 +2,9 @@
 
 import gc
 import itertools
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,16 @@ def first_start(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
     monkeypatch.setattr(self_check, "cache_folder", lambda: folder)
     monkeypatch.setattr(self_check, "_known", {})
     monkeypatch.delenv(self_check.VARIABLE, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def as_quiet_as_before() -> Iterator[None]:
+    """What a command that a test runs sets to be logged ends with the test."""
+    before = {name: logging.getLogger(name).level for name in _ours()}
+    yield
+    for name in _ours():
+        logging.getLogger(name).setLevel(before.get(name, logging.NOTSET))
+
+
+def _ours() -> list[str]:
+    return [name for name in logging.root.manager.loggerDict if name.startswith("specdec")]
