@@ -73,7 +73,8 @@ def picklers(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 found = [node.attr]
             case ast.Attribute(attr=attr) if attr.endswith(OBJECTS):
                 yield node.lineno, attr
-        yield from ((node.lineno, name) for name in found if PICKLERS & {*name.split(".")})
+        line = getattr(node, "lineno", 0)
+        yield from ((line, name) for name in found if PICKLERS & {*name.split(".")})
 
 
 def offending_imports(root: Path) -> list[str]:

@@ -77,13 +77,16 @@ def _say(chosen: str, refused: Mapping[str, list[str]], device: torch.device) ->
 
     Nothing is refused where it was chosen by name.
     """
+    slow = bool(refused) and chosen == "torch_ref" and device.type == "cuda"
+    level = logging.WARNING if slow else logging.INFO
+    if not logger.isEnabledFor(level):  # asking a device for its name takes a driver
+        return
     kind = "ROCm" if specdec.device.device.rocm_architecture(device) else device.type
     skipped = "; ".join(
         f"{name}: {', '.join(why)}" for name, why in refused.items() if why and why != BY_NAME and _suits(name, kind)
     )
-    slow = bool(refused) and chosen == "torch_ref" and device.type == "cuda"
     logger.log(
-        logging.WARNING if slow else logging.INFO,
+        level,
         "on %s: attention %s%s%s",
         specdec.device.device.describe_device(device),
         chosen,

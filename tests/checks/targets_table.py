@@ -194,6 +194,23 @@ _GGUF = (
     " takes for granted of a family, and a file does not say, is taken for granted here, too. These"
     " architectures are read: {}."
 )
+_GGUF_ON_GPUS = (
+    "On a GPU in half precision weights of the types below stay in their blocks, too: our Triton"
+    " kernels read codes, scales and minima as they are in the file (joined projections of two"
+    " types get one form with room for both, which rounds nothing), and a row of up to 64 has the"
+    " same bits whatever rows are beside it. `specdec doctor --run` shows their check as `blocks`."
+)
+_GGUF_ON_CPUS = (
+    "On a CPU in bfloat16 weights of the types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K and"
+    " IQ4_NL are multiplied as they lie in the file. Their codes and scales are exact. Up to 64"
+    " rows of a forward are rounded to 8 bits, with a scale for every 32 numbers; llama.cpp takes"
+    " one for 256 with the types in `_K`. More rows are not rounded on a CPU with AMX. A row has"
+    " the same bits whatever rows are beside it, so drafts change no token. The C++ of it, and of"
+    " what a step on a CPU does between products, is compiled at the first use, which takes some"
+    " 10 seconds and needs `g++`, or the compiler that `CXX` names. Without one a line says so,"
+    " weights become bfloat16 numbers, and plain torch computes the steps. `--dtype float32`"
+    " computes with the exact numbers."
+)
 
 _FORMAT_NOTE = (
     "By `quant_method` of `quantization_config`; of drafters weights become plain. Integers of up to four bits take"
@@ -246,6 +263,10 @@ def page() -> str:
         "## GGUF files",
         "",
         *wrap(_GGUF.format(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES))), 132),
+        "",
+        *wrap(_GGUF_ON_GPUS, 132),
+        "",
+        *wrap(_GGUF_ON_CPUS, 132),
         "",
         "## Through Transformers' modules",
         "",

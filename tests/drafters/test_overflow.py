@@ -85,11 +85,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, whole: bool) -> None:
     monkeypatch.setattr(Drafts, "of", of_block)
     for name, method in (("_guess", guess), ("_choose", choose)):
 
-        def of_rows(self: TokenByToken, batch: DecodeBatch, hidden: Tensor, first: int, count: int, method=method) -> object:  # type: ignore[no-untyped-def]
+        def of_rows(self: TokenByToken, *args: Any, method: Any = method, **named: Any) -> object:
             network, logits = self.network, self.network.logits
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(network, "logits", lambda hidden: spoiled(logits(hidden)), raising=False)
-                return method(self, batch, hidden, first, count)
+                return method(self, *args, **named)
 
         monkeypatch.setattr(TokenByToken, name, of_rows)
 

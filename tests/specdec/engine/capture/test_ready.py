@@ -28,7 +28,6 @@ from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
 from specdec.session.link import hub
-from specdec.session.link.channel import Channel
 from specdec.session.session import Session
 from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts
 from tests.helpers.waiting import wait_until
@@ -224,7 +223,7 @@ def test_shorter_contexts_are_captured_while_nobody_asks(
     with Session(engine) as session:
         served: Any = SimpleNamespace(engine=engine, session=session, ranks=None)
         one = hub.Hub(served)
-        one.add(hub.Link(Channel(ours)))
+        one.add(hub.Link(ours))
         serving = Thread(target=one.run)
         serving.start()
         wait_until(lambda: clock.num_captures > before)
