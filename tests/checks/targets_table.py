@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.checks.public_targets import data
 from verifiers.config.families import FAMILIES, describe
 from verifiers.config.wrappers import READ_AS, WRAPPERS, text_config
-from verifiers.gguf.config import ARCHITECTURES
+from verifiers.gguf.families import ARCHITECTURES
 from verifiers.needs import Needs, needs_of
 from verifiers.support import unsupported_reasons
 
