@@ -17,6 +17,17 @@ except SpecDecError:
     sandboxed = False
 needs_sandbox = pytest.mark.skipif(not sandboxed, reason="this machine has no seccomp filters")
 
+CALL = """import ctypes
+def call(number, *arguments):
+    return ctypes.CDLL(None).syscall(number, *arguments)
+"""
+CODE = """import ctypes, mmap
+def run(code):
+    page = mmap.mmap(-1, 4096, prot=7)
+    page.write(bytes.fromhex(code))
+    start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    return ctypes.CFUNCTYPE(ctypes.c_int)(start)()
+"""
 PROBLEM = {
     "task_id": "own/0",
     "prompt": 'def twice(x: int) -> int:\n    """Twice x."""\n',
@@ -36,6 +47,10 @@ PROBLEM = {
         "import numpy; assert numpy.zeros(3).sum() == 0",
         "assert open('/dev/null').read() == ''",
         "assert __name__ == '__main__'",
+        "assert len('é') == 1",
+        "import os; os.dup(2); os.get_blocking(2)",
+        # Where the answer goes there is no room for more.
+        "import os; assert os.write(3, bytes(99)) == 32; os.lseek(3, 0, 0)",
     ],
 )
 def test_what_a_program_may_do(program: str) -> None:
@@ -50,6 +65,7 @@ def test_what_a_program_may_do(program: str) -> None:
         "def f(:",
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
+        "import sys; sys.exit(70)",
         "import socket; socket.socket()",
         "import ctypes; assert ctypes.CDLL(None).socket(2, 1, 0) >= 0",
         "open('file', 'w')",
@@ -59,6 +75,13 @@ def test_what_a_program_may_do(program: str) -> None:
         "import subprocess; subprocess.run(['true'])",
         "import threading; threading.Thread(target=print).start()",
         "import os; os.kill(os.getppid(), 0)",
+        "import fcntl, os; fcntl.fcntl(3, fcntl.F_SETOWN, os.getppid())",
+        "import fcntl; fcntl.fcntl(3, fcntl.F_SETSIG, 9)",
+        "import fcntl, os; fcntl.fcntl(os.open('.', 0), fcntl.F_NOTIFY, fcntl.DN_MODIFY)",
+        "import fcntl; fcntl.fcntl(open('/dev/null'), fcntl.F_SETLK, bytes(32))",
+        f"{CALL}assert call(425, 1, ctypes.create_string_buffer(120)) >= 0  # io_uring_setup",
+        f"{CALL}assert call(0x40000000 + 39) > 0  # getpid of x32",
+        f"{CODE}assert run('b814000000cd80c3') > 0  # getpid of 32-bit programs, of x86",
         "import resource; resource.setrlimit(resource.RLIMIT_CORE, (1, 1))",
         "x = bytearray(4 << 30)",
     ],
@@ -88,11 +111,21 @@ def test_a_program_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not passes("import time; time.sleep(1000)")
 
 
-def test_nothing_runs_unconfined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a machine without filters on which programs run all the same."""
+@pytest.mark.parametrize(
+    ("known", "changed"),
+    [("platform.machine()", "'riscv64'"), ("(most, most)", "(most + 1, most)")],
+)
+def test_nothing_runs_unconfined(
+    known: str,
+    changed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Catches programs that run, or are judged, on a machine without filters, or with limits that
+    cannot be set.
+    """
     broken = tmp_path / "confined.py"
-    source = Path(confined.__file__).read_text()
-    broken.write_text(source.replace('"x86_64"', '"other"').replace('"aarch64"', '"another"'))
+    broken.write_text(Path(confined.__file__).read_text().replace(known, changed))
     monkeypatch.setattr(confined, "__file__", str(broken))
     with pytest.raises(SpecDecError, match="seccomp"):
         passes(f"import os; os.mkdir({str(tmp_path / 'made')!r})")
