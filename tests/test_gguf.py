@@ -1,5 +1,6 @@
 """GGUF files wherever a checkpoint is named: commands, Python, drafters, the hub's cache."""
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from specdec.cli.main import main
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.hub_cache import COMMIT, cached, offline
 from tests.helpers.tiny_models import plain_greedy, plain_model
+from verifiers import needs as needs_module
+from verifiers.gguf.file import GgufFiles
 from verifiers.needs import read_needs
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
@@ -84,6 +87,19 @@ def test_needs_are_told_from_the_file(file: Path) -> None:
         4,
         97,
     )
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_needed_memory(keeps: bool, file: Path, monkeypatch: Patch) -> None:
+    """Matrices in blocks keep their bytes where products take them; all else becomes numbers."""
+    monkeypatch.setattr(needs_module, "keeps_blocks", lambda *_: keeps)
+    kinds = {"ffn_up.weight": "Q8_0", "attn_q.weight": "Q4_0"}
+    write_gguf(file, plain_model("qwen2"), "qwen2", kinds=kinds)
+    entries = GgufFiles(file).entries.values()
+    sizes = [one.size if keeps and one.kind != 0 else prod(one.shape) * 2 for one in entries]
+    needs = read_needs(str(file), device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=10**9)
+    assert (needs.weights, needs.unpacked) == (sum(sizes), not keeps)
+    assert needs.stored == "F32, Q8_0, Q4_0"
 
 
 def test_names_on_the_hub(file: Path, tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:

@@ -13,13 +13,13 @@ from transformers import __version__ as transformers_version
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.mla import MlaSpec
 from specdec.attention.selector import refusals, select_backend
-from specdec.base.checkpoint.hub import json_file, local_folder
+from specdec.base.checkpoint.hub import gguf_of, json_file, local_folder
 from specdec.base.checkpoint.kinds import check_adapter, checkpoint_config
 from specdec.base.checkpoint.tensor_files import INDEXES
 from specdec.base.config import DEFAULT_BLOCK_SIZE
 from specdec.base.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
-from specdec.layers.packed.check import keeps_packed
+from specdec.layers.packed.check import keeps_blocks, keeps_packed
 from specdec.model.core import ContextLimits
 from verifiers.config.families import describe
 from verifiers.config.generation import FILE, generation_of
@@ -37,6 +37,8 @@ from verifiers.config.shape import (
 from verifiers.config.wrappers import READ_AS, config_of, text_config
 from verifiers.divisions import divisions
 from verifiers.formats.method import QUANTIZATION, format_of, method_of, stated_quantization
+from verifiers.gguf.file import GgufFiles
+from verifiers.gguf.weights import PLAIN, kinds_of, memory_of
 from verifiers.sizes import weight_bytes
 from verifiers.support import unsupported_reasons
 from verifiers.weights.embedded import EMBEDDED, embedded_model_path
@@ -61,7 +63,8 @@ class Needs:
         caches: what is kept of requests, in words.
         token_bytes: of the paged cache per token.
         request_bytes: of states per request, with `most_rows` rows in a step.
-        stored: what the weights are in the file: a quantization method, or a type of numbers.
+        stored: what the weights are in the file: a quantization method, a type of numbers, or
+            types of ggml.
         weights: bytes in memory.
         unpacked: quantized weights become plain numbers there.
         gpu_bytes: memory of one GPU.
@@ -119,6 +122,7 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     size = about.get("total_size") if isinstance(about, dict) else None
     options["total_size"] = int(size) if isinstance(size, int | float) and 0 < size < 2**63 else None
     options["names"] = tuple(files) if isinstance(files, dict) else ()
+    options["gguf"] = None if (whole := gguf_of(where)) is None else GgufFiles(whole)
     needs = needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
     reasons = [] if name == EMBEDDED else tokenizer_reasons(name)
     needs = replace(needs, missing=(*needs.missing, *reasons))
@@ -158,6 +162,7 @@ def needs_of(
     gpu_bytes: int,
     total_size: int | None = None,
     names: Sequence[str] = (),
+    gguf: GgufFiles | None = None,
     cache_dtype: torch.dtype | None = None,
     most_rows: int = 8,
     packed: bool | None = None,
@@ -174,6 +179,7 @@ def needs_of(
         gpu_bytes: memory of one GPU.
         total_size: bytes of its weights' files; None to add them up from the config.
         names: of the tensors in them, where they are known.
+        gguf: the files where they are GGUF's.
         cache_dtype: type of the cache when it is not `dtype`.
         most_rows: rows of a step, k + 1.
         packed: quantized weights stay packed on our own layers; None for what loading does on `device`.
@@ -197,7 +203,7 @@ def needs_of(
         "name": name,
         "model_type": config.model_type,
         "text_type": text.model_type,
-        "stored": _stored(text, dtype),
+        "stored": _stored(text, dtype) if gguf is None else ", ".join(kinds_of(gguf)),
         "gpu_bytes": gpu_bytes,
     }
     if reasons:
@@ -205,9 +211,15 @@ def needs_of(
         missing = *reasons, *_too_large(gpus, gpu_bytes, {}, most_gpus)
         return Needs(**common, weights=total_size or 0, gpus=gpus, missing=missing)
     own, quantization = describe(text) is not None, stated_quantization(text)
-    packed = own and (keeps_packed(device, dtype) if packed is None else packed)
-    packed = packed and (quantization is None or format_of(quantization).stays_packed)
-    weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=packed)
+    keeps = keeps_packed if gguf is None else keeps_blocks
+    packed = own and (keeps(device, dtype) if packed is None else packed)
+    if gguf is None:
+        packed = packed and (quantization is None or format_of(quantization).stays_packed)
+        weights = weight_bytes(text, quantization, dtype, total_size=total_size, packed=packed)
+        unpacked = quantization is not None and not packed
+    else:
+        weights = memory_of(gguf, device, dtype, as_stored=packed)
+        unpacked = not packed and any(one.kind not in PLAIN for one in gguf.entries.values())
     ranks = {1: weights}
     if own and divides:
         ranks = divisions(text, quantization, weights, device=device, dtype=dtype, packed=packed)
@@ -225,7 +237,7 @@ def needs_of(
         token_bytes=token_bytes,
         request_bytes=request_bytes,
         weights=weights,
-        unpacked=quantization is not None and not packed,
+        unpacked=unpacked,
         gpus=gpus,
         ranks=ranks,
         hidden_size=text.hidden_size,

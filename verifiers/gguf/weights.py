@@ -1,8 +1,10 @@
 """Weights of a GGUF file, read from its memory map without a model of Transformers."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError, one_line
-from specdec.layers.packed.gguf import GGUF_TYPES, GgufWeight
+from specdec.layers.packed.gguf import GGUF_TYPES, PLAIN_TYPES, GgufWeight
 from verifiers.config.names import wide_names
 from verifiers.formats.format import Stored, check_finite
-from verifiers.gguf.file import Blocks, GgufFiles
+from verifiers.gguf.file import Blocks, Entry, GgufFiles
 from verifiers.gguf.names import Recipe, Recipes
 
 logger = logging.getLogger(__name__)
@@ -117,11 +119,45 @@ def _ordered(
     return whole if rows is None else whole.index_select(axis, rows)
 
 
-def kind_of(stored: Blocks) -> str:
+def kind_of(stored: Blocks | Entry) -> str:
     """The name of a type, such as "Q4_K"."""
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType(stored.kind).name
+
+
+def kinds_of(files: GgufFiles) -> list[str]:
+    """Types of a model's matrices, those of most bytes first."""
+    sizes = Counter[str]()
+    for entry in files.entries.values():
+        if len(entry.shape) > 1:
+            sizes[kind_of(entry)] += entry.size
+    return [kind for kind, _ in sizes.most_common()]
+
+
+def memory_of(
+    files: GgufFiles,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    as_stored: bool,
+) -> int:
+    """Bytes of a model's weights where our layers multiply them.
+
+    Args:
+        files: that hold it.
+        device: where it runs: experts stay in blocks of few types, and on accelerators alone.
+        dtype: of numbers.
+        as_stored: see `read_gguf`.
+    """
+    of_experts = () if device.type == "cpu" else PLAIN_TYPES
+
+    def size(entry: Entry) -> int:
+        kinds = {2: GGUF_TYPES, 3: of_experts}.get(len(entry.shape), ())
+        stays = as_stored and kind_of(entry) in kinds
+        return entry.size if stays else prod(entry.shape) * dtype.itemsize
+
+    return sum(map(size, files.entries.values()))
 
 
 def numbers(stored: Blocks, dtype: torch.dtype) -> Tensor:

@@ -282,6 +282,12 @@ def revision_of(folder: Path) -> str | None:
     return match[1] if match else None
 
 
+def gguf_of(name: str | Path) -> Path | None:
+    """The GGUF file with a checkpoint's weights, or its first part; None for none, or none here."""
+    folder = local_folder(name) or _UNPACKED.get(str(name))
+    return None if folder is None else gguf_file(folder)
+
+
 def files_of(name: str | Path) -> list[str]:
     """Names of a checkpoint's files, those in its folders among them; what is in the cache where the hub does not tell."""
     folder = local_folder(name) or _UNPACKED.get(str(name))

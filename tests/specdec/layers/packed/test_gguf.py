@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.layers.linear_choice import linear
-from specdec.layers.packed.gguf import GGUF_TYPES, GgufWeight, alike, joined
+from specdec.layers.packed.gguf import GGUF_TYPES, PLAIN_TYPES, GgufWeight, alike, joined
 from tests.helpers.ggml import blocks, numbers_of
 from tests.helpers.packed_weights import packed
 
@@ -24,6 +24,7 @@ def test_numbers(kind: str) -> None:
     assert weight.dequantized().equal(numbers) and weight.shape == (20, 768)
     ours = weight.packed().arranged()
     assert ours.run > 1 and ours.padding == 0 and ours.dequantized().equal(numbers)
+    assert ours.plain == (kind in PLAIN_TYPES)
     assert ours.nbytes <= 1.03 * weight.nbytes
     assert weight.to(torch.bfloat16).dequantized().equal(numbers.bfloat16())
     assert weight.packed().dequantized(torch.float64).float().allclose(numbers)
