@@ -19,7 +19,8 @@ GPT_OSS = (2880, 2880, 4, 32)
 
 
 def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Iterator[tuple[str, Any]]:
-    """Products of an 8 B model, few rows and many, with each code; experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory.
+    """Products of an 8 B model, few rows and many, with each code and in two of GGUF's types;
+    experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory.
 
     Without `every_shape` each code with few rows and with many, but not every number of few ones. Or each code once, with few rows,
     64 or many, of two targets with the same memory in one of them.
@@ -45,13 +46,17 @@ def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Itera
     yield "product of 64 rows in e2m1", product(target, "e2m1", 32, 64, gated=True)
     if every_shape:
         yield "product of 256 rows in int4", product(target, "int4", 128, 256)
+    for kind, code, group, minima in (("Q4_K", "int4", 32, True), ("Q6_K", "int6", 16, False)):
+        for rows in (1, 64):
+            kernel = product(target, code, group, rows, zeros=minima, outer=True)
+            yield f"product of {rows} rows in {kind}", kernel
     yield "product of 8 rows in e4m3, float16", product(target, "e4m3", 128, 8, dtype="fp16")
     for rows in (1, 64, 4096):
         if every_shape or rows > 1:
             yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, GPT_OSS, "swiglu_oai")
         if every_shape or rows == 1:
             yield f"product of {rows:,} rows with experts in e4m3", experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu")
-    for code, group, outer in (("int4", 128, False), ("int6", 16, True)):
+    for code, group, outer in (("int4", 128, False), ("int6", 16, True)):  # Q4_K beside Q6_K
         weight = shell(code, group, 4096, 4096, True, outer=outer)
         constants = codes_of(weight, target)
         del constants["ASSEMBLY"]
