@@ -11,6 +11,7 @@ steps are a little faster, are captured while nobody asks for anything.
 """
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import torch
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import one_line
+from specdec.device import self_check
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
 from specdec.engine.policy.block_choice import MOST_TREE_ROWS, ladder
@@ -122,7 +124,7 @@ def get_ready(engine: SpecEngine, progress: Progress) -> None:
     """
     if engine.runner.graphs is None and unavailable_reasons(engine.verifier.device):
         return
-    everywhere(engine.verifier, _get_ready, engine)
+    everywhere(engine.verifier, _before_serving, engine)
     shapes = ready_shapes(engine)
     if group_of(engine.verifier) is None:
         _compile(engine, [*shapes, *spare_shapes(engine), *_rare(engine)], progress)
@@ -134,7 +136,7 @@ def get_ready(engine: SpecEngine, progress: Progress) -> None:
 
 
 @on_ranks
-def _get_ready(engine: SpecEngine) -> None:
+def _before_serving(engine: SpecEngine) -> None:
     set_serving(engine, False)
 
 
@@ -197,10 +199,11 @@ def _rare(engine: SpecEngine) -> Iterator[WarmUpShape]:
     """What is compiled for batches that want more than `BROAD`, or follow a grammar."""
     longest = engine.slots.longest
     blocks = [shape for shape in engine.shapes if shape.drafts in (0, 7)] or engine.shapes[:1]
-    for number, sampling in enumerate((*RARE, SamplingParams(temperature=0.0))):
+    unguided = [(sampling, False) for sampling in RARE]
+    for sampling, guided in (*unguided, (SamplingParams(temperature=0.0), True)):
+        filled = _filled(engine, sampling)
         for num_reqs in batches(engine.config.max_num_seqs):
             for block in blocks:
-                guided, filled = number == len(RARE), _filled(engine, sampling)
                 launch = partial(_decode, engine, num_reqs, block, longest, filled, "now")
                 title = f"decode {num_reqs} x {block.rows} rows of rare requests"
                 yield WarmUpShape(title, partial(launch, guided=guided))
@@ -233,7 +236,8 @@ def _compile(engine: SpecEngine, shapes: Collection[WarmUpShape], progress: Prog
         ahead.close()
     if failed := ahead.failures:
         compiled = "what could not be compiled beforehand is compiled when it is launched"
-        logger.warning("%s: %s, and %d more", compiled, failed[0], len(failed) - 1)
+        others = f", and {len(failed) - 1} more" if failed[1:] else ""
+        logger.warning("%s: %s%s", compiled, failed[0], others)
     else:
         remember(what, ahead.kernels)
 
@@ -241,12 +245,16 @@ def _compile(engine: SpecEngine, shapes: Collection[WarmUpShape], progress: Prog
 def _needs(engine: SpecEngine) -> str:
     """What decides which kernels an engine needs, in words."""
     target, config = engine.verifier, replace(engine.config, seed=None)
-    drafter = engine.drafter and (type(engine.drafter), engine.drafter.kv_specs, engine.shapes)
+    drafter: Any = engine.drafter
+    if drafter is not None:
+        drafter = type(drafter), drafter.weight_bytes, drafter.kv_specs, engine.shapes
     about: tuple[Any, ...] = (
+        os.environ.get(self_check.VARIABLE),
         target.name,
         target.weight_bytes,
         target.dtype,
         target.kv_specs,
+        type(target.attention),
         target.attention.spec,
         drafter,
         config,

@@ -122,6 +122,14 @@ def engine_for(outputs: dict[tuple[int, ...], list[int]], clock: Clock) -> SpecE
     return engine
 
 
+def ready_engine(outputs: dict[tuple[int, ...], list[int]]) -> tuple[SpecEngine, Clock]:
+    """One that got ready, and its clock."""
+    clock = Clock()
+    engine = engine_for(outputs, clock)
+    get_ready(engine, lambda *progress: None)
+    return engine, clock
+
+
 def serve(
     engine: SpecEngine,
     outputs: dict[tuple[int, ...], list[int]],
@@ -171,9 +179,7 @@ def test_what_is_rare_is_captured_once_it_is_not(outputs: dict[tuple[int, ...], 
     """Steps that no graph serves run without one, and not for ever; shapes are chosen all the
     same.
     """
-    clock = Clock()
-    engine = engine_for(outputs, clock)
-    get_ready(engine, lambda *progress: None)
+    engine, clock = ready_engine(outputs)
     captured = clock.num_captures
     engine.add_request(list(next(iter(outputs))), RARE)
     for _ in range(graphs.EAGER):
@@ -188,9 +194,7 @@ def test_only_shapes_that_are_captured_are_chosen(
     outputs: dict[tuple[int, ...], list[int]],
 ) -> None:
     """And the nearest larger one serves a batch, whose other rows stay as they are."""
-    clock = Clock()
-    engine = engine_for(outputs, clock)
-    get_ready(engine, lambda *progress: None)
+    engine, _ = ready_engine(outputs)
     steps = engine.runner.graphs
     assert steps is not None
     request = engine.add_request(list(next(iter(outputs))), KINDS[0])
@@ -213,9 +217,7 @@ def test_shorter_contexts_are_captured_while_nobody_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By a hub whose processes ask for nothing; an answer in between is right."""
-    clock = Clock()
-    engine = engine_for(outputs, clock)
-    get_ready(engine, lambda *progress: None)
+    engine, clock = ready_engine(outputs)
     before = clock.num_captures
     prompt = next(iter(outputs))
     monkeypatch.setattr(hub, "LOOK_SECONDS", 0.001)
@@ -289,15 +291,36 @@ def test_what_cannot_be_looked_at_is_told_of(
     assert record.getMessage().endswith("odd: an index of nothing, and 1 more")
     warmup._compile(engine, [good], lambda *progress: None)
     assert noted[2:] == [[0.0] * 3, "reset", "known"] and len(caplog.records) == 1
+    warmup._compile(engine, [bad], lambda *progress: None)
+    assert caplog.records[1].getMessage().endswith("odd: an index of nothing")
+
+
+@pytest.mark.parametrize("what", ["attention", "drafter", "environment"])
+def test_other_kernels_are_looked_for_again(
+    outputs: dict[tuple[int, ...], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """What was noted as compiled holds for one backend, one drafter and one choice of kernels."""
+    engine = engine_for(outputs, Clock())
+    attention = engine.verifier.attention
+    before = warmup._needs(engine)
+    assert before == warmup._needs(engine_for(outputs, Clock()))
+    if what == "attention":
+        other = type("Other", (type(attention),), {})(attention.spec)
+        monkeypatch.setattr(engine.verifier, "attention", other)
+    elif what == "drafter":
+        monkeypatch.setattr(NGramDrafter, "weight_bytes", 2**20)
+    else:
+        monkeypatch.setenv("SPECDEC_KERNELS", "-argmax")
+    assert warmup._needs(engine) != before
 
 
 def test_not_too_many_are_captured_beside(
     outputs: dict[tuple[int, ...], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
-    engine = engine_for(outputs, clock)
-    get_ready(engine, lambda *progress: None)
+    engine, clock = ready_engine(outputs)
     before = clock.num_captures
     assert engine.runner.graphs is not None
     monkeypatch.setattr(warmup, "SPARE_GRAPHS", engine.runner.graphs.num_captured + 2)
