@@ -213,11 +213,8 @@ class BoundSequential(TokenByToken):
 
     def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
         """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first one."""
-        depth, width, behind = (
-            batch.shape.depth,
-            batch.shape.depth + 1,
-            1 - self._ahead,
-        )  # rows begin so far behind the anchor
+        depth, width = batch.shape.depth, batch.shape.depth + 1
+        behind = 1 - self._ahead  # rows begin so far behind the anchor
         slots = batch.slot_mapping(width).view(-1, width).t().contiguous()
         position_ids = batch.position_ids(width).view(-1, width).t().contiguous()
         ends = torch.arange(behind + 1, behind + depth, dtype=torch.int32, device=slots.device)

@@ -102,9 +102,6 @@ class TokenByToken(BoundDrafter):
 
     def _guess(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False) -> Guesses:
         """So many candidates as a tree of the step's size may need, if each but the likeliest ends a path."""
-        logits, depth = (
-            self.network.logits(hidden).view(batch.num_reqs, count, -1),
-            batch.shape.depth,
-        )
-        most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // depth))
+        logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
+        most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // batch.shape.depth))
         return guess(batch, logits, first, most, self.draft_sampling, self.network.target_ids, alike=alike)

@@ -158,14 +158,13 @@ class OwnSteps:
     ) -> None:
         if drafter is None and shape is not None and shape.drafts:
             drafter = FreeDrafter(shape.depth)
-        chains = shape is not None and not shape.is_tree
         self.engine = SpecEngine(
             verifier,
             drafter,
             EngineConfig(
                 max_num_seqs=room.num_reqs,
                 max_model_len=room.max_model_len,
-                num_draft_tokens=shape.drafts if shape is not None and chains else "auto",
+                num_draft_tokens="auto" if shape is None or shape.is_tree else shape.drafts,
                 tree_nodes=shape.drafts if shape is not None and shape.is_tree else None,
                 graphs=graphs,
                 cache=CacheConfig(memory_bytes=ROOM, prefix_caching=False),

@@ -30,6 +30,7 @@ from evals.peers.vllm_steps import VllmSteps, library_for
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
+from specdec.engine.policy.block_choice import tree_shape
 from specdec.model.core import Drafter, Verifier
 
 Survival = tuple[tuple[float, ...], ...]
@@ -115,7 +116,7 @@ class SyntheticBench(DummyBench):
             if isinstance(k, int) and not 1 <= k <= most:
                 raise InvalidInputError(f"k is {k}; choose 1 to {most}, which the drafter gives")
             self._shapes.append(None if k == "auto" else BlockShape(k or most))
-        self._shapes += [BlockShape(nodes, min(nodes, most)) for nodes in config.trees]
+        self._shapes += [tree_shape(nodes, most) for nodes in config.trees]
         if self._group is not None:
             raise InvalidInputError("--synthetic-acceptance takes one process; leave out torchrun")
         if config.peers:

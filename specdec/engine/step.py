@@ -129,8 +129,16 @@ class StepRunner:
             if self._survival is not None:
                 seeds = self._slots.sampling.seeds.index_select(0, batch.slots)
                 forced = drawn(self._survival, seeds, batch.seq_lens)
-            given = block.draft, batch.sampling, block.positions, batch.shape.depth, masks
-            accepted = accept(token_ids, logits, *given, forced)
+            accepted = accept(
+                token_ids,
+                logits,
+                block.draft,
+                batch.sampling,
+                block.positions,
+                batch.shape.depth,
+                masks,
+                forced,
+            )
             accepted = agreed(accepted, self._group)
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)

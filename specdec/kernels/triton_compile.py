@@ -42,7 +42,8 @@ class CompileAhead:
 
     No kernel runs while it is open, also none that is compiled: it might read at a place that one
     before it should have told. And tensors that are only allocated hold zeros, for torch reads at
-    such places, too.
+    such places, too. Launches of all threads are left out, so only the thread that opened it may
+    work on the device.
 
     Args:
         processes: that compile; None takes as many as there are processors for this process.
@@ -64,8 +65,8 @@ class CompileAhead:
 
     def __enter__(self) -> CompileAhead:
         """Begins to leave out launches."""
-        self._hook_before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, self._note
         self._compiled = [(table, dict(table)) for table in _tables()]
+        self._hook_before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, self._note
         for table, _ in self._compiled:
             table.clear()
         self._zeros.__enter__()

@@ -28,7 +28,6 @@ from specdec.base.config import EngineConfig
 from specdec.cli.options import load_decoder, model_options
 from specdec.cli.progress import Phases
 from specdec.engine.capture.buckets import batch_bucket
-from specdec.engine.capture.warmup import get_ready
 from specdec.sampling.params import SamplingParams
 
 SLOW = 5
@@ -39,7 +38,7 @@ def measure(args: argparse.Namespace, drafter: str, since: float) -> dict[str, A
     """Gets ready and answers, in this process, which began at `since` by the wall clock."""
     decoder = load_decoder(args, drafter, EngineConfig(max_num_seqs=args.max_num_seqs, seed=0))
     loaded = time.time() - since
-    get_ready(decoder.engine, Phases())
+    decoder.get_ready(Phases())
     found: dict[str, Any] = {"loaded": loaded, "ready": time.time() - since, "passes": []}
     files = parse_data(args.data, [args.set], "--set")
     prompts = load_prompt_set(args.set, files=files, limit=args.limit).items

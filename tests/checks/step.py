@@ -134,10 +134,8 @@ def draft_time(engine: SpecEngine, shape: BlockShape) -> float:
     """Milliseconds of drafting alone for the requests of an engine, captured where steps are."""
     state, device = engine.slots, engine.verifier.device
     selection = state.select(engine.scheduler.decoding)
-    slots, bound = (
-        state.slot_indices(selection.requests),
-        state.max_seq_len(selection, shape.drafts),
-    )
+    slots = state.slot_indices(selection.requests)
+    bound = state.max_seq_len(selection, shape.drafts)
 
     def launch() -> None:
         sampling = state.sampling.select(slots, selection.plan)

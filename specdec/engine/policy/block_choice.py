@@ -194,7 +194,8 @@ class BlockChoice:
             run = self._next_run(here, ready() if ready else lambda shape: True)
             same = {there: one for there, one in self._runs.items() if there[:2] == here[:2]}
             self._runs = same | {here: run}
-        loss = self._risk(here, run.shape)  # and that of the step before, which may be unread
+        loss = self._risk(here, run.shape)
+        # What the step before has lost may be unread.
         afforded = loss <= 0 or self._affords(here, loss + self._at_stake)
         if not afforded and self._affords(here, loss):
             run.steps += 1  # it waits for one step alone
@@ -302,8 +303,10 @@ class BlockChoice:
 
         @cache
         def may(shape: BlockShape) -> bool:
-            risk = self._risk(here, shape) if ready(shape) else 0.0
-            return ready(shape) and (risk <= 0 or self._affords(here, risk))
+            if not ready(shape):
+                return False
+            risk = self._risk(here, shape)
+            return risk <= 0 or self._affords(here, risk)
 
         seconds = {shape: took for shape, took in self._seconds(here).items() if may(shape)}
         if not seconds:
