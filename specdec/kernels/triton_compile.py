@@ -31,6 +31,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from specdec.base.files import parse_json
 from specdec.base.writing import write_text
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ def say_when_compiling() -> None:
 def is_known(what: str) -> bool:
     """Whether all kernels that `what` needs were compiled, and are the same now; see `remember`."""
     try:
-        kernels: dict[str, str] = json.loads(_mark(what).read_text())
+        kernels: dict[str, str] = parse_json(_mark(what).read_text())
         return all(_kernel(*name.split(":")).cache_key == key for name, key in kernels.items())
     except (OSError, ValueError, ImportError, AttributeError):
         return False

@@ -167,14 +167,15 @@ class DecodeBatch:
         table, most = self.block_table, max(self.max_seq_len, width)
         bounds: dict[str, Any] = {"max_seq_len": most, "min_seq_len": min_seq_len}
         of_block = first is self.seq_lens  # whose rows are computed once
-        if not KERNEL.runs_on(first.device):
-            further = torch.arange(width, device=first.device)
-            positions = self.positions(width) if of_block else first[:, None] + further
-            return self.rows_from(first, positions, **bounds)
-        own = self._rows_of(width) if of_block else None
-        rows = own or block_rows(first, table, width, self.block_size)
-        bounds["starts"] = rows.starts
-        return AttentionMetadata.uniform(width, rows.seq_lens, table, rows.slots, **bounds)
+        if KERNEL.runs_on(first.device):
+            own = self._rows_of(width) if of_block else None
+            rows = own or block_rows(first, table, width, self.block_size)
+            bounds["starts"] = rows.starts
+            return AttentionMetadata.uniform(width, rows.seq_lens, table, rows.slots, **bounds)
+        if of_block:
+            return self.rows_from(first, self.positions(width), **bounds)
+        positions = first[:, None] + torch.arange(width, device=first.device)
+        return self.rows_from(first, positions, **bounds)
 
     def rows_from(
         self, first: Tensor, positions: Tensor, *, max_seq_len: int, min_seq_len: int, written: Tensor | None = None

@@ -61,7 +61,9 @@ def test_every_file_of_kernels_has_a_home() -> None:
 
 @cache
 def is_kernel(module: str) -> bool:
-    """Whether a file imports Triton."""
+    """Whether a file imports Triton for kernels of its own."""
+    if module == "specdec.kernels.triton_compile":  # it compiles those of others
+        return False
     file = (ROOT / module.replace(".", "/")).with_suffix(".py")
     return file.is_file() and "\nimport triton\n" in file.read_text()
 

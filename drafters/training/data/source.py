@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 from specdec.base.config import LoadConfig
 from specdec.base.errors import InvalidInputError, SpecDecError, one_line
+from specdec.base.files import parse_json
 from specdec.base.registry import TOKENIZERS, resolve
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
@@ -198,7 +199,7 @@ class _Server:
         for pause in (*WAITS, None):
             try:
                 with urlopen(request, timeout=_TIMEOUT) as answer:
-                    return json.load(answer)
+                    return parse_json(answer.read())
             except HTTPError as error:
                 said = error.read(1000).decode(errors="replace")
                 if error.code not in _BUSY or pause is None:

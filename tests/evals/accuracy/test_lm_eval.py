@@ -116,7 +116,7 @@ def test_accuracy_of_the_embedded_model_is_the_same_with_drafts(tmp_path: Path, 
     assert task["differences"] == []
     assert task["plain"]["metrics"] == task["speculative"]["metrics"]
     assert task["speculative"]["acceptance"]["tau"] > 1
-    assert "±" in capsys.readouterr().out
+    assert "(Wilson)" in capsys.readouterr().out
 
 
 def test_loglikelihoods_equal_those_of_hf(models: tuple[HFLM, SpecdecLM], monkeypatch: Patch) -> None:
@@ -366,15 +366,25 @@ def test_peers_get_our_weights(
 
     def get_model(kind: str) -> Any:
         assert kind == peer[: len(kind)]
-        return lambda **options: given.update(options)
 
+        def load(**options: Any) -> Any:
+            given.update(options)
+            return SimpleNamespace(tokenizer=loaded)
+
+        return load
+
+    loaded, ours = SimpleNamespace(chat_template="theirs"), SimpleNamespace(chat_template="ours")
+    reader = SimpleNamespace(variables={"enable_thinking": False}, tokenizer=ours)
     monkeypatch.setattr(lm_eval_peers, "get_model", get_model)
     monkeypatch.setattr(lm_eval_peers, "import_vllm", lambda name: None)
     verifier = SimpleNamespace(name=name, dtype=torch.bfloat16, device=torch.device("cpu"))
     settings = {"max_num_seqs": 4, "max_model_len": 99}
-    system: Any = SimpleNamespace(decoder=SimpleNamespace(verifier=verifier), settings=settings)
+    decoder = SimpleNamespace(verifier=verifier)
+    system: Any = SimpleNamespace(decoder=decoder, settings=settings, reader=reader)
     lm_eval_peers.harness_peer(peer, system)
     assert given.items() >= (expected | {"dtype": "bfloat16", "max_length": 99}).items()
+    assert given["chat_template_args"] == {"enable_thinking": False}
+    assert loaded.chat_template == "ours"
     with pytest.raises(InvalidInputError, match="name hf or vllm"):
         lm_eval_peers.check_peers(("sglang",))
 
