@@ -1,4 +1,6 @@
-"""Which algorithm a drafter's `config.json` names, in the words of the programs that write such files."""
+"""Which algorithm a drafter's `config.json` names, in the words of the programs that write such
+files.
+"""
 
 import reprlib
 from collections.abc import Mapping
@@ -60,14 +62,17 @@ _FAMILIES = {
 """What a name may contain, and what that is; a longer name stands before one that it contains."""
 
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the token that stands for drafts of an EAGLE-3 head in parallel; only such heads have the last two."""
+"""Keys of the token that stands for drafts of an EAGLE-3 head in parallel; only such heads have the
+last two.
+"""
 
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of transformers' language models end."""
 
 
 def stated_algorithm(raw: Mapping[str, Any]) -> str:
-    """The algorithm that `config.json` names: "dflash", "dspark", ..., or an architecture that is not known.
+    """The algorithm that `config.json` names: "dflash", "dspark", ..., or an architecture that is
+    not known.
 
     Raises:
         CheckpointError: it names none.
@@ -76,10 +81,15 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
     projector = own.get("projector_type") or raw.get("projector_type")
     name = raw.get("speculators_model_type") or section(raw, "speculators_config").get("algorithm")
     if name is None:
-        kinds = ["dspark"] * (raw.get("model_type") == "k3_dspark")  # whose published config names no architecture
+        kinds = ["dspark"] * (
+            raw.get("model_type") == "k3_dspark"
+        )  # whose published config names no architecture
         kinds += ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
         name = architecture_of(raw) or next(iter(kinds), None)
-        require(name is not None, "config.json names no architecture; a DFlash drafter says DFlashDraftModel")
+        require(
+            name is not None,
+            "config.json names no architecture; a DFlash drafter says DFlashDraftModel",
+        )
         name = _ARCHITECTURES.get(str(name), name)
         if name == "eagle3" and any(raw.get(mask) is not None for mask in MASKS[1:]):
             return "peagle"
@@ -111,25 +121,34 @@ def algorithm_of(raw: Mapping[str, Any]) -> str:
         CheckpointError: it names none.
     """
     name = stated_algorithm(raw)
-    ranks = (section(raw, "dflash_config").get("markov_rank"), raw.get("markov_rank"), raw.get("dspark_markov_rank"))
+    ranks = (
+        section(raw, "dflash_config").get("markov_rank"),
+        raw.get("markov_rank"),
+        raw.get("dspark_markov_rank"),
+    )
     rank = any(ranks)
     if name in ("dflash", "dspark"):
         return "dspark" if rank else "dflash"
     if not name.endswith(_LANGUAGE_MODELS) or _family(name) is not None:
         return name
-    # SafeAILab's own EAGLE-3 heads are called like the model whose layer they have; no such model has a vocabulary for drafts.
+    # SafeAILab's own EAGLE-3 heads are called like the model whose layer they have; no such model
+    # has a vocabulary for drafts.
     return "draft-model" if raw.get("draft_vocab_size") is None else "eagle3"
 
 
 def drafter_and_target(raw: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    """What a checkpoint is that can be nothing but a drafter: its algorithm, and its target's name where that is stated."""
+    """What a checkpoint is that can be nothing but a drafter: its algorithm, and its target's name
+    where that is stated.
+    """
     try:
         algorithm = algorithm_of(raw)
         stated = section(section(raw, "speculators_config"), "verifier").get("name_or_path")
     except CheckpointError:
         return None
     of_speculators = "speculators_model_type" in raw or "speculators_config" in raw
-    if algorithm == "draft-model" or not (of_speculators or algorithm in DRAFTERS or algorithm == "medusa"):
+    if algorithm == "draft-model" or not (
+        of_speculators or algorithm in DRAFTERS or algorithm == "medusa"
+    ):
         return None
     target = stated or raw.get("verifier_name_or_path")
     return algorithm, str(target) if target else None
@@ -145,4 +164,7 @@ def unsupported(name: str) -> str:
     """The message that refuses an algorithm: what it is, and the way out."""
     family = _family(name)
     about = f" ({family})" if family else ""
-    return f"drafter algorithm {name!r}{about} is not supported yet; use a DFlash drafter, or register a loader for it"
+    return (
+        f"drafter algorithm {name!r}{about} is not supported yet; use a DFlash drafter, or"
+        f" register a loader for it"
+    )

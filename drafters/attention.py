@@ -46,7 +46,10 @@ def attention_like(
     )
     backend = verifier.attention.mha_backend
     if reasons := backend.unsupported_reasons(spec):
-        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+        raise BackendError(
+            f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)};"
+            f" choose another"
+        )
     return backend(spec)
 
 
@@ -69,7 +72,9 @@ class LatentSizes(NamedTuple):
     interleaved: bool = True
 
 
-def latent_like(verifier: Verifier, num_heads: int, sizes: LatentSizes, *, non_causal: bool = False) -> MlaBackend:
+def latent_like(
+    verifier: Verifier, num_heads: int, sizes: LatentSizes, *, non_causal: bool = False
+) -> MlaBackend:
     """Latent attention of the target's kind, for layers of these sizes.
 
     Args:
@@ -84,7 +89,8 @@ def latent_like(verifier: Verifier, num_heads: int, sizes: LatentSizes, *, non_c
     attention = verifier.attention
     if not isinstance(attention, MlaBackend):
         raise BackendError(
-            f"this drafter has latent attention, and the target's backend {attention.name!r} serves other attention;"
+            f"this drafter has latent attention, and the target's backend {attention.name!r} serves"
+            f" other attention;"
             " choose a drafter that was made for this target"
         )
     shared = attention.spec
@@ -102,5 +108,8 @@ def latent_like(verifier: Verifier, num_heads: int, sizes: LatentSizes, *, non_c
     )
     backend = type(attention)
     if reasons := backend.unsupported_reasons(spec):
-        raise BackendError(f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+        raise BackendError(
+            f"attention backend {backend.name!r} cannot serve this drafter: {'; '.join(reasons)};"
+            f" choose another"
+        )
     return backend(spec)

@@ -1,4 +1,6 @@
-"""Checkpoints of drafters on disk, whatever the algorithm: `config.json` and weights in a folder, or on the hub."""
+"""Checkpoints of drafters on disk, whatever the algorithm: `config.json` and weights in a folder,
+or on the hub.
+"""
 
 import json
 import os
@@ -36,7 +38,8 @@ def find_folder(path: str | Path) -> Path:
 
 @contextmanager
 def called(folder: str | Path, path: str | Path, *, kind: str = "drafter") -> Iterator[None]:
-    """Makes messages about a folder name the checkpoint as the user did; one in the hub's cache tells nobody anything.
+    """Makes messages about a folder name the checkpoint as the user did; one in the hub's cache
+    tells nobody anything.
 
     Args:
         folder: where it lies.
@@ -46,7 +49,11 @@ def called(folder: str | Path, path: str | Path, *, kind: str = "drafter") -> It
     try:
         yield
     except SpecDecError as error:
-        named = str(error).replace(f"target {str(folder)!r}", f"{kind} {str(folder)!r}").replace(str(folder), str(path))
+        named = (
+            str(error)
+            .replace(f"target {str(folder)!r}", f"{kind} {str(folder)!r}")
+            .replace(str(folder), str(path))
+        )
         raise type(error)(named) from error.__cause__
 
 
@@ -65,11 +72,16 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: no such file, or no such content.
     """
-    require(file.is_file(), f"{file.name} is missing; a checkpoint folder holds it beside the safetensors")
+    require(
+        file.is_file(),
+        f"{file.name} is missing; a checkpoint folder holds it beside the safetensors",
+    )
     try:
         content = parse_json(file.read_bytes(), strict=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file.name} is not valid JSON ({error}); download or write it again") from error
+        raise CheckpointError(
+            f"{file.name} is not valid JSON ({error}); download or write it again"
+        ) from error
     require(isinstance(content, dict), f"{file.name} holds no JSON object")
     return dict(content)
 
@@ -83,14 +95,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     files = TensorFiles(folder)
     tensors = {name: files.read(name) for name in files.names}
-    for name, tensor in tensors.items():  # a sum is NaN or infinite where an element is; such drafts would all be rejected
+    for (
+        name,
+        tensor,
+    ) in (
+        tensors.items()
+    ):  # a sum is NaN or infinite where an element is; such drafts would all be rejected
         finite = not tensor.is_floating_point() or bool(tensor.float().sum().isfinite())
         require(finite, f"tensor {name} holds NaN or infinite values; download it again")
     return tensors
 
 
-def plain_tensors(folder: Path, raw: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of which quantized weights have become plain numbers, in the type that `config.json` names.
+def plain_tensors(
+    folder: Path, raw: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Tensors of which quantized weights have become plain numbers, in the type that `config.json`
+    names.
 
     Args:
         folder: of the checkpoint; ModelOpt says in a file of its own how weights are quantized.
@@ -108,24 +128,37 @@ def plain_tensors(folder: Path, raw: Mapping[str, Any], tensors: dict[str, Tenso
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "auto").removeprefix("torch.")
     name = "bfloat16" if name == "auto" else name
     dtype = getattr(torch, name, None)
-    require(isinstance(dtype, torch.dtype) and dtype.is_floating_point, f"dtype is {name!r}, which is no type of weights")
+    require(
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point,
+        f"dtype is {name!r}, which is no type of weights",
+    )
     return dict(resolve(WEIGHT_READERS, "quantized", "reader of weights")(tensors, stated, dtype))
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of the z-lab layout, without what belongs to the target or can be computed."""
+    """Tensors under the names of the z-lab layout, without what belongs to the target or can be
+    computed.
+    """
     renamed = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("model.")
         if name.startswith("midlayer."):
             name = "layers.0." + name.removeprefix("midlayer.")
-        if not name.startswith("verifier_") and name != "t2d" and not name.endswith("rotary_emb.inv_freq"):
+        if (
+            not name.startswith("verifier_")
+            and name != "t2d"
+            and not name.endswith("rotary_emb.inv_freq")
+        ):
             renamed[name] = tensor
     return renamed
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], needed: Mapping[str, Sequence[int]], optional: Mapping[str, Sequence[int]], *, kind: str
+    tensors: Mapping[str, Tensor],
+    needed: Mapping[str, Sequence[int]],
+    optional: Mapping[str, Sequence[int]],
+    *,
+    kind: str,
 ) -> None:
     """Complete, of the right shapes, and nothing unknown.
 
@@ -139,16 +172,24 @@ def check_tensors(
     """
     missing = [name for name in needed if name not in tensors]
     others = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
-    require(not missing, f"tensor {missing[0] if missing else ''}{others} missing; config.json asks for {len(needed)} tensors")
+    require(
+        not missing,
+        f"tensor {missing[0] if missing else ''}{others} missing; config.json asks for"
+        f" {len(needed)} tensors",
+    )
     shapes = {**optional, **needed}
     unknown = [name for name in tensors if name not in shapes]
     article = "an" if kind[0] in "AEIOU" else "a"
     require(
-        not unknown, f"tensor {unknown[0] if unknown else ''} is no part of {article} {kind} drafter ({len(unknown)} such tensors)"
+        not unknown,
+        f"tensor {unknown[0] if unknown else ''} is no part of {article} {kind} drafter"
+        f" ({len(unknown)} such tensors)",
     )
     for name, tensor in tensors.items():
         found, expected = list(tensor.shape), list(shapes[name])
-        require(found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}")
+        require(
+            found == expected, f"tensor {name} has shape {found}, config.json asks for {expected}"
+        )
         require(
             name == "d2t" or (tensor.is_floating_point() and tensor.element_size() > 1),
             f"tensor {name} is {tensor.dtype}; config.json has no quantization_config for it",
@@ -163,7 +204,8 @@ def check_same_target(own: Verifier, verifier: Verifier) -> None:
     """
     if verifier is not own:
         raise InvalidInputError(
-            f"this drafter was made ready for {own.name!r} as loaded earlier, not for this {verifier.name!r};"
+            f"this drafter was made ready for {own.name!r} as loaded earlier, not for this"
+            f" {verifier.name!r};"
             " load it again beside the target it serves"
         )
 
@@ -178,7 +220,8 @@ def check_target(
     num_layers: int | None,
     made_for: str | None,
 ) -> None:
-    """Refuses a drafter that was made for a target of another shape; acceptance would drop without any error.
+    """Refuses a drafter that was made for a target of another shape; acceptance would drop without
+    any error.
 
     Args:
         verifier: the target.
@@ -195,22 +238,37 @@ def check_target(
     """
     problems = []
     if max(taps) >= verifier.num_layers:
-        problems.append(f"it taps layer {max(taps)} of a target whose last layer is {verifier.num_layers - 1}")
+        problems.append(
+            f"it taps layer {max(taps)} of a target whose last layer is {verifier.num_layers - 1}"
+        )
     if num_layers not in (None, verifier.num_layers):
         problems.append(f"it was made for {num_layers} target layers, not {verifier.num_layers}")
     if tap_width != verifier.hidden_size:
-        problems.append(f"its fc.weight takes {len(taps) * tap_width} features, not {len(taps)} taps of {verifier.hidden_size}")
+        problems.append(
+            f"its fc.weight takes {len(taps) * tap_width} features, not {len(taps)} taps of"
+            f" {verifier.hidden_size}"
+        )
     if hidden_size not in (None, verifier.hidden_size):
-        problems.append(f"its hidden size {hidden_size} cannot share embeddings of width {verifier.hidden_size}")
+        problems.append(
+            f"its hidden size {hidden_size} cannot share embeddings of width {verifier.hidden_size}"
+        )
     if vocab_size != verifier.vocab_size:
-        problems.append(f"its vocabulary has {vocab_size} tokens, the target's {verifier.vocab_size}")
+        problems.append(
+            f"its vocabulary has {vocab_size} tokens, the target's {verifier.vocab_size}"
+        )
     if problems:
         origin = f" (made for {made_for})" if made_for else ""
-        raise CheckpointError(f"the drafter{origin} does not fit {verifier.name}: {'; '.join(problems)}; choose one made for it")
+        raise CheckpointError(
+            f"the drafter{origin} does not fit {verifier.name}: {'; '.join(problems)}; choose one"
+            f" made for it"
+        )
 
 
-def write_folder(path: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], *, over: bool = False) -> None:
-    """Writes `model.safetensors` and `config.json` to a folder that is new or empty, or `over` an earlier checkpoint.
+def write_folder(
+    path: Path, config: Mapping[str, Any], tensors: dict[str, Tensor], *, over: bool = False
+) -> None:
+    """Writes `model.safetensors` and `config.json` to a folder that is new or empty, or `over` an
+    earlier checkpoint.
 
     Raises:
         CheckpointError: a taken path.
@@ -221,4 +279,10 @@ def write_folder(path: Path, config: Mapping[str, Any], tensors: dict[str, Tenso
     require(free, f"{str(path)!r} exists already; choose a new folder")
     content = save(tensors, metadata={"format": "pt"})
     text = json.dumps(config, indent=2) + "\n"
-    fill_folder(path, {"model.safetensors": partial(Path.write_bytes, data=content), CONFIG: partial(Path.write_text, data=text)})
+    fill_folder(
+        path,
+        {
+            "model.safetensors": partial(Path.write_bytes, data=content),
+            CONFIG: partial(Path.write_text, data=text),
+        },
+    )

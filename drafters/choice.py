@@ -17,7 +17,9 @@ from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling.trees.candidates import candidates
 
 MOST_CANDIDATES = 16
-"""Tokens per position among which a tree of many positions chooses; of trees of up to 64 drafts more change nothing."""
+"""Tokens per position among which a tree of many positions chooses; of trees of up to 64 drafts
+more change nothing.
+"""
 
 
 class Guesses(NamedTuple):
@@ -90,8 +92,8 @@ def guess(
     weights: Tensor | None = None,
     alike: bool = False,
 ) -> Guesses:
-    """The `count` likeliest tokens of each of a few drafts, or as many as there are, given the noise
-    that the target will choose by if drafts are coupled.
+    """The `count` likeliest tokens of each of a few drafts, or as many as there are, given the
+    noise that the target will choose by if drafts are coupled.
 
     Arguments as of `choose`. Rows that are `alike` are all for the draft `first`, behind different
     tokens.
@@ -99,12 +101,17 @@ def guess(
     sampling, count = batch.sampling, min(count, logits.shape[-1])
     end = first + (1 if alike else logits.shape[1])
     if draft_sampling == "greedy":
-        sampling, weights = replace(sampling, plan=SamplingPlan.of([])), None  # as of greedy requests
+        sampling, weights = (
+            replace(sampling, plan=SamplingPlan.of([])),
+            None,
+        )  # as of greedy requests
     if weights is not None:
         weights = weights[..., first:end].contiguous()
     positions = batch.positions(batch.shape.depth + 1)[:, first + 1 : end + 1]
     positions = positions.expand(logits.shape[:2])
-    return Guesses(*candidates(logits, sampling, positions, count, weights=weights, target_ids=target_ids))
+    return Guesses(
+        *candidates(logits, sampling, positions, count, weights=weights, target_ids=target_ids)
+    )
 
 
 def side_by_side(parts: Sequence[Tensor | None]) -> Tensor | None:

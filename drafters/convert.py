@@ -37,10 +37,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec convert`."""
     parser.usage = "%(prog)s SOURCE FOLDER --to LAYOUT [--model NAME]"
     parser.epilog = _EPILOG
-    parser.add_argument("source", metavar="SOURCE", help="a drafter: its folder, or its name on the hub")
-    parser.add_argument("folder", metavar="FOLDER", help="what to make; it must not exist yet, or be empty")
-    parser.add_argument("--to", required=True, choices=LAYOUTS, metavar="LAYOUT", help=f"one of {', '.join(LAYOUTS)}")
-    parser.add_argument("--model", metavar="NAME", help="the target, where the source does not say enough of it")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a drafter: its folder, or its name on the hub"
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="what to make; it must not exist yet, or be empty"
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=LAYOUTS,
+        metavar="LAYOUT",
+        help=f"one of {', '.join(LAYOUTS)}",
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="the target, where the source does not say enough of it"
+    )
     revision_option(parser)
 
 
@@ -58,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def convert(source: str | Path, folder: str | Path, layout: str, *, target: str | None = None) -> str | None:
+def convert(
+    source: str | Path, folder: str | Path, layout: str, *, target: str | None = None
+) -> str | None:
     """Writes the drafter in `source` to `folder` in another layout.
 
     Args:
@@ -94,7 +108,9 @@ def convert(source: str | Path, folder: str | Path, layout: str, *, target: str 
         elif algorithm in ("eagle3", "peagle"):
             _convert_eagle3(found, made, layout, target)
         else:
-            raise CheckpointError(f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are")
+            raise CheckpointError(
+                f"drafters of algorithm {algorithm!r} are not converted; DFlash's and EAGLE-3's are"
+            )
     if (found / CARD).is_file():
         write_atomically(made / CARD, partial(shutil.copyfile, found / CARD))
     return "\n".join(filter(None, [note, license_note(found / CARD, raw)])) or None
@@ -122,14 +138,26 @@ def _convert_eagle3(source: Path, folder: Path, layout: str, target: str | None)
     from drafters.eagle3.layout import write_checkpoint
 
     if layout == "z-lab":
-        raise CheckpointError("z-lab's layout has no words for EAGLE-3; use --to sglang or --to speculators")
+        raise CheckpointError(
+            "z-lab's layout has no words for EAGLE-3; use --to sglang or --to speculators"
+        )
     config, tensors = read_checkpoint(source)
     num_target_layers = None if target is None else _target(target)[1]
-    write_checkpoint(folder, config, tensors, "sglang" if layout == "sglang" else "speculators", num_target_layers)
+    write_checkpoint(
+        folder,
+        config,
+        tensors,
+        "sglang" if layout == "sglang" else "speculators",
+        num_target_layers,
+    )
 
 
-def _untied(config: DFlashConfig, tensors: dict[str, Tensor], name: str | None) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """The same drafter with whole tables, which other programs can read; made of the target's weights."""
+def _untied(
+    config: DFlashConfig, tensors: dict[str, Tensor], name: str | None
+) -> tuple[DFlashConfig, dict[str, Tensor]]:
+    """The same drafter with whole tables, which other programs can read; made of the target's
+    weights.
+    """
     import torch
 
     from drafters.dflash.drafter import check_fit
@@ -137,9 +165,14 @@ def _untied(config: DFlashConfig, tensors: dict[str, Tensor], name: str | None) 
     from specdec.base.registry import VERIFIERS, resolve
 
     if name is None:
-        raise CheckpointError("the head's tables are made of the target's, and the drafter names none; name it with --model")
+        raise CheckpointError(
+            "the head's tables are made of the target's, and the drafter names none; name it with"
+            " --model"
+        )
     dtype = next(iter(tensors.values())).dtype
-    verifier, _ = resolve(VERIFIERS, "hf", "verifier")(name, device=torch.device("cpu"), dtype=dtype, generation_config=None)
+    verifier, _ = resolve(VERIFIERS, "hf", "verifier")(
+        name, device=torch.device("cpu"), dtype=dtype, generation_config=None
+    )
     check_fit(config, verifier, borrows=True)
     return replace(config, tied_tables=False), expanded(tensors, verifier)
 
@@ -149,7 +182,10 @@ def _with_target(config: DFlashConfig, name: str) -> DFlashConfig:
     architectures, layers = _target(name)
     stated = config.num_target_layers
     if stated not in (None, layers):
-        raise CheckpointError(f"the drafter was made for {stated} target layers, and {name!r} has {layers}; name its own target")
+        raise CheckpointError(
+            f"the drafter was made for {stated} target layers, and {name!r} has {layers}; name its"
+            f" own target"
+        )
     return replace(
         config,
         num_target_layers=layers,
@@ -166,6 +202,9 @@ def _target(name: str) -> tuple[tuple[str, ...], int]:
     raw: dict[str, Any] = json_file(name, "config.json", what="target") or {}
     layers = Keys([section(raw, "text_config"), raw]).integer("num_hidden_layers")
     if layers is None or layers < 1:
-        raise CheckpointError(f"config.json of {name!r} does not say how many layers it has; name the drafter's own target")
+        raise CheckpointError(
+            f"config.json of {name!r} does not say how many layers it has; name the drafter's own"
+            f" target"
+        )
     names = raw.get("architectures")
     return tuple(map(str, names)) if isinstance(names, list) else (), layers

@@ -1,7 +1,9 @@
-"""Keys of `config.json` that say nothing of a drafter: those of language models, which copies of their configs carry along.
+"""Keys of `config.json` that say nothing of a drafter: those of language models, which copies of
+their configs carry along.
 
-Trainers copy the target's config and change what they need, while layers are those of Qwen3 or Llama, whose modules look at none of
-the rest. So a key that some language model of Transformers has is a copy, and a key that none has is one of a drafter.
+Trainers copy the target's config and change what they need, while layers are those of Qwen3 or
+Llama, whose modules look at none of the rest. So a key that some language model of Transformers has
+is a copy, and a key that none has is one of a drafter.
 """
 
 import dataclasses
@@ -13,7 +15,9 @@ _PARTS = re.compile(
     r"_.*|(audio|image|index|linear|mamba|mla|moe|mtp|quantization|router|ssm|unsloth|video|vision)_.*"
     r"|.*_(dropout|implementation|index|pdrop|token_ids?|version)|.*experts?(_.*|$)"
 )
-"""Parts that the layers of a drafter have not, and what only training or Transformers itself looks at."""
+"""Parts that the layers of a drafter have not, and what only training or Transformers itself looks
+at.
+"""
 
 _OTHERS = {
     "add_classification_head", "add_full_attention_sink_bias", "add_swa_attention_sink_bias",
@@ -33,7 +37,9 @@ _OTHERS = {
     "use_head_wise_attn_gate", "use_mtp", "use_pos_enc", "use_rmsnorm", "use_rotary_pos_emb",
     "use_routing_bias", "yarn_only_types",
 }  # fmt: skip
-"""Of published configs, which Transformers' classes do not declare; the three of the target are DeepSpec's and SpecForge's."""
+"""Of published configs, which Transformers' classes do not declare; the three of the target are
+DeepSpec's and SpecForge's.
+"""
 
 
 _PLAIN = ("qwen3",)
@@ -42,7 +48,12 @@ _PLAIN = ("qwen3",)
 
 def is_copied(key: str) -> bool:
     """Whether a key is one of language models, or of Transformers itself."""
-    return key in _OTHERS or _PARTS.fullmatch(key) is not None or key in _declared(_PLAIN) or key in _declared(_all_kinds())
+    return (
+        key in _OTHERS
+        or _PARTS.fullmatch(key) is not None
+        or key in _declared(_PLAIN)
+        or key in _declared(_all_kinds())
+    )
 
 
 @cache
@@ -51,7 +62,9 @@ def _all_kinds() -> tuple[str, ...]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(kind for kind in CONFIG_MAPPING_NAMES if kind.endswith("_text"))
+    return *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(
+        kind for kind in CONFIG_MAPPING_NAMES if kind.endswith("_text")
+    )
 
 
 @cache
@@ -59,7 +72,10 @@ def _declared(kinds: tuple[str, ...]) -> frozenset[str]:
     """What configs of these types declare, and what older versions wrote of generation."""
     from transformers import GenerationConfig
 
-    return frozenset(name for kind in kinds for name in _fields(kind)) | GenerationConfig().to_dict().keys()
+    return (
+        frozenset(name for kind in kinds for name in _fields(kind))
+        | GenerationConfig().to_dict().keys()
+    )
 
 
 def _fields(kind: str) -> Iterator[str]:
@@ -67,6 +83,9 @@ def _fields(kind: str) -> Iterator[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[kind]
-    for config in (whole, *(part for part in whole.sub_configs.values() if dataclasses.is_dataclass(part))):
+    for config in (
+        whole,
+        *(part for part in whole.sub_configs.values() if dataclasses.is_dataclass(part)),
+    ):
         yield from (field.name for field in dataclasses.fields(config))
         yield from config.attribute_map

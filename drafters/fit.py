@@ -89,8 +89,15 @@ def read_fit(name: str, target: TargetShape) -> Fit:
     if name in _WITHOUT_WEIGHTS:
         return Fit(name)
     if name == "mtp":
-        missing = (f"target {target.name!r} has no layers for multi-token prediction that could draft",)
-        return Fit(name, USUAL_DRAFTS, (target.num_layers - 1,), problems=() if target.predicts else missing)
+        missing = (
+            f"target {target.name!r} has no layers for multi-token prediction that could draft",
+        )
+        return Fit(
+            name,
+            USUAL_DRAFTS,
+            (target.num_layers - 1,),
+            problems=() if target.predicts else missing,
+        )
     where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
     raw = checkpoint_config(where, what="drafter")
     card = checkpoint_file(where, CARD, what="drafter")
@@ -106,7 +113,8 @@ def read_fit(name: str, target: TargetShape) -> Fit:
 
 
 def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
-    """What a language model needs to draft; whether its tokens are the target's is seen when it is loaded.
+    """What a language model needs to draft; whether its tokens are the target's is seen when it is
+    loaded.
 
     Raises:
         CheckpointError: its config describes no model.
@@ -115,18 +123,34 @@ def _draft_model(name: str, raw: Mapping[str, Any]) -> Fit:
         count(Keys([section(raw, "text_config"), raw]), size)
     try:
         with called(name, name, kind="draft model"):
-            options = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "gpu_bytes": 2**63, "divides": False}
+            options = {
+                "device": torch.device("cpu"),
+                "dtype": torch.bfloat16,
+                "gpu_bytes": 2**63,
+                "divides": False,
+            }
             needs = resolve(PARTS, "needs", "part")(name, **options)
     except SpecDecError:
         raise
-    except Exception as error:  # transformers believes what files say: a wrong value ends in any kind of error
+    except (
+        Exception
+    ) as error:  # transformers believes what files say: a wrong value ends in any kind of error
         raise CheckpointError(
-            f"config.json of draft model {name!r} describes no model ({type(error).__name__}: {one_line(error)}); fetch it again"
+            f"config.json of draft model {name!r} describes no model ({type(error).__name__}:"
+            f" {one_line(error)}); fetch it again"
         ) from error
     problems = list(needs.missing)
     if needs.request_bytes:
-        problems.append("a draft model cannot have recurrent layers, whose states cannot take rejected drafts back")
-    return Fit("draft-model", USUAL_DRAFTS, numbers=needs.weights // torch.bfloat16.itemsize, problems=tuple(problems))
+        problems.append(
+            "a draft model cannot have recurrent layers, whose states cannot take rejected drafts"
+            " back"
+        )
+    return Fit(
+        "draft-model",
+        USUAL_DRAFTS,
+        numbers=needs.weights // torch.bfloat16.itemsize,
+        problems=tuple(problems),
+    )
 
 
 def _prediction(raw: Mapping[str, Any], target: TargetShape) -> Fit:
@@ -138,7 +162,9 @@ def _prediction(raw: Mapping[str, Any], target: TargetShape) -> Fit:
     except CheckpointError as error:
         return Fit("mtp", problems=(str(error),))
     # Assistants are narrower than their targets.
-    wanted = {"vocab_size": target.vocab_size} | ({"hidden_size": target.hidden_size} if of_speculators else {})
+    wanted = {"vocab_size": target.vocab_size} | (
+        {"hidden_size": target.hidden_size} if of_speculators else {}
+    )
     problems = [
         f"it was made for a target whose {name} is {sizes[name]}, not {value}"
         for name, value in wanted.items()
@@ -157,19 +183,32 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
     if algorithm == "mtp":
         return _prediction(raw, target)
-    of_eagle3, shape = algorithm in ("eagle3", "peagle"), cast(Verifier, target)  # of which it looks at the shape alone
+    of_eagle3, shape = (
+        algorithm in ("eagle3", "peagle"),
+        cast(Verifier, target),
+    )  # of which it looks at the shape alone
     if not of_eagle3 and algorithm not in ALGORITHMS:
-        return Fit(algorithm)  # one that was registered: what its config has to say, its loader knows
+        return Fit(
+            algorithm
+        )  # one that was registered: what its config has to say, its loader knows
     try:
         resolve(PARTS, "quantization", "part")(raw)
         if of_eagle3:
             head = eagle3.parse_config(raw)
             check_head_fit(head, shape, borrows=not head.own_embeddings)
-            drafts, taps, shapes = head.max_draft_tokens, head.taps(target.num_layers), eagle3_shapes(head)
+            drafts, taps, shapes = (
+                head.max_draft_tokens,
+                head.taps(target.num_layers),
+                eagle3_shapes(head),
+            )
         else:
             config = dflash.parse_config(raw)
             check_fit(config, shape, borrows=True)
-            drafts, taps, shapes = config.max_draft_tokens, config.target_layer_ids, tensor_shapes(config)
+            drafts, taps, shapes = (
+                config.max_draft_tokens,
+                config.target_layer_ids,
+                tensor_shapes(config),
+            )
     except CheckpointError as error:
         return Fit(algorithm, problems=(str(error).partition("; choose one made for it")[0],))
     return Fit(algorithm, drafts, taps, sum(map(prod, shapes.values())))

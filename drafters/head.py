@@ -1,9 +1,11 @@
 """What a head adds to DFlash's parallel drafting: the token before a draft has a say in it.
 
-The backbone gives every slot of a block its hidden state and logits, whatever the other slots hold. A head corrects these logits by
-a product of low rank, `logit[child] + <left[parent], right[child]>`: `left` is computed from the token before, the slot's hidden
-state and, in some heads, from all tokens before; `right` is a table. DSpark's Markov heads, DFlash 2's selector and Domino all are
-of this form. `drafters.dflash.drafts` draws chains and trees with it; plain DFlash has no head.
+The backbone gives every slot of a block its hidden state and logits, whatever the other slots hold.
+A head corrects these logits by a product of low rank,
+`logit[child] + <left[parent], right[child]>`: `left` is computed from the token before, the slot's
+hidden state and, in some heads, from all tokens before; `right` is a table. DSpark's Markov heads,
+DFlash 2's selector and Domino all are of this form. `drafters.dflash.drafts` draws chains and trees
+with it; plain DFlash has no head.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +38,9 @@ class Head(Protocol):
 
     @property
     def has_state(self) -> bool:
-        """Whether `left` depends on more tokens than the one before, so that slots have to be drafted in order."""
+        """Whether `left` depends on more tokens than the one before, so that slots have to be
+        drafted in order.
+        """
 
     @property
     def first_slot(self) -> int:
@@ -44,34 +48,39 @@ class Head(Protocol):
 
     @property
     def num_candidates(self) -> int | None:
-        """Tokens of a slot, those of the highest logits, that are corrected for a chain; None corrects the whole vocabulary."""
+        """Tokens of a slot, those of the highest logits, that are corrected for a chain; None
+        corrects the whole vocabulary.
+        """
 
     @property
     def compares_candidates(self) -> bool:
-        """Whether corrections were learned among these candidates alone: then they compare these tokens with each other, and say
-        nothing of others, nor of all of these against others.
+        """Whether corrections were learned among these candidates alone: then they compare these
+        tokens with each other, and say nothing of others, nor of all of these against others.
         """
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of tables of which drafting reads a few rows alone."""
 
-    def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def left(
+        self, hidden: Tensor, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The left side of a slot's correction.
 
         Args:
             hidden: [..., H], final hidden states of slots.
-            previous: int64 [...], tokens of the target that come before; the anchor before the first slot. Its axes and those of
-                `hidden` are broadcast.
-            state: [..., S] as the slot before left it; None in the first slot, and for a head without one.
+            previous: int64 [...], tokens of the target that come before; the anchor before the
+                first slot. Its axes and those of `hidden` are broadcast.
+            state: [..., S] as the slot before left it; None in the first slot, and for a head
+                without one.
 
         Returns:
             [..., r], and the state [..., S] for the next slot, None for a head without one.
         """
 
     def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """float32 [...], the probability that a slot's draft is accepted if those before it are; None where nothing was trained
-        to tell it. Arguments are those of `left`.
+        """float32 [...], the probability that a slot's draft is accepted if those before it are;
+        None where nothing was trained to tell it. Arguments are those of `left`.
         """
 
 
@@ -90,7 +99,9 @@ class HeadConfig(Protocol):
         """
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """Its weights, by the name before theirs in a checkpoint. A model has them as its own children."""
+        """Its weights, by the name before theirs in a checkpoint. A model has them as its own
+        children.
+        """
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
         """The head of a model that has these modules.

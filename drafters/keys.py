@@ -32,7 +32,9 @@ PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_aux_norm": (False,),
     "use_gemma_norm": (False,),
 }
-"""Keys of relatives of all drafters that would change the maths, with the values under which they do not."""
+"""Keys of relatives of all drafters that would change the maths, with the values under which they
+do not.
+"""
 
 _ROPE = {
     "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
@@ -41,18 +43,24 @@ _ROPE = {
     "original_max_position_embeddings", "partial_rotary_factor", "rope_dim", "rope_theta",
     "rope_type", "short_factor", "truncate", "type",
 }  # fmt: skip
-"""What a set of RoPE parameters may say: Transformers' keys, and what is of images and of queries in a target's own layers."""
+"""What a set of RoPE parameters may say: Transformers' keys, and what is of images and of queries
+in a target's own layers.
+"""
 
 _PLAIN_ROPE = {"apply_yarn_scaling": (True,), "attn_factor": (1,), "extrapolation_factor": (1,)}
 """What engines read there besides, with the values under which it changes nothing."""
 
 
-def check_known(place: Mapping[str, Any], known: Iterable[str], name: str, *, copies: bool = False) -> None:
-    """Refuses a key that nobody reads: it might change the maths, and acceptance would drop without any error.
+def check_known(
+    place: Mapping[str, Any], known: Iterable[str], name: str, *, copies: bool = False
+) -> None:
+    """Refuses a key that nobody reads: it might change the maths, and acceptance would drop without
+    any error.
 
     Args:
         place: an object of config.json; null says nothing.
-        known: keys that it may have; of the file in the layout of speculators, besides those that all such files have.
+        known: keys that it may have; of the file in the layout of speculators, besides those that
+            all such files have.
         name: of the object, for messages.
         copies: it may carry whatever a language model's config says, see `drafters.copied_keys`.
 
@@ -64,9 +72,14 @@ def check_known(place: Mapping[str, Any], known: Iterable[str], name: str, *, co
     if copies and unknown:
         unknown = [key for key in unknown if not is_copied(key)]
     for key in unknown:
-        others = "its own keys and those of language models" if copies else ", ".join(get_close_matches(key, allowed, 5, 0.5))
+        others = (
+            "its own keys and those of language models"
+            if copies
+            else ", ".join(get_close_matches(key, allowed, 5, 0.5))
+        )
         raise CheckpointError(
-            f"{name} says {key[:100]}, which this loader does not know (known: {others or 'none like it'});"
+            f"{name} says {key[:100]}, which this loader does not know (known:"
+            f" {others or 'none like it'});"
             " take it out of config.json if the drafter is the same without it"
         )
 
@@ -85,11 +98,17 @@ def check_plain(keys: "Keys", plain_values: Mapping[str, tuple[Any, ...]], kind:
     for key, plain in plain_values.items():
         value = keys.find(key)
         known = value is None or value in plain
-        require(known, f"{kind} with {key} {reprlib.repr(value)} is not supported yet; supported: {plain[0]!r}")
+        require(
+            known,
+            f"{kind} with {key} {reprlib.repr(value)} is not supported yet; supported:"
+            f" {plain[0]!r}",
+        )
 
 
 def rope_sets(place: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every set of RoPE parameters in an object of config.json, with its name; a set for each kind of layer is one of its own."""
+    """Every set of RoPE parameters in an object of config.json, with its name; a set for each kind
+    of layer is one of its own.
+    """
     for name in ("rope_parameters", "rope_scaling", "swa_rope_parameters"):
         stated = place.get(name)
         if isinstance(stated, Mapping):
@@ -157,7 +176,10 @@ class Keys:
     def number(self, name: str) -> float | None:
         """A finite number, or None."""
         value = self.find(name)
-        require(value is None or is_number(value), f"{name} is {reprlib.repr(value)}; it must be a number")
+        require(
+            value is None or is_number(value),
+            f"{name} is {reprlib.repr(value)}; it must be a number",
+        )
         return None if value is None else float(value)
 
     def flag(self, name: str) -> bool | None:

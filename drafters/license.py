@@ -23,18 +23,24 @@ _FORBIDDEN = {"nc": "commercial use", "noncommercial": "commercial use", "nd": "
 
 
 def license_note(card: Path | None, config: Mapping[str, Any]) -> str | None:
-    """What to say of a checkpoint's license; None where it leaves everyone free to use it, or none is stated.
+    """What to say of a checkpoint's license; None where it leaves everyone free to use it, or none
+    is stated.
 
     Args:
-        card: the checkpoint's `README.md`, whose head has the license's name; None where there is none.
+        card: the checkpoint's `README.md`, whose head has the license's name; None where there is
+            none.
         config: content of its config.json, which some publishers write the license to.
     """
-    stated = _card_entries(card) | {key: config[key] for key in ("license", "license_name") if config.get(key)}
+    stated = _card_entries(card) | {
+        key: config[key] for key in ("license", "license_name") if config.get(key)
+    }
     names = stated.get("license") or []
     for name in names if isinstance(names, list) else [names]:
         if isinstance(name, str) and name.lower() not in _FREE:
             own = stated.get("license_name")
-            return _note(one_line(ValueError(own if name == "other" and isinstance(own, str) else name), 100))
+            return _note(
+                one_line(ValueError(own if name == "other" and isinstance(own, str) else name), 100)
+            )
     return None
 
 

@@ -23,7 +23,8 @@ def load_drafter(path: str | Path, *, verifier: Verifier) -> Drafter:
     `specdec.base.checkpoint.hub`) and no such folder exists.
 
     Raises:
-        CheckpointError: nothing there, damaged files, an algorithm that is not supported, or another target.
+        CheckpointError: nothing there, damaged files, an algorithm that is not supported, or
+            another target.
     """
     folder = find_folder(path)
     with naming(path):
@@ -59,7 +60,8 @@ def algorithm_in(folder: Path, raw: Mapping[str, Any]) -> str:
 
 
 def first_eagle(folder: Path, algorithm: str) -> str | None:
-    """What to say of a head of EAGLE or EAGLE-2, which may go by the name of any model; None of others.
+    """What to say of a head of EAGLE or EAGLE-2, which may go by the name of any model; None of
+    others.
 
     They project an embedding and a hidden state together, whose norm no other such head lacks.
 
@@ -70,10 +72,15 @@ def first_eagle(folder: Path, algorithm: str) -> str | None:
     Raises:
         CheckpointError: damaged files.
     """
-    if (algorithm in DRAFTERS and algorithm not in ("draft-model", "eagle3")) or not weight_files(folder):
+    if (algorithm in DRAFTERS and algorithm not in ("draft-model", "eagle3")) or not weight_files(
+        folder
+    ):
         return None
     names = TensorFiles(folder).names
     projects = any(name.removeprefix("model.") == "fc.weight" for name in names)
     if not projects or any("hidden_norm" in name for name in names):
         return None
-    return "this is a head of EAGLE or EAGLE-2 (with fc.weight and without hidden_norm.weight), which is not supported"
+    return (
+        "this is a head of EAGLE or EAGLE-2 (with fc.weight and without hidden_norm.weight),"
+        " which is not supported"
+    )

@@ -1,7 +1,8 @@
-"""Drafts copied from the request's own text: what followed the last tokens when they occurred before.
+"""Drafts copied from the request's own text: what followed the last tokens when they occurred
+before.
 
-Prompt lookup decoding (Saxena, 2023): suffix decoding (`drafters.suffix`) without past outputs, which takes the latest of the
-longest matches.
+Prompt lookup decoding (Saxena, 2023): suffix decoding (`drafters.suffix`) without past outputs,
+which takes the latest of the longest matches.
 """
 
 from pathlib import Path
@@ -17,21 +18,29 @@ class NGramDrafter(SuffixDrafter):
 
     Args:
         max_draft_tokens: largest k.
-        prompt_lookup_max: longest n-gram compared; a longer match is preferred, a later one among equals.
+        prompt_lookup_max: longest n-gram compared; a longer match is preferred, a later one among
+            equals.
         prompt_lookup_min: shortest match that counts.
 
     Raises:
         InvalidInputError: a number out of range.
     """
 
-    def __init__(self, *, max_draft_tokens: int = 8, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1) -> None:
+    def __init__(
+        self, *, max_draft_tokens: int = 8, prompt_lookup_max: int = 4, prompt_lookup_min: int = 1
+    ) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max <= LONGEST:
             raise InvalidInputError(
-                f"prompt_lookup_min is {prompt_lookup_min} and prompt_lookup_max {prompt_lookup_max}; they must be ordered, from 1"
+                f"prompt_lookup_min is {prompt_lookup_min} and prompt_lookup_max"
+                f" {prompt_lookup_max}; they must be ordered, from 1"
                 f" to {LONGEST}"
             )
         super().__init__(
-            max_draft_tokens=max_draft_tokens, longest=prompt_lookup_max, shortest=prompt_lookup_min, occurrences=1, pool_tokens=0
+            max_draft_tokens=max_draft_tokens,
+            longest=prompt_lookup_max,
+            shortest=prompt_lookup_min,
+            occurrences=1,
+            pool_tokens=0,
         )
         self.compared = prompt_lookup_max
 

@@ -33,5 +33,7 @@ def load_shipped(path: str | Path | None = None, *, verifier: Verifier) -> DFlas
         CheckpointError: its files are missing or damaged.
     """
     if path is not None:
-        raise InvalidInputError(f"the drafter smollm2-dflash comes with the package; leave out {str(path)!r}")
+        raise InvalidInputError(
+            f"the drafter smollm2-dflash comes with the package; leave out {str(path)!r}"
+        )
     return load_dflash(shipped_drafter_path(), verifier=verifier)

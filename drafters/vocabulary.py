@@ -1,4 +1,6 @@
-"""A reduced vocabulary of drafts: the map from its tokens to the target's, as every layout stores it."""
+"""A reduced vocabulary of drafts: the map from its tokens to the target's, as every layout stores
+it.
+"""
 
 from collections.abc import Mapping
 
@@ -14,18 +16,24 @@ def target_ids(d2t: Tensor) -> Tensor:
 
 
 def drafted(d2t: Tensor, vocab_size: int) -> Tensor:
-    """bool [vocab_size], the tokens of the target that can be drafted: what checkpoints call `t2d`."""
+    """bool [vocab_size], the tokens of the target that can be drafted:
+    what checkpoints call `t2d`.
+    """
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, target_ids(d2t), True)
 
 
 def without_full_map(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a drafter with the target's whole vocabulary, which may bring a map that changes nothing.
+    """The tensors of a drafter with the target's whole vocabulary, which may bring a map that
+    changes nothing.
 
     Raises:
         CheckpointError: the map reorders tokens.
     """
     offsets = tensors.get("d2t")
-    require(offsets is None or not offsets.any(), "d2t reorders a full vocabulary, which is not supported")
+    require(
+        offsets is None or not offsets.any(),
+        "d2t reorders a full vocabulary, which is not supported",
+    )
     return {name: tensor for name, tensor in tensors.items() if name != "d2t"}
 
 
@@ -36,5 +44,11 @@ def check_map(tensors: Mapping[str, Tensor], vocab_size: int) -> None:
         CheckpointError: it does not.
     """
     targets = target_ids(tensors["d2t"])
-    inside = bool(((targets >= 0) & (targets < vocab_size)).all()) and targets.unique().numel() == targets.numel()
-    require(inside, f"d2t does not map {len(targets)} draft tokens to distinct tokens below {vocab_size}")
+    inside = (
+        bool(((targets >= 0) & (targets < vocab_size)).all())
+        and targets.unique().numel() == targets.numel()
+    )
+    require(
+        inside,
+        f"d2t does not map {len(targets)} draft tokens to distinct tokens below {vocab_size}",
+    )

@@ -18,7 +18,8 @@ class Divergence:
         position: first output token that differs, counted from 0.
         plain_token_id, speculative_token_id: what stands there; None where that output has ended.
         margin: the target's largest logit there less its second largest, both unprocessed.
-        resolution: distance between neighboring numbers of the target's dtype at the size of that logit.
+        resolution: distance between neighboring numbers of the target's dtype at the size of that
+            logit.
     """
 
     index: int
@@ -30,7 +31,8 @@ class Divergence:
 
 
 def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """First position at which two outputs differ, the end of the shorter one included; None when they are the same.
+    """First position at which two outputs differ, the end of the shorter one included; None when
+    they are the same.
 
     >>> first_divergence([5, 6, 7], [5, 6, 7]), first_divergence([5, 6, 7], [5, 9]), first_divergence([5], [5, 6])
     (None, 1, 1)
@@ -42,9 +44,16 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def explain_divergence(
-    decoder: SpecDecoder, index: int, position: int, prompt: Sequence[int], plain: Sequence[int], speculative: Sequence[int]
+    decoder: SpecDecoder,
+    index: int,
+    position: int,
+    prompt: Sequence[int],
+    plain: Sequence[int],
+    speculative: Sequence[int],
 ) -> Divergence:
-    """What the target made of the tokens before `position`, where the two outputs of prompt number `index` part."""
+    """What the target made of the tokens before `position`, where the two outputs of prompt number
+    `index` part.
+    """
     logits = decoder.next_token_logits([*prompt, *plain[:position]])
     largest, second = logits.topk(2).values.tolist()
     _, exponent = math.frexp(largest)

@@ -1,7 +1,8 @@
-"""Prompts of six kinds made from the manual and the standard library of the Python that runs: text that every machine has.
+"""Prompts of six kinds made from the manual and the standard library of the Python that runs: text
+that every machine has.
 
-No drafter of ours is trained on them. The manual differs between versions of Python, so two reports compare where the hashes of
-their prompts agree.
+No drafter of ours is trained on them. The manual differs between versions of Python, so two reports
+compare where the hashes of their prompts agree.
 """
 
 import ast
@@ -24,14 +25,34 @@ from pydoc_data.topics import topics
 _LANGUAGES = ("French", "German", "Spanish", "Italian")
 _MODULES = (statistics, textwrap, bisect, heapq, string, fractions, colorsys)
 _LENGTHS = range(200, 700)  # characters of a paragraph
-_EDITED = (bisect, posixpath, colorsys, heapq, textwrap, calendar, base64, gettext, statistics, shutil)
+_EDITED = (
+    bisect,
+    posixpath,
+    colorsys,
+    heapq,
+    textwrap,
+    calendar,
+    base64,
+    gettext,
+    statistics,
+    shutil,
+)
 _EDITED_LENGTHS = range(400, 1400)  # characters of a function
 
 
 def _paragraphs() -> list[str]:
-    """Paragraphs of prose, in the order of the manual's topics; examples, tables and lists are left out."""
-    parts = (" ".join(part.split()) for text in topics.values() for part in text.split("\n\n") if not part.startswith((" ", "*")))
-    prose = (part for part in parts if len(part) in _LENGTHS and part[0].isupper() and part.endswith("."))
+    """Paragraphs of prose, in the order of the manual's topics; examples, tables and lists are left
+    out.
+    """
+    parts = (
+        " ".join(part.split())
+        for text in topics.values()
+        for part in text.split("\n\n")
+        if not part.startswith((" ", "*"))
+    )
+    prose = (
+        part for part in parts if len(part) in _LENGTHS and part[0].isupper() and part.endswith(".")
+    )
     return list(dict.fromkeys(prose))  # some topics repeat a paragraph
 
 
@@ -50,7 +71,9 @@ def _editing() -> Iterator[str]:
         source = inspect.getsource(module)
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
         texts = [(node.name, ast.get_source_segment(source, node) or "") for node in functions]
-        for name, text in [(name, text) for name, text in texts if len(text) in _EDITED_LENGTHS][:2]:
+        for name, text in [(name, text) for name, text in texts if len(text) in _EDITED_LENGTHS][
+            :2
+        ]:
             before = f"Original file:\n\n```python\n{text}\n```"
             yield f"{before}\n\nThe same file, in which the function is called `{name}_new`:\n\n```python\n"
 

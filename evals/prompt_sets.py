@@ -1,4 +1,6 @@
-"""Prompt sets for measurements: public ones by hub name or local file, and some that come with the package or with Python."""
+"""Prompt sets for measurements: public ones by hub name or local file, and some that come with the
+package or with Python.
+"""
 
 import hashlib
 import json
@@ -88,13 +90,18 @@ _SOURCES = {
         "HuggingFaceH4/MATH-500",
         None,
         "test",
-        lambda row: [f"{row['problem']}\nReason step by step and give the final answer in \\boxed{{}}."],
+        lambda row: [
+            f"{row['problem']}\nReason step by step and give the final answer in \\boxed{{}}."
+        ],
     ),
     "humaneval": _Source(
         "openai/openai_humaneval",
         None,
         "test",
-        lambda row: [f"Complete this Python function; answer with the whole function.\n\n```python\n{row['prompt']}```"],
+        lambda row: [
+            f"Complete this Python function; answer with the whole"
+            f" function.\n\n```python\n{row['prompt']}```"
+        ],
     ),
     "mbpp": _Source("google-research-datasets/mbpp", "full", "test", _mbpp),
     "mt-bench": _Source("HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
@@ -104,35 +111,46 @@ _SOURCES = {
 SET_NAMES = (BUNDLED, *_SOURCES, *MANUAL_KINDS)
 
 
-def load_prompt_set(name: str, *, files: Mapping[str, str] | None = None, limit: int | None = None) -> PromptSet:
+def load_prompt_set(
+    name: str, *, files: Mapping[str, str] | None = None, limit: int | None = None
+) -> PromptSet:
     """Loads one set.
 
     Args:
         name: one of `SET_NAMES`, or any name that `files` has.
-        files: local JSONL file by name of the set. Rows of a set of the user's own have `turns` (a list), `prompt`, `question`
-            or `problem`, and perhaps `answer`.
+        files: local JSONL file by name of the set. Rows of a set of the user's own have `turns` (a
+            list), `prompt`, `question` or `problem`, and perhaps `answer`.
         limit: only the first rows.
 
     Raises:
-        InvalidInputError: an unknown name (the message has near ones), a missing or malformed file, a hub that cannot be
-            reached, or a limit outside the set.
+        InvalidInputError: an unknown name (the message has near ones), a missing or malformed file,
+            a hub that cannot be reached, or a limit outside the set.
     """
     files = files or {}
     if name not in files and name not in SET_NAMES:
         near = get_close_matches(name, SET_NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidInputError(f"unknown prompt set {name!r}{hint} (known: {', '.join(SET_NAMES)}; others with --data NAME=FILE)")
+        raise InvalidInputError(
+            f"unknown prompt set {name!r}{hint} (known: {', '.join(SET_NAMES)}; others with --data"
+            f" NAME=FILE)"
+        )
     if name in files:
         source, rows = files[name], read_jsonl(Path(files[name]))
     elif name == BUNDLED:
         source, rows = "bundled", [(row["id"], row) for row in read_bundled()["problems"]]
     elif name in MANUAL_KINDS:
         source = f"the manual of Python {platform.python_version()}"
-        rows = [(f"{name} {number}", {"prompt": prompt}) for number, prompt in enumerate(MANUAL_KINDS[name](), start=1)]
+        rows = [
+            (f"{name} {number}", {"prompt": prompt})
+            for number, prompt in enumerate(MANUAL_KINDS[name](), start=1)
+        ]
     else:
         source, rows = _SOURCES[name].hub, _hub_rows(name, _SOURCES[name])
     if limit is not None and not 1 <= limit <= len(rows):
-        raise InvalidInputError(f"limit is {limit} and prompt set {name!r} has {len(rows)} rows; choose 1 to {len(rows)}")
+        raise InvalidInputError(
+            f"limit is {limit} and prompt set {name!r} has {len(rows)} rows; choose 1 to"
+            f" {len(rows)}"
+        )
     return PromptSet(name, source, tuple(_item(name, place, row) for place, row in rows[:limit]))
 
 
@@ -154,15 +172,22 @@ def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[
     for pair in pairs:
         name, equals, file = pair.partition("=")
         if not (name and equals and file):
-            raise InvalidInputError(f"--data is {pair!r}; write it as NAME=FILE, such as gsm8k=test.jsonl")
+            raise InvalidInputError(
+                f"--data is {pair!r}; write it as NAME=FILE, such as gsm8k=test.jsonl"
+            )
         if name not in names:
-            raise InvalidInputError(f"--data names {name!r}, which is not among {option} {' '.join(names)}; add it there")
+            raise InvalidInputError(
+                f"--data names {name!r}, which is not among {option} {' '.join(names)}; add it"
+                f" there"
+            )
         files[name] = file
     return files
 
 
 def read_bundled() -> dict[str, list[Row]]:
-    """The problems that come with the package: `problems` to ask, and worked `examples` for few-shot prompts."""
+    """The problems that come with the package: `problems` to ask, and worked `examples` for
+    few-shot prompts.
+    """
     content: dict[str, list[Row]] = json.loads(BUNDLED_FILE.read_text(encoding="utf-8"))
     return content
 
@@ -173,11 +198,16 @@ def _item(name: str, place: str, row: Row) -> Item:
     except (KeyError, TypeError) as error:
         missing = error.args[0] if isinstance(error, KeyError) else "a list of turns"
         raise InvalidInputError(
-            f"{place} does not look like a row of {name!r}: it lacks {missing} (it has {', '.join(row)})"
+            f"{place} does not look like a row of {name!r}: it lacks {missing} (it has"
+            f" {', '.join(row)})"
         ) from error
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise InvalidInputError(f"{place} has an empty turn or one that is not a string; give every turn some text")
-    return Item(str(row.get("id", row.get("question_id", row.get("task_id", place)))), turns, _answer(row))
+        raise InvalidInputError(
+            f"{place} has an empty turn or one that is not a string; give every turn some text"
+        )
+    return Item(
+        str(row.get("id", row.get("question_id", row.get("task_id", place)))), turns, _answer(row)
+    )
 
 
 def _own_turns(row: Row) -> Sequence[str]:
@@ -206,11 +236,14 @@ def _hub_rows(name: str, source: _Source) -> list[tuple[str, Row]]:
     way_out = f"name a local copy with --data {name}=FILE"
     if find_spec("datasets") is None:
         raise InvalidInputError(
-            f"prompt set {name!r} is read from the hub by the package datasets, which is not installed;"
+            f"prompt set {name!r} is read from the hub by the package datasets, which is not"
+            f" installed;"
             f" run: {install_command('eval')}; or {way_out}"
         )
     try:
         rows = import_module("datasets").load_dataset(source.hub, source.config, split=source.split)
     except Exception as error:  # the library raises dozens of types; to the user all mean the same
-        raise InvalidInputError(f"cannot get {source.hub!r} from the hub: {one_line(error)}; {way_out}") from error
+        raise InvalidInputError(
+            f"cannot get {source.hub!r} from the hub: {one_line(error)}; {way_out}"
+        ) from error
     return [(f"{source.hub} row {number}", row) for number, row in enumerate(rows)]

@@ -1,8 +1,9 @@
 """How fast decoding could be if nothing but reading memory took time.
 
-A step reads the weights of target and drafter once, of a mixture of experts those that its rows meet, and the cached keys and
-values of every request; at the bandwidth that the device shows, this takes a time that no kernel beats (the roofline model:
-Williams et al. 2009, doi 10.1145/1498765.1498785).
+A step reads the weights of target and drafter once, of a mixture of experts those that its rows
+meet, and the cached keys and values of every request; at the bandwidth that the device shows, this
+takes a time that no kernel beats (the roofline model: Williams et al. 2009, doi
+10.1145/1498765.1498785).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ MEASURED_BYTES = {"cpu": 2**28, "cuda": 2**31}
 
 
 def measured_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
-    """Bytes per second that the device reads, the best of a sum and a copy, which moves every byte twice, over a few repeats."""
+    """Bytes per second that the device reads, the best of a sum and a copy, which moves every byte
+    twice, over a few repeats.
+    """
     source = torch.ones(MEASURED_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     jobs = ((source.sum, source.nbytes), (lambda: target.copy_(source), 2 * source.nbytes))
@@ -48,7 +51,11 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
         context: cached tokens per request, on average.
     """
     verifier, drafter = engine.verifier, engine.drafter if k else None
-    dtype, weights, experts = verifier.attention.spec.kv_dtype, verifier.weight_bytes, verifier.routed_experts
+    dtype, weights, experts = (
+        verifier.attention.spec.kv_dtype,
+        verifier.weight_bytes,
+        verifier.routed_experts,
+    )
     if experts:
         weights += experts.bytes_read(num_reqs * (k + 1)) - experts.weight_bytes
     cached = 0.0
@@ -56,7 +63,9 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
     for spec, window in zip(specs, verifier.windows, strict=True):
         if isinstance(spec, SharedLayerSpec):
             spec = specs[spec.layer]  # read once more
-        cached += spec.bytes_per_token(dtype) * (context if window is None else min(context, window))
+        cached += spec.bytes_per_token(dtype) * (
+            context if window is None else min(context, window)
+        )
         if isinstance(spec, StateLayerSpec):
             cached += 2 * spec.state_bytes
     if drafter:
@@ -65,8 +74,11 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
     return weights + round(num_reqs * cached)
 
 
-def bound(engine: SpecEngine, *, bandwidth: float, tau: float, num_reqs: int, context: float) -> dict[str, Any]:
-    """The bound for a report: bytes of a step, and the tokens per second if every request were in every step.
+def bound(
+    engine: SpecEngine, *, bandwidth: float, tau: float, num_reqs: int, context: float
+) -> dict[str, Any]:
+    """The bound for a report: bytes of a step, and the tokens per second if every request were in
+    every step.
 
     Args:
         engine: see `step_bytes`.

@@ -17,7 +17,9 @@ from specdec.session.handle import Handle
 from specdec.session.session import Session
 
 OnStep = Callable[[list[Request]], None]
-"""Called after every step with all requests of the current turn; its time is part of the measurement."""
+"""Called after every step with all requests of the current turn; its time is part of the
+measurement.
+"""
 
 OnTurn = Callable[[int, int], OnStep]
 """Called before every turn with its number, from 0, and how many conversations have it."""
@@ -25,7 +27,9 @@ OnTurn = Callable[[int, int], OnStep]
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a system made of one prompt: output tokens, verify steps (none when it tells nothing of them), and what went wrong."""
+    """What a system made of one prompt: output tokens, verify steps (none when it tells nothing of
+    them), and what went wrong.
+    """
 
     token_ids: list[int]
     stats: AcceptanceStats
@@ -47,7 +51,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of a set: `answers`, turn by turn in the order of the items, and the seconds of decoding, prefill included."""
+    """One pass of a set: `answers`, turn by turn in the order of the items, and the seconds of
+    decoding, prefill included.
+    """
 
     answers: list[Answer]
     seconds: float
@@ -67,9 +73,11 @@ def run_set(
     on_turn: OnTurn | None = None,
     generate: Generate | None = None,
 ) -> Pass:
-    """Decodes every turn of every item; a later turn sees the answers that the same system gave before.
+    """Decodes every turn of every item; a later turn sees the answers that the same system gave
+    before.
 
-    The clock runs while the system decodes. Tokenizing prompts and turning answers into text for the next turn are outside it.
+    The clock runs while the system decodes. Tokenizing prompts and turning answers into text for
+    the next turn are outside it.
 
     Args:
         decoder: target and drafter, and the tokenizer.
@@ -106,32 +114,46 @@ def run_set(
     return Pass(answers, seconds)
 
 
-def most_tokens(decoder: SpecDecoder, prompts: PromptSet, max_tokens: int, *, raw: bool = False) -> int:
-    """Upper bound of prompt and output together, over all items and turns, so that a cache need not be made for more."""
+def most_tokens(
+    decoder: SpecDecoder, prompts: PromptSet, max_tokens: int, *, raw: bool = False
+) -> int:
+    """Upper bound of prompt and output together, over all items and turns, so that a cache need not
+    be made for more.
+    """
     longest = 0
     for item in prompts.items:
         turns = item.turns[:1] if raw else item.turns
         history = [{"role": "user", "content": "\n".join(turns)}]
-        # An answer read back as text may take more tokens than it was written with, and a turn brings its template.
+        # An answer read back as text may take more tokens than it was written with, and a turn
+        # brings its template.
         per_turn = max_tokens if len(turns) == 1 else 2 * max_tokens + 64
         longest = max(longest, len(_tokens(decoder, item, history, raw)) + len(turns) * per_turn)
     return longest
 
 
-def _tokens(decoder: SpecDecoder, item: Item, history: list[dict[str, str]], raw: bool) -> list[int]:
+def _tokens(
+    decoder: SpecDecoder, item: Item, history: list[dict[str, str]], raw: bool
+) -> list[int]:
     return decoder.tokenize(item.turns[0] if raw else history)
 
 
 def _decode(
-    session: Session, inputs: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
+    session: Session,
+    inputs: Sequence[list[int]],
+    samplings: Sequence[SamplingParams],
+    on_step: OnStep | None,
 ) -> list[Decoded]:
-    """Queues everything at once and steps until all of it is done; whatever ends this early leaves the engine empty."""
+    """Queues everything at once and steps until all of it is done; whatever ends this early leaves
+    the engine empty.
+    """
     handles: list[Handle] = []
     try:
         for prompt, sampling in zip(inputs, samplings, strict=True):
             handles.append(session.submit(prompt, sampling, incremental=False, text=False))
         requests = [handle.request for handle in handles]
-        session.run_until(lambda: session.idle, None if on_step is None else partial(on_step, requests))
+        session.run_until(
+            lambda: session.idle, None if on_step is None else partial(on_step, requests)
+        )
     finally:
         for handle in handles:
             handle.cancel()

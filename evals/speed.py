@@ -1,4 +1,6 @@
-"""The one definition of every speed that is printed: tokens and seconds of repeated runs, and where their time went."""
+"""The one definition of every speed that is printed: tokens and seconds of repeated runs, and where
+their time went.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +12,8 @@ from typing import Any
 class Speed:
     """Speed of repeated runs of the same work.
 
-    A run is one call of `generate` with all prompts: `num_tokens` are the output tokens of all its requests, `seconds` its
-    wall time, prefill included.
+    A run is one call of `generate` with all prompts: `num_tokens` are the output tokens of all its
+    requests, `seconds` its wall time, prefill included.
 
     >>> speed = Speed(num_tokens=[100, 100, 100], seconds=[2.0, 1.0, 4.0])
     >>> speed.tokens_per_second, speed.median, speed.spread
@@ -27,7 +29,10 @@ class Speed:
     @property
     def tokens_per_second(self) -> list[float]:
         """One entry per run; 0 for a run that took no time."""
-        return [tokens / secs if secs > 0 else 0.0 for tokens, secs in zip(self.num_tokens, self.seconds, strict=True)]
+        return [
+            tokens / secs if secs > 0 else 0.0
+            for tokens, secs in zip(self.num_tokens, self.seconds, strict=True)
+        ]
 
     @property
     def median(self) -> float:
@@ -40,7 +45,8 @@ class Speed:
         return min(self.tokens_per_second, default=0.0), max(self.tokens_per_second, default=0.0)
 
     def ratio(self, baseline: "Speed") -> float | None:
-        """How many times faster than `baseline`, median against median; None when the baseline has no speed.
+        """How many times faster than `baseline`, median against median; None when the baseline has
+        no speed.
 
         >>> Speed(num_tokens=[100], seconds=[1.0]).ratio(Speed(num_tokens=[100], seconds=[2.0]))
         2.0
@@ -52,7 +58,11 @@ class Speed:
         return {
             "num_tokens": list(self.num_tokens),
             "seconds": list(self.seconds),
-            "tokens_per_second": {"median": self.median, "min": self.spread[0], "max": self.spread[1]},
+            "tokens_per_second": {
+                "median": self.median,
+                "min": self.spread[0],
+                "max": self.spread[1],
+            },
         }
 
 
@@ -63,8 +73,8 @@ TIME_PARTS = ("prefill", "draft", "verify", "accept", "rest")
 def time_split(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
     """Shares of a run's time, which add up to 1.
 
-    Drafting includes what the drafter does with the features of verified rows. The rest is scheduling, reading results, and
-    whatever else happens outside the timed phases.
+    Drafting includes what the drafter does with the features of verified rows. The rest is
+    scheduling, reading results, and whatever else happens outside the timed phases.
 
     Args:
         phases: seconds by phase, as `specdec.engine.policy.timing.StepTimer` counts them.
@@ -82,4 +92,6 @@ def time_split(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
         "accept": phases.get("accept", 0.0),
     }
     shares = {part: value / seconds if seconds > 0 else 0.0 for part, value in counted.items()}
-    return shares | {"rest": max(0.0, seconds - sum(counted.values())) / seconds if seconds > 0 else 0.0}
+    return shares | {
+        "rest": max(0.0, seconds - sum(counted.values())) / seconds if seconds > 0 else 0.0
+    }

@@ -1,4 +1,6 @@
-"""What answers the prompts of an evaluation: an engine in this process, or the engines of a cluster."""
+"""What answers the prompts of an evaluation: an engine in this process, or the engines of a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Timed:
     Attributes:
         number: of its prompt.
         result: what it is.
-        seconds: since the answer before it, of the same engine; the sum over all of them is the time of decoding.
+        seconds: since the answer before it, of the same engine; the sum over all of them is the
+            time of decoding.
     """
 
     number: int
@@ -64,7 +67,9 @@ class System(Protocol):
     def warm_up(self) -> None:
         """Decodes a little, so that no answer's time has what only the first one takes."""
 
-    def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Iterator[Timed]:
+    def answers(
+        self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+    ) -> Iterator[Timed]:
         """Answers as they are finished, of prompts that each have their own sampling.
 
         Raises:
@@ -81,7 +86,11 @@ class LocalSystem:
     def __init__(self, decoder: SpecDecoder) -> None:
         engine = decoder.engine
         self.decoder, self.name, self.reader = decoder, decoder.verifier.name, decoder.reader
-        self.settings = {"k": engine.k, "max_num_seqs": engine.config.max_num_seqs, "max_model_len": engine.max_model_len}
+        self.settings = {
+            "k": engine.k,
+            "max_num_seqs": engine.config.max_num_seqs,
+            "max_model_len": engine.max_model_len,
+        }
 
     def plain(self) -> LocalSystem:
         """See `SpecDecoder.plain`."""
@@ -89,9 +98,14 @@ class LocalSystem:
 
     def warm_up(self) -> None:
         """See `System`."""
-        self.decoder.generate([self.reader.tokenizer.eos_token_id], SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True))
+        self.decoder.generate(
+            [self.reader.tokenizer.eos_token_id],
+            SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True),
+        )
 
-    def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Iterator[Timed]:
+    def answers(
+        self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+    ) -> Iterator[Timed]:
         """See `System`; closing the iterator early cancels what is unfinished."""
         pairs, last = list(zip(prompts, samplings, strict=True)), time.perf_counter()
         for prompt, sampling in pairs:
@@ -124,14 +138,21 @@ class ClusterSystem:
 
     def plain(self) -> ClusterSystem:
         """See `System`."""
-        return ClusterSystem(replace(self._pool, spec=self._pool.spec.plain()), self.reader, self._origin | {"k": 0})
+        return ClusterSystem(
+            replace(self._pool, spec=self._pool.spec.plain()), self.reader, self._origin | {"k": 0}
+        )
 
     def warm_up(self) -> None:
         """Nothing, because every engine does so when it is made."""
 
-    def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> Iterator[Timed]:
+    def answers(
+        self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+    ) -> Iterator[Timed]:
         """See `System`; an answer may be an error."""
-        rows = [Row(str(number), *one) for number, one in enumerate(zip(prompts, samplings, strict=True))]
+        rows = [
+            Row(str(number), *one)
+            for number, one in enumerate(zip(prompts, samplings, strict=True))
+        ]
         for answer in self._pool.answers(rows, self._origin):
             yield Timed(int(answer.key), answer.results[0], answer.seconds)
 

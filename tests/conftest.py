@@ -16,7 +16,9 @@ gc.disable()  # until all tests are collected: what is imported stays
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests of kernels that are asked for by name run in Triton's interpreter where there is no GPU."""
+    """Tests of kernels that are asked for by name run in Triton's interpreter where there is no
+    GPU.
+    """
     from specdec.device.device import resolve_device
 
     files = [Path(str(argument).partition("::")[0]) for argument in config.args]
@@ -30,17 +32,28 @@ def pytest_report_header() -> str:
     from specdec.device.device import describe_device, resolve_device, unseen_gpu
 
     reason = unseen_gpu()
-    return f"device: {describe_device(resolve_device())}" + (f"; no GPU is used: {reason}" if reason else "")
+    return f"device: {describe_device(resolve_device())}" + (
+        f"; no GPU is used: {reason}" if reason else ""
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the slow ones, the longest before all, so that no worker is left alone with them in the end."""
+    """Starts with the slow ones, the longest before all, so that no worker is left alone with them
+    in the end.
+    """
     longest = ("test_triton_compile",)  # all kernels of a target
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, not any(name in item.nodeid for name in longest)))
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("slow") is None,
+            not any(name in item.nodeid for name in longest),
+        )
+    )
 
 
 def pytest_collection_finish() -> None:
-    """From here on the garbage collector looks at what tests make; going through all that was imported takes it half a second."""
+    """From here on the garbage collector looks at what tests make; going through all that was
+    imported takes it half a second.
+    """
     gc.freeze()
     gc.enable()
 

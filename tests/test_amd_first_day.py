@@ -1,4 +1,6 @@
-"""The first day on an AMD GPU, rehearsed: every step is run, recorded and resumed, and none keeps the others from running."""
+"""The first day on an AMD GPU, rehearsed: every step is run, recorded and resumed, and none keeps
+the others from running.
+"""
 
 import json
 import os
@@ -24,13 +26,18 @@ STEPS = [
     Step("fails", "a command that fails", ("json.tool", "nowhere.json")),
     Step("hangs", "a command without an end", ("timeit", "-n", "1", "-r", "1", HANGS), 0.03),
     Step(
-        "figures", "a command that leaves figures", ("leaves_figures", "--out", "FOLDER/out.json"), environ={"PYTHONPATH": "FOLDER"}
+        "figures",
+        "a command that leaves figures",
+        ("leaves_figures", "--out", "FOLDER/out.json"),
+        environ={"PYTHONPATH": "FOLDER"},
     ),
 ]
 
 
 class Launched(subprocess.Popen[bytes]):
-    """A step whose time is up when it has said what it says before it hangs, and never otherwise."""
+    """A step whose time is up when it has said what it says before it hangs,
+    and never otherwise.
+    """
 
     def __init__(self, command: Any, stdout: Any = None, **options: Any) -> None:
         self._log = stdout
@@ -47,7 +54,9 @@ class Launched(subprocess.Popen[bytes]):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the steps above leave what they find, in place of the real ones."""
-    (tmp_path / "leaves_figures.py").write_text("import sys; open(sys.argv[2], 'w').write('{\"milliseconds\": 4.2}')")
+    (tmp_path / "leaves_figures.py").write_text(
+        "import sys; open(sys.argv[2], 'w').write('{\"milliseconds\": 4.2}')"
+    )
 
     def here(text: str) -> str:
         return text.replace("FOLDER", str(tmp_path))
@@ -83,26 +92,36 @@ def test_each_step_has_its_verdict(folder: Path, capsys: Capture) -> None:
     assert "nowhere.json" in steps["fails"]["output"] and "so far" in steps["hangs"]["output"]
     with pytest.raises(ProcessLookupError):
         os.kill(int(steps["hangs"]["output"].split()[2]), 0)
-    assert steps["figures"]["figures"] == {"milliseconds": 4.2} and steps["works"]["figures"] is None
+    assert (
+        steps["figures"]["figures"] == {"milliseconds": 4.2} and steps["works"]["figures"] is None
+    )
     page = (folder / "page.md").read_text()
-    assert "2 of 4 steps passed." in page and "| hangs | a command without an end | no end after 0.03 minutes |" in page
+    assert (
+        "2 of 4 steps passed." in page
+        and "| hangs | a command without an end | no end after 0.03 minutes |" in page
+    )
     assert "`python -m json.tool nowhere.json`" in page and "usage: python -m json.tool" in page
     assert "2 of 4 steps passed. Please open an issue" in capsys.readouterr().out
 
 
-def test_what_is_finished_is_not_run_again(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_finished_is_not_run_again(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless it is named, has failed and is to be repeated, or was another command."""
     ran: list[str] = []
 
     def noted(step: Step, folder: Path, launch: Any) -> dict[str, Any]:
         ran.append(step.name)
-        return run_step(replace(step, minutes=0.01) if step.name == "hangs" else step, folder, launch)
+        return run_step(
+            replace(step, minutes=0.01) if step.name == "hangs" else step, folder, launch
+        )
 
     monkeypatch.setattr(first_day, "run_step", noted)
     first_day.main(["--out", str(folder), "--only", "works", "fails"])
     first_day.main(["--out", str(folder)])
     assert (
-        ran == ["works", "fails", "hangs", "figures"] and "works: a command that works ... passed before" in capsys.readouterr().out
+        ran == ["works", "fails", "hangs", "figures"]
+        and "works: a command that works ... passed before" in capsys.readouterr().out
     )
     first_day.main(["--out", str(folder), "--again", "works"])
     assert ran[4:] == ["works"]
@@ -115,7 +134,9 @@ def test_what_is_finished_is_not_run_again(folder: Path, capsys: Capture, monkey
 
 
 def test_interrupted(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was finished stays, the step that runs is ended, and the same command goes on with it."""
+    """What was finished stays, the step that runs is ended,
+    and the same command goes on with it.
+    """
     launch = run.launch
 
     def interrupted(step: Step, log: Path) -> int | None:
@@ -125,7 +146,10 @@ def test_interrupted(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(first_day, "launch", interrupted)
     assert first_day.main(["--out", str(folder)]) == 130
-    assert set(record(folder)) == {"works"} and "the same command goes on from here" in capsys.readouterr().out
+    assert (
+        set(record(folder)) == {"works"}
+        and "the same command goes on from here" in capsys.readouterr().out
+    )
     monkeypatch.setattr(first_day, "launch", launch)
     assert first_day.main(["--out", str(folder), "--only", "works", "fails"]) == 1
     assert set(record(folder)) == {"works", "fails"}
@@ -134,7 +158,10 @@ def test_interrupted(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPa
 def test_unknown_steps_are_refused(folder: Path, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         first_day.main(["--out", str(folder), "--only", "bench"])
-    assert "no step is called 'bench' (known: failed, works, fails, hangs, figures)" in capsys.readouterr().err
+    assert (
+        "no step is called 'bench' (known: failed, works, fails, hangs, figures)"
+        in capsys.readouterr().err
+    )
 
 
 def test_every_backend_has_its_steps(tmp_path: Path) -> None:
@@ -150,8 +177,16 @@ def test_every_backend_has_its_steps(tmp_path: Path) -> None:
 def test_a_page_fits_an_issue(num_lines: int, shown: int) -> None:
     """With as many last lines of each output as leave it short enough."""
     output = "\n".join(f"{number:<150}." for number in range(num_lines))
-    entry = {"title": "a step", "command": "python -m x", "verdict": "passed", "seconds": 1.0, "output": output}
-    text = page({"device": "a device"}, {f"step {index}": entry for index in range(28 if shown < 30 else 5)})
+    entry = {
+        "title": "a step",
+        "command": "python -m x",
+        "verdict": "passed",
+        "seconds": 1.0,
+        "output": output,
+    }
+    text = page(
+        {"device": "a device"}, {f"step {index}": entry for index in range(28 if shown < 30 else 5)}
+    )
     assert len(text) <= MOST
     assert text.count(f"\n{num_lines - shown:<150}.\n") == bool(shown) * (28 if shown < 30 else 5)
     assert f"\n{num_lines - shown - 1:<150}.\n" not in text
@@ -159,15 +194,23 @@ def test_a_page_fits_an_issue(num_lines: int, shown: int) -> None:
 
 @pytest.mark.slow
 def test_rehearsal(tmp_path: Path, capsys: Capture) -> None:
-    """Every step that can run on the emulation does, and passes; one that needs a GPU says so, and the rest goes on."""
+    """Every step that can run on the emulation does, and passes; one that needs a GPU says so, and
+    the rest goes on.
+    """
     needs_gpu = {"triton-fused"}
-    steps = [step.name for step in all_steps(tmp_path, tiny=tmp_path, data=None, limit=1) if step.small is not None]
+    steps = [
+        step.name
+        for step in all_steps(tmp_path, tiny=tmp_path, data=None, limit=1)
+        if step.small is not None
+    ]
     assert first_day.main(["--rehearse", "--out", str(tmp_path)]) == 1
     entries = record(tmp_path)
     verdicts = {name: entry["verdict"] for name, entry in entries.items()}
     assert set(verdicts) == set(steps) and len(verdicts) >= 16
     failed = {name for name, verdict in verdicts.items() if verdict != "passed"}
-    assert failed == needs_gpu, "\n".join(f"{name}: {entries[name]['output'][-1500:]}" for name in failed - needs_gpu)
+    assert failed == needs_gpu, "\n".join(
+        f"{name}: {entries[name]['output'][-1500:]}" for name in failed - needs_gpu
+    )
     assert "no CUDA or ROCm device here" in entries["triton-fused"]["output"]
     assert "rocm_aiter_fa          chosen by --attention auto" in entries["doctor"]["output"]
     assert {case["verdict"] for case in entries["kernels"]["figures"]} == {"right"}

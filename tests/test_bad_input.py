@@ -1,4 +1,6 @@
-"""Bad input from the command line down to real files: one line with the value, the limit and the way out, and nothing lost."""
+"""Bad input from the command line down to real files: one line with the value, the limit and the
+way out, and nothing lost.
+"""
 
 import json
 import re
@@ -122,41 +124,79 @@ def fill(tensor: str, value: float) -> Damage:
 def index(file: str) -> Damage:
     def damage(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": file}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"fc.weight": file}})
+        )
 
     return damage
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 3,
+    "long_factor": [2.0] * 3,
+}
 """With factors for fewer numbers than a head has."""
-ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate("model.safetensors"), ("cannot read the weights of target", "is damaged", "fetch the whole checkpoint again")),
+        (
+            truncate("model.safetensors"),
+            ("cannot read the weights of target", "is damaged", "fetch the whole checkpoint again"),
+        ),
         (truncate("config.json"), ("config.json of target", "is not valid JSON")),
-        (drop("model.layers.2.mlp.up_proj.weight"), ("lacks 1 tensors", "model.layers.2.mlp.up_proj.weight", "fetch")),
-        (set_key(num_hidden_layers=5), ("lacks 9 tensors", "model.layers.4.input_layernorm.weight")),
-        (set_key(intermediate_size=50), ("cannot read the weights of target", "[48, 32] and the config asks for [50, 32]")),
+        (
+            drop("model.layers.2.mlp.up_proj.weight"),
+            ("lacks 1 tensors", "model.layers.2.mlp.up_proj.weight", "fetch"),
+        ),
+        (
+            set_key(num_hidden_layers=5),
+            ("lacks 9 tensors", "model.layers.4.input_layernorm.weight"),
+        ),
+        (
+            set_key(intermediate_size=50),
+            ("cannot read the weights of target", "[48, 32] and the config asks for [50, 32]"),
+        ),
         (set_key(model_type="t5"), ("encoder-decoder",)),
-        (set_key(rope_parameters=LONGROPE), ("cannot read the weights of target", "torch.Size([8])")),
+        (
+            set_key(rope_parameters=LONGROPE),
+            ("cannot read the weights of target", "torch.Size([8])"),
+        ),
         (
             set_key(rope_parameters=LONGROPE | {"original_max_position_embeddings": 0}),
             ("cannot read the config of target", "original_max_position_embeddings is 0"),
         ),
         (remove("config.json"), ("target", "has no config.json")),
-        (remove("model.safetensors"), ("cannot read the weights of target", "there are no weights")),
+        (
+            remove("model.safetensors"),
+            ("cannot read the weights of target", "there are no weights"),
+        ),
         (write("config.json", "null"), ("config.json of target", "holds no JSON object")),
-        (write("tokenizer_config.json", "[]"), ("cannot read the tokenizer of target", "write it again")),
+        (
+            write("tokenizer_config.json", "[]"),
+            ("cannot read the tokenizer of target", "write it again"),
+        ),
         (set_key(vocab_size="97"), ("cannot read the config of target", "vocab_size")),
         (set_key(num_key_value_heads=0), ("target", "fetch it again")),
         (set_key(num_hidden_layers=0), ("num_hidden_layers is 0", "[1, 2**31)")),
-        (set_key(max_position_embeddings=10**18), ("max_position_embeddings is 1000", "[1, 2**31)")),
+        (
+            set_key(max_position_embeddings=10**18),
+            ("max_position_embeddings is 1000", "[1, 2**31)"),
+        ),
     ],
 )
-def test_damaged_target(folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]) -> None:
+def test_damaged_target(
+    folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]
+) -> None:
     """A truncated or incomplete target never runs with whatever weights were left."""
     shutil.copytree(folders / "target", tmp_path / "target")
     damage(tmp_path / "target")
@@ -165,26 +205,39 @@ def test_damaged_target(folders: Path, tmp_path: Path, capsys: Capture, damage: 
         assert part in line
 
 
-def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is read of a GGUF file; no package is needed for what safetensors files hold."""
+def test_a_missing_package_is_named(
+    folders: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is read of a GGUF file;
+    no package is needed for what safetensors files hold.
+    """
     shutil.copytree(folders / "target", tmp_path / "target")
     remove("model.safetensors")(tmp_path / "target")
     (tmp_path / "target" / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("verifiers.gguf.file.find_spec", lambda name: None)
     line = fails(capsys, "abc", "--raw", "--model", tmp_path / "target")
-    assert "'model.gguf' needs package gguf, which is not installed; run: python -m pip install gguf" in line
+    assert (
+        "'model.gguf' needs package gguf, which is not installed; run: python -m pip install gguf"
+        in line
+    )
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate("model.safetensors"), ("'model.safetensors' is damaged", "fetch the whole checkpoint again")),
+        (
+            truncate("model.safetensors"),
+            ("'model.safetensors' is damaged", "fetch the whole checkpoint again"),
+        ),
         (drop("fc.weight"), ("tensor fc.weight is missing",)),
         (set_key(num_target_layers=9), ("was made for 9 target layers, not 4",)),
         (set_key(vocab_size=120), ("vocabulary has 120 tokens, the target's 97",)),
         (set_key(architectures=["XPressDraftModel"]), ("is not supported yet",)),
         (remove("model.safetensors"), ("there are no weights",)),
-        (fill("fc.weight", torch.nan), ("tensor fc.weight holds NaN or infinite values", "download it again")),
+        (
+            fill("fc.weight", torch.nan),
+            ("tensor fc.weight holds NaN or infinite values", "download it again"),
+        ),
         (write("config.json", "[" * 100_000), ("config.json of drafter", "is not valid JSON")),
         (set_key(block_size=10**30), ("block_size is", "at most 1,024")),
         (set_key(num_hidden_layers=10**9), ("num_hidden_layers is 1000000000", "[1, 1,024]")),
@@ -198,17 +251,30 @@ def test_a_missing_package_is_named(folders: Path, tmp_path: Path, capsys: Captu
         ),
         (set_key(rms_norm_eps=-1), ("rms_norm_eps is -1.0", "at least 0")),
         (set_key(final_logit_softcapping=-5), ("final_logit_softcapping is -5.0", "positive")),
-        (set_key(input_embedding_scale=10**400), ("input_embedding_scale is 1000", "it must be a number")),
-        (set_key(speculators_config={"verifier": {"architectures": 5}}), ("architectures are 5", "a list")),
+        (
+            set_key(input_embedding_scale=10**400),
+            ("input_embedding_scale is 1000", "it must be a number"),
+        ),
+        (
+            set_key(speculators_config={"verifier": {"architectures": 5}}),
+            ("architectures are 5", "a list"),
+        ),
         (index("../../model.safetensors"), ("does not name a file beside it for each tensor",)),
-        (index("x" * 5000), ("of the files that model.safetensors.index.json tells of are missing",)),
+        (
+            index("x" * 5000),
+            ("of the files that model.safetensors.index.json tells of are missing",),
+        ),
     ],
 )
-def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]) -> None:
+def test_damaged_or_foreign_drafter(
+    folders: Path, tmp_path: Path, capsys: Capture, damage: Damage, said: Sequence[str]
+) -> None:
     """A drafter that is broken, or made for another target, is refused with the reason."""
     shutil.copytree(folders / "drafter", tmp_path / "drafter")
     damage(tmp_path / "drafter")
-    line = fails(capsys, "abc", "--raw", "--model", folders / "target", "--drafter", tmp_path / "drafter")
+    line = fails(
+        capsys, "abc", "--raw", "--model", folders / "target", "--drafter", tmp_path / "drafter"
+    )
     for part in said:
         assert part in line
 
@@ -216,28 +282,42 @@ def test_damaged_or_foreign_drafter(folders: Path, tmp_path: Path, capsys: Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("abc", "--drafter", "ngramm"), ("unknown drafter 'ngramm'", "known: auto, ngram, suffix, dflash")),
+        (
+            ("abc", "--drafter", "ngramm"),
+            ("unknown drafter 'ngramm'", "known: auto, ngram, suffix, dflash"),
+        ),
         (
             ("abc", "--drafter", "smollm2-dflash"),
             ("made for embedded", "does not fit", "vocabulary has 49152 tokens, the target's 97"),
         ),
-        (("abc", "--drafter", "{drafter}", "-k", "5"), ("num_draft_tokens is 5 and the drafter gives at most 4",)),
+        (
+            ("abc", "--drafter", "{drafter}", "-k", "5"),
+            ("num_draft_tokens is 5 and the drafter gives at most 4",),
+        ),
         (("abc", "--attention", "flash"), ("unknown attention backend 'flash'", "torch_ref")),
         (("abc", "--device", "cuda:77"), ("cuda:77", "cpu")),
         (("abc", "--device", "quantum"), ("unknown device 'quantum'",)),
         (("abc", "--dtype", "int3"), ("unknown dtype 'int3'", "float32")),
         (("abc", "--top-p", "1.5"), ("top_p is 1.5", "(0, 1]")),
         (("abc", "--top-k", str(2**63)), (f"top_k is {2**63}", "below 2**31")),
-        (("abc", "--repetition-penalty", "1e-300"), ("repetition_penalty is 1e-300", "[1e-30, 1e30]")),
+        (
+            ("abc", "--repetition-penalty", "1e-300"),
+            ("repetition_penalty is 1e-300", "[1e-30, 1e30]"),
+        ),
         (("a\udcffb",), ("prompt 1 is not UTF-8 text (byte 1)", "convert it")),
         (("--file", "a\0b"), ("cannot read 'a\\x00b'", "--file takes")),
         (("abc", "--kv-memory", "1K"), ("budget of 1,024 bytes", "give it at least")),
         (("abc" * 300,), ("prompt has 900 tokens and the limit is 512",)),
-        (("abc", "--max-tokens", "300", "--kv-memory", "100K"), ("cache blocks and the cache has", "max_tokens")),
+        (
+            ("abc", "--max-tokens", "300", "--kv-memory", "100K"),
+            ("cache blocks and the cache has", "max_tokens"),
+        ),
         (("",), ("prompt",)),
     ],
 )
-def test_bad_arguments(folders: Path, capsys: Capture, arguments: Sequence[str], said: Sequence[str]) -> None:
+def test_bad_arguments(
+    folders: Path, capsys: Capture, arguments: Sequence[str], said: Sequence[str]
+) -> None:
     """Unknown names list the known ones; numbers come with their range."""
     given = [argument.format(drafter=folders / "drafter") for argument in arguments]
     line = fails(capsys, *given, "--raw", "--model", folders / "target")
@@ -263,25 +343,60 @@ def test_bad_arguments(folders: Path, capsys: Capture, arguments: Sequence[str],
     ids=lambda arguments: " ".join(arguments)[:40].encode("ascii", "replace").decode(),
 )
 def test_extremes_that_work(folders: Path, capsys: Capture, arguments: Sequence[str]) -> None:
-    """Values at the ends of their ranges decode as any other: no overflow, no NaN, nothing left out."""
-    given = ["--drafter", str(folders / "drafter"), "--raw", "--model", str(folders / "target"), "--max-tokens", "6", "--json"]
+    """Values at the ends of their ranges decode as any other: no overflow, no NaN, nothing left
+    out.
+    """
+    given = [
+        "--drafter",
+        str(folders / "drafter"),
+        "--raw",
+        "--model",
+        str(folders / "target"),
+        "--max-tokens",
+        "6",
+        "--json",
+    ]
     assert main(["generate", *given, *arguments]) == 0
     results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert all(result["finish_reason"] in ("stop", "length") and len(result["token_ids"]) > 0 for result in results)
+    assert all(
+        result["finish_reason"] in ("stop", "length") and len(result["token_ids"]) > 0
+        for result in results
+    )
     assert len(results) == (50 if arguments[0] == "p0" else 1)
 
 
-def test_a_line_that_no_tokenizer_takes_leaves_the_others_alone(folders: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Half of a surrogate pair, as JSON may spell it; line ends of Windows and a byte order mark are no matter."""
+def test_a_line_that_no_tokenizer_takes_leaves_the_others_alone(
+    folders: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Half of a surrogate pair, as JSON may spell it; line ends of Windows and a byte order mark
+    are no matter.
+    """
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "abc"}\r\n{"prompt": "a\\ud800b"}\r\n')
-    assert main(["generate", "--file", str(file), "--raw", "--model", str(folders / "target"), "--max-tokens", "6", "--json"]) == 1
+    assert (
+        main(
+            [
+                "generate",
+                "--file",
+                str(file),
+                "--raw",
+                "--model",
+                str(folders / "target"),
+                "--max-tokens",
+                "6",
+                "--json",
+            ]
+        )
+        == 1
+    )
     good, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert good["prompt"] == "abc" and good["token_ids"] and good["error"] is None
     assert bad["token_ids"] == [] and "half of a surrogate pair" in bad["error"]
 
 
-@pytest.mark.parametrize("line", ['{"prompt": "a", "n": ' + "9" * 5000 + "}", "[" * 100_000], ids=["digits", "depth"])
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "a", "n": ' + "9" * 5000 + "}", "[" * 100_000], ids=["digits", "depth"]
+)
 def test_json_beyond_the_limits_of_its_reader(line: str, tmp_path: Path, capsys: Capture) -> None:
     """Catches the ValueError and the RecursionError that are no JSONDecodeError."""
     file = tmp_path / "prompts.jsonl"
@@ -290,13 +405,21 @@ def test_json_beyond_the_limits_of_its_reader(line: str, tmp_path: Path, capsys:
 
 
 def decoder_of(tokenizer: Any) -> SpecDecoder:
-    return SpecDecoder(paged_verifier(plain_model("llama")), tokenizer, None, EngineConfig(max_num_seqs=2, max_model_len=64))
+    return SpecDecoder(
+        paged_verifier(plain_model("llama")),
+        tokenizer,
+        None,
+        EngineConfig(max_num_seqs=2, max_model_len=64),
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ raise_exception('no system\nhere') }}", "no system here"),  # the template's own, of models that know no system message
+        (
+            "{{ raise_exception('no system\nhere') }}",
+            "no system here",
+        ),  # the template's own, of models that know no system message
         ("{{ 1/0 }}", "division by zero"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         ("{{ 1e400 | int }}", "inf"),
@@ -331,7 +454,9 @@ def test_a_tokenizer_that_panics_is_one_line() -> None:
         torch.OutOfMemoryError("CUDA out of"),
     ],
 )
-def test_no_memory_is_one_line(folders: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_no_memory_is_one_line(
+    folders: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """A limit of the machine is no defect of ours: the way out instead of a traceback."""
 
     def full(*args: object, **options: object) -> None:
@@ -348,17 +473,23 @@ def test_what_saves_memory_is_an_option_of_the_command(verb: str) -> None:
     named = re.findall(r"--[a-z-]+", main_module._less_memory(verb))
     known = main_module._parser_of(verb)[1]._option_string_actions
     assert all(option in known for option in named)
-    assert verb != "train" or {"--anchors", "--loss-rows", "--batch-size", "--accumulation"} <= set(named)
+    assert verb != "train" or {"--anchors", "--loss-rows", "--batch-size", "--accumulation"} <= set(
+        named
+    )
 
 
 def test_paths_that_are_not_there(folders: Path, tmp_path: Path, capsys: Capture) -> None:
     """A missing folder is not taken for a hub name."""
     assert "is not a folder" in fails(capsys, "abc", "--model", tmp_path / "nowhere")
-    assert "is not a folder" in fails(capsys, "abc", "--model", folders / "target", "--drafter", tmp_path / "nowhere")
+    assert "is not a folder" in fails(
+        capsys, "abc", "--model", folders / "target", "--drafter", tmp_path / "nowhere"
+    )
 
 
 def test_one_bad_prompt_of_many_leaves_the_others_alone(folders: Path, capsys: Capture) -> None:
-    """Two prompts fail, with a line each; the outputs of the others do not change, and the status says that some failed."""
+    """Two prompts fail, with a line each; the outputs of the others do not change, and the status
+    says that some failed.
+    """
     arguments = ["--raw", "--model", str(folders / "target"), "--max-tokens", "6", "--json"]
     assert main(["generate", "abc", "hello", *arguments]) == 0
     good = [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
@@ -369,9 +500,16 @@ def test_one_bad_prompt_of_many_leaves_the_others_alone(folders: Path, capsys: C
 
 
 def test_errors_of_the_api_have_one_base_class() -> None:
-    """Everything above can be caught as `SpecDecError`; mistakes in the form of the input are told apart."""
+    """Everything above can be caught as `SpecDecError`; mistakes in the form of the input are told
+    apart.
+    """
     verifier = paged_verifier(plain_model("llama"))
-    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=64))
+    decoder = SpecDecoder(
+        verifier,
+        tiny_tokenizer(),
+        None,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=64),
+    )
     for inputs, said in (
         ([], "there is no prompt"),
         ("", "prompt is empty"),
@@ -387,15 +525,24 @@ def test_errors_of_the_api_have_one_base_class() -> None:
         else:
             results: Any = decoder.generate(inputs)  # type: ignore[arg-type]
             assert said in results[0].error
-    with pytest.raises(SpecDecError, match=r"unknown sampling value 'temprature' \(known: max_tokens"):
+    with pytest.raises(
+        SpecDecError, match=r"unknown sampling value 'temprature' \(known: max_tokens"
+    ):
         decoder.generate("abc", temprature=1)
     assert not decoder.engine.has_work
 
 
 def test_interrupted_stream_leaves_the_decoder_usable() -> None:
-    """Closing a stream early, as Ctrl-C does, cancels what is unfinished; the next call starts from an empty cache."""
+    """Closing a stream early, as Ctrl-C does, cancels what is unfinished; the next call starts from
+    an empty cache.
+    """
     verifier = paged_verifier(plain_model("llama"))
-    decoder = SpecDecoder(verifier, tiny_tokenizer(), None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1))
+    decoder = SpecDecoder(
+        verifier,
+        tiny_tokenizer(),
+        None,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1),
+    )
     sampling = SamplingParams(max_tokens=12)
     expected = decoder.generate(["abc", "def", "ghi"], sampling)
     stream = decoder.stream(["abc", "def", "ghi"], sampling)
@@ -409,8 +556,12 @@ def test_interrupted_stream_leaves_the_decoder_usable() -> None:
     assert decoder.engine.pool.num_used == 0
 
 
-def test_half_the_vocabulary_nan_is_reported(folders: Path, tmp_path: Path, capsys: Capture) -> None:
-    """A checkpoint whose weights are NaN ends every request with one clear line and a non-zero status."""
+def test_half_the_vocabulary_nan_is_reported(
+    folders: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """A checkpoint whose weights are NaN ends every request with one clear line and a non-zero
+    status.
+    """
     shutil.copytree(folders / "target", tmp_path / "target")
     tensors = load_file(tmp_path / "target" / "model.safetensors")
     tensors["lm_head.weight"][5] = torch.nan
@@ -421,19 +572,41 @@ def test_half_the_vocabulary_nan_is_reported(folders: Path, tmp_path: Path, caps
 
 def test_no_refusal_is_an_assert() -> None:
     """`python -O` runs none of them; here it runs tables of bad files and values."""
-    ours = ("base/checkpoint/test_tensor_files", "device/test_deviation", "base/test_metrics", "layers/packed/test_linear")
+    ours = (
+        "base/checkpoint/test_tensor_files",
+        "device/test_deviation",
+        "base/test_metrics",
+        "layers/packed/test_linear",
+    )
     theirs = ("drafters/dflash/config/test_layout", "verifiers/formats/test_integers")
     tables = [f"tests/{file}.py" for file in (*(f"specdec/{file}" for file in ours), *theirs)]
     chosen = ["-k", "damage or refus or deviations or scales"]
-    command = [sys.executable, "-O", "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *tables, *chosen]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
+    command = [
+        sys.executable,
+        "-O",
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        *tables,
+        *chosen,
+    ]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False
+    )
     passed = re.search(r"(\d+) passed", run.stdout)
     assert run.returncode == 0 and passed is not None and int(passed[1]) > 50, run.stdout[-2000:]
 
 
 @pytest.mark.parametrize("kind", [SpecDecError, CheckpointError, InvalidInputError])
-@pytest.mark.parametrize("value", ["a\nb", "\r", "\x00\x1b[2J", "\u2028", "\ud800", "x" * 10**5, "\n" * 10**5])
-def test_a_message_is_one_line_whatever_value_it_names(kind: type[SpecDecError], value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ["a\nb", "\r", "\x00\x1b[2J", "\u2028", "\ud800", "x" * 10**5, "\n" * 10**5]
+)
+def test_a_message_is_one_line_whatever_value_it_names(
+    kind: type[SpecDecError], value: str
+) -> None:
     """And keeps its beginning and its way out."""
     message = str(kind(f"there is no model {value}; name another"))
     assert len(message.splitlines()) == 1 and len(message) <= LONGEST + 5 and message.encode()

@@ -1,4 +1,6 @@
-"""No test is decided by how long something takes: waiting is done in `tests.helpers.waiting`, for events."""
+"""No test is decided by how long something takes: waiting is done in `tests.helpers.waiting`, for
+events.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -19,7 +21,10 @@ def clocks(tree: ast.AST) -> Iterator[tuple[int, str]]:
         owner, name = ast.unparse(node.func.value), node.func.attr
         limits = [one.value for one in node.keywords if one.arg in {"timeout", "seconds"}]
         limits += node.args[-1:] if name in LIMITED else []
-        own = any(isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) for limit in limits)
+        own = any(
+            isinstance(limit, ast.Constant) and isinstance(limit.value, int | float)
+            for limit in limits
+        )
         if (
             own
             or (owner == "time" and name in CLOCKS)

@@ -1,4 +1,6 @@
-"""Sampled text does not depend on drafts: chains and trees, coupled to the target's noise or not, against plain decoding."""
+"""Sampled text does not depend on drafts: chains and trees, coupled to the target's noise or not,
+against plain decoding.
+"""
 
 from functools import cache
 from typing import Any
@@ -34,30 +36,50 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree of 40": {"tree_nodes": 40},
     "weighted tree of 12": {"tree_nodes": 12},
 }
-COUPLING = Coupling((0.7, 1.2), a=((0.8, 0.7, 0.7, 0.6, 0.5), (0.9, 0.8, 0.8, 0.8, 0.7)), b=((1.0, 0.6, 0.5, 0.4, 0.3),) * 2)
+COUPLING = Coupling(
+    (0.7, 1.2),
+    a=((0.8, 0.7, 0.7, 0.6, 0.5), (0.9, 0.8, 0.8, 0.8, 0.7)),
+    b=((1.0, 0.6, 0.5, 0.4, 0.3),) * 2,
+)
 
 
 class Case:
-    """A target, prompts that all differ, what plain decoding writes with a seed each, and logits to draft from."""
+    """A target, prompts that all differ, what plain decoding writes with a seed each, and logits to
+    draft from.
+    """
 
     def __init__(self) -> None:
         model = plain_model("llama")
         self.verifier: Verifier = paged_verifier(model)
-        rest = torch.randint(3, VOCAB, (SEEDS, 5), generator=torch.Generator().manual_seed(1)).tolist()
+        rest = torch.randint(
+            3, VOCAB, (SEEDS, 5), generator=torch.Generator().manual_seed(1)
+        ).tolist()
         self.prompts = [[3 + i % 94, 3 + i // 94, *rest[i][: i % 5]] for i in range(SEEDS)]
         self.plain = self.run(None, num_draft_tokens=None)
-        texts = {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain}
-        logits: Tensor = disturbed_logits(model, [request.token_ids for request in self.plain], spread=1.0)
-        self.drafter, self.weighted = OracleDrafter(texts, logits, K), OracleDrafter(texts, logits, K, COUPLING)
+        texts = {
+            tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain
+        }
+        logits: Tensor = disturbed_logits(
+            model, [request.token_ids for request in self.plain], spread=1.0
+        )
+        self.drafter, self.weighted = (
+            OracleDrafter(texts, logits, K),
+            OracleDrafter(texts, logits, K, COUPLING),
+        )
 
     def run(self, drafter: Drafter | None, **changes: Any) -> list[Request]:
         """All seeds in one engine."""
         memory = CacheConfig(memory_bytes=2**26, prefix_caching=False)
-        config = EngineConfig(**{"max_num_seqs": 125, "cache": memory, "num_draft_tokens": None, **changes})
+        config = EngineConfig(
+            **{"max_num_seqs": 125, "cache": memory, "num_draft_tokens": None, **changes}
+        )
         engine = SpecEngine(self.verifier, drafter, config)
         requests = [
             engine.add_request(
-                prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=seed, ignore_eos=True, **KINDS[seed % len(KINDS)])
+                prompt,
+                SamplingParams(
+                    max_tokens=MAX_TOKENS, seed=seed, ignore_eos=True, **KINDS[seed % len(KINDS)]
+                ),
             )
             for seed, prompt in enumerate(self.prompts)
         ]
@@ -91,10 +113,16 @@ PAIRS = [(way, "coupled") for way in WAYS] + [
 
 @pytest.mark.parametrize(("way", "draft_sampling"), PAIRS)
 def test_the_tokens_of_a_thousand_seeds(way: str, draft_sampling: str) -> None:
-    """Greedy and sampled requests with every filter in one batch: token for token those of plain decoding."""
+    """Greedy and sampled requests with every filter in one batch: token for token those of plain
+    decoding.
+    """
     requests = drafted(way, draft_sampling)
-    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in case().plain]
-    assert min(tau(requests, kind) for kind in range(len(KINDS))) > (1.05 if draft_sampling == "greedy" else 1.6)
+    assert [request.output_token_ids for request in requests] == [
+        request.output_token_ids for request in case().plain
+    ]
+    assert min(tau(requests, kind) for kind in range(len(KINDS))) > (
+        1.05 if draft_sampling == "greedy" else 1.6
+    )
 
 
 @pytest.mark.slow

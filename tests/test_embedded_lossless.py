@@ -1,4 +1,6 @@
-"""The embedded model in float32: every drafter and batch size against Hugging Face `generate`, token for token."""
+"""The embedded model in float32: every drafter and batch size against Hugging Face `generate`,
+token for token.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +29,12 @@ QUESTIONS = (
     "Repeat this sentence three times: The quick brown fox jumps over the lazy dog.",
     "Write a Python function that reverses a string.",
     "What is the capital of France, and which river runs through it?",
-    "A baker sells 12 rolls in the morning and twice as many in the afternoon. How many rolls does she sell?",
+    "A baker sells 12 rolls in the morning and twice as many in the afternoon. How many rolls does"
+    " she sell?",
     "List the first eight prime numbers, separated by commas.",
     "Translate to French: Good morning, how are you today?",
-    "Summarize in one sentence: Water boils at 100 degrees Celsius at sea level, and at lower temperatures on high mountains.",
+    "Summarize in one sentence: Water boils at 100 degrees Celsius at sea level, and at lower"
+    " temperatures on high mountains.",
     "Turn this into a JSON object: name is Ada, age is 36, city is London.",
 )
 
@@ -40,7 +44,10 @@ def target() -> tuple[Verifier, SpecDecoder]:
     """The embedded model behind our attention, and a plain decoder for its tokenizer."""
     verifier, tokenizer = load_verifier("embedded", device=torch.device("cpu"), dtype=torch.float32)
     return verifier, SpecDecoder(
-        verifier, tokenizer, None, EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26))
+        verifier,
+        tokenizer,
+        None,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26)),
     )
 
 
@@ -53,13 +60,17 @@ def outputs(target: tuple[Verifier, SpecDecoder]) -> dict[tuple[int, ...], list[
         prompt = target[1].tokenize([{"role": "user", "content": question}])
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False)
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False
+            )
         found[tuple(prompt)] = output[0, len(prompt) :].tolist()
     return found
 
 
 @pytest.fixture(scope="module")
-def random_dflash(target: tuple[Verifier, SpecDecoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def random_dflash(
+    target: tuple[Verifier, SpecDecoder], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A DFlash checkpoint with random weights for the embedded model."""
     verifier = target[0]
     config = DFlashConfig(
@@ -80,7 +91,9 @@ def random_dflash(target: tuple[Verifier, SpecDecoder], tmp_path_factory: pytest
     )
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("dflash") / "random"
-    write_checkpoint(path, config, DFlashModel(config).state_dict(), layout="z-lab", dtype=torch.float32)
+    write_checkpoint(
+        path, config, DFlashModel(config).state_dict(), layout="z-lab", dtype=torch.float32
+    )
     return path
 
 
@@ -90,12 +103,24 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "ngram": lambda verifier, outputs, path: load_ngram(None, verifier=verifier),
     "dflash": lambda verifier, outputs, path: load_dflash(path, verifier=verifier),
     "right": lambda verifier, outputs, path: ScriptedDrafter(outputs, K),
-    "wrong": lambda verifier, outputs, path: ScriptedDrafter(outputs, K, [set(range(K)), *({i} for i in range(K))]),
+    "wrong": lambda verifier, outputs, path: ScriptedDrafter(
+        outputs, K, [set(range(K)), *({i} for i in range(K))]
+    ),
 }
 
 
-WAYS = [("plain", 8, 8), ("ngram", 3, 4), ("dflash", 8, 8), ("dflash", 1, 2), ("right", 3, 4), ("wrong", 8, 8), ("wrong", 1, 2)]
-"""Drafters, each in the largest batch or where requests wait; `tests/test_lossless.py` has them in every batch, of tiny models."""
+WAYS = [
+    ("plain", 8, 8),
+    ("ngram", 3, 4),
+    ("dflash", 8, 8),
+    ("dflash", 1, 2),
+    ("right", 3, 4),
+    ("wrong", 8, 8),
+    ("wrong", 1, 2),
+]
+"""Drafters, each in the largest batch or where requests wait; `tests/test_lossless.py` has them in
+every batch, of tiny models.
+"""
 
 
 def test_greedy_equals_generate(
@@ -106,16 +131,33 @@ def test_greedy_equals_generate(
 ) -> None:
     """Real prompts, 24 tokens each; those beyond the batch size wait for a slot.
 
-    The wrong drafter is wrong at every position for one prompt in six, and at one chosen position for the others. All in one test,
-    since the reference takes as long as all of it, and would be computed by each worker that has a part.
+    The wrong drafter is wrong at every position for one prompt in six, and at one chosen position
+    for the others. All in one test, since the reference takes as long as all of it, and would be
+    computed by each worker that has a part.
     """
     verifier, plain = target
     for drafter, batch, num_prompts in WAYS:
-        config = EngineConfig(num_draft_tokens=None, max_num_seqs=batch, cache=CacheConfig(memory_bytes=2**28))
+        config = EngineConfig(
+            num_draft_tokens=None, max_num_seqs=batch, cache=CacheConfig(memory_bytes=2**28)
+        )
         with subtests.test(drafter=drafter, batch=batch):
-            decoder = SpecDecoder(verifier, plain.tokenizer, DRAFTERS[drafter](verifier, outputs, random_dflash), config)
-            results = decoder.generate([list(prompt) for prompt in outputs][:num_prompts], max_tokens=MAX_TOKENS)
+            decoder = SpecDecoder(
+                verifier,
+                plain.tokenizer,
+                DRAFTERS[drafter](verifier, outputs, random_dflash),
+                config,
+            )
+            results = decoder.generate(
+                [list(prompt) for prompt in outputs][:num_prompts], max_tokens=MAX_TOKENS
+            )
             assert isinstance(results, list)
             assert [result.token_ids for result in results] == list(outputs.values())[:num_prompts]
             if drafter == "right":
-                assert min(result.stats.tau for result in results if len(result.token_ids) == MAX_TOKENS) > K
+                assert (
+                    min(
+                        result.stats.tau
+                        for result in results
+                        if len(result.token_ids) == MAX_TOKENS
+                    )
+                    > K
+                )

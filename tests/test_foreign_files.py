@@ -1,4 +1,6 @@
-"""Files of strangers: any value at any entry, as loading and `doctor` read it, in one line or with the very same text."""
+"""Files of strangers: any value at any entry, as loading and `doctor` read it, in one line or with
+the very same text.
+"""
 
 import json
 import math
@@ -30,9 +32,30 @@ PROMPT = list(range(3, 23))
 VALUES: tuple[Any, ...] = (None, True, -1, 1.5, 10**30, math.nan, "x", [[2]], {"a": 1})
 
 FILES: dict[str, tuple[str, ...]] = {
-    "config.json": ("layer_types", "quantization_config", "text_config", "is_causal", "rope_scaling", "num_experts", "auto_map"),
-    "generation_config.json": ("temperature", "top_k", "repetition_penalty", "min_length", "suppress_tokens", "do_sample"),
-    "tokenizer_config.json": ("chat_template", "added_tokens_decoder", "auto_map", "model_max_length", "extra_special_tokens"),
+    "config.json": (
+        "layer_types",
+        "quantization_config",
+        "text_config",
+        "is_causal",
+        "rope_scaling",
+        "num_experts",
+        "auto_map",
+    ),
+    "generation_config.json": (
+        "temperature",
+        "top_k",
+        "repetition_penalty",
+        "min_length",
+        "suppress_tokens",
+        "do_sample",
+    ),
+    "tokenizer_config.json": (
+        "chat_template",
+        "added_tokens_decoder",
+        "auto_map",
+        "model_max_length",
+        "extra_special_tokens",
+    ),
 }
 """Of a target, with entries that they might have besides."""
 
@@ -56,7 +79,10 @@ def changed(entries: dict[str, Any], *further: str) -> Iterator[tuple[str, dict[
     for name in dict.fromkeys((*entries, *further)):
         yield from ((name, {**entries, name: value}) for value in VALUES)
         if isinstance(entries.get(name), dict):
-            yield from ((f"{name}.{inner}", {**entries, name: object_}) for inner, object_ in changed(entries[name]))
+            yield from (
+                (f"{name}.{inner}", {**entries, name: object_})
+                for inner, object_ in changed(entries[name])
+            )
 
 
 def refused(error: SpecDecError) -> str:
@@ -85,7 +111,9 @@ def loaded(folder: Path) -> tuple[Verifier, Any]:
 @pytest.mark.parametrize("file", FILES)
 def test_a_target(file: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (load, needs):
-        monkeypatch.setattr(module, "blamed", lambda *_: "")  # which takes a while, and has a test of its own
+        monkeypatch.setattr(
+            module, "blamed", lambda *_: ""
+        )  # which takes a while, and has a test of its own
     monkeypatch.setattr(needs, "divisions", lambda *_, **__: {1: 1})
     expected, lines = answer(SpecDecoder(*loaded(target), None, ENGINE)), 0
     for name, entries in changed(json.loads((target / file).read_text()), *FILES[file]):
@@ -98,7 +126,9 @@ def test_a_target(file: str, target: Path, tmp_path: Path, monkeypatch: pytest.M
             found = answer(SpecDecoder(*loaded(folder), None, ENGINE))
         except SpecDecError as error:
             lines += len(refused(error)) > 0
-            assert not would_run or file == "config.json", f"{name}: doctor takes what loading refuses"
+            assert not would_run or file == "config.json", (
+                f"{name}: doctor takes what loading refuses"
+            )
         else:
             assert would_run, f"{name}: loading takes what doctor refuses"
             assert found == expected or name in TELLING, f"{name} {entries}"
@@ -108,7 +138,12 @@ def test_a_target(file: str, target: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_small_tensors_of_a_target_are_finite(value: float, target: Path, tmp_path: Path) -> None:
     """As a bias that chooses experts, which would choose others without a word."""
-    folder = written(tmp_path / "changed", target, "config.json", json.loads((target / "config.json").read_text()))
+    folder = written(
+        tmp_path / "changed",
+        target,
+        "config.json",
+        json.loads((target / "config.json").read_text()),
+    )
     tensors = load_file(target / "model.safetensors")
     tensors["model.norm.weight"][3] = value
     (folder / "model.safetensors").unlink()
@@ -132,14 +167,20 @@ def test_a_drafter(kind: str, target: Path, verifier: Verifier, tmp_path: Path) 
         write_head(source, SGLANG if kind == "sglang" else SPECULATORS)
     shape = read_needs(str(target), device=CPU, dtype=FLOAT, gpu_bytes=10**9)
     expected = answer(SpecDecoder(verifier, tiny_tokenizer(), None, ENGINE))
-    for name, entries in changed(json.loads((source / "config.json").read_text()), "rope_scaling", "layer_types", "license"):
+    for name, entries in changed(
+        json.loads((source / "config.json").read_text()), "rope_scaling", "layer_types", "license"
+    ):
         folder = written(tmp_path / "changed", source, "config.json", entries)
         try:
             problems = read_fit(str(folder), shape).problems
         except SpecDecError as error:
             problems = (refused(error),)
         try:
-            found = answer(SpecDecoder(verifier, tiny_tokenizer(), load_drafter(folder, verifier=verifier), ENGINE))
+            found = answer(
+                SpecDecoder(
+                    verifier, tiny_tokenizer(), load_drafter(folder, verifier=verifier), ENGINE
+                )
+            )
         except SpecDecError as error:
             lines += len(refused(error)) > 0
         else:

@@ -118,7 +118,9 @@ def test_names_on_the_hub(file: Path, tmp_path: Path, monkeypatch: Patch, caplog
         assert tokens(name) == expected
         assert checkpoint(name)["revision"] == COMMIT
         assert any(digest.endswith(".gguf") for digest in checkpoint(name)["sha256"])
-    assert "tiny-Q4_K_M.gguf is taken of 2 GGUF files; name another as acme/tiny-GGUF:" in caplog.text
+    assert (
+        "tiny-Q4_K_M.gguf is taken of 2 GGUF files; name another as acme/tiny-GGUF:" in caplog.text
+    )
     with pytest.raises(
         CheckpointError,
         match=r"no one GGUF file of Q5_K_M; there is Q4_K_M, Q8_0: name one",

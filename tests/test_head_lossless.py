@@ -1,4 +1,6 @@
-"""Whatever a head corrects, what comes out is what plain decoding writes; no step waits for the device."""
+"""Whatever a head corrects, what comes out is what plain decoding writes; no step waits for the
+device.
+"""
 
 from functools import cache
 from typing import Any
@@ -18,7 +20,13 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    VOCAB,
+    paged_verifier,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 
 SEEDS, MAX_TOKENS, K = 60, 12, 5
 HEADS: dict[str, HeadConfig] = {
@@ -50,20 +58,30 @@ def small_head(config: HeadConfig) -> Head:
 
 
 class Case:
-    """A target, prompts, what plain decoding writes greedily and with seeds, and logits to draft from."""
+    """A target, prompts, what plain decoding writes greedily and with seeds, and logits to draft
+    from.
+    """
 
     def __init__(self) -> None:
         model = plain_model("llama")
         self.verifier: Verifier = paged_verifier(model)
-        self.prompts = [[3 + i % 90, 5, *prompt[:6]] for i, prompt in enumerate(random_prompts(SEEDS))]
+        self.prompts = [
+            [3 + i % 90, 5, *prompt[:6]] for i, prompt in enumerate(random_prompts(SEEDS))
+        ]
         self.plain = self.run(None, num_draft_tokens=None)
-        self.texts = {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain}
-        self.logits: Tensor = disturbed_logits(model, [request.token_ids for request in self.plain], spread=1.0)
+        self.texts = {
+            tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain
+        }
+        self.logits: Tensor = disturbed_logits(
+            model, [request.token_ids for request in self.plain], spread=1.0
+        )
 
     def run(self, drafter: Drafter | None, **changes: Any) -> list[Request]:
         """Every third request greedy, in one engine whose every step runs under the guard."""
         memory = CacheConfig(memory_bytes=2**24, prefix_caching=False)
-        engine = SpecEngine(self.verifier, drafter, EngineConfig(max_num_seqs=20, cache=memory, **changes))
+        engine = SpecEngine(
+            self.verifier, drafter, EngineConfig(max_num_seqs=20, cache=memory, **changes)
+        )
         launch = engine.runner.step
 
         def guarded(batch: DecodeBatch) -> Any:
@@ -74,7 +92,13 @@ class Case:
         requests = [
             engine.add_request(
                 prompt,
-                SamplingParams(max_tokens=MAX_TOKENS, temperature=(0.0, 1.0, 0.7)[seed % 3], top_k=20, seed=seed, ignore_eos=True),
+                SamplingParams(
+                    max_tokens=MAX_TOKENS,
+                    temperature=(0.0, 1.0, 0.7)[seed % 3],
+                    top_k=20,
+                    seed=seed,
+                    ignore_eos=True,
+                ),
             )
             for seed, prompt in enumerate(self.prompts)
         ]
@@ -93,16 +117,22 @@ def test_the_tokens_of_plain_decoding(name: str, shape: dict[str, Any]) -> None:
     """Greedy and sampled in one batch, in chains and trees of drafts that are often right."""
     drafter = OracleDrafter(case().texts, case().logits, K, head=small_head(HEADS[name]))
     requests = case().run(drafter, **shape)
-    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in case().plain]
+    assert [request.output_token_ids for request in requests] == [
+        request.output_token_ids for request in case().plain
+    ]
     emitted = [count for request in requests for count in request.num_emitted]
     assert sum(emitted) / len(emitted) > 1.3 and 1 in emitted
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_drawn_drafts_of_a_whole_drafter(name: str) -> None:
-    """A drafter with random weights, drawn from: greedy requests beside sampled ones are those of plain decoding; nothing waits."""
+    """A drafter with random weights, drawn from: greedy requests beside sampled ones are those of
+    plain decoding; nothing waits.
+    """
     drafter = random_dflash(case().verifier, block_size=K, head=HEADS[name])
     requests = case().run(drafter, num_draft_tokens=K, draft_sampling="probabilistic")
     plain = case().plain
-    assert [request.output_token_ids for request in requests[::3]] == [request.output_token_ids for request in plain[::3]]
+    assert [request.output_token_ids for request in requests[::3]] == [
+        request.output_token_ids for request in plain[::3]
+    ]
     assert all(len(request.output_token_ids) == MAX_TOKENS for request in requests)

@@ -54,7 +54,11 @@ class House:
     @property
     def imports(self) -> list[Import]:
         graph = self._graph
-        found = ((one, other) for one in graph.modules for other in graph.find_modules_directly_imported_by(one))
+        found = (
+            (one, other)
+            for one in graph.modules
+            for other in graph.find_modules_directly_imported_by(one)
+        )
         return sorted(found)
 
     def arrows(self, *packages: str) -> dict[tuple[str, str], list[Import]]:
@@ -62,18 +66,31 @@ class House:
         found: dict[tuple[str, str], list[Import]] = {}
         for pair in self.imports:
             rooms = self.room(pair[0]), self.room(pair[1])
-            if rooms[0] != rooms[1] and {module.partition(".")[0] for module in pair} <= {*packages}:
+            if rooms[0] != rooms[1] and {module.partition(".")[0] for module in pair} <= {
+                *packages
+            }:
                 found.setdefault(rooms, []).append(pair)
         return found
 
     def lines(self, *pairs: Import) -> list[str]:
         """`file:line: source` of each import."""
-        details = [found for one, other in pairs for found in self._graph.get_import_details(importer=one, imported=other)]
-        return [f"{self._path(found['importer'])}:{found['line_number']}: {found['line_contents']}" for found in details]
+        details = [
+            found
+            for one, other in pairs
+            for found in self._graph.get_import_details(importer=one, imported=other)
+        ]
+        return [
+            f"{self._path(found['importer'])}:{found['line_number']}: {found['line_contents']}"
+            for found in details
+        ]
 
     def new_arrows(self, kept: dict[str, list[str]]) -> list[str]:
         """Imports from a room that did not import that other room before."""
-        pairs = {arrow: found for arrow, found in self.arrows(*self.packages).items() if arrow[1] not in kept.get(arrow[0], [])}
+        pairs = {
+            arrow: found
+            for arrow, found in self.arrows(*self.packages).items()
+            if arrow[1] not in kept.get(arrow[0], [])
+        }
         return [f"{line} (a new arrow)" for found in pairs.values() for line in self.lines(*found)]
 
     def circles(self) -> list[list[str]]:
@@ -85,7 +102,11 @@ class House:
         """The fewest imports between rooms without which their circles would be gone."""
         arrows = self.arrows(*self.packages)
         pairs = [arrows[arrow] for arrow in self.climbing()]
-        inside = [sorted(self._graph.nominate_cycle_breakers(name)) for name in PACKAGES[1:] if name in self._graph.modules]
+        inside = [
+            sorted(self._graph.nominate_cycle_breakers(name))
+            for name in PACKAGES[1:]
+            if name in self._graph.modules
+        ]
         return [line for found in [*pairs, *inside] for line in self.lines(*found)]
 
     def climbing(self) -> list[tuple[str, str]]:
@@ -98,7 +119,10 @@ class House:
 
     def figures(self) -> dict[str, int]:
         found: dict[str, int] = {}
-        for what, packages in ((self.packages[0], self.packages[:1]), ("the project", self.packages)):
+        for what, packages in (
+            (self.packages[0], self.packages[:1]),
+            ("the project", self.packages),
+        ):
             arrows = networkx.DiGraph([*self.arrows(*packages)])
             found[f"rooms of {what}"] = len(arrows)
             found[f"arrows of {what}"] = arrows.number_of_edges()
@@ -139,7 +163,11 @@ def num_lines(*folders: str) -> int:
 
 
 def num_long_lines(root: Path) -> int:
-    return sum(len(line) > COLUMNS for path in sources(root, *PACKAGES, "tests") for line in path.read_text().splitlines())
+    return sum(
+        len(line) > COLUMNS
+        for path in sources(root, *PACKAGES, "tests")
+        for line in path.read_text().splitlines()
+    )
 
 
 def new_long_lines() -> list[str]:
@@ -207,7 +235,9 @@ def test_no_commit_raised_a_figure() -> None:
 
 
 def built(root: Path, **files: str) -> House:
-    """A house of the rooms `a` and `b`, each one file of this source, and of `c`, a file of its own."""
+    """A house of the rooms `a` and `b`, each one file of this source, and of `c`, a file of its
+    own.
+    """
     for name, source in {"a": "", "b": "", "": "", **files}.items():
         path = root / "built" / name / "__init__.py" if name != "c" else root / "built" / "c.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +267,9 @@ def test_an_import_that_climbs_is_named_with_its_line(tmp_path: Path, climbs: st
         ["built/c.py:1: import built.a"],
         house.lines(("built.a", "built.c")),
     )
-    assert house.new_arrows({"c": ["a"]}) == [f"{line} (a new arrow)" for line in house.lines(("built.a", "built.c"))]
+    assert house.new_arrows({"c": ["a"]}) == [
+        f"{line} (a new arrow)" for line in house.lines(("built.a", "built.c"))
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Targets whose layers keep a state per request: what drafts, neighbors, preemption and reuse could do to it."""
+"""Targets whose layers keep a state per request: what drafts, neighbors, preemption and reuse could
+do to it.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,30 +31,46 @@ CASES = [
     pytest.param(("kimi_linear", 3), marks=pytest.mark.slow),
     pytest.param(("zamba2_adapted", 3), marks=pytest.mark.slow),
 ]
-"""The delta rule, Mamba-2, that beside attention, a decay per key channel beside latents, and blocks that layers share, with seeds
-whose answers are long."""
+"""The delta rule, Mamba-2, that beside attention, a decay per key channel beside latents, and
+blocks that layers share, with seeds whose answers are long."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear", "zamba2"])
+@pytest.fixture(
+    scope="module",
+    params=CASES,
+    ids=["qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear", "zamba2"],
+)
 def case(request: pytest.FixtureRequest) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of its prompts."""
     name, seed = request.param
     model = plain_model(name, seed)
-    outputs = {tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS) for prompt in random_prompts(4)}
+    outputs = {
+        tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS) for prompt in random_prompts(4)
+    }
     assert all(len(set(output)) > 10 for output in outputs.values())  # a loop would prove little
     return paged_verifier(model), outputs
 
 
-def engine_for(case: tuple[Verifier, Outputs], k: int, wrong_at: list[set[int]], **changes: Any) -> SpecEngine:
+def engine_for(
+    case: tuple[Verifier, Outputs], k: int, wrong_at: list[set[int]], **changes: Any
+) -> SpecEngine:
     verifier, outputs = case
     drafter = ScriptedDrafter(outputs, k, wrong_at) if k else None
     cache = CacheConfig(memory_bytes=2**23)
-    options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "cache": cache, "num_draft_tokens": None, **changes}
+    options = {
+        "max_num_seqs": 3,
+        "max_prefill_tokens": 13,
+        "cache": cache,
+        "num_draft_tokens": None,
+        **changes,
+    }
     return SpecEngine(verifier, drafter, EngineConfig(**options))
 
 
 def run(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
+    ]
     while engine.has_work:
         engine.step()
     assert engine.pool.num_used == 0
@@ -68,21 +86,31 @@ def test_drafts_wrong_at_each_position(case: tuple[Verifier, Outputs], k: int, d
     assert run(engine, [list(prompt) for prompt in case[1]]) == list(case[1].values())
 
 
-def test_k_differs_from_step_to_step(case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_differs_from_step_to_step(
+    case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a step without drafts that forgets what the step before it has accepted."""
     engine = engine_for(case, 7, [{2}, {5}, {0}, set()], num_draft_tokens="auto")
     assert engine.block_choice is not None
     ks: Iterator[int] = iter([0, 3, 7, 0, 0, 1, 7, 3, 0, 7] * 100)
-    monkeypatch.setattr(engine.block_choice, "choose", lambda *args, **options: BlockShape(next(ks)))
+    monkeypatch.setattr(
+        engine.block_choice, "choose", lambda *args, **options: BlockShape(next(ks))
+    )
     assert run(engine, [list(prompt) for prompt in case[1]]) == list(case[1].values())
 
 
 @pytest.mark.parametrize("broken", ["rollback", "replay"])
-def test_these_tests_can_fail(case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """With every row taken in, or none but the first of a step, outputs are wrong where drafts were rejected, or accepted."""
+def test_these_tests_can_fail(
+    case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """With every row taken in, or none but the first of a step, outputs are wrong where drafts were
+    rejected, or accepted.
+    """
     of, pending = RecurrentRows.of, RecurrentRows.pending
 
-    def keep_all(slots: Any, metadata: Any, *, max_pending: int, final: bool, counts: Any = None) -> RecurrentRows:
+    def keep_all(
+        slots: Any, metadata: Any, *, max_pending: int, final: bool, counts: Any = None
+    ) -> RecurrentRows:
         return of(slots, metadata, max_pending=max_pending, final=True, counts=counts)
 
     def none_pending(self: RecurrentRows, lengths: torch.Tensor) -> torch.Tensor:
@@ -93,16 +121,28 @@ def test_these_tests_can_fail(case: tuple[Verifier, Outputs], monkeypatch: pytes
     else:
         monkeypatch.setattr(RecurrentRows, "pending", none_pending)
     prompts = [list(prompt) for prompt in case[1]]
-    right = [given == expected for given, expected in zip(run(engine_for(case, 3, [{1}]), prompts), case[1].values(), strict=True)]
+    right = [
+        given == expected
+        for given, expected in zip(
+            run(engine_for(case, 3, [{1}]), prompts), case[1].values(), strict=True
+        )
+    ]
     assert not any(right)
 
 
 def test_a_preempted_request_begins_anew(case: tuple[Verifier, Outputs]) -> None:
-    """Catches a state that goes on where the request before it, or it before it was sent back, had left its slot."""
+    """Catches a state that goes on where the request before it, or it before it was sent back, had
+    left its slot.
+    """
     verifier, outputs = case
     bytes_per_token = sum(spec.bytes_per_token(torch.float32) for spec in verifier.kv_specs)
     engine = engine_for(case, 3, [{1}, set()])
-    states = sum(t.nbytes for cache in engine.kv_cache.layers if isinstance(cache, StateCache) for t in cache[:2])
+    states = sum(
+        t.nbytes
+        for cache in engine.kv_cache.layers
+        if isinstance(cache, StateCache)
+        for t in cache[:2]
+    )
     cache = CacheConfig(memory_bytes=states + 26 * 4 * bytes_per_token)
     engine = engine_for(case, 3, [{1}, set()], cache=cache, max_prefill_tokens=64)
     assert run(engine, [list(prompt) for prompt in outputs]) == list(outputs.values())
@@ -110,12 +150,22 @@ def test_a_preempted_request_begins_anew(case: tuple[Verifier, Outputs]) -> None
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_prompts_that_begin_alike(case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch, prefix_caching: bool) -> None:
-    """Catches a state taken over at another place than its keys and values, and a snapshot that a step has changed."""
+def test_prompts_that_begin_alike(
+    case: tuple[Verifier, Outputs], monkeypatch: pytest.MonkeyPatch, prefix_caching: bool
+) -> None:
+    """Catches a state taken over at another place than its keys and values, and a snapshot that a
+    step has changed.
+    """
     verifier, outputs = case
     monkeypatch.setattr(build, "SNAPSHOT_TOKENS", 8)
     longest = max(outputs, key=len)
-    prompts = [list(longest), list(longest), [*longest[:-3], 5, 9], list(longest), [*longest[:17], 8]]
+    prompts = [
+        list(longest),
+        list(longest),
+        [*longest[:-3], 5, 9],
+        list(longest),
+        [*longest[:17], 8],
+    ]
     fresh = [run(engine_for(case, 0, []), [prompt])[0] for prompt in prompts]
     cache = CacheConfig(memory_bytes=2**23, prefix_caching=prefix_caching)
     engine = engine_for(case, 0, [], cache=cache, max_num_seqs=2)
@@ -136,5 +186,8 @@ def test_what_a_budget_must_pay_for(case: tuple[Verifier, Outputs]) -> None:
     """Catches states that the memory budget knows nothing of."""
     from specdec.base.errors import CapacityError
 
-    with pytest.raises(CapacityError, match=r"beside 7 states of [\d,]+ bytes; give it at least [\d,]+ bytes or decode fewer"):
+    with pytest.raises(
+        CapacityError,
+        match=r"beside 7 states of [\d,]+ bytes; give it at least [\d,]+ bytes or decode fewer",
+    ):
         engine_for(case, 0, [], cache=CacheConfig(memory_bytes=2**15))

@@ -47,7 +47,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             case ast.ImportFrom(module=str(module), level=0):
                 yield node.lineno, module
             case ast.Call(
-                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                func=ast.Name(id="import_module" | "__import__")
+                | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(module)), *_],
             ):
                 yield node.lineno, module
@@ -98,9 +99,13 @@ def offending_imports(root: Path) -> list[str]:
 def registry_entries(registry: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and value of every string in the tables of `specdec/base/registry.py`."""
     for statement in registry.body:
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Dict):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(
+            statement.value, ast.Dict
+        ):
             for value in statement.value.values:
-                assert isinstance(value, ast.Constant), f"specdec/base/registry.py:{value.lineno}: not a plain string"
+                assert isinstance(value, ast.Constant), (
+                    f"specdec/base/registry.py:{value.lineno}: not a plain string"
+                )
                 yield value.lineno, str(value.value)
 
 
@@ -127,11 +132,16 @@ def dangling_entries(root: Path) -> list[str]:
     for line, entry in registry_entries(ast.parse(registry.read_text())):
         module, _, attribute = entry.partition(":")
         stem = root.joinpath(*module.split("."))
-        path = next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
+        path = next(
+            (p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None
+        )
         if path is None:
             found.append(f"specdec/base/registry.py:{line}: {entry!r} names no module")
         elif attribute not in defined_names(ast.parse(path.read_text())):
-            found.append(f"specdec/base/registry.py:{line}: {entry!r} names nothing in {path.relative_to(root)}")
+            found.append(
+                f"specdec/base/registry.py:{line}: {entry!r} names nothing in"
+                f" {path.relative_to(root)}"
+            )
     return found
 
 
@@ -146,18 +156,48 @@ def test_registry_names_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "offence"),
     [
-        ("specdec/engine/engine.py", "import torch\nfrom drafters.ngram import load", ":2: specdec must not import drafters.ngram"),
+        (
+            "specdec/engine/engine.py",
+            "import torch\nfrom drafters.ngram import load",
+            ":2: specdec must not import drafters.ngram",
+        ),
         ("specdec/a/b.py", "def f():\n    import evals", ":2: specdec must not import evals"),
-        ("specdec/lazy.py", "import_module('verifiers.hf')", ":1: specdec must not import verifiers.hf"),
+        (
+            "specdec/lazy.py",
+            "import_module('verifiers.hf')",
+            ":1: specdec must not import verifiers.hf",
+        ),
         ("drafters/x.py", "from verifiers import hf", ":1: drafters must not import verifiers"),
-        ("verifiers/x.py", "if TYPE_CHECKING:\n    import drafters.ngram", ":2: verifiers must not import drafters.ngram"),
-        ("evals/x.py", "import tests.helpers.guards", ":1: evals must not import tests.helpers.guards"),
-        ("specdec/attention/fa.py", "import aiter.ops", ":1: only specdec/kernels/aiter*.py may import aiter.ops"),
-        ("drafters/x.py", "import triton.language as tl", ":1: only */triton_*.py may import triton.language"),
-        ("evals/x.py", "from lm_eval.api import model", ":1: only evals/accuracy/lm_eval_*.py may import lm_eval.api"),
+        (
+            "verifiers/x.py",
+            "if TYPE_CHECKING:\n    import drafters.ngram",
+            ":2: verifiers must not import drafters.ngram",
+        ),
+        (
+            "evals/x.py",
+            "import tests.helpers.guards",
+            ":1: evals must not import tests.helpers.guards",
+        ),
+        (
+            "specdec/attention/fa.py",
+            "import aiter.ops",
+            ":1: only specdec/kernels/aiter*.py may import aiter.ops",
+        ),
+        (
+            "drafters/x.py",
+            "import triton.language as tl",
+            ":1: only */triton_*.py may import triton.language",
+        ),
+        (
+            "evals/x.py",
+            "from lm_eval.api import model",
+            ":1: only evals/accuracy/lm_eval_*.py may import lm_eval.api",
+        ),
     ],
 )
-def test_offence_is_reported_with_its_line(tmp_path: Path, name: str, source: str, offence: str) -> None:
+def test_offence_is_reported_with_its_line(
+    tmp_path: Path, name: str, source: str, offence: str
+) -> None:
     """The check itself can fail."""
     path = tmp_path / name
     path.parent.mkdir(parents=True)
@@ -169,7 +209,11 @@ def test_offence_is_reported_with_its_line(tmp_path: Path, name: str, source: st
     ("name", "source"),
     [
         ("evals/x.py", "import drafters, verifiers.hf, specdec"),
-        ("drafters/x.py", "from specdec.model.core import Drafter\nfrom drafters.dflash.config.config import DFlashConfig"),
+        (
+            "drafters/x.py",
+            "from specdec.model.core import Drafter\nfrom drafters.dflash.config.config import"
+            " DFlashConfig",
+        ),
         ("specdec/x.py", "import specdec.drafters_like\nfrom .evals import run"),
         ("specdec/kernels/aiter.py", "import aiter"),
         ("specdec/kernels/aiter_triton.py", "import aiter.ops.triton"),
@@ -213,7 +257,8 @@ def test_dangling_registry_entries_are_reported(tmp_path: Path) -> None:
     """The check itself can fail."""
     (tmp_path / "specdec" / "base").mkdir(parents=True)
     (tmp_path / "specdec" / "base" / "registry.py").write_text(
-        'TABLE = {\n    "a": "specdec.engine:Engine",\n    "b": "specdec.engine:Motor",\n    "c": "specdec.missing:x",\n}\n'
+        'TABLE = {\n    "a": "specdec.engine:Engine",\n    "b": "specdec.engine:Motor",\n    "c":'
+        ' "specdec.missing:x",\n}\n'
     )
     (tmp_path / "specdec" / "engine.py").write_text("class Engine: ...\n")
     assert dangling_entries(tmp_path) == [

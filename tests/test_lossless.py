@@ -1,4 +1,6 @@
-"""The test that matters most: speculative output equals plain output, token for token, in float32."""
+"""The test that matters most: speculative output equals plain output, token for token,
+in float32.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,7 +18,14 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    CONFIGS,
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 
 K = 4
 MAX_TOKENS = 24
@@ -24,11 +33,18 @@ Outputs = dict[tuple[int, ...], list[int]]
 
 
 def run(
-    verifier: Verifier, drafter: Drafter | None, prompts: list[list[int]], config: EngineConfig, **sampling: object
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    config: EngineConfig,
+    **sampling: object,
 ) -> list[list[int]]:
     """Output tokens of every prompt, all queued at once."""
     engine = SpecEngine(verifier, drafter, config)
-    requests = [engine.add_request(p, SamplingParams(max_tokens=MAX_TOKENS, **sampling)) for p in prompts]  # type: ignore[arg-type]
+    requests = [
+        engine.add_request(p, SamplingParams(max_tokens=MAX_TOKENS, **sampling))
+        for p in prompts  # type: ignore[arg-type]
+    ]
     while engine.has_work:
         engine.step()
     assert engine.pool.num_used == 0
@@ -38,7 +54,10 @@ def run(
 def engine_config(batch: int, **changes: Any) -> EngineConfig:
     """A small cache with odd sizes; prefill in chunks shorter than most prompts."""
     return EngineConfig(
-        max_num_seqs=batch, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=2**22), **{"num_draft_tokens": None, **changes}
+        max_num_seqs=batch,
+        max_prefill_tokens=13,
+        cache=CacheConfig(memory_bytes=2**22),
+        **{"num_draft_tokens": None, **changes},
     )
 
 
@@ -47,14 +66,21 @@ DRAFTERS: dict[str, Callable[[Outputs, Verifier], Drafter | None]] = {
     "ngram": lambda outputs, verifier: NGramDrafter(max_draft_tokens=K),
     "suffix": lambda outputs, verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
     "suffix+dflash": lambda outputs, verifier: ComposedDrafter(
-        [SuffixDrafter(max_draft_tokens=K + 2, pool_tokens=100), random_dflash(verifier, block_size=K + 1)]
+        [
+            SuffixDrafter(max_draft_tokens=K + 2, pool_tokens=100),
+            random_dflash(verifier, block_size=K + 1),
+        ]
     ),
     "dflash": lambda outputs, verifier: random_dflash(verifier, block_size=K + 1),
-    "draft_model": lambda outputs, verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
+    "draft_model": lambda outputs, verifier: DraftModel(
+        paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K
+    ),
     "eagle3": lambda outputs, verifier: random_eagle3(verifier, K),
     "right": lambda outputs, verifier: ScriptedDrafter(outputs, K),
     "wrong": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0, 1, 2, 3}]),
-    "wrong_at_each": lambda outputs, verifier: ScriptedDrafter(outputs, K, [{0}, {1}, {2}, {3}, set()]),
+    "wrong_at_each": lambda outputs, verifier: ScriptedDrafter(
+        outputs, K, [{0}, {1}, {2}, {3}, set()]
+    ),
 }
 
 
@@ -62,11 +88,17 @@ QUICK = ("llama", "gemma2", "deepseek_v3", "nemotron_h")
 """One architecture of each kind: fused, of transformers' own modules, latent, with states."""
 
 
-WAYS = [(drafter, batch, (i + j) % 2) for i, drafter in enumerate(DRAFTERS) for j, batch in enumerate((1, 3))]
+WAYS = [
+    (drafter, batch, (i + j) % 2)
+    for i, drafter in enumerate(DRAFTERS)
+    for j, batch in enumerate((1, 3))
+]
 
 
 def ways() -> Iterator[Any]:
-    """Every way for an architecture of each kind; of the others every seventh, so that all drafters and batches have their turn."""
+    """Every way for an architecture of each kind; of the others every seventh, so that all drafters
+    and batches have their turn.
+    """
     for number, name in enumerate((*CONFIGS, "deepseek_v3", "glm_moe_dsa", "mistral4")):
         quick = name in QUICK
         for way in WAYS if quick else WAYS[number % 7 :: 7]:
@@ -77,13 +109,22 @@ def ways() -> Iterator[Any]:
 def case(name: str) -> tuple[Verifier, Outputs]:
     """A target and what transformers' `generate` makes of 5 prompts."""
     model = plain_model(name)
-    return paged_verifier(model), {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)}
+    return paged_verifier(model), {
+        tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in random_prompts(5)
+    }
 
 
 @pytest.mark.parametrize(("name", "drafter", "batch", "depth"), list(ways()))
 def test_greedy_equals_generate(name: str, drafter: str, batch: int, depth: int) -> None:
-    """Every architecture, drafter and batch size; results read at once or one step late, in turns."""
+    """Every architecture, drafter and batch size; results read at once or one step late,
+    in turns.
+    """
     verifier, outputs = case(name)
     prompts = [list(p) for p in outputs]
-    got = run(verifier, DRAFTERS[drafter](outputs, verifier), prompts, engine_config(batch, pipeline_depth=depth))
+    got = run(
+        verifier,
+        DRAFTERS[drafter](outputs, verifier),
+        prompts,
+        engine_config(batch, pipeline_depth=depth),
+    )
     assert got == list(outputs.values())

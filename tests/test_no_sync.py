@@ -18,7 +18,14 @@ from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.scripted import BoundScript, ScriptedDrafter
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    VOCAB,
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 from tests.test_lossless import engine_config
 
 MAX_TOKENS = 8
@@ -26,8 +33,21 @@ MAX_TOKENS = 8
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 3},
-    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3, "logprobs": True},
-    "penalized": {"repetition_penalty": 1.3, "presence_penalty": 0.3, "logit_bias": {3: 2.0}, "min_tokens": 4, "top_logprobs": 3},
+    "filtered": {
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "seed": 3,
+        "logprobs": True,
+    },
+    "penalized": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.3,
+        "logit_bias": {3: 2.0},
+        "min_tokens": 4,
+        "top_logprobs": 3,
+    },
 }
 
 
@@ -61,7 +81,9 @@ def guarded_run(
     draft_sampling: str = "greedy",
 ) -> list[list[int]]:
     """Outputs of an engine whose every launch runs under the guard."""
-    engine = SpecEngine(verifier, drafter, engine_config(3, pipeline_depth=1, draft_sampling=draft_sampling))
+    engine = SpecEngine(
+        verifier, drafter, engine_config(3, pipeline_depth=1, draft_sampling=draft_sampling)
+    )
     engine.runner.host_may_look = False  # as on an accelerator
     launch, launches = engine.runner.step, []
 
@@ -81,7 +103,9 @@ def guarded_run(
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        *itertools.product(["llama"], SAMPLINGS),  # which begin where a model ends: one each of the others
+        *itertools.product(
+            ["llama"], SAMPLINGS
+        ),  # which begin where a model ends: one each of the others
         pytest.param("gemma3", "penalized", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "filtered", marks=pytest.mark.slow),
         ("deepseek_v2", "greedy"),
@@ -89,14 +113,23 @@ def guarded_run(
     ],
 )
 def test_step_never_waits(name: str, sampling: str) -> None:
-    """Draft, verify, accept and commit under the guard, results read one step late, with every sampling feature."""
+    """Draft, verify, accept and commit under the guard, results read one step late, with every
+    sampling feature.
+    """
     model = plain_model(name)
     prompts = random_prompts(4)
     outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
-    params, verifier = SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]), paged_verifier(model)
+    params, verifier = (
+        SamplingParams(max_tokens=MAX_TOKENS, **SAMPLINGS[sampling]),
+        paged_verifier(model),
+    )
     scripted, eagle3 = ScriptedDrafter(outputs, 3, [{1}]), random_eagle3(verifier, 3)
     copying = (NGramDrafter(max_draft_tokens=3), SuffixDrafter(max_draft_tokens=3))
-    small = DraftModel(paged_verifier(plain_model("llama", 5, max_position_embeddings=20)), verifier, max_draft_tokens=3)
+    small = DraftModel(
+        paged_verifier(plain_model("llama", 5, max_position_embeddings=20)),
+        verifier,
+        max_draft_tokens=3,
+    )
     composed = ComposedDrafter([*copying, random_dflash(verifier)])
     alone = copying if sampling == "greedy" else ()  # a composition has them too
     for drafter in (None, scripted, *alone, composed, eagle3, small):
@@ -114,7 +147,15 @@ def test_sync_in_a_drafter_is_caught() -> None:
             return super().propose(batch)
 
     class PeekingDrafter(ScriptedDrafter):
-        def bind(self, verifier: Verifier, caches: Any, *, max_num_seqs: int, max_len: int, draft_sampling: Any) -> BoundScript:
+        def bind(
+            self,
+            verifier: Verifier,
+            caches: Any,
+            *,
+            max_num_seqs: int,
+            max_len: int,
+            draft_sampling: Any,
+        ) -> BoundScript:
             return PeekingScript(self, verifier, max_num_seqs, max_len)
 
     model, prompt = plain_model("llama"), random_prompts(1)[0]

@@ -1,6 +1,7 @@
 """Everything of a step lies on the target's device.
 
-Without an accelerator, `meta` is a device of its own: no value can be read from it, and what mixes it with the CPU is caught.
+Without an accelerator, `meta` is a device of its own: no value can be read from it, and what mixes
+it with the CPU is caught.
 """
 
 from typing import Any
@@ -27,7 +28,9 @@ META = torch.device("meta")
 PLANS = {
     "greedy": SamplingPlan(False, True, 0, False, False, False),
     "filtered": SamplingPlan(False, False, 32, True, True, True),
-    "penalized": SamplingPlan(True, False, 0, False, False, True, top_logprobs=4, edits=8, counted=True),
+    "penalized": SamplingPlan(
+        True, False, 0, False, False, True, top_logprobs=4, edits=8, counted=True
+    ),
 }
 
 
@@ -36,37 +39,60 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        strays = [x for x in tree_leaves((args, kwargs, outputs)) if isinstance(x, torch.Tensor) and x.device.type != "meta"]
-        assert not strays, f"{func} has {strays[0].dtype} {list(strays[0].shape)} on {strays[0].device}"
+        strays = [
+            x
+            for x in tree_leaves((args, kwargs, outputs))
+            if isinstance(x, torch.Tensor) and x.device.type != "meta"
+        ]
+        assert not strays, (
+            f"{func} has {strays[0].dtype} {list(strays[0].shape)} on {strays[0].device}"
+        )
         return outputs
 
 
 def make_verifier(name: str, *, fuse: bool) -> Verifier:
     """A tiny target without weights."""
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=ATTENTION_NAME, dtype=torch.float32).to(META)
+    model = AutoModelForCausalLM.from_config(
+        CONFIGS[name](), attn_implementation=ATTENTION_NAME, dtype=torch.float32
+    ).to(META)
     spec = backend_spec(model.config, device=META, dtype=torch.float32, block_size=4)
     return verifier_for(model, name=name, backend=select_backend("torch_ref", spec), fuse=fuse)
 
 
-@pytest.mark.parametrize(("name", "fuse"), [("llama", True), ("qwen3", True), ("llama", False), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("name", "fuse"), [("llama", True), ("qwen3", True), ("llama", False), ("gemma2", False)]
+)
 def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
-    """A tensor made on the host inside a step stops an accelerator's graph capture, or makes every step wait."""
+    """A tensor made on the host inside a step stops an accelerator's graph capture, or makes every
+    step wait.
+    """
     verifier = make_verifier(name, fuse=fuse)
-    drafters: list[Drafter | None] = [None, NGramDrafter(max_draft_tokens=4), random_dflash(verifier)]
+    drafters: list[Drafter | None] = [
+        None,
+        NGramDrafter(max_draft_tokens=4),
+        random_dflash(verifier),
+    ]
     for drafter in drafters:
         cache = CacheConfig(memory_bytes=2**20)
-        config = EngineConfig(num_draft_tokens=None, max_num_seqs=4, draft_sampling="probabilistic", cache=cache)
+        config = EngineConfig(
+            num_draft_tokens=None, max_num_seqs=4, draft_sampling="probabilistic", cache=cache
+        )
         engine = SpecEngine(verifier, drafter, config)
         state = engine.slots.sampling
         state.seen = torch.zeros(5, verifier.vocab_size, dtype=torch.bool, device=META)
-        state.counts, state.edits = torch.zeros_like(state.seen, dtype=torch.int32), Edits.none(5, META)
+        state.counts, state.edits = (
+            torch.zeros_like(state.seen, dtype=torch.int32),
+            Edits.none(5, META),
+        )
         slots = torch.empty(3, dtype=torch.int64, device=META)
         if drafter is drafters[-1]:
             drafter.network.angles(slots)  # type: ignore[union-attr]  # a prefill has brought its frequencies over
         for plan in PLANS.values():
             with torch.inference_mode(), OneDevice():
                 sampling = engine.slots.sampling.select(slots, plan)
-                batch = engine.slots.gather(slots, sampling, shape=engine.shapes[-1], max_seq_len=64)
+                batch = engine.slots.gather(
+                    slots, sampling, shape=engine.shapes[-1], max_seq_len=64
+                )
                 table = engine.runner.step_table(batch)
                 engine.slots.rest_padding()
             assert table.shape[0] == 3

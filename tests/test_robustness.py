@@ -1,5 +1,5 @@
-"""Callers that misbehave: they drop what they asked for, read it from several places, let event loops die, fork. Nobody else may
-notice, and no block stays behind."""
+"""Callers that misbehave: they drop what they asked for, read it from several places, let event
+loops die, fork. Nobody else may notice, and no block stays behind."""
 
 import asyncio
 import os
@@ -26,14 +26,21 @@ PROMPT, LONG = [5, 6, 7], SamplingParams(max_tokens=120, ignore_eos=True)
 @pytest.fixture(scope="module")
 def decoder() -> SpecDecoder:
     verifier = paged_verifier(plain_model("llama"))
-    return SpecDecoder(verifier, tiny_tokenizer(), random_dflash(verifier), EngineConfig(max_num_seqs=4, num_draft_tokens=None))
+    return SpecDecoder(
+        verifier,
+        tiny_tokenizer(),
+        random_dflash(verifier),
+        EngineConfig(max_num_seqs=4, num_draft_tokens=None),
+    )
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(decoder: SpecDecoder) -> Iterator[None]:
     """The next caller is served as ever, and afterwards every block is free."""
     yield
-    assert len(in_time(lambda: decoder.generate(PROMPT, max_tokens=9, ignore_eos=True)).token_ids) == 9
+    assert (
+        len(in_time(lambda: decoder.generate(PROMPT, max_tokens=9, ignore_eos=True)).token_ids) == 9
+    )
     assert decoder.session.idle and decoder.engine.pool.num_used == 0
 
 
@@ -44,8 +51,12 @@ def begun(decoder: SpecDecoder) -> Handle:
     return handle
 
 
-def test_the_first_error_is_told(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A device that is lost fails once more when the engine is to begin anew, and that says less."""
+def test_the_first_error_is_told(
+    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that is lost fails once more when the engine is to begin anew,
+    and that says less.
+    """
 
     def failing(text: str) -> Callable[[], None]:
         def fail() -> None:
@@ -69,7 +80,10 @@ def test_a_dropped_handle_frees_its_blocks(decoder: SpecDecoder) -> None:
     assert decoder.engine.pool.num_used > 0
     del handle
     assert decoder.session.idle and decoder.engine.pool.num_used == 0
-    assert sum(len(chunk.token_ids) for chunk in decoder.session.submit(PROMPT, LONG)) == LONG.max_tokens
+    assert (
+        sum(len(chunk.token_ids) for chunk in decoder.session.submit(PROMPT, LONG))
+        == LONG.max_tokens
+    )
 
 
 def test_a_session_takes_integers_alone(decoder: SpecDecoder) -> None:
@@ -77,7 +91,9 @@ def test_a_session_takes_integers_alone(decoder: SpecDecoder) -> None:
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     assert decoder.session.submit(np.array(PROMPT), sampling).result().prompt_token_ids == PROMPT  # type: ignore[arg-type]
     for prompt, shown in (([1.5], "1.5"), ("abc", "'a'")):
-        with pytest.raises(InvalidInputError, match=f"a token id is {shown}; it must be an integer"):
+        with pytest.raises(
+            InvalidInputError, match=f"a token id is {shown}; it must be an integer"
+        ):
             decoder.session.submit(prompt)  # type: ignore[arg-type]
 
 
@@ -119,7 +135,9 @@ def test_a_cancelled_task_ends_its_request(decoder: SpecDecoder) -> None:
 
 
 def test_an_event_loop_that_dies_fails_nobody(decoder: SpecDecoder) -> None:
-    """Who waited in a closed loop cannot be woken; it once took every other request along. A new loop is served."""
+    """Who waited in a closed loop cannot be woken; it once took every other request along. A new
+    loop is served.
+    """
     handle, other = decoder.session.submit(PROMPT, LONG), decoder.session.submit(PROMPT, LONG)
 
     async def read() -> None:
@@ -137,7 +155,13 @@ def test_an_event_loop_that_dies_fails_nobody(decoder: SpecDecoder) -> None:
         assert in_time(unfinished.result).finish_reason == "length"
 
     async def again() -> int:
-        return len([token async for chunk in decoder.session.submit(PROMPT, LONG) for token in chunk.token_ids])
+        return len(
+            [
+                token
+                async for chunk in decoder.session.submit(PROMPT, LONG)
+                for token in chunk.token_ids
+            ]
+        )
 
     assert in_time(lambda: asyncio.run(again())) == LONG.max_tokens
 
@@ -155,12 +179,16 @@ def test_readers_share_a_handle(decoder: SpecDecoder) -> None:
     assert sum(in_time(lambda: asyncio.run(tasks()))) == LONG.max_tokens
     handle = decoder.session.submit(PROMPT, LONG)
     with ThreadPoolExecutor(3) as pool:
-        counts = [pool.submit(lambda: sum(len(chunk.token_ids) for chunk in handle)) for _ in range(3)]
+        counts = [
+            pool.submit(lambda: sum(len(chunk.token_ids) for chunk in handle)) for _ in range(3)
+        ]
         assert sum(count.result(timeout=HANG) for count in counts) == LONG.max_tokens
 
 
 def test_a_faster_reader_does_not_end_a_stream(decoder: SpecDecoder) -> None:
-    """A reader that is woken for a chunk another one takes waits for the next; it once took that for the end."""
+    """A reader that is woken for a chunk another one takes waits for the next; it once took that
+    for the end.
+    """
     handle = decoder.session.submit(PROMPT, LONG)
     run_until = decoder.session.run_until
     taken: list[StreamChunk] = []
@@ -179,10 +207,16 @@ def test_a_faster_reader_does_not_end_a_stream(decoder: SpecDecoder) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_a_forked_child_decodes(decoder: SpecDecoder, busy: bool) -> None:
-    """Also after asynchronous callers, whose thread the child lacks, and while another thread steps, which it lacks as well."""
+    """Also after asynchronous callers, whose thread the child lacks, and while another thread
+    steps, which it lacks as well.
+    """
 
     async def whole() -> int:
-        return len((await decoder.session.submit(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))).token_ids)
+        return len(
+            (
+                await decoder.session.submit(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
+            ).token_ids
+        )
 
     assert asyncio.run(whole()) == 9
     num_threads = torch.get_num_threads()
@@ -196,7 +230,10 @@ def test_a_forked_child_decodes(decoder: SpecDecoder, busy: bool) -> None:
     if not child:
         vars(decoder.engine).pop("step")  # the gate's lock may be anybody's
         signal.alarm(int(HANG))
-        right = len(decoder.generate(PROMPT, max_tokens=9, ignore_eos=True).token_ids) == 9 and asyncio.run(whole()) == 9
+        right = (
+            len(decoder.generate(PROMPT, max_tokens=9, ignore_eos=True).token_ids) == 9
+            and asyncio.run(whole()) == 9
+        )
         os._exit(0 if right and torch.get_num_threads() == 1 else 1)
     torch.set_num_threads(num_threads)
     gate.open()

@@ -1,7 +1,8 @@
 """How many device operations a captured step consists of beside its decoder layers.
 
-Each costs an accelerator about as long as a small layer's kernel, and nothing else notices when one is added. Counted is the step
-as it is captured on a GPU, with Triton's kernels in the layers; none of them runs, so tokens mean nothing here.
+Each costs an accelerator about as long as a small layer's kernel, and nothing else notices when one
+is added. Counted is the step as it is captured on a GPU, with Triton's kernels in the layers; none
+of them runs, so tokens mean nothing here.
 """
 
 import os
@@ -42,12 +43,23 @@ from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 
 ROOT = Path(__file__).parents[1]
-MEMORY_ONLY = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "unbind"}
+MEMORY_ONLY = {
+    "_unsafe_view",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "unbind",
+}
 """Operations that compute nothing, beside views."""
 
 
 class OperationCounter(TorchDispatchMode):
-    """Captures by counting the operations of a launch outside decoder layers, by the function of ours that calls them."""
+    """Captures by counting the operations of a launch outside decoder layers, by the function of
+    ours that calls them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +68,9 @@ class OperationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:
-            parts = func.decompose(*args, **(kwargs or {}))  # an accelerator sees what an operation is made of
+            parts = func.decompose(
+                *args, **(kwargs or {})
+            )  # an accelerator sees what an operation is made of
         if parts is not NotImplemented:
             return parts
         name = func.overloadpacket.__name__
@@ -68,11 +82,15 @@ class OperationCounter(TorchDispatchMode):
         if self.on:
             frame = sys._getframe(1)
             while not any(
-                Path(frame.f_code.co_filename).is_relative_to(ROOT / part) for part in ("specdec", "drafters", "verifiers")
+                Path(frame.f_code.co_filename).is_relative_to(ROOT / part)
+                for part in ("specdec", "drafters", "verifiers")
             ):
                 assert frame.f_back is not None
                 frame = frame.f_back
-            self.counts[f"{Path(frame.f_code.co_filename).relative_to(ROOT)}, {frame.f_code.co_name}: {name}"] += 1
+            self.counts[
+                f"{Path(frame.f_code.co_filename).relative_to(ROOT)}, {frame.f_code.co_name}:"
+                f" {name}"
+            ] += 1
 
     def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
         launch()
@@ -123,7 +141,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
     monkeypatch.setattr(triton_candidates, "candidates", valid)
     for user in (triton_argmax, triton_sampler):
         monkeypatch.setattr(user, "choose_slice", filled)
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__))
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, **options: made.count(self.fn.__name__)
+    )
     monkeypatch.setattr(triton_fa, "unavailable_reasons", lambda device: [])
     monkeypatch.setattr(linear_choice, "can_block", lambda weight: False)  # a layout for CPUs
     monkeypatch.setattr(scores, "lowered_in_cache", scores.lowered)  # a way for CPUs
@@ -139,39 +159,63 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         (3, {}, 58),  # positions of the block, and of fewer verified rows
         (0, {}, 30),
         (15, {"temperature": 0.8}, 50),
-        (15, {"temperature": 0.8, "top_k": 20, "top_p": 0.95}, 54),  # what is dropped, of the drafts as well
+        (
+            15,
+            {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+            54,
+        ),  # what is dropped, of the drafts as well
         (0, {"temperature": 0.8}, 33),
         (15, {"repetition_penalty": 1.3}, 66),
     ],
 )
-def test_operations_beside_the_layers(counter: OperationCounter, k: int, params: dict[str, Any], most: int) -> None:
-    """A DFlash step of one request: 4 products, 2 embeddings, 4 kernels for the drafter's context, 2 per arg max, and the rest."""
+def test_operations_beside_the_layers(
+    counter: OperationCounter, k: int, params: dict[str, Any], most: int
+) -> None:
+    """A DFlash step of one request: 4 products, 2 embeddings, 4 kernels for the drafter's context,
+    2 per arg max, and the rest.
+    """
     verifier = model_on_kernels("llama")
-    check_operations(counter, verifier, random_dflash(verifier, block_size=16), most, params, num_draft_tokens=k)
+    check_operations(
+        counter, verifier, random_dflash(verifier, block_size=16), most, params, num_draft_tokens=k
+    )
 
 
 @pytest.mark.parametrize(
-    ("shape", "most"), [({"num_draft_tokens": 1}, 79), ({"num_draft_tokens": 7}, 126), ({"tree_nodes": 15}, 325)]
+    ("shape", "most"),
+    [({"num_draft_tokens": 1}, 79), ({"num_draft_tokens": 7}, 126), ({"tree_nodes": 15}, 325)],
 )
-def test_operations_of_a_draft_model(counter: OperationCounter, shape: dict[str, Any], most: int) -> None:
+def test_operations_of_a_draft_model(
+    counter: OperationCounter, shape: dict[str, Any], most: int
+) -> None:
     """Each draft takes 8 operations beside its layers, and a level of a tree 20."""
     verifier = model_on_kernels("qwen2")
-    check_operations(counter, verifier, DraftModel(model_on_kernels("qwen2"), verifier), most, {}, **shape)
+    check_operations(
+        counter, verifier, DraftModel(model_on_kernels("qwen2"), verifier), most, {}, **shape
+    )
 
 
 def model_on_kernels(name: str) -> Verifier:
     """A tiny model whose layers are Triton's kernels."""
     config = CONFIGS[name]()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+    )
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     return verifier_for(model, name=name, backend=TritonFaBackend(spec))
 
 
 def check_operations(
-    counter: OperationCounter, verifier: Verifier, drafter: Drafter, most: int, params: dict[str, Any], **config: Any
+    counter: OperationCounter,
+    verifier: Verifier,
+    drafter: Drafter,
+    most: int,
+    params: dict[str, Any],
+    **config: Any,
 ) -> None:
     """Captures a step of one request, which has at most so many operations."""
-    engine = SpecEngine(verifier, drafter, EngineConfig(cache=CacheConfig(memory_bytes=2**22), **config))
+    engine = SpecEngine(
+        verifier, drafter, EngineConfig(cache=CacheConfig(memory_bytes=2**22), **config)
+    )
     engine.runner.graphs = StepGraphs(counter, engine.slots, engine.runner.step_table)
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=100, ignore_eos=True, **params))
     while engine.has_work and not counter.counts:

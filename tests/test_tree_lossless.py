@@ -1,4 +1,6 @@
-"""Draft trees of every shape, right along every one of their paths: output equals plain output, token for token, in float32."""
+"""Draft trees of every shape, right along every one of their paths: output equals plain output,
+token for token, in float32.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -33,10 +35,17 @@ SERVING = [name for name in (*CONFIGS, *LATENT_CONFIGS) if name not in CHAINS_AL
 
 
 def decode(name: str, drafts: int, batch: int, **changes: Any) -> list[list[int]]:
-    """Outputs with trees of other shapes, a star and a chain among them, each right along another path every step."""
+    """Outputs with trees of other shapes, a star and a chain among them, each right along another
+    path every step.
+    """
     verifier, outputs = case(name)
     drafter = ScriptedTrees(outputs, random_trees(5, drafts, seed=drafts))
-    return run(verifier, drafter, [list(prompt) for prompt in outputs], engine_config(batch, tree_nodes=drafts, **changes))
+    return run(
+        verifier,
+        drafter,
+        [list(prompt) for prompt in outputs],
+        engine_config(batch, tree_nodes=drafts, **changes),
+    )
 
 
 def ways() -> Iterator[Any]:
@@ -49,12 +58,16 @@ def ways() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "drafts", "batch", "depth"), list(ways()))
 def test_greedy_equals_generate(name: str, drafts: int, batch: int, depth: int) -> None:
-    """Requests join and leave a batch; trees deeper than the windows; results read at once or one step late."""
+    """Requests join and leave a batch; trees deeper than the windows; results read at once or one
+    step late.
+    """
     assert decode(name, drafts, batch, pipeline_depth=depth) == list(case(name)[1].values())
 
 
 def test_every_draft_is_the_last_of_a_path() -> None:
-    """What the drafter was right about is accepted to the last draft, and nothing behind it; every draft has its turn."""
+    """What the drafter was right about is accepted to the last draft, and nothing behind it; every
+    draft has its turn.
+    """
     verifier, outputs = case("llama")
     drafts, prompts = 12, list(outputs)
     shapes = [[(7 * row + seed) % (row + 1) for row in range(drafts)] for seed in range(5)]
@@ -62,20 +75,30 @@ def test_every_draft_is_the_last_of_a_path() -> None:
     for start in range(drafts + 1):
         drafter = ScriptedTrees(outputs, shapes, [*range(start, drafts + 1), *range(start)])
         engine = SpecEngine(verifier, drafter, engine_config(5, tree_nodes=drafts))
-        requests = [engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+        requests = [
+            engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS))
+            for prompt in prompts
+        ]
         while engine.has_work:
             engine.step()
         for index, request in enumerate(requests):
-            rows = [drafter.ends[(FIRST * index + step) % (drafts + 1)] for step in range(len(request.num_accepted) - 1)]
+            rows = [
+                drafter.ends[(FIRST * index + step) % (drafts + 1)]
+                for step in range(len(request.num_accepted) - 1)
+            ]
             assert request.num_accepted[:-1] == [len(drafter.paths[index][row]) - 1 for row in rows]
             ends.update((index, row) for row in rows)
     whole = [index for index, output in enumerate(outputs.values()) if len(output) == MAX_TOKENS]
-    assert len(whole) >= 3 and ends >= {(index, row) for index in whole for row in range(drafts + 1)}
+    assert len(whole) >= 3 and ends >= {
+        (index, row) for index in whole for row in range(drafts + 1)
+    }
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_many_drafts_in_short_paths(depth: int) -> None:
-    """Rows reach far behind the tokens that a step can add, into blocks that nobody else may have."""
+    """Rows reach far behind the tokens that a step can add,
+    into blocks that nobody else may have.
+    """
     verifier, outputs = case("llama")
     shapes = [[(row + seed) // 6 for row in range(MOST_NODES)] for seed in range(5)]
     drafter = ScriptedTrees(outputs, shapes)
@@ -86,17 +109,27 @@ def test_many_drafts_in_short_paths(depth: int) -> None:
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "rows of the path stay where they were": lambda patch: patch.setattr(CacheRows, "move", lambda *_: None),
-    "rows lie where their depth says": lambda patch: patch.setattr(DecodeBatch, "verification", by_depth),
+    "rows of the path stay where they were": lambda patch: patch.setattr(
+        CacheRows, "move", lambda *_: None
+    ),
+    "rows lie where their depth says": lambda patch: patch.setattr(
+        DecodeBatch, "verification", by_depth
+    ),
     "siblings are seen": lambda patch: patch.setattr(DecodeBatch, "verification", causal),
-    "a row's place is its position": lambda patch: patch.setattr(DecodeBatch, "verification", in_turn),
+    "a row's place is its position": lambda patch: patch.setattr(
+        DecodeBatch, "verification", in_turn
+    ),
 }
 verification = DecodeBatch.verification
 
 
 def by_depth(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
     rows = verification(self, token_ids, tree, **options)
-    slots = self.slot_mapping(self.shape.rows).view(token_ids.shape).gather(1, F.pad(tree.depths, (1, 0)))
+    slots = (
+        self.slot_mapping(self.shape.rows)
+        .view(token_ids.shape)
+        .gather(1, F.pad(tree.depths, (1, 0)))
+    )
     return replace(rows, metadata=replace(rows.metadata, slot_mapping=slots.flatten()))
 
 
@@ -106,14 +139,20 @@ def causal(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any
 
 
 def in_turn(self: DecodeBatch, token_ids: Tensor, tree: DraftTree, **options: Any) -> ForwardInput:
-    return replace(verification(self, token_ids, tree, **options), position_ids=self.position_ids(self.shape.rows))
+    return replace(
+        verification(self, token_ids, tree, **options),
+        position_ids=self.position_ids(self.shape.rows),
+    )
 
 
 @pytest.mark.parametrize("broken", BREAKS)
 def test_these_tests_can_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these mistakes spoils most outputs."""
     BREAKS[broken](monkeypatch)
-    right = [given == expected for given, expected in zip(decode("llama", 12, 3), case("llama")[1].values(), strict=True)]
+    right = [
+        given == expected
+        for given, expected in zip(decode("llama", 12, 3), case("llama")[1].values(), strict=True)
+    ]
     assert sum(right) < 2
 
 
@@ -129,13 +168,17 @@ def test_these_tests_can_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_targets_of_chains_alone(name: str, reason: str) -> None:
     """They say why in one line, and decode chains where the shape is left open."""
     verifier, outputs = case(name)
-    with pytest.raises(InvalidInputError, match=rf"^tree_nodes is 12, but .*{reason}.*; leave it out for chains$"):
+    with pytest.raises(
+        InvalidInputError, match=rf"^tree_nodes is 12, but .*{reason}.*; leave it out for chains$"
+    ):
         decode(name, 12, 3)
     drafter = ScriptedTrees(outputs, random_trees(5, 12))
     engine = SpecEngine(verifier, drafter, engine_config(3, num_draft_tokens="auto"))
     assert len(engine.shapes) > 1 and not any(shape.is_tree for shape in engine.shapes)
     config = engine_config(3, num_draft_tokens="auto")
-    assert run(verifier, drafter, [list(prompt) for prompt in outputs], config) == list(outputs.values())
+    assert run(verifier, drafter, [list(prompt) for prompt in outputs], config) == list(
+        outputs.values()
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -144,12 +187,17 @@ def test_chains_and_trees_in_any_order(depth: int) -> None:
     verifier, outputs = case("llama")
     drafter = ScriptedTrees(outputs, random_trees(5, MOST_NODES))
     drafter.wrong_at = [{1}, {0}, {4}]  # of chains
-    engine = SpecEngine(verifier, drafter, engine_config(3, num_draft_tokens="auto", pipeline_depth=depth))
+    engine = SpecEngine(
+        verifier, drafter, engine_config(3, num_draft_tokens="auto", pipeline_depth=depth)
+    )
     turns = cycle(random.Random(depth).sample(engine.shapes, len(engine.shapes)))
     assert engine.block_choice is not None
     engine.block_choice.choose = lambda num_reqs, **_: next(turns)  # type: ignore[method-assign]
     for _ in range(3):
-        requests = [engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS)) for prompt in outputs]
+        requests = [
+            engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS))
+            for prompt in outputs
+        ]
         while engine.has_work:
             engine.step()
         assert [request.output_token_ids for request in requests] == list(outputs.values())

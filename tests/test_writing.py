@@ -1,4 +1,6 @@
-"""Files are written, removed, and read as JSON in one way each: read from the sources, so that no new place goes around it."""
+"""Files are written, removed, and read as JSON in one way each: read from the sources, so that no
+new place goes around it.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -14,18 +16,49 @@ HANDED = {"write_atomically", "fill_folder"}
 """What is handed to these writes where they say."""
 
 METHODS = {
-    *("write_text", "write_bytes", "unlink", "rename", "rmdir", "touch", "truncate", "ftruncate", "symlink_to", "hardlink_to"),
-    *("rmtree", "copy", "copy2", "copyfile", "copytree", "move", "remove", "removedirs", "mkfifo", "mknod", "replace", "chmod"),
+    *(
+        "write_text",
+        "write_bytes",
+        "unlink",
+        "rename",
+        "rmdir",
+        "touch",
+        "truncate",
+        "ftruncate",
+        "symlink_to",
+        "hardlink_to",
+    ),
+    *(
+        "rmtree",
+        "copy",
+        "copy2",
+        "copyfile",
+        "copytree",
+        "move",
+        "remove",
+        "removedirs",
+        "mkfifo",
+        "mknod",
+        "replace",
+        "chmod",
+    ),
     *("save_file", "save_model", "save_pretrained", "savefig", "print_png", "export_chrome_trace"),
 }
 OF_MODULES = {"copy": "shutil", "move": "shutil", "remove": "os", "replace": "os"}
-"""Methods of other things as well; of paths, `replace` alone is asked for, by its single argument."""
+"""Methods of other things as well; of paths, `replace` alone is asked for, by its single argument.
+"""
 
 ALLOWED = {
     "evals/peers/vllm.py": {"symlink_to"},  # in a temporary folder
-    "specdec/base/journal.py": {"truncate"},  # half a line at its end, of a file that `specdec.base.writing` has locked
+    "specdec/base/journal.py": {
+        "truncate"
+    },  # half a line at its end, of a file that `specdec.base.writing` has locked
     "specdec/engine/guided.py": {"replace"},  # of a step
-    "specdec/parallel/meeting.py": {"rmtree", "open", "rename"},  # in a temporary folder, where ranks meet
+    "specdec/parallel/meeting.py": {
+        "rmtree",
+        "open",
+        "rename",
+    },  # in a temporary folder, where ranks meet
     "verifiers/decoder.py": {"rename"},  # of weights
     "verifiers/prediction.py": {"rename"},
     "specdec/base/checkpoint/hub.py": {"loads"},  # with a hook
@@ -44,8 +77,13 @@ def writes(call: ast.Call, name: str, owner: str) -> bool:
         given = [*map(ast.unparse, call.args), *(ast.unparse(one.value) for one in call.keywords)]
         if "os.devnull" in given or "os.dup" in " ".join(given):
             return False
-        modes = [text_of(one) for one in [*call.args[:2], *(one.value for one in call.keywords if one.arg == "mode")]]
-        return any(set("wax+") & set(mode) and len(mode) <= 3 for mode in modes) or any("O_" in text for text in given)
+        modes = [
+            text_of(one)
+            for one in [*call.args[:2], *(one.value for one in call.keywords if one.arg == "mode")]
+        ]
+        return any(set("wax+") & set(mode) and len(mode) <= 3 for mode in modes) or any(
+            "O_" in text for text in given
+        )
     if name == "save":
         return owner in ("torch", "np", "numpy")
     if name == "dump":
@@ -78,13 +116,23 @@ def around(root: Path) -> list[str]:
             continue
         for call, called, owner, handed in calls(ast.parse(path.read_text())):
             place = f"{name}:{call.lineno}: "
-            own = owner or called not in ("write_text", "remove")  # else they are those of specdec.base.writing
-            if own and writes(call, called, owner) and not handed and called not in ALLOWED.get(name, ()):
+            own = owner or called not in (
+                "write_text",
+                "remove",
+            )  # else they are those of specdec.base.writing
+            if (
+                own
+                and writes(call, called, owner)
+                and not handed
+                and called not in ALLOWED.get(name, ())
+            ):
                 found.append(f"{place}{called} is for specdec.base.writing")
             if called == "expanduser" and owner != "os.path":
                 found.append(f"{place}a home is looked up by specdec.base.files.user_path")
             reads = " ".join(map(ast.unparse, call.args))
-            json_file = owner == "json" and (called == "load" or (called == "loads" and "read_" in reads))
+            json_file = owner == "json" and (
+                called == "load" or (called == "loads" and "read_" in reads)
+            )
             if json_file and "BUNDLED" not in reads and called not in ALLOWED.get(name, ()):
                 found.append(f"{place}JSON of a file is read by specdec.base.files.parse_json")
     return found
@@ -132,7 +180,8 @@ def test_what_is_handed_over_and_what_only_looks_like_it_is_let_through(tmp_path
     (tmp_path / "evals").mkdir()
     (tmp_path / "evals" / "x.py").write_text(
         "write_atomically(path, lambda unfinished: torch.save(state, unfinished))\n"
-        "write_text(path, 'x')\ntext.replace('a', 'b')\nreplace(config, x=1)\nopen(path)\nopen(path, 'rb')\n"
+        "write_text(path, 'x')\ntext.replace('a', 'b')\nreplace(config,"
+        " x=1)\nopen(path)\nopen(path, 'rb')\n"
         "open(os.devnull, 'w')\njson.loads(line)\ncopy.copy(x)\nlist.remove(x)\n"
     )
     assert around(tmp_path) == []

@@ -1,4 +1,6 @@
-"""A model on our own decoder stack as the target: the same weights and maths as transformers' modules, in fewer operations."""
+"""A model on our own decoder stack as the target: the same weights and maths as transformers'
+modules, in fewer operations.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,14 @@ from specdec.sampling.params import SamplingDefaults
 from verifiers.building.builder import LayerBuilder
 from verifiers.building.recurrent import recurrent_rows
 from verifiers.config.description import Description
-from verifiers.config.shape import context_limits, layer_caches, layer_kinds, layer_specs, layer_windows, length_rule
+from verifiers.config.shape import (
+    context_limits,
+    layer_caches,
+    layer_kinds,
+    layer_specs,
+    layer_windows,
+    length_rule,
+)
 from verifiers.weights.shares import shared
 from verifiers.weights.weights import Weights
 
@@ -49,7 +58,8 @@ class DecoderVerifier:
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
-        checkpoint: what `weights` were read from, which may hold more than the target needs; None where it does not matter.
+        checkpoint: what `weights` were read from, which may hold more than the target needs; None
+            where it does not matter.
 
     Raises:
         CheckpointError: a tensor is missing, or one is left that our layers know nothing of.
@@ -80,7 +90,9 @@ class DecoderVerifier:
         self.device, self.dtype = table.device, table.dtype
         stored = [weight for weight in weights.tensors.values() if isinstance(weight, Quantized)]
         packed = {code for weight in stored for code in weight.kinds}
-        self.weight_codes: tuple[str, ...] = () if self.device.type == "cpu" else tuple(sorted(packed))
+        self.weight_codes: tuple[str, ...] = (
+            () if self.device.type == "cpu" else tuple(sorted(packed))
+        )
         head: Tensor | Quantized | None = weights.blocks("lm_head.weight")
         head = weights.optional("lm_head.weight") if head is None else head
         tied = table.weight if isinstance(table, PackedTable) else table
@@ -93,21 +105,33 @@ class DecoderVerifier:
         self.vocab_size = self._head.out_features
         self.kv_specs = layer_specs(own, backend)
         self._places = layer_caches(config)
-        self.windows = [window for window, places in zip(layer_windows(config), self._places, strict=True) for _ in places]
+        self.windows = [
+            window
+            for window, places in zip(layer_windows(config), self._places, strict=True)
+            for _ in places
+        ]
         self.embedding_scale = description.embedding_scale_in(self.dtype)
         self.final_softcap = description.final_softcap
-        self._states = next((index for index, spec in enumerate(self.kv_specs) if isinstance(spec, StateLayerSpec)), None)
+        self._states = next(
+            (index for index, spec in enumerate(self.kv_specs) if isinstance(spec, StateLayerSpec)),
+            None,
+        )
         kinds = {"mixes": description.routing is not None, "recurs": self._states is not None}
         self._ops = ops_for(backend, **kinds, group=self.group, width=self.hidden_size)
         builder = LayerBuilder(own, description, backend)
         self._kinds = layer_kinds(own, backend)
         self._inputs = builder.inputs(weights.under("model.")) if description.layer_inputs else None
-        layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(self.num_layers)]
+        layers = [
+            builder.layer(index, weights.under(f"model.layers.{index}."))
+            for index in range(self.num_layers)
+        ]
         final_norm = builder.norm(weights, "model.norm")
         assert final_norm is not None
         self.final_norm = final_norm
         weights.check_all_taken()
-        self._decoder = Decoder(layers, final_norm, ops=self._ops, residual_scale=description.residual_scale)
+        self._decoder = Decoder(
+            layers, final_norm, ops=self._ops, residual_scale=description.residual_scale
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -118,33 +142,51 @@ class DecoderVerifier:
     @property
     def routed_experts(self) -> RoutedExperts | None:
         """See `Verifier.routed_experts`."""
-        mixtures = [layer.mlp for layer in self._decoder.layers if isinstance(layer.mlp, MixtureOfExperts | MlpBesideExperts)]
+        mixtures = [
+            layer.mlp
+            for layer in self._decoder.layers
+            if isinstance(layer.mlp, MixtureOfExperts | MlpBesideExperts)
+        ]
         if not mixtures:
             return None
         routing = mixtures[0].router.routing
-        return RoutedExperts(routing.num_experts, routing.top_k, sum(one.experts.nbytes for one in mixtures))
+        return RoutedExperts(
+            routing.num_experts, routing.top_k, sum(one.experts.nbytes for one in mixtures)
+        )
 
     @torch.inference_mode()
-    def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+    def forward(
+        self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()
+    ) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
         normed, tapped = self.hidden(rows, caches, aux_layer_ids)
-        logits = self.head(normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows))
+        logits = self.head(
+            normed if rows.logit_rows is None else normed.index_select(0, rows.logit_rows)
+        )
         if self._description.logits_scale != 1:
             logits = logits * self._description.logits_scale
         if self.final_softcap is not None:
             logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
         return VerifyOutput(logits=logits, aux_hidden=torch.cat(tapped, dim=-1) if tapped else None)
 
-    def hidden(self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`."""
+    def hidden(
+        self, rows: ForwardInput, caches: Sequence[Any], taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states [T, H] after the final norm, and the raw outputs [T, H] of the layers in
+        `taps`.
+        """
         embeddings = self._embedding(self._ops, rows.token_ids, self.embedding_scale)
         angles = self._decoder.angles(rows.position_ids, self.dtype, rows.rope_lens)
-        inputs = None if self._inputs is None else self._inputs(self._ops, rows.token_ids, embeddings)
+        inputs = (
+            None if self._inputs is None else self._inputs(self._ops, rows.token_ids, embeddings)
+        )
         each = self.attention.each
         of_each = [_plan(backend, rows.metadata) for backend in each]
         recurrent = None if self._states is None else recurrent_rows(rows)
         backends, held, plans = [each[kind] for kind in self._kinds], [], []
-        for kind, places in zip(self._kinds, self._places, strict=False):  # of the first layers, where some were dropped
+        for kind, places in zip(
+            self._kinds, self._places, strict=False
+        ):  # of the first layers, where some were dropped
             own = [caches[place] for place in places]
             used = [recurrent if isinstance(cache, StateCache) else of_each[kind] for cache in own]
             held.append(own[0] if len(own) == 1 else own)

@@ -1,4 +1,6 @@
-"""Among how many ranks a target can be divided, and what each has of its weights, told from its config."""
+"""Among how many ranks a target can be divided, and what each has of its weights, told from its
+config.
+"""
 
 from collections.abc import Mapping
 from math import prod
@@ -30,7 +32,8 @@ def divisions(
     dtype: torch.dtype,
     packed: bool,
 ) -> dict[int, int]:
-    """Bytes of a rank's weights, by the number of ranks, one included; of numbers that divide the target alone.
+    """Bytes of a rank's weights, by the number of ranks, one included; of numbers that divide the
+    target alone.
 
     Args:
         config: of the text model, which our own layers run.
@@ -49,7 +52,12 @@ def divisions(
         spec = (
             None
             if share is None
-            else backend_spec(shared(config, share.group), device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
+            else backend_spec(
+                shared(config, share.group),
+                device=device,
+                dtype=dtype,
+                block_size=DEFAULT_BLOCK_SIZE,
+            )
         )
         if share is None or spec is None or all(refusals(spec).values()):
             continue

@@ -1,4 +1,5 @@
-"""A target of any supported shape with random weights, made on its device from a config alone: no checkpoint, no tokenizer.
+"""A target of any supported shape with random weights, made on its device from a config alone: no
+checkpoint, no tokenizer.
 
 It says nothing, and takes as long as the real one: for measuring how fast a shape runs.
 """
@@ -18,7 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from specdec.attention.selector import select_backend
-from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
+from specdec.base.errors import (
+    CheckpointError,
+    InvalidInputError,
+    SpecDecError,
+    UnsupportedModelError,
+    one_line,
+)
 from specdec.base.writing import write_atomically, write_text
 from specdec.layers.packed.weight import PackedWeight
 from specdec.model.core import Verifier
@@ -62,21 +69,25 @@ def read_config(path: Path) -> PreTrainedConfig:
         raise
     except Exception as error:  # a damaged file ends in any kind of error
         raise CheckpointError(
-            f"cannot read a model's config from {str(path)!r}: {one_line(error, 300)}; give a config.json"
+            f"cannot read a model's config from {str(path)!r}: {one_line(error, 300)}; give a"
+            f" config.json"
         ) from error
     if getattr(config, "quantization_config", None):
         raise InvalidInputError(
-            f"the config {str(path)!r} describes quantized weights and random ones are plain numbers; remove quantization_config"
+            f"the config {str(path)!r} describes quantized weights and random ones are plain"
+            f" numbers; remove quantization_config"
         )
     return config
 
 
-def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedModel:
+def random_model(
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0
+) -> PreTrainedModel:
     """A model with the random weights that its training would start from, on its device.
 
-    transformers' own initialization of the family fills each tensor where it was allocated: matrices normal with the config's
-    `initializer_range`, norms that scale by 1, biases 0, RoPE's frequencies as they are. Tied weights are one tensor. At no time
-    is there more than the model.
+    transformers' own initialization of the family fills each tensor where it was allocated:
+    matrices normal with the config's `initializer_range`, norms that scale by 1, biases 0, RoPE's
+    frequencies as they are. Tied weights are one tensor. At no time is there more than the model.
 
     Raises:
         UnsupportedModelError: transformers has the text model without a head alone.
@@ -84,12 +95,17 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     found = text_class(config)
     if found is None:
         raise UnsupportedModelError(
-            f"transformers has no causal language model of type {config.model_type!r} to give random weights; give another config"
+            f"transformers has no causal language model of type {config.model_type!r} to give"
+            f" random weights; give another config"
         )
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        model: PreTrainedModel = found._from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    wide = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # as reading a checkpoint would keep them
+        model: PreTrainedModel = found._from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    wide = tuple(
+        getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    )  # as reading a checkpoint would keep them
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if any(part in name for part in wide):
             tensor.data = tensor.data.float()
@@ -98,7 +114,8 @@ def random_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 @torch.no_grad()
 def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False) -> None:
-    """Writes the weights of what `random_model` made, so that another system can have the same ones.
+    """Writes the weights of what `random_model` made, so that another system can have the same
+    ones.
 
     Args:
         model: whose tensors are published under other names and shapes, which are written.
@@ -107,8 +124,16 @@ def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False
     """
     named: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
     if wrapped:
-        named = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in named.items()}
-    seen, files, shard, size = set[tuple[int, torch.Size]](), dict[str, str](), dict[str, Tensor](), 0
+        named = {
+            re.sub(r"^model\.", "model.language_model.", name): tensor
+            for name, tensor in named.items()
+        }
+    seen, files, shard, size = (
+        set[tuple[int, torch.Size]](),
+        dict[str, str](),
+        dict[str, Tensor](),
+        0,
+    )
     for number, (name, tensor) in enumerate(named.items(), start=1):
         place = tensor.data_ptr(), tensor.shape
         if place not in seen:  # else it is tied to another one
@@ -119,7 +144,9 @@ def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False
             write_atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
             files |= dict.fromkeys(shard, file)
             shard, size = {}, 0
-    write_text(folder / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": files}))
+    write_text(
+        folder / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": files})
+    )
 
 
 def dummy_verifier(
@@ -142,17 +169,25 @@ def dummy_verifier(
 
     Raises:
         BackendError: no backend, or not the named one, can serve the model.
-        InvalidInputError: there is no such way, or our own layers, which alone take packed weights, do not run the model.
+        InvalidInputError: there is no such way, or our own layers, which alone take packed weights,
+            do not run the model.
     """
     check_way(quantize)
-    options: dict[str, Any] = {"block_size": block_size, "cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
-    backend = select_backend(attention, backend_spec(model.config, device=model.device, dtype=model.dtype, **options))
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "cache_dtype": cache_dtype,
+        "fp8_prefill": fp8_prefill,
+    }
+    backend = select_backend(
+        attention, backend_spec(model.config, device=model.device, dtype=model.dtype, **options)
+    )
     if quantize is None:
         return _random(verifier_for(model, name=name, backend=backend, fuse=fuse))
     description = description_of(model)
     if description is None:
         raise InvalidInputError(
-            f"{name!r} of type {model.config.model_type!r} runs through transformers' modules, which take plain numbers;"
+            f"{name!r} of type {model.config.model_type!r} runs through transformers' modules,"
+            f" which take plain numbers;"
             f" leave out weights {quantize!r}"
         )
     weights, eos = quantized_weights(model, quantize), eos_token_ids(model.config.eos_token_id)
@@ -172,10 +207,12 @@ def dummy_rank(
     cache_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> DecoderVerifier:
-    """A rank's share of a target with random weights, which are the same whatever the number of ranks; None is a process alone.
+    """A rank's share of a target with random weights, which are the same whatever the number of
+    ranks; None is a process alone.
 
-    Tensors are made one by one, each from a seed of its own, and cut: at no time is there more than the share and one tensor.
-    Matrices are normal with the config's `initializer_range`, norms scale by 1, all else is 0.
+    Tensors are made one by one, each from a seed of its own, and cut: at no time is there more than
+    the share and one tensor. Matrices are normal with the config's `initializer_range`, norms scale
+    by 1, all else is 0.
 
     Raises:
         BackendError: no backend, or not the named one, can serve the model.
@@ -187,17 +224,29 @@ def dummy_rank(
     description = describe(local)
     if description is None:
         raise UnsupportedModelError(
-            f"{name!r} of type {config.model_type!r} runs through transformers' modules; give another config"
+            f"{name!r} of type {config.model_type!r} runs through transformers' modules; give"
+            f" another config"
         )
     share = None if group is None else Share(config, description, group, name=name)
     shapes = shapes_of(config)
     if share is not None:
         share.check(shapes)
-    spec = backend_spec(local, device=device, dtype=dtype, block_size=block_size, cache_dtype=cache_dtype)
-    backend, generator, tensors = select_backend(attention, spec), torch.Generator(device), dict[str, Stored]()
-    norm, spread = float(description.norm_kind != "zero_centered"), getattr(config, "initializer_range", 0.02)
+    spec = backend_spec(
+        local, device=device, dtype=dtype, block_size=block_size, cache_dtype=cache_dtype
+    )
+    backend, generator, tensors = (
+        select_backend(attention, spec),
+        torch.Generator(device),
+        dict[str, Stored](),
+    )
+    norm, spread = (
+        float(description.norm_kind != "zero_centered"),
+        getattr(config, "initializer_range", 0.02),
+    )
     for key, shape in shapes.items():
-        whole = torch.full(shape, norm if key.endswith("norm.weight") else 0.0, device=device, dtype=dtype)
+        whole = torch.full(
+            shape, norm if key.endswith("norm.weight") else 0.0, device=device, dtype=dtype
+        )
         if len(shape) > 1:
             whole.normal_(std=spread, generator=generator.manual_seed(seed + crc32(key.encode())))
         tensors[key] = whole if share is None else share.part(key, whole)
@@ -218,12 +267,16 @@ def check_way(quantize: str | None) -> None:
         InvalidInputError: they cannot.
     """
     if quantize is not None and quantize not in WAYS:
-        raise InvalidInputError(f"random weights cannot be {quantize!r}; choose {', '.join(WAYS)}, or bfloat16 for plain numbers")
+        raise InvalidInputError(
+            f"random weights cannot be {quantize!r}; choose {', '.join(WAYS)}, or bfloat16 for"
+            f" plain numbers"
+        )
 
 
 @torch.no_grad()
 def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
-    """The model's weights, of which it keeps none of those that are packed: all linear layers and experts of its layers.
+    """The model's weights, of which it keeps none of those that are packed: all linear layers and
+    experts of its layers.
 
     Args:
         model: whose family our own layers run.
@@ -233,7 +286,9 @@ def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
     linear = {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("model.layers.") and not _LEFT_PLAIN.search(name)
+        if isinstance(module, nn.Linear)
+        and name.startswith("model.layers.")
+        and not _LEFT_PLAIN.search(name)
     }
     description = description_of(model)
     for name, tensor in list(weights.tensors.items()):
@@ -244,7 +299,9 @@ def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
         numbers = tensor.detach()
         if experts:
             numbers = numbers.mT if description.interleaved_experts else numbers
-            weights.tensors[name] = PackedWeight.stacked([WAYS[quantize](expert) for expert in numbers])
+            weights.tensors[name] = PackedWeight.stacked(
+                [WAYS[quantize](expert) for expert in numbers]
+            )
         else:
             weights.tensors[name] = WAYS[quantize](numbers)
         tensor.data = numbers.new_empty(0)
@@ -253,20 +310,26 @@ def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
 
 @torch.inference_mode()
 def experts_met(model: PreTrainedModel, rows: int, *, context: int = 8) -> float | None:
-    """Different experts that `rows` rows meet in a layer, on average over the layers with experts; None in a model without.
+    """Different experts that `rows` rows meet in a layer, on average over the layers with experts;
+    None in a model without.
 
-    The rows are the last ones of as many prompts of `context` random tokens, which transformers alone runs, so this belongs before
-    `dummy_verifier`. `RoutedExperts.expected` is what rows that choose evenly and independently would meet.
+    The rows are the last ones of as many prompts of `context` random tokens, which transformers
+    alone runs, so this belongs before `dummy_verifier`. `RoutedExperts.expected` is what rows that
+    choose evenly and independently would meet.
     """
     chosen: list[int] = []
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        chosen.append(inputs[1].view(rows, context, -1)[:, -1].unique().numel())  # of hidden states, indices and weights
+        chosen.append(
+            inputs[1].view(rows, context, -1)[:, -1].unique().numel()
+        )  # of hidden states, indices and weights
 
     layers = [module for name, module in model.named_modules() if name.endswith(".experts")]
     hooks = [layer.register_forward_pre_hook(count) for layer in layers]
     generator = torch.Generator(model.device).manual_seed(0)
-    token_ids = torch.randint(model.config.vocab_size, (rows, context), device=model.device, generator=generator)
+    token_ids = torch.randint(
+        model.config.vocab_size, (rows, context), device=model.device, generator=generator
+    )
     try:
         if layers:
             model.set_attn_implementation("eager")

@@ -1,4 +1,6 @@
-"""Any decoder-only Hugging Face model as the target: packed forwards on our paged cache, with tapped decoder layers."""
+"""Any decoder-only Hugging Face model as the target: packed forwards on our paged cache, with
+tapped decoder layers.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -34,21 +36,32 @@ from verifiers.hf_attention import ATTENTION_NAME, PagedForward
 from verifiers.weights.weights import Weights
 
 
-def load_model(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """A model whose attention is ours, on the CPU, and the names of tensors that the checkpoint lacks.
+def load_model(
+    path: str, config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model whose attention is ours, on the CPU, and the names of tensors that the checkpoint
+    lacks.
 
     Of a composite it is the text part.
     """
     if is_composite(config):
         return load_text(path, config, dtype, ATTENTION_NAME)
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, trust_remote_code=False
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
+        trust_remote_code=False,
     )
     return model, sorted(report["missing_keys"])
 
 
-def model_of(config: PreTrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """The same from weights that have been read, so that transformers need not know how the checkpoint stores them.
+def model_of(
+    config: PreTrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[PreTrainedModel, list[str]]:
+    """The same from weights that have been read, so that transformers need not know how the
+    checkpoint stores them.
 
     Args:
         config: of the text model.
@@ -61,39 +74,55 @@ def model_of(config: PreTrainedConfig, weights: Mapping[str, Any], dtype: torch.
     found = text_class(config)
     if found is None:
         raise UnsupportedModelError(
-            f"quantized weights of type {config.model_type!r} have no causal language model in transformers to go into;"
+            f"quantized weights of type {config.model_type!r} have no causal language model in"
+            f" transformers to go into;"
             " use a checkpoint in plain numbers"
         )
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     model, report = found.from_pretrained(
-        None, config=plain, state_dict=dict(weights), dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+        None,
+        config=plain,
+        state_dict=dict(weights),
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
     )
     return model, sorted(report["missing_keys"])
 
 
-def verifier_for(model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, fuse: bool = True) -> Verifier:
-    """The verifier that runs `model`: `DecoderVerifier` for the families it knows, which takes the weights over, else `HFVerifier`.
+def verifier_for(
+    model: PreTrainedModel, *, name: str, backend: AttentionBackend | MlaBackend, fuse: bool = True
+) -> Verifier:
+    """The verifier that runs `model`: `DecoderVerifier` for the families it knows, which takes the
+    weights over, else `HFVerifier`.
 
     Args:
-        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its device.
+        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, on its
+            device.
         name: how to call it in messages.
         backend: attention over the cache.
         fuse: False runs every model through its own modules, but for latent attention and what
             `verifiers.config.shape.peculiarity` names, which they do not have on our cache.
 
     Raises:
-        UnsupportedModelError: only our own layers could run it, and its projections are no plain ones.
+        UnsupportedModelError: only our own layers could run it, and its projections are no plain
+            ones.
     """
-    ends = eos_token_ids(getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id)
+    ends = eos_token_ids(
+        getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id
+    )
     description = description_of(model)
     peculiar = peculiarity(model.config)
     if description is not None and (fuse or peculiar or isinstance(backend, MlaBackend)):
-        return DecoderVerifier(model.config, description, Weights.of_model(model), name=name, backend=backend, eos=ends)
+        return DecoderVerifier(
+            model.config, description, Weights.of_model(model), name=name, backend=backend, eos=ends
+        )
     if peculiar:
         raise UnsupportedModelError(
-            f"target {name!r} has {peculiar}, which our own layers alone can run, and projections in a form that these do not"
+            f"target {name!r} has {peculiar}, which our own layers alone can run, and projections"
+            f" in a form that these do not"
             " take; use a checkpoint in plain numbers"
         )
     assert isinstance(backend, AttentionBackend), "`verifiers.support` refuses such a model"
@@ -114,7 +143,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     found = [m for m in children if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(found) != 1:
         raise RuntimeError(
-            f"{type(model).__name__} has {len(found)} lists of {count} modules; one was expected, the decoder layers"
+            f"{type(model).__name__} has {len(found)} lists of {count} modules; one was expected,"
+            f" the decoder layers"
         )
     return found[0]
 
@@ -123,7 +153,8 @@ class HFVerifier:
     """A transformers model seen through the `Verifier` protocol.
 
     Args:
-        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, in eval mode on its device.
+        model: a causal language model loaded with `attn_implementation=ATTENTION_NAME`, in eval
+            mode on its device.
         name: how to call it in messages.
         backend: attention over the cache.
         eos: end-of-sequence ids.
@@ -132,7 +163,14 @@ class HFVerifier:
         layers: the decoder layers, as the model holds them.
     """
 
-    def __init__(self, model: PreTrainedModel, *, name: str, backend: AttentionBackend, eos: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        backend: AttentionBackend,
+        eos: tuple[int, ...] = (),
+    ) -> None:
         config = model.config
         self.model, self.config = model, config
         self.name = name
@@ -145,7 +183,9 @@ class HFVerifier:
         _keep_frequencies(model)
         self.kv_specs = layer_specs(config, backend)
         description = describe(config)
-        self.embedding_scale = 1.0 if description is None else description.embedding_scale_in(self.dtype)
+        self.embedding_scale = (
+            1.0 if description is None else description.embedding_scale_in(self.dtype)
+        )
         self.final_softcap: float | None = declared(config, "final_logit_softcapping")
         self.eos_token_ids = eos
         self.media_token_ids: Mapping[int, str] = {}
@@ -161,25 +201,42 @@ class HFVerifier:
 
     @property
     def weight_bytes(self) -> int:
-        """See `Verifier.weight_bytes`. Of embeddings only a few rows are read, unless they are the head's, too."""
-        total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
-        tables = [module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        """See `Verifier.weight_bytes`. Of embeddings only a few rows are read, unless they are the
+        head's, too.
+        """
+        total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(
+            b.nbytes for b in self.model.buffers()
+        )
+        tables = [
+            module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)
+        ]
         return total - sum(table.nbytes for table in tables if table is not self._head.weight)
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
         """See `Verifier.routed_experts`."""
         counts = expert_counts(self.config)
-        weights = sum(parameter.nbytes for name, parameter in self.model.named_parameters() if ".experts." in name)
+        weights = sum(
+            parameter.nbytes
+            for name, parameter in self.model.named_parameters()
+            if ".experts." in name
+        )
         return RoutedExperts(*counts, weights) if counts else None
 
     @torch.inference_mode()
-    def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+    def forward(
+        self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()
+    ) -> VerifyOutput:
         """Scores packed rows; see `Verifier.forward`."""
         self._tap(aux_layer_ids)
         each = self.attention.each
         plans = [backend.plan(rows.metadata) for backend in each]
-        paged = PagedForward([each[kind] for kind in self._kinds], [plans[kind] for kind in self._kinds], caches, self.windows)
+        paged = PagedForward(
+            [each[kind] for kind in self._kinds],
+            [plans[kind] for kind in self._kinds],
+            caches,
+            self.windows,
+        )
         output = self.model(
             input_ids=rows.token_ids[None],
             position_ids=rows.position_ids[None],
@@ -187,7 +244,11 @@ class HFVerifier:
             logits_to_keep=0 if rows.logit_rows is None else rows.logit_rows,
             paged=paged,
         )
-        aux = torch.cat([self._tapped[layer] for layer in aux_layer_ids], dim=-1)[0] if aux_layer_ids else None
+        aux = (
+            torch.cat([self._tapped[layer] for layer in aux_layer_ids], dim=-1)[0]
+            if aux_layer_ids
+            else None
+        )
         self._tapped.clear()
         return VerifyOutput(logits=output.logits[0], aux_hidden=aux)
 
@@ -205,16 +266,22 @@ class HFVerifier:
         return logits
 
     def _tap(self, layers: Sequence[int]) -> None:
-        """Hooks decoder layers not hooked yet. A hook sees the raw output; `output_hidden_states` would end with a normed one."""
+        """Hooks decoder layers not hooked yet. A hook sees the raw output; `output_hidden_states`
+        would end with a normed one.
+        """
         for layer in layers:
             if layer not in self._hooked:
                 if layer == -1:
-                    self.layers[0].register_forward_pre_hook(self._keep_embeddings, with_kwargs=True)
+                    self.layers[0].register_forward_pre_hook(
+                        self._keep_embeddings, with_kwargs=True
+                    )
                 else:
                     self.layers[layer].register_forward_hook(partial(self._keep, layer))
                 self._hooked.add(layer)
 
-    def _keep_embeddings(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _keep_embeddings(
+        self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         self._tapped[-1] = inputs[0] if inputs else options["hidden_states"]
 
     def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -222,7 +289,9 @@ class HFVerifier:
 
 
 def _keep_frequencies(model: nn.Module) -> None:
-    """Makes RoPE of type "dynamic" what it is where it does not stretch; to look at positions, the host would wait."""
+    """Makes RoPE of type "dynamic" what it is where it does not stretch; to look at positions, the
+    host would wait.
+    """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):

@@ -1,4 +1,6 @@
-"""The function registered with transformers' AttentionInterface: hands each layer's query, key and value to our backend."""
+"""The function registered with transformers' AttentionInterface: hands each layer's query, key and
+value to our backend.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +12,15 @@ from transformers import AttentionInterface
 from specdec.attention.backend import AttentionBackend
 
 ATTENTION_NAME = "specdec_paged"
-"""Value of `attn_implementation`. No mask function is registered under it, so transformers builds no masks: causality and
-windows are the backend's business."""
+"""Value of `attn_implementation`. No mask function is registered under it, so transformers builds
+no masks: causality and windows are the backend's business."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedForward:
-    """What the attention layers of one forward need, each its own; travels as the keyword argument `paged` of the model call."""
+    """What the attention layers of one forward need, each its own; travels as the keyword argument
+    `paged` of the model call.
+    """
 
     backends: Sequence[AttentionBackend]
     plans: Sequence[Any]
@@ -43,10 +47,13 @@ def paged_attention(
         [1, num_tokens, num_heads, head_dim], and no attention weights.
 
     Raises:
-        RuntimeError: the model was called outside `HFVerifier.forward`, or does not pass keyword arguments on to its attention.
+        RuntimeError: the model was called outside `HFVerifier.forward`, or does not pass keyword
+            arguments on to its attention.
     """
     if paged is None:
-        raise RuntimeError(f"{type(module).__name__} got no paged cache; call the model through HFVerifier.forward")
+        raise RuntimeError(
+            f"{type(module).__name__} got no paged cache; call the model through HFVerifier.forward"
+        )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     out = paged.backends[layer].run(
         query[0].transpose(0, 1),

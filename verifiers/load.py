@@ -1,7 +1,8 @@
 """Finding and reading a target by name.
 
-What our own layers run is read without transformers' modules, and quantized weights always are. The embedded model takes a way of
-its own, without transformers' model code, so that a start takes a second or two instead of five.
+What our own layers run is read without transformers' modules, and quantized weights always are. The
+embedded model takes a way of its own, without transformers' model code, so that a start takes a
+second or two instead of five.
 """
 
 import json
@@ -67,23 +68,32 @@ def load_verifier(
         block_size: tokens per cache block.
         cache_dtype: type of the cache when it is not `dtype`.
         fp8_prefill: prompts may be computed in 8-bit floats, which latent attention on gfx950 does.
-        fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through its own modules.
+        fuse: run models of known families as `DecoderVerifier`; otherwise every model runs through
+            its own modules.
         as_stored: quantized weights stay packed where `specdec.layers.packed.check.keeps_packed`
             says so, or `keeps_blocks` of a GGUF file; otherwise they become numbers of `dtype`.
-        group: the ranks that compute the target together; each calls this, and reads its part. None for a process alone.
-        generation_config: "none" leaves aside what the checkpoint asks of requests, but for what ends them. None says nothing of
-            it, either: the target gets no requests.
+        group: the ranks that compute the target together; each calls this, and reads its part. None
+            for a process alone.
+        generation_config: "none" leaves aside what the checkpoint asks of requests, but for what
+            ends them. None says nothing of it, either: the target gets no requests.
 
     Raises:
-        UnsupportedModelError: the architecture cannot run yet; said from its config, before weights are read.
+        UnsupportedModelError: the architecture cannot run yet; said from its config, before weights
+            are read.
         CheckpointError: nothing there, damaged files, or tensors missing.
         BackendError: no backend, or not the named one, can serve the model.
     """
     if not isinstance(name, str | Path):
-        raise CheckpointError(f"the target is a {type(name).__name__}; give a folder, a hub name, or {EMBEDDED!r}")
+        raise CheckpointError(
+            f"the target is a {type(name).__name__}; give a folder, a hub name, or {EMBEDDED!r}"
+        )
     given, name = name, str(name)
     direct = name == EMBEDDED and fuse and group is None
-    path = embedded_model_path() if name == EMBEDDED else checkpoint_folder(given, what="target", weights=False)
+    path = (
+        embedded_model_path()
+        if name == EMBEDDED
+        else checkpoint_folder(given, what="target", weights=False)
+    )
     options: dict[str, Any] = {"device": device, "dtype": dtype, "block_size": block_size}
     options |= {"cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
     if direct:
@@ -94,7 +104,13 @@ def load_verifier(
         whole, config, share, spec = _understood(name, path, entries, group, fuse, options)
     backend = select_backend(attention, spec)
     tokenizer = tokenizer_in(path, name)
-    generation = read_generation(name, path, vocab_size=config.vocab_size, tokenizer=tokenizer, source=generation_config or "none")
+    generation = read_generation(
+        name,
+        path,
+        vocab_size=config.vocab_size,
+        tokenizer=tokenizer,
+        source=generation_config or "none",
+    )
     if generation_config is not None and (group is None or group.rank == 0):
         generation.say()
     verifier: Verifier
@@ -113,11 +129,23 @@ def load_verifier(
     else:
         from verifiers.config.wrappers import media_token_ids
 
-        folder = path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
+        folder = (
+            path if name == EMBEDDED else checkpoint_folder(given, what="target", snapshot=path)
+        )
         check_adapter(given, folder, what="target")
         keeps = keeps_packed if gguf_file(folder) is None else keeps_blocks
         packed = as_stored and keeps(device, dtype)
-        reading = _Reading(name, folder, whole, backend, device, dtype, packed, partial(_blame_of_shapes, folder), share)
+        reading = _Reading(
+            name,
+            folder,
+            whole,
+            backend,
+            device,
+            dtype,
+            packed,
+            partial(_blame_of_shapes, folder),
+            share,
+        )
         verifier = _own(reading, fuse) or _theirs(reading, fuse)
         verifier.media_token_ids = media_token_ids(whole)
     verifier.eos_token_ids, verifier.defaults = generation.ends, generation.defaults
@@ -125,9 +153,16 @@ def load_verifier(
 
 
 def _understood(
-    name: str, path: Path, entries: Mapping[str, Any], group: Group | None, fuse: bool, options: dict[str, Any]
+    name: str,
+    path: Path,
+    entries: Mapping[str, Any],
+    group: Group | None,
+    fuse: bool,
+    options: dict[str, Any],
 ) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
-    """The config of a target, that of its text part, this rank's share, and what it asks of an attention backend."""
+    """The config of a target, that of its text part, this rank's share, and what it asks of an
+    attention backend.
+    """
     from verifiers.config.wrappers import config_of, read_config, text_config
     from verifiers.support import check_supported
 
@@ -153,7 +188,11 @@ def _blame_of_shapes(folder: Path, error: BaseException) -> str:
     """What of a config keeps a model from being made of it; see `verifiers.config.reading.read`."""
     from verifiers.config.wrappers import config_entries, config_of, shapes_of, text_config
 
-    return blamed(config_entries(str(folder)), lambda entries: shapes_of(text_config(config_of(entries))), error)
+    return blamed(
+        config_entries(str(folder)),
+        lambda entries: shapes_of(text_config(config_of(entries))),
+        error,
+    )
 
 
 class _Reading(NamedTuple):
@@ -194,21 +233,28 @@ def _share(config: Any, group: Group, name: str, fuse: bool) -> Share:
     if description is None or not fuse:
         why = "was asked to" if description is not None else f"of type {config.model_type!r} has to"
         raise UnsupportedModelError(
-            f"target {name!r} {why} run through transformers' modules, which are not divided among ranks; start one process"
+            f"target {name!r} {why} run through transformers' modules, which are not divided among"
+            f" ranks; start one process"
         )
     return Share(config, description, group, name=name)
 
 
 def _own(reading: _Reading, fuse: bool) -> Verifier | None:
-    """A target on our own layers, which take its weights from the files; None where transformers' modules have to."""
+    """A target on our own layers, which take its weights from the files; None where transformers'
+    modules have to.
+    """
     from verifiers.config.wrappers import say_text_only
 
     config = reading.config
     description = describe(config) if reading.share is None else reading.share.description
-    if description is None or not (fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)):
+    if description is None or not (
+        fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)
+    ):
         return None
     say_text_only(reading.whole)
-    return read(reading.name, "weights", partial(_built, reading, config, description), reading.blame)
+    return read(
+        reading.name, "weights", partial(_built, reading, config, description), reading.blame
+    )
 
 
 def _built(reading: _Reading, config: Any, description: Description) -> Verifier:
@@ -221,20 +267,36 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
         share.check(shapes_of(config))
         group = share.group
     device, dtype, as_stored = reading.device, reading.dtype, reading.as_stored
-    read = read_weights(reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, share=share)
+    read = read_weights(
+        reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, share=share
+    )
     weights = Weights(complete(read, config, share), group=group)
     checkpoint = Checkpoint(reading.folder, reading.as_stored)
-    return DecoderVerifier(config, description, weights, name=reading.name, backend=reading.backend, checkpoint=checkpoint)
+    return DecoderVerifier(
+        config,
+        description,
+        weights,
+        name=reading.name,
+        backend=reading.backend,
+        checkpoint=checkpoint,
+    )
 
 
 def _theirs(reading: _Reading, fuse: bool) -> Verifier:
-    """A target whose modules transformers makes; quantized weights become plain numbers before it sees them."""
+    """A target whose modules transformers makes; quantized weights become plain numbers before it
+    sees them.
+    """
     from verifiers.config.wrappers import say_text_only
     from verifiers.hf import verifier_for
 
     say_text_only(reading.whole)
-    # transformers finds files of the usual names alone, and would take an adapter's word for what the model is.
-    plain = not reading.quantized and usually_named(reading.folder) and not (reading.folder / ADAPTER).is_file()
+    # transformers finds files of the usual names alone, and would take an adapter's word for what
+    # the model is.
+    plain = (
+        not reading.quantized
+        and usually_named(reading.folder)
+        and not (reading.folder / ADAPTER).is_file()
+    )
     load = partial(_load_plain, reading) if plain else partial(_read_whole, reading)
     model, missing = read(reading.name, "weights", load, reading.blame)
     if missing:
@@ -256,7 +318,13 @@ def _load_plain(reading: _Reading) -> tuple[Any, list[str]]:
     for source in files.names:
         name = name_of(source, reading.config)
         if name is not None and (name in shapes or name.endswith(".weight")):
-            check_floats({source: files.read(source, piece=range(0)) if files.shape(source) else files.read(source)})
+            check_floats(
+                {
+                    source: files.read(source, piece=range(0))
+                    if files.shape(source)
+                    else files.read(source)
+                }
+            )
     return load_model(str(reading.folder), reading.whole, reading.dtype)
 
 
@@ -265,12 +333,20 @@ def _read_whole(reading: _Reading) -> tuple[Any, list[str]]:
     from verifiers.hf import model_of
     from verifiers.weights.checkpoint import read_weights
 
-    weights = read_weights(reading.folder, reading.config, device=torch.device("cpu"), dtype=reading.dtype, as_stored=False)
+    weights = read_weights(
+        reading.folder,
+        reading.config,
+        device=torch.device("cpu"),
+        dtype=reading.dtype,
+        as_stored=False,
+    )
     shapes = shapes_of(reading.config)
     check_floats({name: weight for name, weight in weights.items() if name in shapes})
     return model_of(reading.config, weights, reading.dtype)
 
 
 def _read_config(path: Path) -> Any:
-    """The entries of config.json as attributes; transformers' own class would import much of its model code."""
+    """The entries of config.json as attributes; transformers' own class would import much of its
+    model code.
+    """
     return SimpleNamespace(**json.loads((path / "config.json").read_text()))

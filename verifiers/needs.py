@@ -1,4 +1,6 @@
-"""Whether a target would run, on what, and what it would take: told from its config files, before any weight is fetched."""
+"""Whether a target would run, on what, and what it would take: told from its config files, before
+any weight is fetched.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +47,8 @@ from verifiers.weights.embedded import EMBEDDED, embedded_model_path
 from verifiers.weights.tokenizer import WHOLE, tokenizer_in, tokenizer_reasons
 
 ROOM = 0.9
-"""Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest."""
+"""Part of a GPU's memory that weights may take; the cache, a drafter and activations need the rest.
+"""
 
 OWN, THEIRS = "our own layers", "transformers' modules"
 
@@ -69,7 +72,8 @@ class Needs:
         unpacked: quantized weights become plain numbers there.
         gpu_bytes: memory of one GPU.
         gpus: needed for the weights.
-        ranks: bytes of a rank's weights by the number of ranks, see `verifiers.divisions`; of those that divide it.
+        ranks: bytes of a rank's weights by the number of ranks, see `verifiers.divisions`; of those
+            that divide it.
         hidden_size, num_layers, vocab_size: what a drafter has to fit.
         predicts: it has layers for multi-token prediction, which can draft.
         context: how long requests may be; None where it would not run.
@@ -105,7 +109,9 @@ class Needs:
         return not self.missing
 
 
-def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes: int, **options: Any) -> Needs:
+def read_needs(
+    name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes: int, **options: Any
+) -> Needs:
     """What the target in a folder, or on the hub, needs; the arguments are those of `needs_of`.
 
     Raises:
@@ -120,7 +126,9 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
     index = next(filter(None, (json_file(where, file, what="target") for file in INDEXES)), {})
     about, files = index.get("metadata"), index.get("weight_map")
     size = about.get("total_size") if isinstance(about, dict) else None
-    options["total_size"] = int(size) if isinstance(size, int | float) and 0 < size < 2**63 else None
+    options["total_size"] = (
+        int(size) if isinstance(size, int | float) and 0 < size < 2**63 else None
+    )
     options["names"] = tuple(files) if isinstance(files, dict) else ()
     options["gguf"] = None if (whole := gguf_of(where)) is None else GgufFiles(whole)
     needs = needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
@@ -130,7 +138,11 @@ def read_needs(name: str, *, device: torch.device, dtype: torch.dtype, gpu_bytes
         return needs
     try:
         folder = local_folder(where) if needs.would_run else None  # and not far away
-        tokenizer = tokenizer_in(folder, name) if folder is not None and (folder / WHOLE).is_file() else None
+        tokenizer = (
+            tokenizer_in(folder, name)
+            if folder is not None and (folder / WHOLE).is_file()
+            else None
+        )
         file = json_file(where, FILE, what="target")
         asked = generation_of(name, file, entries, vocab_size=needs.vocab_size, tokenizer=tokenizer)
         return replace(needs, notes=tuple(asked.notes))
@@ -147,7 +159,9 @@ def _in_one_line(needs_of: Callable[..., Needs]) -> Callable[..., Needs]:
             check_numbers(entries)
             return needs_of(entries, name=name, **options)
 
-        return read(name, "config", partial(judge, entries), lambda error: blamed(entries, judge, error))
+        return read(
+            name, "config", partial(judge, entries), lambda error: blamed(entries, judge, error)
+        )
 
     return guarded
 
@@ -182,7 +196,8 @@ def needs_of(
         gguf: the files where they are GGUF's.
         cache_dtype: type of the cache when it is not `dtype`.
         most_rows: rows of a step, k + 1.
-        packed: quantized weights stay packed on our own layers; None for what loading does on `device`.
+        packed: quantized weights stay packed on our own layers; None for what loading does on
+            `device`.
         most_gpus: that a machine has.
         divides: asks how the target can be divided among GPUs.
 
@@ -190,7 +205,9 @@ def needs_of(
         CheckpointError: the entries make no config.
     """
     model_type = entries.get("model_type", "")
-    if not isinstance(model_type, str) or (model_type not in READ_AS and model_type not in CONFIG_MAPPING):
+    if not isinstance(model_type, str) or (
+        model_type not in READ_AS and model_type not in CONFIG_MAPPING
+    ):
         unknown = f"transformers {transformers_version} has no model of type {model_type!r}"
         gpus = _gpus(total_size or 0, gpu_bytes)
         missing = unknown, *_too_large(gpus, gpu_bytes, {}, most_gpus)
@@ -223,12 +240,22 @@ def needs_of(
     ranks = {1: weights}
     if own and divides:
         ranks = divisions(text, quantization, weights, device=device, dtype=dtype, packed=packed)
-    fitting = [count for count, size in ranks.items() if count <= most_gpus and size <= ROOM * gpu_bytes]
+    fitting = [
+        count for count, size in ranks.items() if count <= most_gpus and size <= ROOM * gpu_bytes
+    ]
     gpus = fitting[0] if fitting else _gpus(weights, gpu_bytes)
     spec = backend_spec(text, device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
-    chosen = next((backend for backend, against in refusals(spec, auto=True).items() if not against), "")
-    against = [] if chosen else [f"{backend}: {'; '.join(reasons)}" for backend, reasons in refusals(spec).items()]
-    caches, token_bytes, request_bytes = _caches(text, spec, chosen, cache_dtype or dtype, most_rows) if chosen else ((), 0, 0)
+    chosen = next(
+        (backend for backend, against in refusals(spec, auto=True).items() if not against), ""
+    )
+    against = (
+        []
+        if chosen
+        else [f"{backend}: {'; '.join(reasons)}" for backend, reasons in refusals(spec).items()]
+    )
+    caches, token_bytes, request_bytes = (
+        _caches(text, spec, chosen, cache_dtype or dtype, most_rows) if chosen else ((), 0, 0)
+    )
     return Needs(
         **common,
         runs_on=OWN if own else THEIRS,
@@ -254,13 +281,19 @@ def _gpus(weights: int, gpu_bytes: int) -> int:
 
 
 def _too_large(gpus: int, gpu_bytes: int, ranks: Mapping[int, int], most_gpus: int) -> list[str]:
-    """What is said of weights that so many GPUs do not hold; `ranks` are those of `Needs`, none where it is not known."""
+    """What is said of weights that so many GPUs do not hold; `ranks` are those of `Needs`, none
+    where it is not known.
+    """
     if gpus <= most_gpus and not ranks:
         return []
     counts = [str(count) for count in ranks if 1 < count <= most_gpus]
     why = f"there are {most_gpus} at most" if most_gpus > 1 else "there is one"
     if most_gpus > 1 and ranks:
-        why = f"it is divided among {' or '.join(counts)} alone" if counts else "it is not divided among several"
+        why = (
+            f"it is divided among {' or '.join(counts)} alone"
+            if counts
+            else "it is not divided among several"
+        )
     return [f"its weights need {gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, and {why}"]
 
 
@@ -272,7 +305,11 @@ def _stored(config: PreTrainedConfig, dtype: torch.dtype) -> str:
 
 
 def _caches(
-    config: PreTrainedConfig, spec: AttentionSpec | MlaSpec, backend: str, dtype: torch.dtype, most_rows: int
+    config: PreTrainedConfig,
+    spec: AttentionSpec | MlaSpec,
+    backend: str,
+    dtype: torch.dtype,
+    most_rows: int,
 ) -> tuple[tuple[str, ...], int, int]:
     """Kinds of caches in words, bytes per token and bytes per request."""
     specs = layer_specs(config, select_backend(backend, spec))
@@ -285,7 +322,11 @@ def _caches(
         words.append(f"latents{indexed} of {paged} layers")
     elif paged:
         of_layers = zip(layer_caches(config), layer_windows(config), strict=True)
-        own = [window for places, window in of_layers if any(isinstance(specs[place], KVLayerSpec) for place in places)]
+        own = [
+            window
+            for places, window in of_layers
+            if any(isinstance(specs[place], KVLayerSpec) for place in places)
+        ]
         windows = [window for window in own if window is not None]
         seen = f", {len(windows)} of them with a window of {windows[0]:,}" if windows else ""
         readers = f", which {shared} more read" if shared else ""

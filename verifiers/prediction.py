@@ -1,4 +1,6 @@
-"""Building a target's layers for multi-token prediction, from its own checkpoint or from one that was made for it."""
+"""Building a target's layers for multi-token prediction, from its own checkpoint or from one that
+was made for it.
+"""
 
 import copy
 import re
@@ -20,8 +22,21 @@ from specdec.layers.prediction import ClusteredHead, PredictionLayers
 from specdec.model.core import Verifier
 from verifiers.building.builder import LayerBuilder
 from verifiers.config.families import describe
-from verifiers.config.prediction_families import ASSISTANT, FAMILIES, SPECULATORS, PredictionFamily, prediction_name
-from verifiers.config.shape import backend_spec, cache_layers, head_shape, layer_caches, layer_kinds, layer_specs
+from verifiers.config.prediction_families import (
+    ASSISTANT,
+    FAMILIES,
+    SPECULATORS,
+    PredictionFamily,
+    prediction_name,
+)
+from verifiers.config.shape import (
+    backend_spec,
+    cache_layers,
+    head_shape,
+    layer_caches,
+    layer_kinds,
+    layer_specs,
+)
 from verifiers.config.wrappers import config_of, shapes_of
 from verifiers.decoder import DecoderVerifier
 from verifiers.weights.checkpoint import read_named
@@ -37,15 +52,18 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
 
     Args:
         verifier: the target.
-        folder: of their checkpoint, in the layout of speculators or of Gemma 4's assistants; None where they are in the target's.
+        folder: of their checkpoint, in the layout of speculators or of Gemma 4's assistants; None
+            where they are in the target's.
 
     Raises:
-        CheckpointError: there are none, some of their tensors are missing, or they belong to another target.
+        CheckpointError: there are none, some of their tensors are missing, or they belong to
+            another target.
         BackendError: the target's attention backend cannot serve them.
     """
     if not isinstance(verifier, DecoderVerifier):
         raise CheckpointError(
-            f"target {verifier.name!r} runs on transformers' modules, which have no layers for multi-token prediction; use another"
+            f"target {verifier.name!r} runs on transformers' modules, which have no layers for"
+            f" multi-token prediction; use another"
             " drafter"
         )
     if folder is not None:
@@ -56,21 +74,30 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
     family = FAMILIES.get(verifier.config.model_type)
     if family is None or verifier.checkpoint is None:
         raise CheckpointError(
-            f"target {verifier.name!r} of type {verifier.config.model_type!r} has no layers for multi-token prediction of its own;"
+            f"target {verifier.name!r} of type {verifier.config.model_type!r} has no layers for"
+            f" multi-token prediction of its own;"
             " use another drafter"
         )
     return _layers(verifier, verifier.checkpoint.folder, verifier.config, family)
 
 
-def _of_speculators(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]) -> PredictionLayers:
+def _of_speculators(
+    verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]
+) -> PredictionLayers:
     stated = entries.get("transformer_layer_config")
     if not isinstance(stated, Mapping) or entries.get("num_nextn_predict_layers", 1) != 1:
-        raise CheckpointError("config.json describes no single layer (transformer_layer_config, num_nextn_predict_layers 1)")
+        raise CheckpointError(
+            "config.json describes no single layer (transformer_layer_config,"
+            " num_nextn_predict_layers 1)"
+        )
     config = _config(stated)
     for name in ("hidden_size", "vocab_size"):
         found, wanted = getattr(config, name), getattr(verifier, name)
         if found != wanted:
-            raise CheckpointError(f"it was made for a target whose {name} is {found}; that of {verifier.name!r} is {wanted}")
+            raise CheckpointError(
+                f"it was made for a target whose {name} is {found}; that of {verifier.name!r} is"
+                f" {wanted}"
+            )
     return _layers(verifier, folder, config, SPECULATORS)
 
 
@@ -92,12 +119,21 @@ def layers_config(config: Any, family: PredictionFamily) -> Any:
     return own
 
 
-def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: PredictionFamily) -> PredictionLayers:
+def _layers(
+    verifier: DecoderVerifier, folder: Path, config: Any, family: PredictionFamily
+) -> PredictionLayers:
     own, width = layers_config(config, family), verifier.hidden_size
     backend = _backend(verifier, own)
     extra = {"embedding_norm": [width], "hidden_norm": [width], "projection": [width, 2 * width]}
     extra |= {"norm": [width]} if family.has_norm else {}
-    weights = _read(verifier, folder, own, partial(prediction_name, config=config, family=family), shapes_of(own), extra)
+    weights = _read(
+        verifier,
+        folder,
+        own,
+        partial(prediction_name, config=config, family=family),
+        shapes_of(own),
+        extra,
+    )
     builder = _builder(own, backend, weights)
     return PredictionLayers(
         embedding_norm=builder.norm(weights, "embedding_norm"),
@@ -107,10 +143,13 @@ def _layers(verifier: DecoderVerifier, folder: Path, config: Any, family: Predic
     )
 
 
-def _assistant(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]) -> PredictionLayers:
+def _assistant(
+    verifier: DecoderVerifier, folder: Path, entries: Mapping[str, Any]
+) -> PredictionLayers:
     if verifier.group is not None:
         raise CheckpointError(
-            f"it reads keys and values of {verifier.name!r}, of which each of {verifier.group.size} ranks has those of some heads;"
+            f"it reads keys and values of {verifier.name!r}, of which each of {verifier.group.size}"
+            f" ranks has those of some heads;"
             " start one process, or choose another drafter"
         )
     # What equals a default of transformers is missing in the file.
@@ -120,13 +159,32 @@ def _assistant(verifier: DecoderVerifier, folder: Path, entries: Mapping[str, An
     config = _config(entries.get("text_config"), **shared, sliding_window=text.sliding_window + 1)
     width, hidden, vocabulary = verifier.hidden_size, config.hidden_size, verifier.vocab_size
     if config.vocab_size != vocabulary:
-        raise CheckpointError(f"it was made for a target of {config.vocab_size} tokens; {verifier.name!r} has {vocabulary}")
+        raise CheckpointError(
+            f"it was made for a target of {config.vocab_size} tokens; {verifier.name!r} has"
+            f" {vocabulary}"
+        )
     backend = _backend(verifier, config)
-    extra = {"projection": [hidden, 2 * width], "back": [width, hidden], "norm": [hidden], "head": [vocabulary, hidden]}
+    extra = {
+        "projection": [hidden, 2 * width],
+        "back": [width, hidden],
+        "norm": [hidden],
+        "head": [vocabulary, hidden],
+    }
     # transformers may refuse to make a model whose layers all read the keys of others.
     whole = shapes_of(_config(entries.get("text_config"), num_kv_shared_layers=0))
-    shapes = {name: shape for name, shape in whole.items() if not re.search(r"\.(k_proj|v_proj|k_norm|v_norm)\.", name)}
-    weights = _read(verifier, folder, config, partial(prediction_name, config=config, family=ASSISTANT), shapes, extra)
+    shapes = {
+        name: shape
+        for name, shape in whole.items()
+        if not re.search(r"\.(k_proj|v_proj|k_norm|v_norm)\.", name)
+    }
+    weights = _read(
+        verifier,
+        folder,
+        config,
+        partial(prediction_name, config=config, family=ASSISTANT),
+        shapes,
+        extra,
+    )
     builder = _builder(config, backend, weights)
     return PredictionLayers(
         embedding_norm=None,
@@ -144,8 +202,12 @@ def _config(stated: Any, **changes: Any) -> Any:
     """The config of a text model that the entries of a nested one make, with `changes`."""
     try:
         return config_of({**stated, **changes})
-    except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
-        raise CheckpointError(f"its config.json describes no layers ({one_line(error)}); fetch it again") from error
+    except (
+        Exception
+    ) as error:  # transformers believes what files say: a damaged one ends in any kind of error
+        raise CheckpointError(
+            f"its config.json describes no layers ({one_line(error)}); fetch it again"
+        ) from error
 
 
 def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead | None:
@@ -153,12 +215,15 @@ def _clusters(weights: Weights, entries: Mapping[str, Any]) -> ClusteredHead | N
         return None
     ordering, centroids = weights.tensor("token_ordering").long(), weights.linear("centroids")
     places = torch.arange(len(ordering), device=ordering.device)
-    cluster_of = torch.empty_like(ordering).index_copy_(0, ordering, places // (len(ordering) // centroids.out_features))
+    cluster_of = torch.empty_like(ordering).index_copy_(
+        0, ordering, places // (len(ordering) // centroids.out_features)
+    )
     return ClusteredHead(centroids, cluster_of, int(entries.get("centroid_intermediate_top_k", 32)))
 
 
 def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
-    """For each layer of an assistant the cache of the target's last one of its kind that has keys and values.
+    """For each layer of an assistant the cache of the target's last one of its kind that has keys
+    and values.
 
     Raises:
         CheckpointError: there is none, or its heads differ.
@@ -169,9 +234,13 @@ def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
     for layer, kind in enumerate(config.layer_types):
         ours = head_shape(config, layer)
         theirs = head_shape(target, last[kind]) if kind in last else None
-        if theirs is None or (ours.num_kv_heads, ours.head_dim) != (theirs.num_kv_heads, theirs.head_dim):
+        if theirs is None or (ours.num_kv_heads, ours.head_dim) != (
+            theirs.num_kv_heads,
+            theirs.head_dim,
+        ):
             raise CheckpointError(
-                f"layer {layer} reads {ours.num_kv_heads} key heads of {ours.head_dim} of a layer of kind {kind!r}, which"
+                f"layer {layer} reads {ours.num_kv_heads} key heads of {ours.head_dim} of a layer"
+                f" of kind {kind!r}, which"
                 f" {verifier.name!r} lacks; take the assistant that was made for it"
             )
         specs.append(SharedLayerSpec(layer_caches(target)[last[kind]][0]))
@@ -179,10 +248,19 @@ def _of_target(verifier: DecoderVerifier, config: Any) -> Sequence[LayerSpec]:
 
 
 def _common(
-    verifier: DecoderVerifier, own: Any, backend: AttentionBackend | MlaBackend, builder: LayerBuilder, weights: Weights
+    verifier: DecoderVerifier,
+    own: Any,
+    backend: AttentionBackend | MlaBackend,
+    builder: LayerBuilder,
+    weights: Weights,
 ) -> dict[str, Any]:
-    """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too many."""
-    layers = [builder.layer(index, weights.under(f"model.layers.{index}.")) for index in range(own.num_hidden_layers)]
+    """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too
+    many.
+    """
+    layers = [
+        builder.layer(index, weights.under(f"model.layers.{index}."))
+        for index in range(own.num_hidden_layers)
+    ]
     norm = builder.norm(weights, "norm") if weights.has("norm.weight") else verifier.final_norm
     assert norm is not None
     projection = weights.linear("projection")
@@ -200,7 +278,9 @@ def _common(
 def _builder(config: Any, backend: AttentionBackend | MlaBackend, weights: Weights) -> LayerBuilder:
     description = describe(config)
     if description is None:
-        raise CheckpointError(f"our own layers have no kind {config.model_type!r}; use another drafter")
+        raise CheckpointError(
+            f"our own layers have no kind {config.model_type!r}; use another drafter"
+        )
     weights.rename(description.names)
     return LayerBuilder(config, description, backend)
 
@@ -213,25 +293,40 @@ def _read(
     shapes: Mapping[str, Sequence[int]],
     extra: Mapping[str, Sequence[int]],
 ) -> Weights:
-    """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the names of their modules."""
+    """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the
+    names of their modules.
+    """
     as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
-    weights = read_named(folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored)
+    weights = read_named(
+        folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored
+    )
     if not weights:
-        raise CheckpointError("the checkpoint holds no layers for multi-token prediction; use another drafter")
+        raise CheckpointError(
+            "the checkpoint holds no layers for multi-token prediction; use another drafter"
+        )
     of_layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
-    check_shapes(weights, of_layers | {f"{module}.weight": shape for module, shape in extra.items()})
+    check_shapes(
+        weights, of_layers | {f"{module}.weight": shape for module, shape in extra.items()}
+    )
     return Weights(weights)
 
 
 def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBackend:
-    """The target's kind of attention, for these layers: the very one where they are like the target's."""
+    """The target's kind of attention, for these layers: the very one where they are like the
+    target's.
+    """
     shared = verifier.attention.spec
     same = ("device", "dtype", "block_size", "cache_dtype", "fp8_prefill")
-    spec = backend_spec(config, **{name: getattr(shared, name) for name in same if hasattr(shared, name)})
+    spec = backend_spec(
+        config, **{name: getattr(shared, name) for name in same if hasattr(shared, name)}
+    )
     if spec == shared:
         return verifier.attention
     kind: Any = type(verifier.attention)
     if reasons := kind.unsupported_reasons(spec):
-        raise BackendError(f"attention backend {kind.name!r} cannot serve this drafter: {'; '.join(reasons)}; choose another")
+        raise BackendError(
+            f"attention backend {kind.name!r} cannot serve this drafter: {'; '.join(reasons)};"
+            f" choose another"
+        )
     backend: AttentionBackend | MlaBackend = kind(spec)
     return backend

@@ -10,12 +10,25 @@ from verifiers.config.wrappers import shapes_of
 from verifiers.formats.format import Format
 from verifiers.formats.method import format_of
 
-_ALWAYS_PLAIN = ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "mlp.gate.", "router", "sinks", "bias")
+_ALWAYS_PLAIN = (
+    "embed_tokens",
+    "lm_head",
+    "norm",
+    "conv1d",
+    "A_log",
+    "dt_bias",
+    "mlp.gate.",
+    "router",
+    "sinks",
+    "bias",
+)
 """Parts of names of what no format packs."""
 
 
 def parameters(config: PreTrainedConfig) -> dict[str, int]:
-    """Numbers in every tensor of a text model, made without memory from its config; tied ones count once."""
+    """Numbers in every tensor of a text model, made without memory from its config; tied ones count
+    once.
+    """
     return {name: shape.numel() for name, shape in shapes_of(config).items()}
 
 
@@ -33,7 +46,8 @@ def weight_bytes(
         config: of the text model.
         quantization: how the file has them, None for plain numbers.
         dtype: what plain numbers become.
-        total_size: bytes of the file, if its index says; of a multimodal checkpoint with the tower, which is small.
+        total_size: bytes of the file, if its index says; of a multimodal checkpoint with the tower,
+            which is small.
         packed: quantized weights stay as they are, otherwise they become plain numbers.
     """
     form = None if quantization is None else format_of(quantization)
@@ -43,8 +57,15 @@ def weight_bytes(
     if packed and form is not None and not form.widens and total_size is not None:
         return total_size
     counts = parameters(config)
-    narrow = sum(counts[name] for name in packed_names(counts, form)) if form is not None and packed else 0
-    return int(narrow * (form.bits if form else 0) / 8) + (sum(counts.values()) - narrow) * dtype.itemsize
+    narrow = (
+        sum(counts[name] for name in packed_names(counts, form))
+        if form is not None and packed
+        else 0
+    )
+    return (
+        int(narrow * (form.bits if form else 0) / 8)
+        + (sum(counts.values()) - narrow) * dtype.itemsize
+    )
 
 
 def _itemsize(config: PreTrainedConfig, dtype: torch.dtype) -> int:
@@ -56,5 +77,7 @@ def _itemsize(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 def packed_names(names: Iterable[str], form: Format) -> Iterator[str]:
     """Those of the tensors that the file has quantized, as far as the config tells."""
     for name in names:
-        if not any(part in name for part in _ALWAYS_PLAIN) and not form.lists_as_plain(name.removesuffix(".weight")):
+        if not any(part in name for part in _ALWAYS_PLAIN) and not form.lists_as_plain(
+            name.removesuffix(".weight")
+        ):
             yield name

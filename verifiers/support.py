@@ -1,9 +1,10 @@
-"""Which Hugging Face models can be targets, told from the config alone: an unfit one is refused before its weights are read.
+"""Which Hugging Face models can be targets, told from the config alone: an unfit one is refused
+before its weights are read.
 
-A target has to be a decoder whose every layer attends exactly once, through transformers' attention interface, to keys and values
-of its own, or one of a family that our own layers build (`verifiers.config.families`). Its rows
-must not depend on each other in any other way, because requests share a forward. Of a multimodal
-model the text part is judged.
+A target has to be a decoder whose every layer attends exactly once, through transformers' attention
+interface, to keys and values of its own, or one of a family that our own layers build
+(`verifiers.config.families`). Its rows must not depend on each other in any other way, because
+requests share a forward. Of a multimodal model the text part is judged.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,9 @@ from verifiers.formats.method import format_of, stated_quantization
 from verifiers.formats.settings import SettingError
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})  # one thing, in two releases of transformers
+INDEXED_LAYER_TYPES = frozenset(
+    {"indexed_attention", "deepseek_sparse_attention"}
+)  # one thing, in two releases of transformers
 
 PECULIAR = {
     "diffllama": "each of its layers attends twice",
@@ -76,7 +79,9 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     text = text_config(config)
     model_class = text_class(text)
     described = describe(text) is not None
-    if model_class is None and (described or is_composite(config)):  # its tensors are all that our own layers need
+    if model_class is None and (
+        described or is_composite(config)
+    ):  # its tensors are all that our own layers need
         model_class = bare_class(text)
     return [
         *_whole_reasons(config),
@@ -102,7 +107,11 @@ def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) 
     if config.model_type in PECULIAR:
         yield PECULIAR[config.model_type]
     if model_class is None:
-        remote = " and code from its repository is never run" if getattr(config, "auto_map", None) else ""
+        remote = (
+            " and code from its repository is never run"
+            if getattr(config, "auto_map", None)
+            else ""
+        )
         yield f"this transformers version has no causal language model of that type{remote}"
         return
     if described:
@@ -130,8 +139,14 @@ def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterato
         yield "it has sliding_attention layers without a sliding_window"
     if (chunk := _value(config, "attention_chunk_size")) and CHUNKED not in own:
         yield f"it attends within chunks of {chunk} tokens"
-    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.model_type == "bert-generation"
-    non_causal = _value(config, "use_bidirectional_attention") in (True, "all") or _value(config, "is_causal") is False
+    encoder = (
+        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        or config.model_type == "bert-generation"
+    )
+    non_causal = (
+        _value(config, "use_bidirectional_attention") in (True, "all")
+        or _value(config, "is_causal") is False
+    )
     if encoder or non_causal:
         yield "its attention is bidirectional"
     if config.model_type in GATED:
@@ -185,8 +200,14 @@ def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
-    """LongRoPE looks at the longest sequence of a batch in transformers; our own layers look at each request alone."""
-    lengths = {rope["original_max_position_embeddings"] for rope in rope_kinds(config) if rope.get("rope_type") == "longrope"}
+    """LongRoPE looks at the longest sequence of a batch in transformers; our own layers look at
+    each request alone.
+    """
+    lengths = {
+        rope["original_max_position_embeddings"]
+        for rope in rope_kinds(config)
+        if rope.get("rope_type") == "longrope"
+    }
     if lengths and not described:
         yield "its RoPE of type longrope changes with the longest sequence of a batch"
     elif len(lengths) > 1:
@@ -194,7 +215,9 @@ def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """A config entry; None when it is absent, or when layers differ in it, which is reported on its own."""
+    """A config entry; None when it is absent, or when layers differ in it, which is reported on its
+    own.
+    """
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         return None
     return getattr(config, name, None)

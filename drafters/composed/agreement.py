@@ -1,4 +1,6 @@
-"""How many drafts the target would have accepted of a block, from the tokens that it has put out since."""
+"""How many drafts the target would have accepted of a block, from the tokens that it has put out
+since.
+"""
 
 from collections.abc import Mapping
 
@@ -10,7 +12,8 @@ from specdec.model.core import AcceptOutput, DraftOutput
 
 
 def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutput) -> Tensor:
-    """int64 [P, num_reqs], `agreement` of each of P drafters with what came out; 0 of those that did not draft.
+    """int64 [P, num_reqs], `agreement` of each of P drafters with what came out; 0 of those that
+    did not draft.
 
     Args:
         drafts: point masses, by drafter.
@@ -21,7 +24,11 @@ def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutp
     if KERNEL.runs_on(output.device):
         from drafters.composed.triton_forecasts import agree  # it imports Triton
 
-        agreed = output.new_zeros(count, len(output)) if len(drafts) < count else output.new_empty(count, len(output))
+        agreed = (
+            output.new_zeros(count, len(output))
+            if len(drafts) < count
+            else output.new_empty(count, len(output))
+        )
         for n, draft in drafts.items():
             agree(agreed[n], draft.token_ids, draft.num_drafts, draft.tree, output, num_accepted)
         return agreed
@@ -31,7 +38,8 @@ def agreements(drafts: Mapping[int, DraftOutput], count: int, accept: AcceptOutp
 
 
 def agreement(draft: DraftOutput, token_ids: Tensor, counts: Tensor) -> Tensor:
-    """int64 [num_reqs]: tokens of the output that the drafts begin with, along the best path in a tree.
+    """int64 [num_reqs]: tokens of the output that the drafts begin with, along the best path in a
+    tree.
 
     Args:
         draft: point masses.

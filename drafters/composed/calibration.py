@@ -1,4 +1,6 @@
-"""What forecasts are worth: drafters count their expectations in different ways, and what was accepted lately puts them right."""
+"""What forecasts are worth: drafters count their expectations in different ways, and what was
+accepted lately puts them right.
+"""
 
 from typing import NamedTuple
 
@@ -13,7 +15,9 @@ MEMORY = 256
 PRIOR = 4
 """Observations that a forecast itself counts as."""
 LEAST = 0.05
-"""Forecasts, and their ratios, count as no less: late acceptance says little about what is hardly ever accepted."""
+"""Forecasts, and their ratios, count as no less: late acceptance says little about what is hardly
+ever accepted.
+"""
 _PER_DOUBLING = 3  # buckets, of one more than the forecast
 _BUCKETS = 6 * _PER_DOUBLING + 1  # up to 63 drafts
 _KEEP = 1 - 1 / MEMORY
@@ -44,11 +48,16 @@ class Calibration:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._on_triton = KERNEL.runs_on(device)
-        self._sums = torch.zeros(2, 2, count * _BUCKETS, device=device)  # of chains and of trees, errors and observations
+        self._sums = torch.zeros(
+            2, 2, count * _BUCKETS, device=device
+        )  # of chains and of trees, errors and observations
 
     def correct(self, told: Tensor, *, of_trees: bool) -> Forecasts:
         """Puts forecasts float32 [P, num_reqs] right."""
-        return Forecasts(told, *(_correct_on_triton if self._on_triton else _correct)(told, self._sums[int(of_trees)]))
+        return Forecasts(
+            told,
+            *(_correct_on_triton if self._on_triton else _correct)(told, self._sums[int(of_trees)]),
+        )
 
     def observe(
         self,
@@ -87,10 +96,19 @@ def _correct(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
 def _correct_on_triton(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     from drafters.composed import triton_forecasts  # it imports Triton
 
-    return triton_forecasts.correct(told, sums, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, prior=float(PRIOR), least=LEAST)
+    return triton_forecasts.correct(
+        told, sums, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, prior=float(PRIOR), least=LEAST
+    )
 
 
-def _observe(sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: Tensor, counts: Tensor, best: Tensor | None) -> None:
+def _observe(
+    sums: Tensor,
+    forecasts: Forecasts,
+    agreed: Tensor,
+    num_accepted: Tensor,
+    counts: Tensor,
+    best: Tensor | None,
+) -> None:
     """Updates sums [2, P * buckets], and `best`; see `Calibration.observe`."""
     if best is not None:
         best.copy_(agreed.max(dim=0).indices)
@@ -98,7 +116,9 @@ def _observe(sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: T
     right = agreed.to(forecasts.told.dtype)
     observed = torch.where(agreed <= num_accepted, right, torch.maximum(right, forecasts.corrected))
     errors = observed - forecasts.told
-    seen = torch.where(errors.abs() < torch.inf, counts, 0.0)  # one that is no number says nothing, and would never be forgotten
+    seen = torch.where(
+        errors.abs() < torch.inf, counts, 0.0
+    )  # one that is no number says nothing, and would never be forgotten
     errors = torch.where(seen > 0, errors, 0.0)
     news = torch.stack([errors, seen]).flatten(1)
     late = torch.zeros_like(sums).index_add_(1, _buckets(forecasts.told).flatten(), news)
@@ -106,13 +126,26 @@ def _observe(sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: T
 
 
 def _observe_on_triton(
-    sums: Tensor, forecasts: Forecasts, agreed: Tensor, num_accepted: Tensor, counts: Tensor, best: Tensor | None
+    sums: Tensor,
+    forecasts: Forecasts,
+    agreed: Tensor,
+    num_accepted: Tensor,
+    counts: Tensor,
+    best: Tensor | None,
 ) -> None:
     from drafters.composed import triton_forecasts  # it imports Triton
 
     before = forecasts.told, forecasts.corrected
     triton_forecasts.observe(
-        sums, *before, agreed, num_accepted, counts, best, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, keep=_KEEP
+        sums,
+        *before,
+        agreed,
+        num_accepted,
+        counts,
+        best,
+        buckets=_BUCKETS,
+        per_doubling=_PER_DOUBLING,
+        keep=_KEEP,
     )
 
 
@@ -123,15 +156,23 @@ def _buckets(told: Tensor) -> Tensor:
 
 
 def check_forecasts(device: torch.device) -> Deviation:
-    """Two steps of three drafters and more requests than a program looks at together, some of which do not count."""
+    """Two steps of three drafters and more requests than a program looks at together, some of which
+    do not count.
+    """
     generator = torch.Generator().manual_seed(0)
     sides = [torch.zeros(2, 3 * _BUCKETS, dtype=dtype) for dtype in (torch.float32, torch.float64)]
     ours, found = torch.zeros_like(sides[0], device=device), []
     for _ in range(2):
         told = 9 * torch.rand(3, 70, generator=generator)
-        agreed, num_accepted = torch.randint(6, (3, 70), generator=generator), torch.randint(5, (70,), generator=generator)
+        agreed, num_accepted = (
+            torch.randint(6, (3, 70), generator=generator),
+            torch.randint(5, (70,), generator=generator),
+        )
         counts = (torch.rand(70, generator=generator) < 0.8).float()
-        expected = [Forecasts(x, *_correct(x, sums)) for x, sums in zip((told, told.double()), sides, strict=True)]
+        expected = [
+            Forecasts(x, *_correct(x, sums))
+            for x, sums in zip((told, told.double()), sides, strict=True)
+        ]
         got = Forecasts(told.to(device), *_correct_on_triton(told.to(device), ours))
         corrected, shifts = list(zip(got, *expected, strict=True))[1:]
         # Times as many, for logarithms near 0 have few digits to compare.
@@ -139,7 +180,9 @@ def check_forecasts(device: torch.device) -> Deviation:
         best = torch.zeros_like(num_accepted), torch.zeros_like(num_accepted, device=device)
         for sums, forecasts in zip(sides, expected, strict=True):
             _observe(sums, forecasts, agreed, num_accepted, counts.to(sums.dtype), best[0])
-        _observe_on_triton(ours, got, agreed.to(device), num_accepted.to(device), counts.to(device), best[1])
+        _observe_on_triton(
+            ours, got, agreed.to(device), num_accepted.to(device), counts.to(device), best[1]
+        )
         found += [deviation(ours, *sides), mismatches(best[1], best[0])]
     return worst(found)
 

@@ -25,7 +25,14 @@ from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
 from specdec.kv_cache import LayerCache, LayerSpec
 from specdec.model.batch import DecodeBatch, PrefillBatch
-from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.model.core import (
+    AcceptOutput,
+    BoundDrafter,
+    Drafter,
+    DraftOutput,
+    Verifier,
+    VerifyOutput,
+)
 
 
 class ComposedDrafter(Drafter):
@@ -40,13 +47,18 @@ class ComposedDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         if len(parts) < 2:
-            raise InvalidInputError(f"a composition has {len(parts)} drafter; name two or more, such as suffix+smollm2-dflash")
+            raise InvalidInputError(
+                f"a composition has {len(parts)} drafter; name two or more, such as"
+                f" suffix+smollm2-dflash"
+            )
         self.parts = tuple(parts)
         self.max_draft_tokens = max(part.max_draft_tokens for part in parts)
         self.num_lookahead_tokens = max(part.num_lookahead_tokens for part in parts)
         self.tokens_ahead = max(part.tokens_ahead for part in parts)
         self.late_context = any(part.late_context for part in parts)
-        self.aux_layer_ids = tuple(dict.fromkeys(layer for part in parts for layer in part.aux_layer_ids))
+        self.aux_layer_ids = tuple(
+            dict.fromkeys(layer for part in parts for layer in part.aux_layer_ids)
+        )
         self.draws_trees = all(part.draws_trees for part in parts)
 
     @property
@@ -60,7 +72,13 @@ class ComposedDrafter(Drafter):
         return [spec for part in self.parts for spec in part.kv_specs]
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[LayerCache],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> "BoundComposed":
         """See `specdec.model.core.Drafter.bind`.
 
@@ -70,7 +88,8 @@ class ComposedDrafter(Drafter):
         """
         if draft_sampling == "probabilistic":
             raise InvalidInputError(
-                "draft_sampling is 'probabilistic' and composed drafters give point masses; choose 'coupled' or 'greedy'"
+                "draft_sampling is 'probabilistic' and composed drafters give point masses; choose"
+                " 'coupled' or 'greedy'"
             )
         rest, bound = list(caches), []
         for part in self.parts:
@@ -114,17 +133,29 @@ class BoundComposed(BoundDrafter):
         verifier: the target.
     """
 
-    def __init__(self, drafter: ComposedDrafter, parts: Sequence[BoundDrafter], max_num_seqs: int, verifier: Verifier) -> None:
+    def __init__(
+        self,
+        drafter: ComposedDrafter,
+        parts: Sequence[BoundDrafter],
+        max_num_seqs: int,
+        verifier: Verifier,
+    ) -> None:
         self._drafter, self.parts, self._hidden_size = drafter, list(parts), verifier.hidden_size
         for part in self.parts:
             part.forecasts = True
             part.allow(drafter.max_draft_tokens)
         self.has_outlook = any(part.has_outlook for part in parts)
-        self.most_deferred = min((part.most_deferred for part in parts if part.most_deferred), default=0)
+        self.most_deferred = min(
+            (part.most_deferred for part in parts if part.most_deferred), default=0
+        )
         self.calibration = Calibration(len(self.parts), verifier.device)
-        self._begun = torch.zeros(max_num_seqs, device=verifier.device)  # rows that only pad a batch never are
+        self._begun = torch.zeros(
+            max_num_seqs, device=verifier.device
+        )  # rows that only pad a batch never are
         # Models that may be left out of a step: all that they keep is written when it is committed.
-        self._optional = [n for n, part in enumerate(drafter.parts) if part.weight_bytes and not part.late_context]
+        self._optional = [
+            n for n, part in enumerate(drafter.parts) if part.weight_bytes and not part.late_context
+        ]
         self.worth = Worth()
         self._step: _Step | None = None
 
@@ -140,7 +171,9 @@ class BoundComposed(BoundDrafter):
             part.begin(slot, token_ids)
 
     def forget(self) -> None:
-        """What past requests have left in the parts; how forecasts fared is kept, as the engine keeps its steps' times."""
+        """What past requests have left in the parts; how forecasts fared is kept, as the engine
+        keeps its steps' times.
+        """
         for part in self.parts:
             part.forget()
 
@@ -151,7 +184,9 @@ class BoundComposed(BoundDrafter):
 
     def outlook(self, batch: DecodeBatch) -> Tensor | None:
         """The highest of the parts' that have one."""
-        told = (part.outlook(self._limited(number, batch)) for number, part in enumerate(self.parts))
+        told = (
+            part.outlook(self._limited(number, batch)) for number, part in enumerate(self.parts)
+        )
         known = [one for one in told if one is not None]
         return torch.stack(known).amax(dim=0) if known else None
 
@@ -162,7 +197,9 @@ class BoundComposed(BoundDrafter):
             InvalidInputError: a part draws trees without scores.
         """
         kind = batch.num_reqs, batch.shape.rows, batch.shape.is_tree
-        optional = self._optional if self.host_may_look and len(self._optional) < len(self.parts) else []
+        optional = (
+            self._optional if self.host_may_look and len(self._optional) < len(self.parts) else []
+        )
         begin = perf_counter()
         drafts = {n: self._draft(n, batch) for n in range(len(self.parts)) if n not in optional}
         looked = self._forecasts(drafts, batch).corrected.amax(dim=0).tolist() if optional else None
@@ -173,15 +210,23 @@ class BoundComposed(BoundDrafter):
         models = perf_counter() - middle
         forecasts = self._forecasts(drafts, batch)
         if batch.shape.is_tree:
-            output = union(list(drafts.values()), [forecasts.shifts[n] for n in drafts], batch.shape)
+            output = union(
+                list(drafts.values()), [forecasts.shifts[n] for n in drafts], batch.shape
+            )
         else:
             output = _chosen(drafts, forecasts.corrected)
         output.forecast = forecasts.corrected.amax(dim=0) if self.forecasts else None
-        self._step = _Step(drafts, forecasts, output, looked, kind, perf_counter(), (middle - begin, models))
+        self._step = _Step(
+            drafts, forecasts, output, looked, kind, perf_counter(), (middle - begin, models)
+        )
         return output
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """Every part takes over the context, whoever drafted; forecasts are compared with what came out."""
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
+        """Every part takes over the context, whoever drafted; forecasts are compared with what came
+        out.
+        """
         step, self._step = self._step, None  # nothing outlives a step: it may be a graph's
         if step is not None:
             self._learn(step, batch, accept)
@@ -195,10 +240,14 @@ class BoundComposed(BoundDrafter):
         """Of all parts."""
         zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
         told = {n: draft.forecast for n, draft in drafts.items()}
-        every = torch.stack([zeros if (one := told.get(n)) is None else one for n in range(len(self.parts))])
+        every = torch.stack(
+            [zeros if (one := told.get(n)) is None else one for n in range(len(self.parts))]
+        )
         forecasts = self.calibration.correct(every, of_trees=batch.shape.is_tree)
         if len(drafts) < len(self.parts):
-            corrected = [forecasts.corrected[n] if n in drafts else zeros for n in range(len(self.parts))]
+            corrected = [
+                forecasts.corrected[n] if n in drafts else zeros for n in range(len(self.parts))
+            ]
             forecasts = forecasts._replace(corrected=torch.stack(corrected))
         return forecasts
 
@@ -208,14 +257,22 @@ class BoundComposed(BoundDrafter):
         agreed = agreements(drafts, len(self.parts), accept)
         counted = self._begun.index_select(0, batch.slots)
         if len(drafts) < len(self.parts):
-            counted = torch.stack([counted if n in drafts else torch.zeros_like(counted) for n in every])
+            counted = torch.stack(
+                [counted if n in drafts else torch.zeros_like(counted) for n in every]
+            )
         best = step.output.part if of_trees else None
-        self.calibration.observe(step.forecasts, agreed, accept.num_accepted, counted, of_trees=of_trees, best=best)
+        self.calibration.observe(
+            step.forecasts, agreed, accept.num_accepted, counted, of_trees=of_trees, best=best
+        )
         if step.looked is not None:
             (others, models), asked = step.seconds, len(drafts) == len(self.parts)
-            self.worth.took(step.kind, others + perf_counter() - step.end, models if asked else None)
+            self.worth.took(
+                step.kind, others + perf_counter() - step.end, models if asked else None
+            )
             if asked:
-                without = torch.stack([agreed[n] for n in every if n not in self._optional]).amax(dim=0)
+                without = torch.stack([agreed[n] for n in every if n not in self._optional]).amax(
+                    dim=0
+                )
                 self.worth.observe(step.looked, (accept.num_accepted - without).tolist())
 
     def _limited(self, number: int, batch: DecodeBatch) -> DecodeBatch:
@@ -223,7 +280,9 @@ class BoundComposed(BoundDrafter):
         shape, most = batch.shape, self._drafter.parts[number].max_draft_tokens
         if shape.depth <= most:
             return batch
-        return replace(batch, shape=BlockShape(shape.drafts, most) if shape.is_tree else BlockShape(most))
+        return replace(
+            batch, shape=BlockShape(shape.drafts, most) if shape.is_tree else BlockShape(most)
+        )
 
     def _padded(self, draft: DraftOutput, batch: DecodeBatch) -> DraftOutput:
         """The same with as many columns as the block has drafts."""
@@ -241,18 +300,25 @@ class BoundComposed(BoundDrafter):
         if verify.aux_hidden is None or not own or own == every:
             return verify
         layers = verify.aux_hidden.split(self._hidden_size, dim=-1)
-        return VerifyOutput(verify.logits, torch.cat([layers[every.index(layer)] for layer in own], dim=-1))
+        return VerifyOutput(
+            verify.logits, torch.cat([layers[every.index(layer)] for layer in own], dim=-1)
+        )
 
 
 def _chosen(drafts: Mapping[int, DraftOutput], forecasts: Tensor) -> DraftOutput:
-    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs] that was drafted; of equal ones the first."""
+    """For each request the chain of the highest of `forecasts` float32 [P, num_reqs] that was
+    drafted; of equal ones the first.
+    """
     numbers, chains = list(drafts), list(drafts.values())
     if len(chains) == 1:
         part = torch.full_like(chains[0].token_ids[:, 0], numbers[0])
         return DraftOutput(chains[0].token_ids, num_drafts=chains[0].num_drafts, part=part)
     place = torch.stack([forecasts[n] for n in numbers]).max(dim=0).indices
     token_ids = torch.stack([draft.token_ids for draft in chains])
-    counts = [torch.full_like(place, token_ids.shape[2]) if draft.num_drafts is None else draft.num_drafts for draft in chains]
+    counts = [
+        torch.full_like(place, token_ids.shape[2]) if draft.num_drafts is None else draft.num_drafts
+        for draft in chains
+    ]
     return DraftOutput(
         token_ids.gather(0, place[:, None].expand_as(token_ids[0])[None]).squeeze(0),
         num_drafts=torch.stack(counts).gather(0, place[None]).squeeze(0),

@@ -1,4 +1,5 @@
-"""What became of forecasts, in Triton: how many drafts the output agrees with, and the mean error of forecasts that were alike.
+"""What became of forecasts, in Triton: how many drafts the output agrees with, and the mean error
+of forecasts that were alike.
 
 It is what `drafters.composed.calibration` and `agreement` compute in plain torch, in some sixty
 small kernels of each step.
@@ -49,7 +50,12 @@ def _agree_kernel(
         depth = tl.load(depths + place, mask=within, other=1).to(tl.int32)
     draft = tl.load(token_ids + place, mask=within, other=-1)
     wanted = tl.load(output_ids + request * OUTPUT + tl.minimum(depth, OUTPUT) - 1)
-    fits = within & (draft == wanted) & (depth <= tl.load(num_accepted + request) + 1) & (depth <= OUTPUT)
+    fits = (
+        within
+        & (draft == wanted)
+        & (depth <= tl.load(num_accepted + request) + 1)
+        & (depth <= OUTPUT)
+    )
     if num_drafts is not None:
         fits = fits & (row < tl.load(num_drafts + request))
     if ancestors is None:
@@ -115,36 +121,56 @@ def _observe_kernel(
             forecast = tl.load(forecasts + part * num_reqs + request, mask=exists, other=0.0)
             right = tl.load(agreed + part * num_reqs + request, mask=exists, other=0)
             count = tl.load(counts + request, mask=exists, other=0.0)
-            # What fits everything that came out might have gone on: for as long as it was expected to.
+            # What fits everything that came out might have gone on: for as long as it was expected
+            # to.
             expected = tl.load(corrected + part * num_reqs + request, mask=exists, other=0.0)
             whole = right > tl.load(num_accepted + request, mask=exists, other=0)
-            observed = tl.where(whole, tl.maximum(right.to(tl.float32), expected), right.to(tl.float32))
+            observed = tl.where(
+                whole, tl.maximum(right.to(tl.float32), expected), right.to(tl.float32)
+            )
             wrong = observed - forecast
             # What is no number says nothing, and would never be forgotten.
             count = tl.where(tl.abs(wrong) < float("inf"), count, 0.0)
             wrong = tl.where(count > 0, wrong, 0.0)
-            own = (_bucket(forecast, COUNT, PER_DOUBLING)[:, None] == bucket[None, :]) & exists[:, None]
+            own = (_bucket(forecast, COUNT, PER_DOUBLING)[:, None] == bucket[None, :]) & exists[
+                :, None
+            ]
             error += tl.sum(tl.where(own, wrong[:, None], 0.0), 0)
             seen += tl.sum(tl.where(own, count[:, None], 0.0), 0)
         kept = tl.exp2(seen * log_keep)
         errors = sums + part * COUNT + bucket
-        tl.store(errors, tl.load(errors, mask=bucket < COUNT, other=0.0) * kept + error, mask=bucket < COUNT)
+        tl.store(
+            errors,
+            tl.load(errors, mask=bucket < COUNT, other=0.0) * kept + error,
+            mask=bucket < COUNT,
+        )
         observations = errors + PARTS * COUNT
-        tl.store(observations, tl.load(observations, mask=bucket < COUNT, other=0.0) * kept + seen, mask=bucket < COUNT)
+        tl.store(
+            observations,
+            tl.load(observations, mask=bucket < COUNT, other=0.0) * kept + seen,
+            mask=bucket < COUNT,
+        )
     if best is not None:
         for start in range(0, num_reqs, BLOCK):
             request = start + tl.arange(0, BLOCK)
             most = tl.full([BLOCK], -1, tl.int64)
             who = tl.zeros([BLOCK], tl.int64)
             for part in tl.static_range(PARTS):
-                right = tl.load(agreed + part * num_reqs + request, mask=request < num_reqs, other=0)
+                right = tl.load(
+                    agreed + part * num_reqs + request, mask=request < num_reqs, other=0
+                )
                 who = tl.where(right > most, part, who)
                 most = tl.maximum(most, right)
             tl.store(best + request, who, mask=request < num_reqs)
 
 
 def agree(
-    agreed: Tensor, token_ids: Tensor, num_drafts: Tensor | None, tree: DraftTree | None, output_ids: Tensor, num_accepted: Tensor
+    agreed: Tensor,
+    token_ids: Tensor,
+    num_drafts: Tensor | None,
+    tree: DraftTree | None,
+    output_ids: Tensor,
+    num_accepted: Tensor,
 ) -> None:
     """Writes to `agreed` int64 [num_reqs] what `drafters.composed.agreement.agreement` returns.
 
@@ -157,7 +183,9 @@ def agree(
         num_accepted: int64 [num_reqs]; one more token of the output counts.
     """
     (num_reqs, drafts), output = token_ids.shape, output_ids.shape[1]
-    of_tree = (None, None) if tree is None else (tree.depths.contiguous(), tree.ancestors.contiguous())
+    of_tree = (
+        (None, None) if tree is None else (tree.depths.contiguous(), tree.ancestors.contiguous())
+    )
     with on_device(agreed):
         _agree_kernel[(num_reqs,)](
             token_ids.contiguous(),
@@ -176,7 +204,8 @@ def agree(
 def correct(
     forecasts: Tensor, sums: Tensor, *, buckets: int, per_doubling: int, prior: float, least: float
 ) -> tuple[Tensor, Tensor]:
-    """Forecasts put right, and logarithms of how many times as many were accepted, at most 0; float32 [P, num_reqs].
+    """Forecasts put right, and logarithms of how many times as many were accepted, at most 0;
+    float32 [P, num_reqs].
 
     Args:
         forecasts: float32 [P, num_reqs], contiguous.
@@ -219,7 +248,8 @@ def observe(
     per_doubling: int,
     keep: float,
 ) -> None:
-    """Takes a step over into `sums`, see `correct`, and writes to `best` the first part that agrees for longest.
+    """Takes a step over into `sums`, see `correct`, and writes to `best` the first part that agrees
+    for longest.
 
     Args:
         sums: updated.

@@ -1,4 +1,6 @@
-"""One tree of several drafters' trees: the most probable paths of all, as probable as late acceptance says."""
+"""One tree of several drafters' trees: the most probable paths of all, as probable as late
+acceptance says.
+"""
 
 from collections.abc import Iterable, Sequence
 from functools import partial, reduce
@@ -12,8 +14,11 @@ from specdec.model.core import DraftOutput
 from specdec.sampling.trees.tries import ScoredDrafts, merge_trees
 
 
-def union(drafts: Sequence[DraftOutput], shifts: Iterable[Tensor], shape: BlockShape) -> DraftOutput:
-    """The best `shape.drafts` paths of all trees; one that is in several has the highest of its probabilities.
+def union(
+    drafts: Sequence[DraftOutput], shifts: Iterable[Tensor], shape: BlockShape
+) -> DraftOutput:
+    """The best `shape.drafts` paths of all trees; one that is in several has the highest of its
+    probabilities.
 
     Args:
         drafts: trees with scores.
@@ -27,10 +32,21 @@ def union(drafts: Sequence[DraftOutput], shifts: Iterable[Tensor], shape: BlockS
     for draft, shift in zip(drafts, shifts, strict=True):
         if draft.tree is None or draft.scores is None:
             raise InvalidInputError(
-                "a drafter of this composition draws trees without DraftOutput.scores; use tree_nodes=0, which makes chains"
+                "a drafter of this composition draws trees without DraftOutput.scores; use"
+                " tree_nodes=0, which makes chains"
             )
-        counts = torch.full_like(draft.tree.parents[:, 0], shape.drafts) if draft.num_drafts is None else draft.num_drafts
+        counts = (
+            torch.full_like(draft.tree.parents[:, 0], shape.drafts)
+            if draft.num_drafts is None
+            else draft.num_drafts
+        )
         trees.append(ScoredDrafts(draft.tree, draft.token_ids, draft.scores, counts, shift))
     merged = reduce(partial(merge_trees, num_nodes=shape.drafts, depth=shape.depth), trees)
     part = torch.zeros_like(merged.num_drafts)  # known once some are accepted
-    return DraftOutput(merged.token_ids, num_drafts=merged.num_drafts, tree=merged.tree, scores=merged.scores, part=part)
+    return DraftOutput(
+        merged.token_ids,
+        num_drafts=merged.num_drafts,
+        tree=merged.tree,
+        scores=merged.scores,
+        part=part,
+    )

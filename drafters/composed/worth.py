@@ -1,11 +1,14 @@
-"""Whether the models of a composition are worth their time in a step, where the host may see the other drafts first.
+"""Whether the models of a composition are worth their time in a step, where the host may see the
+other drafts first.
 
-With S tokens expected of a step's other drafts, and G more where models draft as well, models pay while
+With S tokens expected of a step's other drafts, and G more where models draft as well, models pay
+while
 
     (S + G) / (rest + models) > S / rest      or      G / S > models / rest
 
-in seconds of the models' forwards and of the rest of the step. G is what models have added lately where the others' forecast was
-alike, so that it need not be known how good a model is where it is not asked. It is asked again now and then.
+in seconds of the models' forwards and of the rest of the step. G is what models have added lately
+where the others' forecast was alike, so that it need not be known how good a model is where it is
+not asked. It is asked again now and then.
 """
 
 from collections.abc import Sequence
@@ -20,7 +23,9 @@ MOST_SKIPPED = 32
 _PER_DOUBLING = 2  # buckets, of one more than the forecast
 
 Kind = tuple[int, int, bool]
-"""Requests of a step, rows of a block, and whether blocks are trees: what the times of its parts depend on."""
+"""Requests of a step, rows of a block, and whether blocks are trees: what the times of its parts
+depend on.
+"""
 
 
 class _Mean:
@@ -48,20 +53,32 @@ class Worth:
         self._num_skipped = 0
 
     def pays(self, kind: Kind, forecasts: Sequence[float]) -> bool:
-        """Whether models should draft in a step of a kind; `forecasts` tell of each request how many others are expected."""
+        """Whether models should draft in a step of a kind; `forecasts` tell of each request how
+        many others are expected.
+        """
         gains = [self._gains.get(_bucket(forecast)) for forecast in forecasts]
         known = [gain for gain in gains if gain is not None and gain.weight >= ENOUGH]
         models, rest = self._models.get(kind), self._rest.get(kind)
-        if models is None or rest is None or len(known) < len(gains) or self._num_skipped >= MOST_SKIPPED:
+        if (
+            models is None
+            or rest is None
+            or len(known) < len(gains)
+            or self._num_skipped >= MOST_SKIPPED
+        ):
             self._num_skipped = 0
             return True
-        gained, others = sum(gain.value for gain in known), sum(1 + forecast for forecast in forecasts)
+        gained, others = (
+            sum(gain.value for gain in known),
+            sum(1 + forecast for forecast in forecasts),
+        )
         pays = gained * rest.value > models.value * others
         self._num_skipped = 0 if pays else self._num_skipped + 1
         return pays
 
     def observe(self, forecasts: Sequence[float], gains: Sequence[float]) -> None:
-        """Takes over how many more drafts were accepted of each request than its other drafts had right; models had drafted."""
+        """Takes over how many more drafts were accepted of each request than its other drafts had
+        right; models had drafted.
+        """
         for forecast, gain in zip(forecasts, gains, strict=True):
             self._gains.setdefault(_bucket(forecast), _Mean()).add(gain)
 

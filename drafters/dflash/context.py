@@ -1,4 +1,6 @@
-"""What the target's features become before they are keys and values of the draft layers, on the decoder stack."""
+"""What the target's features become before they are keys and values of the draft layers, on the
+decoder stack.
+"""
 
 from typing import cast
 
@@ -12,7 +14,8 @@ from specdec.layers.ops.ops import Ops
 
 
 class Context:
-    """From features to the rows that layers cache; of drafters that are trained what `DFlashModel.context_kv` does.
+    """From features to the rows that layers cache; of drafters that are trained what
+    `DFlashModel.context_kv` does.
 
     Args:
         model: on its device.
@@ -28,38 +31,65 @@ class Context:
         self._features = None if model.fc is None else linear(model.fc.weight)
         self._projection, self._layers, self._mixture = linear(weight, bias), None, None
         if model.layer_fusion_weights is not None:
-            self._mixture = torch.softmax(model.layer_fusion_weights.float(), dim=-1).to(weight.dtype)
-            self._layers = weight.view(len(model.layers), -1, weight.shape[1]).mT  # [layers, H_target, 2 * kv]
+            self._mixture = torch.softmax(model.layer_fusion_weights.float(), dim=-1).to(
+                weight.dtype
+            )
+            self._layers = weight.view(
+                len(model.layers), -1, weight.shape[1]
+            ).mT  # [layers, H_target, 2 * kv]
             self._bias = None if bias is None else bias.view(len(model.layers), 1, -1)
 
     def rows(self, features: Tensor) -> Tensor:
-        """Keys, and values behind them unless they are the same, of all layers, neither normed nor rotated.
+        """Keys, and values behind them unless they are the same, of all layers, neither normed nor
+        rotated.
 
         Args:
             features: [T, num_taps * H_target].
 
         Returns:
-            [T, num_layers, 1 or 2, num_kv_heads, head_dim], or latents [T, num_layers, rank + rope].
+            [T, num_layers, 1 or 2, num_kv_heads, head_dim], or latents [T, num_layers, rank +
+            rope].
         """
         config, ops = self._config, self._ops
-        shape: tuple[int, ...] = (config.num_hidden_layers, -1, config.num_key_value_heads, config.head_dim)
+        shape: tuple[int, ...] = (
+            config.num_hidden_layers,
+            -1,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         shape = shape if config.latent is None else shape[:2]
         if self._tap_norms:
             taps = features.split(config.tap_width, dim=1)
-            normed = [ops.norm(tap.contiguous(), norm) for tap, norm in zip(taps, self._tap_norms, strict=True)]
+            normed = [
+                ops.norm(tap.contiguous(), norm)
+                for tap, norm in zip(taps, self._tap_norms, strict=True)
+            ]
             features = torch.cat(normed, dim=1)
         if self._layers is not None and self._mixture is not None:
-            mixed = self._mixture @ features.view(len(features), -1, config.tap_width)  # [T, layers, H_target]
-            normed_rows = ops.norm(mixed.flatten(0, 1), self._norm).view(mixed.shape).transpose(0, 1)
-            product = normed_rows @ self._layers if self._bias is None else torch.baddbmm(self._bias, normed_rows, self._layers)
+            mixed = self._mixture @ features.view(
+                len(features), -1, config.tap_width
+            )  # [T, layers, H_target]
+            normed_rows = (
+                ops.norm(mixed.flatten(0, 1), self._norm).view(mixed.shape).transpose(0, 1)
+            )
+            product = (
+                normed_rows @ self._layers
+                if self._bias is None
+                else torch.baddbmm(self._bias, normed_rows, self._layers)
+            )
             return product.transpose(0, 1).flatten(1).unflatten(1, shape)
         assert self._features is not None
         context = ops.norm(self._features(features), self._norm)
-        return self._projection(ops.norm(context, self._unit_norm) if config.norms_context else context).unflatten(1, shape)
+        return self._projection(
+            ops.norm(context, self._unit_norm) if config.norms_context else context
+        ).unflatten(1, shape)
 
 
 def norm_of(module: nn.RMSNorm, rounds_last: bool = False) -> Norm:
     """The norm of a module, which rounds before the weight or, as Gemma does, after it."""
     weight, epsilon = module.weight.detach(), module.eps
     assert epsilon is not None
-    return Norm(weight.to(torch.promote_types(weight.dtype, torch.float32)) if rounds_last else weight, epsilon)
+    return Norm(
+        weight.to(torch.promote_types(weight.dtype, torch.float32)) if rounds_last else weight,
+        epsilon,
+    )

@@ -1,4 +1,6 @@
-"""The convolutions of DFlash 2 as a module: rows of a block mix with those before them, around both sublayers of every layer."""
+"""The convolutions of DFlash 2 as a module: rows of a block mix with those before them, around both
+sublayers of every layer.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,9 @@ class DFlashConvolution(nn.Module):
         self.kernel_projection.weight.zero_()
 
     def kernels(self, hidden: Tensor) -> Tensor:
-        """What kernels have of the rows [..., H] that the sublayer would be given without a convolution."""
+        """What kernels have of the rows [..., H] that the sublayer would be given without a
+        convolution.
+        """
         return self.kernel_projection(hidden)
 
     def forward(self, x: Tensor, kernels: Tensor, side: Side) -> Tensor:

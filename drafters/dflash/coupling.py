@@ -1,4 +1,5 @@
-"""How far a drafter's probabilities, and the noise that the target will choose by, are to be trusted: weights a and b per slot.
+"""How far a drafter's probabilities, and the noise that the target will choose by, are to be
+trusted: weights a and b per slot.
 
 The target's token is believed to be x with probability softmax(a log q + b g)
 (`specdec.sampling.trees.candidates`). Where q is an average over all that earlier slots may say,
@@ -25,7 +26,8 @@ Row = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """Fitted weights. Between two temperatures they are interpolated, and beyond the outermost they stay.
+    """Fitted weights. Between two temperatures they are interpolated, and beyond the outermost they
+    stay.
 
     Attributes:
         temperatures: T of them, rising.
@@ -45,13 +47,21 @@ class Coupling:
         rising = all(later - earlier >= APART for earlier, later in pairwise(found))
         require(
             bool(found) and found[0] > 0 and found[-1] <= MOST and rising,
-            f"coupling has temperatures {list(found)}; they must rise from above 0 to {MOST} at most, at least {APART} apart",
+            f"coupling has temperatures {list(found)}; they must rise from above 0 to {MOST} at"
+            f" most, at least {APART} apart",
         )
         for name, rows in (("a", self.a), ("b", self.b)):
-            require(len(rows) == len(found), f"coupling has {len(rows)} rows of {name} for {len(found)} temperatures; one each")
-            wrong = [x for row in rows for x in row if not (0 <= x <= MOST and (x > 0 or name == "b"))]
+            require(
+                len(rows) == len(found),
+                f"coupling has {len(rows)} rows of {name} for {len(found)} temperatures; one each",
+            )
+            wrong = [
+                x for row in rows for x in row if not (0 <= x <= MOST and (x > 0 or name == "b"))
+            ]
             rule = f"{'above' if name == 'a' else 'at least'} 0 and at most {MOST}"
-            require(not wrong, f"coupling has {wrong[0] if wrong else ''} in {name}; it must be {rule}")
+            require(
+                not wrong, f"coupling has {wrong[0] if wrong else ''} in {name}; it must be {rule}"
+            )
 
     def check(self, slots: int) -> None:
         """Refuses rows that are not of so many slots.
@@ -60,11 +70,19 @@ class Coupling:
             CheckpointError: one is not.
         """
         lengths = {len(row) for row in (*self.a, *self.b)}
-        require(lengths == {slots}, f"coupling has rows of {sorted(lengths)} numbers; this drafter's blocks have {slots} drafts")
+        require(
+            lengths == {slots},
+            f"coupling has rows of {sorted(lengths)} numbers; this drafter's blocks have {slots}"
+            f" drafts",
+        )
 
     def json(self) -> dict[str, Any]:
         """As `config.json` holds it."""
-        return {"temperatures": list(self.temperatures), "a": [list(row) for row in self.a], "b": [list(row) for row in self.b]}
+        return {
+            "temperatures": list(self.temperatures),
+            "a": [list(row) for row in self.a],
+            "b": [list(row) for row in self.b],
+        }
 
 
 def parse_coupling(raw: Any) -> Coupling | None:
@@ -77,14 +95,21 @@ def parse_coupling(raw: Any) -> Coupling | None:
         return None
     right = isinstance(raw, Mapping) and raw.keys() == {"temperatures", "a", "b"}
     said = sorted(raw) if isinstance(raw, Mapping) else type(raw).__name__
-    require(right, f"coupling is {said}; it must be an object with temperatures, a and b, or be left out")
+    require(
+        right,
+        f"coupling is {said}; it must be an object with temperatures, a and b, or be left out",
+    )
     tables = (raw[name] if isinstance(raw[name], list) else [None] for name in ("a", "b"))
     return Coupling(_numbers(raw["temperatures"]), *(tuple(map(_numbers, rows)) for rows in tables))
 
 
 def _numbers(raw: Any) -> Row:
     right = isinstance(raw, list) and all(map(is_number, raw))
-    require(right, "coupling must hold a list of numbers as temperatures, and a and b one list of numbers for each of them")
+    require(
+        right,
+        "coupling must hold a list of numbers as temperatures, and a and b one list of numbers for"
+        " each of them",
+    )
     return tuple(map(float, raw))
 
 
@@ -103,6 +128,12 @@ class CouplingTable:
         self._first, self._changes = table[:, :1], table.diff(dim=1)
 
     def at(self, temperature: Tensor, slots: int) -> Tensor:
-        """float32 [2, num_reqs, slots], a and b of the first `slots` at each request's `temperature` float32 [num_reqs]."""
-        shares = ((temperature[:, None] - self._starts) / self._widths).clamp(0, 1)  # of each change, [num_reqs, T - 1]
-        return self._first[..., :slots] + (shares[..., None] * self._changes[:, None, :, :slots]).sum(dim=2)
+        """float32 [2, num_reqs, slots], a and b of the first `slots` at each request's
+        `temperature` float32 [num_reqs].
+        """
+        shares = ((temperature[:, None] - self._starts) / self._widths).clamp(
+            0, 1
+        )  # of each change, [num_reqs, T - 1]
+        return self._first[..., :slots] + (
+            shares[..., None] * self._changes[:, None, :, :slots]
+        ).sum(dim=2)

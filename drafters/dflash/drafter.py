@@ -1,7 +1,9 @@
-"""DFlash (arXiv 2602.06036): a whole block of drafts from one forward of a few layers on the target's own features.
+"""DFlash (arXiv 2602.06036): a whole block of drafts from one forward of a few layers on the
+target's own features.
 
-The target's tapped features of every context position are projected once and become keys and values of every draft layer, in the
-drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs through the layers as queries over that context.
+The target's tapped features of every context position are projected once and become keys and values
+of every draft layer, in the drafter's paged cache. The block `[anchor, mask, mask, ...]` then runs
+through the layers as queries over that context.
 """
 
 import logging
@@ -30,7 +32,14 @@ from specdec.base.errors import InvalidInputError
 from specdec.kv_cache import NULL_BLOCK, KVLayerSpec
 from specdec.layers.rotary.rotary import Angles, Rope
 from specdec.model.batch import DecodeBatch, PrefillBatch
-from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.model.core import (
+    AcceptOutput,
+    BoundDrafter,
+    Drafter,
+    DraftOutput,
+    Verifier,
+    VerifyOutput,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +51,8 @@ class DFlashDrafter(Drafter):
     """A DFlash model made ready for one target; see `specdec.model.core.Drafter`.
 
     Args:
-        model: its weights move to the target's device and type and are laid out for its kernels, once and in place, so that all
-            runs share them; it cannot be trained after that.
+        model: its weights move to the target's device and type and are laid out for its kernels,
+            once and in place, so that all runs share them; it cannot be trained after that.
         verifier: the target.
 
     Raises:
@@ -60,18 +69,27 @@ class DFlashDrafter(Drafter):
         self.attention = _attention(config, verifier)
         self.model = model.requires_grad_(False).eval().to(verifier.device, verifier.dtype)
         self.network = DFlashNetwork(self.model, self.attention)
-        self.max_draft_tokens, self.usual_draft_tokens = config.max_draft_tokens, config.speculative_tokens
+        self.max_draft_tokens, self.usual_draft_tokens = (
+            config.max_draft_tokens,
+            config.speculative_tokens,
+        )
         self.first_row = 0 if config.sample_from_anchor else 1
-        # A row sees those after it, so a block shorter than in training drafts worse: whatever k is, the whole block runs.
+        # A row sees those after it, so a block shorter than in training drafts worse: whatever k
+        # is, the whole block runs.
         whole = not all(config.causal) or config.convolves  # whose rows come in whole blocks
         self.num_lookahead_tokens = 0 if not whole else self.first_row + config.max_draft_tokens
         self.aux_layer_ids = config.target_layer_ids
-        self.masks = torch.full((1, self.first_row + self.max_draft_tokens), config.mask_token_id, device=verifier.device)
+        self.masks = torch.full(
+            (1, self.first_row + self.max_draft_tokens),
+            config.mask_token_id,
+            device=verifier.device,
+        )
         self.target_ids = None if model.d2t is None else target_ids(model.d2t)
         self.embedding_scale, self.softcap = config.scales(verifier)
         if self.embedding_scale != verifier.embedding_scale:
             logger.info(
-                "the drafter takes embeddings times %g, the target takes them times %g; if it was trained like the target,"
+                "the drafter takes embeddings times %g, the target takes them times %g; if it was"
+                " trained like the target,"
                 " config.json has to say target_embedding_scale true",
                 self.embedding_scale,
                 verifier.embedding_scale,
@@ -96,16 +114,30 @@ class DFlashDrafter(Drafter):
             unread += self.head.gathered_bytes
             if self.head.num_candidates is None:  # its table is read for every slot
                 own += (self.max_draft_tokens - 1) * self.head.right.nbytes
-        borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if model.lm_head is None else 0
+        borrowed = (
+            target.vocab_size * target.hidden_size * target.dtype.itemsize
+            if model.lm_head is None
+            else 0
+        )
         return own - unread + borrowed
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of tokens of the target, as the draft layers take them."""
-        rows = self.network.embed(token_ids) if self.model.embed_tokens is not None else self.verifier.embed(token_ids)
+        rows = (
+            self.network.embed(token_ids)
+            if self.model.embed_tokens is not None
+            else self.verifier.embed(token_ids)
+        )
         return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[Any],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> "BoundDFlash":
         """See `specdec.model.core.Drafter.bind`.
 
@@ -119,8 +151,9 @@ class DFlashDrafter(Drafter):
 class BoundDFlash(BoundDrafter):
     """A `DFlashDrafter` over the paged cache of one engine; see `specdec.model.core.BoundDrafter`.
 
-    Steps without drafts leave the target's features in a ring, since the context of a few positions takes no longer than that of
-    one. It is written once the ring is full, or drafts are wanted again.
+    Steps without drafts leave the target's features in a ring, since the context of a few positions
+    takes no longer than that of one. It is written once the ring is full, or drafts are wanted
+    again.
 
     Args:
         drafter: the weights.
@@ -131,16 +164,27 @@ class BoundDFlash(BoundDrafter):
 
     most_deferred = MOST_DEFERRED
 
-    def __init__(self, drafter: DFlashDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        caches: Sequence[Any],
+        max_num_seqs: int,
+        draft_sampling: DraftSampling,
+    ) -> None:
         self.drafter, self.caches = drafter, list(caches)
-        self._block: tuple[Tensor, dict[Rope, Angles]] | None = None  # position ids of the block, and their angles
+        self._block: tuple[Tensor, dict[Rope, Angles]] | None = (
+            None  # position ids of the block, and their angles
+        )
         target, device = drafter.verifier, drafter.verifier.device
         coupling = drafter.config.coupling
         table = None if coupling is None else CouplingTable(coupling, device)
         self.drafts = Drafts(draft_sampling, table, drafter.target_ids, drafter.head)
         width = len(drafter.aux_layer_ids) * target.hidden_size
-        # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions nothing is written yet.
-        self._ring = torch.zeros(max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device)
+        # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions
+        # nothing is written yet.
+        self._ring = torch.zeros(
+            max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device
+        )
         self._deferred = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     @property
@@ -164,13 +208,19 @@ class BoundDFlash(BoundDrafter):
         hidden = self.draft_hidden(batch)
         return self.drafts.of(batch, Slots(hidden, self.logits(hidden)))
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """Writes the context of all verified rows, over what the block left there, or puts that of the anchor off."""
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
+        """Writes the context of all verified rows, over what the block left there, or puts that of
+        the anchor off.
+        """
         width = token_ids.shape[1]
         if batch.context == "now":
             self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
             return
-        assert verify.aux_hidden is not None and width == 1, "the engine taps aux_layer_ids, and drafts need their context"
+        assert verify.aux_hidden is not None and width == 1, (
+            "the engine taps aux_layer_ids, and drafts need their context"
+        )
         cells = batch.slots * MOST_DEFERRED + batch.seq_lens % MOST_DEFERRED
         self._ring.view(-1, self._ring.shape[-1]).index_copy_(0, cells, verify.aux_hidden)
         if batch.context == "later":
@@ -180,15 +230,23 @@ class BoundDFlash(BoundDrafter):
 
     def _catch_up(self, batch: DecodeBatch) -> None:
         """Writes the context of the anchor and of what was put off before it."""
-        places = batch.seq_lens[:, None] - torch.arange(MOST_DEFERRED - 1, -1, -1, device=batch.slots.device)
+        places = batch.seq_lens[:, None] - torch.arange(
+            MOST_DEFERRED - 1, -1, -1, device=batch.slots.device
+        )
         due = places >= (batch.seq_lens - self._deferred.index_select(0, batch.slots))[:, None]
         positions = places.clamp(0, batch.max_model_len - 1)
         blocks = batch.block_table.gather(1, positions // batch.block_size).long()
-        slots = torch.where(due, blocks * batch.block_size + positions % batch.block_size, NULL_BLOCK * batch.block_size)
+        slots = torch.where(
+            due,
+            blocks * batch.block_size + positions % batch.block_size,
+            NULL_BLOCK * batch.block_size,
+        )
         cells = batch.slots[:, None] * MOST_DEFERRED + positions % MOST_DEFERRED
         features = self._ring.view(-1, self._ring.shape[-1]).index_select(0, cells.reshape(-1))
         network = self.drafter.network
-        network.write_context(features, network.angles(positions.reshape(-1)), self.caches, slots.reshape(-1))
+        network.write_context(
+            features, network.angles(positions.reshape(-1)), self.caches, slots.reshape(-1)
+        )
         self._deferred.index_fill_(0, batch.slots, 0)
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
@@ -198,20 +256,31 @@ class BoundDFlash(BoundDrafter):
         width = drafter.num_lookahead_tokens or drafter.first_row + depth
         masks = drafter.masks[:, : width - 1].expand(batch.num_reqs, -1)
         if (mask := drafter.model.mask_embedding) is None:
-            embeddings = drafter.embed(torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1))
+            embeddings = drafter.embed(
+                torch.cat([batch.anchors[:, None], masks], dim=1).reshape(-1)
+            )
         else:
             rows = mask.expand(*masks.shape, -1) * drafter.embedding_scale
-            embeddings = torch.cat([drafter.embed(batch.anchors)[:, None], rows], dim=1).flatten(0, 1)
+            embeddings = torch.cat([drafter.embed(batch.anchors)[:, None], rows], dim=1).flatten(
+                0, 1
+            )
         metadata = batch.metadata(width, visibility="full")
         seen: dict[bool, Visibility] = {True: "causal", False: "full"}
-        plans = {causal: drafter.attention.plan(replace(metadata, visibility=seen[causal])) for causal in set(config.causal)}
+        plans = {
+            causal: drafter.attention.plan(replace(metadata, visibility=seen[causal]))
+            for causal in set(config.causal)
+        }
         position_ids = batch.position_ids(width)
         angles = drafter.network.angles(position_ids)
         self._block = position_ids, angles
 
         def predicting(rows: Tensor) -> Tensor:
             first = drafter.first_row
-            return rows.view(batch.num_reqs, width, -1)[:, first : first + depth].flatten(0, 1).contiguous()
+            return (
+                rows.view(batch.num_reqs, width, -1)[:, first : first + depth]
+                .flatten(0, 1)
+                .contiguous()
+            )
 
         hidden = drafter.network.block_forward(embeddings, angles, self.caches, plans, predicting)
         return hidden.view(batch.num_reqs, depth, -1)
@@ -219,19 +288,34 @@ class BoundDFlash(BoundDrafter):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""
         drafter, head = self.drafter, self.drafter.network.head
-        rows = hidden.reshape(-1, hidden.shape[-1])  # torch multiplies a slice of three axes an order of magnitude slower
+        rows = hidden.reshape(
+            -1, hidden.shape[-1]
+        )  # torch multiplies a slice of three axes an order of magnitude slower
         logits = drafter.verifier.head(rows) if head is None else head(rows)
         logits = logits.view(*hidden.shape[:-1], -1)
         if drafter.config.output_multiplier != 1:
             logits = logits * drafter.config.output_multiplier
-        return logits if drafter.softcap is None else drafter.softcap * torch.tanh(logits / drafter.softcap)
+        return (
+            logits
+            if drafter.softcap is None
+            else drafter.softcap * torch.tanh(logits / drafter.softcap)
+        )
 
-    def _write_context(self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor) -> None:
+    def _write_context(
+        self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor
+    ) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
         network = self.drafter.network
-        block, self._block = self._block, None  # nothing outlives a step, for its memory may be a graph's
+        block, self._block = (
+            self._block,
+            None,
+        )  # nothing outlives a step, for its memory may be a graph's
         # The context of a step lies where its block was, when both have as many rows.
-        angles = block[1] if block is not None and block[0] is position_ids else network.angles(position_ids)
+        angles = (
+            block[1]
+            if block is not None and block[0] is position_ids
+            else network.angles(position_ids)
+        )
         network.write_context(verify.aux_hidden, angles, self.caches, slot_mapping)
 
 
@@ -260,7 +344,9 @@ def check_fit(config: DFlashConfig, verifier: Verifier, *, borrows: bool) -> Non
 def _attention(config: DFlashConfig, verifier: Verifier) -> AttentionBackend | MlaBackend:
     """The target's kind of attention, for the draft layers' shape."""
     if config.latent is not None:
-        return latent_like(verifier, config.num_attention_heads, config.latent, non_causal=not all(config.causal))
+        return latent_like(
+            verifier, config.num_attention_heads, config.latent, non_causal=not all(config.causal)
+        )
     return attention_like(
         verifier,
         num_heads=config.num_attention_heads,
@@ -280,7 +366,9 @@ def load_dflash(path: str | Path | None, *, verifier: Verifier) -> DFlashDrafter
         CheckpointError: see `read_checkpoint`, or it does not fit the target.
     """
     if path is None:
-        raise InvalidInputError("the dflash drafter needs a checkpoint; give its folder or hub name")
+        raise InvalidInputError(
+            "the dflash drafter needs a checkpoint; give its folder or hub name"
+        )
     config, tensors = read_checkpoint(path)
     with torch.device("meta"):
         model = DFlashModel(

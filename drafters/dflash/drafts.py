@@ -1,4 +1,6 @@
-"""From a block's hidden states and base logits to its drafts: a chain or a tree, with a head or without one."""
+"""From a block's hidden states and base logits to its drafts: a chain or a tree, with a head or
+without one.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +23,9 @@ from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from specdec.sampling.trees.trees import best_chain, best_first
 
 ALTERNATIVES = 16
-"""Tokens per slot that may take the place of a draft that a grammar refuses; more of them gain little."""
+"""Tokens per slot that may take the place of a draft that a grammar refuses; more of them gain
+little.
+"""
 
 
 class Slots(NamedTuple):
@@ -37,7 +41,9 @@ class Slots(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block to be drafted: its batch, its slots, and the weights of coupled drafts, None for ones or where there is no noise."""
+    """A block to be drafted: its batch, its slots, and the weights of coupled drafts, None for ones
+    or where there is no noise.
+    """
 
     batch: DecodeBatch
     slots: Slots
@@ -68,13 +74,21 @@ class Drafts:
         target_ids: Tensor | None = None,
         head: Head | None = None,
     ) -> None:
-        self.draft_sampling, self._coupling, self._target_ids, self._head = draft_sampling, coupling, target_ids, head
+        self.draft_sampling, self._coupling, self._target_ids, self._head = (
+            draft_sampling,
+            coupling,
+            target_ids,
+            head,
+        )
         self._correction = None if head is None else linear(head.right.detach())
         self._columns = None if head is None or target_ids is None else _inverse(target_ids)
 
     def of(self, batch: DecodeBatch, slots: Slots) -> DraftOutput:
         """The block of each request."""
-        sees_noise, weights = self.draft_sampling != "greedy" and not batch.sampling.plan.all_greedy, None
+        sees_noise, weights = (
+            self.draft_sampling != "greedy" and not batch.sampling.plan.all_greedy,
+            None,
+        )
         if sees_noise and self._coupling is not None:
             weights = self._coupling.at(batch.sampling.temperature, batch.shape.depth)
         block = _Block(batch, slots, weights, sees_noise)
@@ -90,7 +104,9 @@ class Drafts:
         return self._path(block, self._head, self._head.num_candidates)
 
     def _choose(self, block: _Block, logits: Tensor, first: int) -> Choice:
-        """Of slots `first` and so on, as many as `logits` [num_reqs, n, draft_vocab_size] has, each for itself."""
+        """Of slots `first` and so on, as many as `logits` [num_reqs, n, draft_vocab_size] has, each
+        for itself.
+        """
         return choose(
             block.batch,
             logits,
@@ -119,14 +135,22 @@ class Drafts:
         """The choices for all slots, in order."""
         token_ids, probs, own = (side_by_side(fields) for fields in zip(*parts, strict=True))
         assert token_ids is not None
-        columns = None if probs is None or self._target_ids is None else self._target_ids.expand(probs.shape)
+        columns = (
+            None
+            if probs is None or self._target_ids is None
+            else self._target_ids.expand(probs.shape)
+        )
         forecast = self._forecast(block, token_ids, own)
         return DraftOutput(token_ids, probs=probs, candidate_ids=columns, forecast=forecast)
 
     def _path(self, block: _Block, head: Head, count: int) -> DraftOutput:
-        """The chain that takes the best candidate behind the one before; where drafts are drawn, only candidates are."""
+        """The chain that takes the best candidate behind the one before; where drafts are drawn,
+        only candidates are.
+        """
         batch, draws = block.batch, self.draft_sampling == "probabilistic" and block.sees_noise
-        block = block._replace(sees_noise=block.sees_noise and not draws)  # it takes no part in which candidates may be drawn
+        block = block._replace(
+            sees_noise=block.sees_noise and not draws
+        )  # it takes no part in which candidates may be drawn
         candidate_ids, scores, edges = self._edges(block, head, count)
         if draws:
             edges = edges / batch.sampling.temperature[:, None, None, None].clamp(min=COLDEST)
@@ -139,7 +163,9 @@ class Drafts:
             return DraftOutput(token_ids)
         before = F.pad(ranks[:, :-1], (1, 0))
         table = edges if draws else logprobs_of(edges, scores)
-        rows = table.gather(2, before[..., None, None].expand(-1, -1, 1, table.shape[-1])).squeeze(2)
+        rows = table.gather(2, before[..., None, None].expand(-1, -1, 1, table.shape[-1])).squeeze(
+            2
+        )
         probs = rows.softmax(dim=-1) if draws else rows.exp()
         forecast = self._forecast(block, token_ids, probs.gather(-1, ranks[..., None]).squeeze(-1))
         if not draws:
@@ -147,21 +173,31 @@ class Drafts:
         return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
 
     def _tree(self, block: _Block) -> DraftOutput:
-        """The tree of the likeliest paths; without a head as if every position's token did not depend on those before it."""
+        """The tree of the likeliest paths; without a head as if every position's token did not
+        depend on those before it.
+        """
         batch = block.batch
-        count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)  # one position has no more paths than tokens
+        count = min(
+            MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k
+        )  # one position has no more paths than tokens
         if self._head is None:
             token_ids, scores = self._candidates(block, count)
         else:
             token_ids, _, scores = self._edges(block, self._head, count, as_logprobs=True)
         best = best_first(scores, batch.k)
-        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree)
+        output = DraftOutput(
+            token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree
+        )
         if self.forecasts:
             output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
         return output
 
-    def _edges(self, block: _Block, head: Head, count: int, *, as_logprobs: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table, see `edges_of`."""
+    def _edges(
+        self, block: _Block, head: Head, count: int, *, as_logprobs: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table,
+        see `edges_of`.
+        """
         batch, slots, scale = block.batch, block.slots, None
         token_ids, scores = self._candidates(block, count)
         columns, compared = self._columns_of(token_ids), None
@@ -169,7 +205,9 @@ class Drafts:
             temperature = batch.sampling.temperature[:, None]
             trust = torch.ones_like(scores[..., 0]) if block.weights is None else block.weights[0]
             scale = torch.where(temperature > 0, trust / temperature.clamp(min=COLDEST), 1.0)
-            if head.compares_candidates:  # those it was trained on; the noise makes candidates of others
+            if (
+                head.compares_candidates
+            ):  # those it was trained on; the noise makes candidates of others
                 assert head.num_candidates is not None
                 likeliest = self._candidates(block._replace(sees_noise=False), head.num_candidates)
                 compared = Guesses(self._columns_of(likeliest.token_ids), likeliest.scores)
@@ -181,18 +219,30 @@ class Drafts:
         return token_ids if self._columns is None else self._columns[token_ids]
 
     def _candidates(self, block: _Block, count: int) -> Guesses:
-        """The `count` likeliest tokens of every slot, given the noise that the target will choose by if it is seen."""
+        """The `count` likeliest tokens of every slot, given the noise that the target will choose
+        by if it is seen.
+        """
         draft_sampling = self.draft_sampling if block.sees_noise else "greedy"
-        return guess(block.batch, block.slots.logits, 0, count, draft_sampling, self._target_ids, weights=block.weights)
+        return guess(
+            block.batch,
+            block.slots.logits,
+            0,
+            count,
+            draft_sampling,
+            self._target_ids,
+            weights=block.weights,
+        )
 
     def _forecast(self, block: _Block, token_ids: Tensor, probs: Tensor | None) -> Tensor | None:
-        """Expected accepted drafts float32 [num_reqs] of a chain, from what the head trusts in, or else from the drafts' own
-        probabilities float32 [num_reqs, depth].
+        """Expected accepted drafts float32 [num_reqs] of a chain, from what the head trusts in, or
+        else from the drafts' own probabilities float32 [num_reqs, depth].
         """
         if not self.forecasts:
             return None
         previous = torch.cat([block.batch.anchors[:, None], token_ids[:, :-1]], dim=1)
-        trusted = None if self._head is None else self._head.confidences(block.slots.hidden, previous)
+        trusted = (
+            None if self._head is None else self._head.confidences(block.slots.hidden, previous)
+        )
         kept = probs if trusted is None else trusted
         assert kept is not None
         return kept.cumprod(dim=1).sum(dim=1)

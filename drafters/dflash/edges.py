@@ -1,4 +1,6 @@
-"""Scores of every candidate of a slot behind every candidate of the slot before: what a head says, for all paths at once."""
+"""Scores of every candidate of a slot behind every candidate of the slot before: what a head says,
+for all paths at once.
+"""
 
 import torch
 from torch import Tensor
@@ -45,23 +47,31 @@ def edges_of(
         float32 [num_reqs, K, C, C], by the candidate before and the candidate; before the first
         slot all of them are the anchor.
     """
-    before = torch.cat([anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]], dim=1)
+    before = torch.cat(
+        [anchors[:, None, None].expand(-1, 1, token_ids.shape[2]), token_ids[:, :-1]], dim=1
+    )
     if head.has_state:
-        table = _behind_the_best(head, hidden, before, F.embedding(columns, head.right), scores, scale)
+        table = _behind_the_best(
+            head, hidden, before, F.embedding(columns, head.right), scores, scale
+        )
         return logprobs_of(table, scores) if as_logprobs else table
     left, _ = head.left(hidden[:, :, None], before, None)
     if compared is None and left.dtype == head.right.dtype and KERNEL.runs_on(left.device):
         from drafters.dflash import triton_edges  # it imports Triton
 
         sides = left.contiguous(), columns, head.right.detach().contiguous()
-        return triton_edges.edges(*sides, scores, scale, first_slot=head.first_slot, as_logprobs=as_logprobs)
+        return triton_edges.edges(
+            *sides, scores, scale, first_slot=head.first_slot, as_logprobs=as_logprobs
+        )
     bonus = torch.matmul(left, F.embedding(columns, head.right).mT).float()
     if compared is not None:
         bonus = _within(compared, head, left, columns, bonus)
     return _table(bonus, scores, scale, head.first_slot, as_logprobs=as_logprobs)
 
 
-def _table(bonus: Tensor, scores: Tensor, scale: Tensor | None, first_slot: int, *, as_logprobs: bool) -> Tensor:
+def _table(
+    bonus: Tensor, scores: Tensor, scale: Tensor | None, first_slot: int, *, as_logprobs: bool
+) -> Tensor:
     """The table from corrections [num_reqs, K, C, C], whose first slots are overwritten."""
     if scale is not None:
         bonus = bonus * scale[..., None, None]
@@ -83,22 +93,29 @@ def logprobs_of(edges: Tensor, scores: Tensor) -> Tensor:
 
 
 def together(scores: Tensor) -> Tensor:
-    """`scores.logsumexp(dim=-1)` where the first is not minus infinity unless all are; on a GPU torch takes nine kernels for it."""
+    """`scores.logsumexp(dim=-1)` where the first is not minus infinity unless all are; on a GPU
+    torch takes nine kernels for it.
+    """
     first = scores[..., 0]
     return first - scores.log_softmax(dim=-1)[..., 0]
 
 
 def _within(compared: Guesses, head: Head, left: Tensor, columns: Tensor, bonus: Tensor) -> Tensor:
-    """Corrections [num_reqs, K, C, C] that leave the tokens the head compares as likely, all together, as they were without it, and
-    other tokens as they were, each.
+    """Corrections [num_reqs, K, C, C] that leave the tokens the head compares as likely, all
+    together, as they were without it, and other tokens as they were, each.
     """
-    corrected = compared.scores[:, :, None] + torch.matmul(left, F.embedding(compared.token_ids, head.right).mT).float()
+    corrected = (
+        compared.scores[:, :, None]
+        + torch.matmul(left, F.embedding(compared.token_ids, head.right).mT).float()
+    )
     gained = corrected.logsumexp(dim=-1) - compared.scores.logsumexp(dim=-1)[:, :, None]
     known = (columns[..., None] == compared.token_ids[:, :, None]).any(dim=-1)
     return torch.where(known[:, :, None], bonus - gained[..., None], 0.0)
 
 
-def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, scores: Tensor, scale: Tensor | None) -> Tensor:
+def _behind_the_best(
+    head: Head, hidden: Tensor, before: Tensor, right: Tensor, scores: Tensor, scale: Tensor | None
+) -> Tensor:
     """The table of a head whose states follow the best chain, slot by slot."""
     tables, state, rank = [], None, torch.zeros_like(before[:, 0, :1])
     for slot in range(before.shape[1]):
@@ -108,24 +125,35 @@ def _behind_the_best(head: Head, hidden: Tensor, before: Tensor, right: Tensor, 
         bonus = torch.matmul(left, right[:, slot].mT).float()
         if scale is not None:
             bonus = bonus * scale[:, slot, None, None]
-        table = scores[:, slot, None] + (bonus if slot >= head.first_slot else torch.zeros_like(bonus))
+        table = scores[:, slot, None] + (
+            bonus if slot >= head.first_slot else torch.zeros_like(bonus)
+        )
         tables.append(table)
-        rank = argmax(table.gather(1, rank[..., None].expand(-1, -1, table.shape[-1])).squeeze(1))[0][:, None]
+        rank = argmax(table.gather(1, rank[..., None].expand(-1, -1, table.shape[-1])).squeeze(1))[
+            0
+        ][:, None]
     return torch.stack(tables, dim=1)
 
 
 def check_edges(device: torch.device) -> Deviation:
-    """Tables of several sizes, with slots that are not corrected, of scores and of log-probabilities."""
+    """Tables of several sizes, with slots that are not corrected, of scores and of
+    log-probabilities.
+    """
     from drafters.dflash import triton_edges
 
     generator, found = torch.Generator().manual_seed(0), []
-    half = torch.float16 if device.type == "cpu" else torch.bfloat16  # of which Triton's interpreter has no products
+    half = (
+        torch.float16 if device.type == "cpu" else torch.bfloat16
+    )  # of which Triton's interpreter has no products
     for count, rank, first_slot in ((16, 128, 0), (5, 40, 1), (20, 16, 2)):
         left, right = (
             torch.randn(2, 6, count, rank, generator=generator),
             torch.randn(90, rank, generator=generator) / (4 * rank**0.5),
         )
-        columns, scale = torch.randint(90, (2, 6, count), generator=generator), 0.5 + torch.rand(2, 6, generator=generator)
+        columns, scale = (
+            torch.randint(90, (2, 6, count), generator=generator),
+            0.5 + torch.rand(2, 6, generator=generator),
+        )
         scores = torch.randn(2, 6, count, generator=generator).log_softmax(dim=-1)
         for dtype, factor, as_logprobs in (
             (half, scale, True),
@@ -136,11 +164,21 @@ def check_edges(device: torch.device) -> Deviation:
             bonus = torch.matmul(sides[0], sides[1][columns].mT)
             plain, exact = (
                 _table(product, numbers, factor, first_slot, as_logprobs=as_logprobs)
-                for product, numbers in ((bonus.float(), scores), (_exactly(*sides, columns), scores.double()))
+                for product, numbers in (
+                    (bonus.float(), scores),
+                    (_exactly(*sides, columns), scores.double()),
+                )
             )
-            arguments = sides[0].to(device), columns.to(device), sides[1].to(device), scores.to(device)
+            arguments = (
+                sides[0].to(device),
+                columns.to(device),
+                sides[1].to(device),
+                scores.to(device),
+            )
             here = None if factor is None else factor.to(device)
-            ours = triton_edges.edges(*arguments, here, first_slot=first_slot, as_logprobs=as_logprobs)
+            ours = triton_edges.edges(
+                *arguments, here, first_slot=first_slot, as_logprobs=as_logprobs
+            )
             found.append(deviation(ours, plain, exact))
     return worst(found)
 

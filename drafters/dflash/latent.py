@@ -1,4 +1,6 @@
-"""Latent attention of draft layers (DeepSeek-V2, arXiv 2405.04434): projections as a module, and on the decoder stack."""
+"""Latent attention of draft layers (DeepSeek-V2, arXiv 2405.04434): projections as a module, and on
+the decoder stack.
+"""
 
 from typing import cast
 
@@ -28,17 +30,24 @@ class LatentProjections(nn.Module):
         self.q_b_proj = None if compressed is None else nn.Linear(compressed, query, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, sizes.rank + sizes.rope, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(sizes.rank, eps=eps)
-        self.kv_b_proj = nn.Linear(sizes.rank, config.num_attention_heads * (sizes.nope + sizes.value), bias=False)
+        self.kv_b_proj = nn.Linear(
+            sizes.rank, config.num_attention_heads * (sizes.nope + sizes.value), bias=False
+        )
         self.o_proj = nn.Linear(config.num_attention_heads * sizes.value, hidden, bias=False)
 
     @property
     def first(self) -> list[nn.Linear]:
         """The projections of the layer's input."""
-        return [cast(nn.Linear, self.q_proj if self.q_a_proj is None else self.q_a_proj), self.kv_a_proj_with_mqa]
+        return [
+            cast(nn.Linear, self.q_proj if self.q_a_proj is None else self.q_a_proj),
+            self.kv_a_proj_with_mqa,
+        ]
 
     @torch.no_grad()
     def put_halves_first(self, config: DFlashConfig) -> None:
-        """Puts neighbors that RoPE turns against each other half the rotated part apart, as the decoder stack has them."""
+        """Puts neighbors that RoPE turns against each other half the rotated part apart, as the
+        decoder stack has them.
+        """
         sizes = config.latent
         assert sizes is not None
         if not sizes.interleaved:
@@ -50,11 +59,16 @@ class LatentProjections(nn.Module):
         ):
             projection.weight.data = halves_first(width, start, sizes.rope)(projection.weight.data)
 
-    def on_the_stack(self, config: DFlashConfig, down: Linear, rope: Rope, spec: MlaSpec) -> LatentAttention:
+    def on_the_stack(
+        self, config: DFlashConfig, down: Linear, rope: Rope, spec: MlaSpec
+    ) -> LatentAttention:
         """The attention over the paged cache; `down` is the product of `first`."""
         query = None
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            query = Norm(self.q_a_layernorm.weight.detach(), config.rms_norm_eps), linear(self.q_b_proj.weight)
+            query = (
+                Norm(self.q_a_layernorm.weight.detach(), config.rms_norm_eps),
+                linear(self.q_b_proj.weight),
+            )
         return LatentAttention(
             down=down,
             query=query,

@@ -1,6 +1,8 @@
-"""Draft layers as modules: the weights of every family, and the forward of those that are trained, Qwen3's layers.
+"""Draft layers as modules: the weights of every family, and the forward of those that are trained,
+Qwen3's layers.
 
-What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder stack alone, see `drafters.dflash.network`.
+What else checkpoints have (`DFlashConfig.peculiarities`) runs on the decoder stack alone, see
+`drafters.dflash.network`.
 """
 
 from collections.abc import Callable
@@ -19,12 +21,17 @@ Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class DFlashAttention(nn.Module):
-    """Projections of one draft layer; the attention itself is the caller's, with scores over the square root of `head_dim`."""
+    """Projections of one draft layer; the attention itself is the caller's, with scores over the
+    square root of `head_dim`.
+    """
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
-        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        query, kv = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(hidden, query, bias=bias)
         self.k_proj = nn.Linear(hidden, kv, bias=bias)
@@ -32,16 +39,27 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(query, hidden, bias=bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
-        gates = config.num_attention_heads * (config.head_dim if config.attention_gate == "per-element" else 1)
-        self.g_proj = None if config.attention_gate is None else nn.Linear(hidden, gates, bias=False)
+        self.attention_sink_bias = (
+            nn.Parameter(torch.zeros(config.num_attention_heads))
+            if config.attention_sinks
+            else None
+        )
+        gates = config.num_attention_heads * (
+            config.head_dim if config.attention_gate == "per-element" else 1
+        )
+        self.g_proj = (
+            None if config.attention_gate is None else nn.Linear(hidden, gates, bias=False)
+        )
         self.k_proj_target = nn.Linear(hidden, kv, bias=bias) if config.mixes_taps else None
         self.v_proj_target = nn.Linear(hidden, kv, bias=bias) if config.mixes_taps else None
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value [..., heads, head_dim] of block rows [..., H]."""
         assert self.v_proj is not None
-        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            p(hidden).unflatten(-1, (-1, self.head_dim))
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return turned(self.q_norm(query), cos, sin), turned(self.k_norm(key), cos, sin), value
 
 
@@ -66,17 +84,29 @@ class DFlashLayer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn: DFlashAttention | LatentProjections
-        self.self_attn = DFlashAttention(config) if config.latent is None else LatentProjections(config)
+        self.self_attn = (
+            DFlashAttention(config) if config.latent is None else LatentProjections(config)
+        )
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DFlashMLP(config)
-        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.gemma else None
-        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.gemma else None
+        self.pre_feedforward_layernorm = (
+            nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.gemma else None
+        )
+        self.post_feedforward_layernorm = (
+            nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.gemma else None
+        )
         self.layer_scalar: Tensor | None
         self.register_buffer("layer_scalar", torch.ones(1) if config.gemma else None)
         self.attention_conv = DFlashConvolution(config) if config.convolves else None
         self.mlp_conv = DFlashConvolution(config) if config.convolves else None
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
         """[..., H] to [..., H]."""
         query, key, value, kernels = self.before(hidden, cos, sin)
         return self.behind(hidden, attend(query, key, value), kernels)
@@ -89,7 +119,9 @@ class DFlashLayer(nn.Module):
         return *attention.project(rows, cos, sin), kernels
 
     def behind(self, hidden: Tensor, attended: Tensor, kernels: Tensor | None) -> Tensor:
-        """The layer's output [..., H] of its input, and of the attention's, [..., heads, head_dim]."""
+        """The layer's output [..., H] of its input, and of the attention's, [..., heads,
+        head_dim].
+        """
         attention = self.self_attn
         output = attention.o_proj(attended.flatten(-2))
         hidden = hidden + _out_of(self.attention_conv, output, kernels)
@@ -117,6 +149,12 @@ def _out_of(convolution: DFlashConvolution | None, x: Tensor, kernels: Tensor | 
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [..., heads, head_dim], of which as many numbers are rotated as there are angles; the others follow them."""
+    """Heads [..., heads, head_dim], of which as many numbers are rotated as there are angles; the
+    others follow them.
+    """
     still = x.shape[-1] - cos.shape[-1]
-    return torch.cat([rotate(x[..., :-still], cos, sin), x[..., -still:]], dim=-1) if still else rotate(x, cos, sin)
+    return (
+        torch.cat([rotate(x[..., :-still], cos, sin), x[..., -still:]], dim=-1)
+        if still
+        else rotate(x, cos, sin)
+    )

@@ -1,4 +1,6 @@
-"""The network of a DFlash drafter (arXiv 2602.06036) as a module: its state dict is the checkpoint, and it can be trained."""
+"""The network of a DFlash drafter (arXiv 2602.06036) as a module: its state dict is the checkpoint,
+and it can be trained.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,22 +16,28 @@ from drafters.dflash.layers import DFlashAttention, DFlashLayer, turned
 from specdec.layers.rotary.rotary import Angles, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included."""
+"""`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included.
+"""
 
 
 class DFlashModel(nn.Module):
-    """The network; `drafters.dflash.network` drafts with it. Its own forward is for training, which knows no drafter with
-    `DFlashConfig.peculiarities`; all shapes may carry batch axes.
+    """The network; `drafters.dflash.network` drafts with it. Its own forward is for training, which
+    knows no drafter with `DFlashConfig.peculiarities`; all shapes may carry batch axes.
 
     Args:
         config: the drafter.
-        own_embeddings, own_head: the checkpoint brings its own instead of borrowing the target's; a reduced vocabulary always
-            brings its head.
+        own_embeddings, own_head: the checkpoint brings its own instead of borrowing the target's; a
+            reduced vocabulary always brings its head.
         own_mask: it brings the embedding of the rows after the anchor.
     """
 
     def __init__(
-        self, config: DFlashConfig, *, own_embeddings: bool = False, own_head: bool = False, own_mask: bool = False
+        self,
+        config: DFlashConfig,
+        *,
+        own_embeddings: bool = False,
+        own_head: bool = False,
+        own_mask: bool = False,
     ) -> None:
         super().__init__()
         hidden, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.target_layer_ids)
@@ -38,7 +46,11 @@ class DFlashModel(nn.Module):
         self.fc = None if config.mixes_taps else nn.Linear(config.feature_size, hidden, bias=False)
         mixture = torch.zeros(config.num_hidden_layers, taps)
         self.layer_fusion_weights = nn.Parameter(mixture) if config.mixes_taps else None
-        norms = [nn.RMSNorm(config.tap_width, eps=eps) for _ in range(taps)] if config.tap_norms else None
+        norms = (
+            [nn.RMSNorm(config.tap_width, eps=eps) for _ in range(taps)]
+            if config.tap_norms
+            else None
+        )
         self.aux_hidden_norms = None if norms is None else nn.ModuleList(norms)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.norm = nn.RMSNorm(hidden, eps=eps)
@@ -46,15 +58,22 @@ class DFlashModel(nn.Module):
         draft_vocab = config.draft_vocab_size
         own_head = own_head or draft_vocab is not None
         self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if own_mask else None
-        self.lm_head = nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
+        self.lm_head = (
+            nn.Linear(hidden, draft_vocab or config.vocab_size, bias=False) if own_head else None
+        )
         self.d2t: Tensor | None
-        self.register_buffer("d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long))
-        for name, module in ({} if config.head is None else config.head.modules(config.head_sizes)).items():
+        self.register_buffer(
+            "d2t", None if draft_vocab is None else torch.zeros(draft_vocab, dtype=torch.long)
+        )
+        for name, module in (
+            {} if config.head is None else config.head.modules(config.head_sizes)
+        ).items():
             self.add_module(name, module)
         self.rope = rope_of(config, whole=False)
 
     def context_kv(self, features: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that context positions contribute to every layer; they depend on nothing but the target's features.
+        """Keys and values that context positions contribute to every layer; they depend on nothing
+        but the target's features.
 
         Args:
             features: [..., num_taps * H_target], raw outputs of the tapped layers side by side.
@@ -64,7 +83,9 @@ class DFlashModel(nn.Module):
             Two tensors [..., num_layers, num_kv_heads, head_dim]; keys are normed and rotated.
         """
         config = self.config
-        assert self.fc is not None and not config.peculiarities, "such a drafter runs on the decoder stack alone"
+        assert self.fc is not None and not config.peculiarities, (
+            "such a drafter runs on the decoder stack alone"
+        )
         weight, bias, norms = self.context_projection()
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
         rows = F.linear(self.hidden_norm(self.fc(features)), weight, bias).unflatten(-1, shape)
@@ -77,7 +98,8 @@ class DFlashModel(nn.Module):
         """Final hidden states [..., H], normed, of block rows.
 
         Args:
-            embeddings: [..., H], scaled input embeddings of the anchor and the masks; with convolutions [..., n * block_size, H].
+            embeddings: [..., H], scaled input embeddings of the anchor and the masks; with
+                convolutions [..., n * block_size, H].
             position_ids: int64 [...].
             attend: attention of a layer over its context and the block.
         """
@@ -88,15 +110,23 @@ class DFlashModel(nn.Module):
         return self.norm(hidden)
 
     def context_projection(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Key and value projections of all layers as one weight and bias, and the key norms [num_layers, head_dim].
+        """Key and value projections of all layers as one weight and bias, and the key norms
+        [num_layers, head_dim].
 
-        Where layers norm the context, the weight of their norm is a part of it. Of latent attention it is what makes the latents,
-        and the norms [num_layers, rank] are those of their compressed parts.
+        Where layers norm the context, the weight of their norm is a part of it. Of latent attention
+        it is what makes the latents, and the norms [num_layers, rank] are those of their compressed
+        parts.
         """
         if self.config.latent is not None:
-            latents = [cast(LatentProjections, cast(DFlashLayer, layer).self_attn) for layer in self.layers]
+            latents = [
+                cast(LatentProjections, cast(DFlashLayer, layer).self_attn) for layer in self.layers
+            ]
             gains: list[Tensor] = [latent.kv_a_layernorm.weight for latent in latents]
-            return torch.cat([latent.kv_a_proj_with_mqa.weight for latent in latents]), None, torch.stack(gains)
+            return (
+                torch.cat([latent.kv_a_proj_with_mqa.weight for latent in latents]),
+                None,
+                torch.stack(gains),
+            )
         layers = [cast(DFlashLayer, layer) for layer in self.layers]
         weights, biases = list[Tensor](), list[Tensor]()
         for layer in layers:
@@ -112,7 +142,9 @@ class DFlashModel(nn.Module):
                     weights.append(projection.weight if gain is None else projection.weight * gain)
                     biases.append(projection.bias)
         bias = torch.cat(biases) if self.config.attention_bias else None
-        norms: list[Tensor] = [cast(DFlashAttention, layer.self_attn).k_norm.weight for layer in layers]
+        norms: list[Tensor] = [
+            cast(DFlashAttention, layer.self_attn).k_norm.weight for layer in layers
+        ]
         return torch.cat(weights), bias, torch.stack(norms)
 
     def _angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -122,12 +154,21 @@ class DFlashModel(nn.Module):
 
 
 def rope_of(config: DFlashConfig, *, whole: bool) -> Rope:
-    """The rotation of heads: of all their numbers, in the order that the decoder stack wants, or of the turned ones alone."""
+    """The rotation of heads: of all their numbers, in the order that the decoder stack wants, or of
+    the turned ones alone.
+    """
     if config.latent is not None:
         return Rope.of(config.rope_parameters, config.latent.rope, config.max_position_embeddings)
-    # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's plain 1 + 0.1 ln(factor).
-    parameters = {name: value for name, value in config.rope_parameters.items() if not name.startswith("mscale")}
+    # mscale and mscale_all_dim describe the target's attention; drafters are trained with YaRN's
+    # plain 1 + 0.1 ln(factor).
+    parameters = {
+        name: value
+        for name, value in config.rope_parameters.items()
+        if not name.startswith("mscale")
+    }
     rope = Rope.of(parameters, config.head_dim, config.max_position_embeddings)
     if whole or rope.rotated in (None, config.head_dim):
         return rope
-    return Rope.of(parameters | {"partial_rotary_factor": None}, rope.rotated, config.max_position_embeddings)
+    return Rope.of(
+        parameters | {"partial_rotary_factor": None}, rope.rotated, config.max_position_embeddings
+    )

@@ -1,4 +1,6 @@
-"""A DFlash network laid out for drafting: the layers of `DFlashModel` on the decoder stack, over the paged cache."""
+"""A DFlash network laid out for drafting: the layers of `DFlashModel` on the decoder stack, over
+the paged cache.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -33,8 +35,8 @@ class DFlashNetwork:
     """`DFlashModel.block_forward` and `context_kv` with the cache writes in them. Runs share it.
 
     Args:
-        model: on its device; its projections become views of joined ones, so that nothing is stored twice, and heads of which a
-            part alone is rotated are put into another order.
+        model: on its device; its projections become views of joined ones, so that nothing is stored
+            twice, and heads of which a part alone is rotated are put into another order.
         attention: of the draft layers.
 
     Attributes:
@@ -49,7 +51,9 @@ class DFlashNetwork:
         _pair_up(model, self._rope)
         ones = torch.ones(model.config.head_dim, device=attention.spec.device)
         self._value_norm = Norm(ones, model.config.rms_norm_eps) if model.config.gemma else None
-        layers = [self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)]
+        layers = [
+            self._layer(cast(DFlashLayer, layer), index) for index, layer in enumerate(model.layers)
+        ]
         self._decoder = Decoder(layers, norm_of(model.norm, model.config.gemma), ops=self._ops)
         self._context = Context(model, self._ops)
         rounds_last, gains = model.config.gemma, model.context_projection()[2]
@@ -82,21 +86,41 @@ class DFlashNetwork:
         layer_plans = [plans[causal] for causal in self._config.causal]
         return self._decoder(embeddings, angles, self._backends, caches, layer_plans, keep=keep)[0]
 
-    def write_context(self, features: Tensor, angles: dict[Rope, Angles], caches: Sequence[Any], slot_mapping: Tensor) -> None:
-        """Writes what rows of the target's features [T, num_taps * H_target] contribute to every layer's cache."""
+    def write_context(
+        self,
+        features: Tensor,
+        angles: dict[Rope, Angles],
+        caches: Sequence[Any],
+        slot_mapping: Tensor,
+    ) -> None:
+        """Writes what rows of the target's features [T, num_taps * H_target] contribute to every
+        layer's cache.
+        """
         rows, turn = self._context.rows(features), angles[self._rope]
         if isinstance(self._attention, MlaBackend):
             compressed, key_rope = split_latents(rows, self._config)
-            rotated = rotate(key_rope, *turn.doubled)  # the same for all layers, which stand where heads do
+            rotated = rotate(
+                key_rope, *turn.doubled
+            )  # the same for all layers, which stand where heads do
             for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
                 part = self._ops.norm(compressed[:, index].contiguous(), norm)
                 self._attention.write(cache, part, rotated[:, index], slot_mapping)
             return
         values = rows[:, :, -1]
         if self._value_norm is not None:
-            values = self._ops.norm(values.reshape(-1, values.shape[-1]), self._value_norm).view(values.shape)
+            values = self._ops.norm(values.reshape(-1, values.shape[-1]), self._value_norm).view(
+                values.shape
+            )
         for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
-            self._ops.write(self._attention, rows[:, index, 0], values[:, index], norm, turn, cache, slot_mapping)
+            self._ops.write(
+                self._attention,
+                rows[:, index, 0],
+                values[:, index],
+                norm,
+                turn,
+                cache,
+                slot_mapping,
+            )
 
     def _layer(self, layer: DFlashLayer, index: int) -> DecoderLayer:
         gemma, mlp = self._config.gemma, layer.mlp
@@ -107,8 +131,15 @@ class DFlashNetwork:
             else self._attention_of(layer.self_attn, index),
             "output": _join(layer.self_attn.o_proj),
         }
-        gated = GatedMLP(_join(mlp.gate_proj, mlp.up_proj), _join(mlp.down_proj), "gelu_tanh" if gemma else "silu")
-        if layer.pre_feedforward_layernorm is not None and layer.post_feedforward_layernorm is not None:  # as Gemma has them
+        gated = GatedMLP(
+            _join(mlp.gate_proj, mlp.up_proj),
+            _join(mlp.down_proj),
+            "gelu_tanh" if gemma else "silu",
+        )
+        if (
+            layer.pre_feedforward_layernorm is not None
+            and layer.post_feedforward_layernorm is not None
+        ):  # as Gemma has them
             return DecoderLayer(
                 **shared,
                 attention_norm=norm_of(layer.post_attention_layernorm, gemma),
@@ -120,13 +151,19 @@ class DFlashNetwork:
         return DecoderLayer(
             **shared,
             mlp_norm=norm_of(layer.post_attention_layernorm),
-            mlp=gated if layer.mlp_conv is None else ConvolvedMLP(gated, _convolution(layer.mlp_conv)),
-            convolution=None if layer.attention_conv is None else _convolution(layer.attention_conv),
+            mlp=gated
+            if layer.mlp_conv is None
+            else ConvolvedMLP(gated, _convolution(layer.mlp_conv)),
+            convolution=None
+            if layer.attention_conv is None
+            else _convolution(layer.attention_conv),
         )
 
     def _latent_attention_of(self, attention: LatentProjections) -> LatentAttention:
         assert isinstance(self._attention, MlaBackend)
-        return attention.on_the_stack(self._config, _join(*attention.first), self._rope, self._attention.spec)
+        return attention.on_the_stack(
+            self._config, _join(*attention.first), self._rope, self._attention.spec
+        )
 
     def _attention_of(self, attention: DFlashAttention, index: int) -> HeadAttention:
         config, sinks = self._config, attention.attention_sink_bias
@@ -149,15 +186,21 @@ class DFlashNetwork:
 
 
 def _convolution(module: DFlashConvolution) -> GroupedConvolution:
-    return GroupedConvolution(module.base_kernel.detach(), _join(module.kernel_projection), module.width)
+    return GroupedConvolution(
+        module.base_kernel.detach(), _join(module.kernel_projection), module.width
+    )
 
 
 @torch.no_grad()
 def _pair_up(model: DFlashModel, rope: Rope) -> None:
-    """Puts the numbers of query and key heads into the order in which the decoder stack rotates them."""
+    """Puts the numbers of query and key heads into the order in which the decoder stack rotates
+    them.
+    """
     if model.config.latent is not None:
         for layer in model.layers:
-            cast(LatentProjections, cast(DFlashLayer, layer).self_attn).put_halves_first(model.config)
+            cast(LatentProjections, cast(DFlashLayer, layer).self_attn).put_halves_first(
+                model.config
+            )
         return
     width = model.config.head_dim
     order = rotation_order(width, rope.rotated or width, interleaved=model.config.interleaved)
@@ -174,7 +217,8 @@ def _pair_up(model: DFlashModel, rope: Rope) -> None:
 
 @torch.no_grad()
 def _join(*projections: nn.Linear) -> Linear:
-    """The projections as one product; where there are several, their own weights become views of it.
+    """The projections as one product; where there are several, their own weights become views of
+    it.
 
     Gates have no bias where the projections beside them have one.
     """
@@ -182,9 +226,12 @@ def _join(*projections: nn.Linear) -> Linear:
         return linear(projections[0].weight, projections[0].bias)
     weight = torch.cat([projection.weight for projection in projections])
     biases: list[Tensor] = [
-        weight.new_zeros(projection.out_features) if projection.bias is None else projection.bias for projection in projections
+        weight.new_zeros(projection.out_features) if projection.bias is None else projection.bias
+        for projection in projections
     ]
     bias = None if all(projection.bias is None for projection in projections) else torch.cat(biases)
-    for projection, part in zip(projections, weight.split([p.out_features for p in projections]), strict=True):
+    for projection, part in zip(
+        projections, weight.split([p.out_features for p in projections]), strict=True
+    ):
         projection.weight.data = part
     return linear(weight, bias)

@@ -1,8 +1,10 @@
-"""Tables of a head that are made of the target's own, for targets whose vocabulary would outweigh the drafter.
+"""Tables of a head that are made of the target's own, for targets whose vocabulary would outweigh
+the drafter.
 
-A head of rank r has a table [V, r] of the tokens before, and one of the tokens that it corrects: beside a small target most of the
-drafter. With `tied_tables` it has projections [r, H] in their place. The first table is P emb(x) of the target's input embeddings,
-the second Q head(y) of the rows of its output head. The method is ours; what runs is the same head.
+A head of rank r has a table [V, r] of the tokens before, and one of the tokens that it corrects:
+beside a small target most of the drafter. With `tied_tables` it has projections [r, H] in their
+place. The first table is P emb(x) of the target's input embeddings, the second Q head(y) of the
+rows of its output head. The method is ours; what runs is the same head.
 """
 
 from collections.abc import Mapping
@@ -14,7 +16,11 @@ from torch.nn.utils import parametrize
 from specdec.model.core import Verifier
 
 OF_EMBEDDINGS = ("markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook")
-OF_HEAD = ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook", "embed_proj.2.weight")
+OF_HEAD = (
+    "markov_head.markov_w2.weight",
+    "candidate_selector.successor_codebook",
+    "embed_proj.2.weight",
+)
 TIED = (*OF_EMBEDDINGS, *OF_HEAD)
 """Names of the tables."""
 
@@ -45,7 +51,8 @@ class FromHead(nn.Module):
 
 
 def tie(model: nn.Module, target: Verifier) -> None:
-    """Gives a drafter projections in place of the tables that its head has; they are zero. A table is made whenever it is read.
+    """Gives a drafter projections in place of the tables that its head has; they are zero. A table
+    is made whenever it is read.
 
     Args:
         model: the drafter; a table can be read once it is on the target's device and in its type.
@@ -61,17 +68,26 @@ def tie(model: nn.Module, target: Verifier) -> None:
 
 
 def checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """What a checkpoint calls each tensor of a model's state, tied or not, and what the model does."""
-    return {name.replace("parametrizations.", "").removesuffix(".original"): name for name in model.state_dict()}
+    """What a checkpoint calls each tensor of a model's state, tied or not,
+    and what the model does.
+    """
+    return {
+        name.replace("parametrizations.", "").removesuffix(".original"): name
+        for name in model.state_dict()
+    }
 
 
 @torch.no_grad()
 def expanded(tensors: Mapping[str, Tensor], target: Verifier) -> dict[str, Tensor]:
-    """Tensors of a checkpoint with tables in place of projections, made in the target's type on its device."""
+    """Tensors of a checkpoint with tables in place of projections, made in the target's type on its
+    device.
+    """
     made = dict(tensors)
     for name in TIED:
         if name in made:
-            made[name] = _maker(name, target)(made[name].to(target.device, target.dtype)).contiguous()
+            made[name] = _maker(name, target)(
+                made[name].to(target.device, target.dtype)
+            ).contiguous()
     return made
 
 

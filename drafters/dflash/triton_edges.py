@@ -1,4 +1,5 @@
-"""What a head says of every candidate behind every candidate of the slot before, in Triton; see `drafters.dflash.edges`.
+"""What a head says of every candidate behind every candidate of the slot before, in Triton; see
+`drafters.dflash.edges`.
 
 One program per slot gathers the candidates' rows of the head's table, multiplies, adds what is
 known of them without the head, and makes log-probabilities of the sums if they are wanted: in plain
@@ -44,8 +45,16 @@ def _edges_kernel(
     total = tl.zeros([SIDE, SIDE], tl.float32)
     for start in range(0, RANK, STEP):
         within = start + part < RANK
-        before = tl.load(left + place[:, None] * RANK + (start + part)[None, :], mask=exists[:, None] & within[None, :], other=0.0)
-        after = tl.load(right + column[None, :] * RANK + (start + part)[:, None], mask=exists[None, :] & within[:, None], other=0.0)
+        before = tl.load(
+            left + place[:, None] * RANK + (start + part)[None, :],
+            mask=exists[:, None] & within[None, :],
+            other=0.0,
+        )
+        after = tl.load(
+            right + column[None, :] * RANK + (start + part)[:, None],
+            mask=exists[None, :] & within[:, None],
+            other=0.0,
+        )
         total = tl.dot(before, after, total, input_precision="ieee")
     bonus = total.to(left.dtype.element_ty).to(tl.float32)  # rounded as a product by itself
     if scale is not None:
@@ -68,9 +77,17 @@ def _edges_kernel(
 
 
 def edges(
-    left: Tensor, columns: Tensor, right: Tensor, scores: Tensor, scale: Tensor | None, *, first_slot: int, as_logprobs: bool
+    left: Tensor,
+    columns: Tensor,
+    right: Tensor,
+    scores: Tensor,
+    scale: Tensor | None,
+    *,
+    first_slot: int,
+    as_logprobs: bool,
 ) -> Tensor:
-    """What `drafters.dflash.edges.edges_of` computes of a head without a state, float32 [num_reqs, K, C, C].
+    """What `drafters.dflash.edges.edges_of` computes of a head without a state, float32 [num_reqs,
+    K, C, C].
 
     Args:
         left: [num_reqs, K, C, r], contiguous.
@@ -82,7 +99,12 @@ def edges(
         as_logprobs: see there.
     """
     num_reqs, depth, count, rank = left.shape
-    assert left.is_contiguous() and right.is_contiguous() and left.dtype == right.dtype and scores.dtype == torch.float32
+    assert (
+        left.is_contiguous()
+        and right.is_contiguous()
+        and left.dtype == right.dtype
+        and scores.dtype == torch.float32
+    )
     table = torch.empty(num_reqs, depth, count, count, dtype=torch.float32, device=left.device)
     side = max(16, triton.next_power_of_2(count))
     with on_device(left):

@@ -1,7 +1,8 @@
-"""DFlash 2's candidate selector (inco.ai, z-lab/dflash 0.1.0): which path to take through the likeliest tokens of all slots.
+"""DFlash 2's candidate selector (inco.ai, z-lab/dflash 0.1.0): which path to take through the
+likeliest tokens of all slots.
 
-Token b after token a in a slot with hidden state h scores `logit(b) + < A[a] * (P h), B[b] >`, with two codebooks A and B of rank r
-and a projection P.
+Token b after token a in a slot with hidden state h scores `logit(b) + < A[a] * (P h), B[b] >`, with
+two codebooks A and B of rank r and a projection P.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,13 +40,19 @@ class SelectorConfig:
     top_k: int = 16
 
     def __post_init__(self) -> None:
-        require(1 <= self.rank <= MOST_RANK, f"selector_rank is {self.rank}; it must lie in [1, {MOST_RANK:,}]")
+        require(
+            1 <= self.rank <= MOST_RANK,
+            f"selector_rank is {self.rank}; it must lie in [1, {MOST_RANK:,}]",
+        )
         require(1 <= self.top_k <= 64, f"selector_top_k is {self.top_k}; it must lie in [1, 64]")
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
         """See `drafters.head.HeadConfig.check`."""
         most = sizes.draft_vocab_size
-        require(self.top_k <= most, f"selector_top_k is {self.top_k}; the drafter's vocabulary has {most} tokens")
+        require(
+            self.top_k <= most,
+            f"selector_top_k is {self.top_k}; the drafter's vocabulary has {most} tokens",
+        )
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
         """See `drafters.head.HeadConfig.modules`."""
@@ -93,9 +100,13 @@ class CandidateSelector(nn.Module):
         """The successors' codebook."""
         return self.successor_codebook
 
-    def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def left(
+        self, hidden: Tensor, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """A[previous] * (P hidden)."""
-        return nn.functional.embedding(previous, self.predecessor_codebook) * self.hidden_projection(hidden), None
+        return nn.functional.embedding(
+            previous, self.predecessor_codebook
+        ) * self.hidden_projection(hidden), None
 
     def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """None."""

@@ -1,11 +1,13 @@
-"""Domino's head (arXiv 2605.29707, sgl-project/SpecForge): a recurrent state over the tokens before a slot corrects its logits.
+"""Domino's head (arXiv 2605.29707, sgl-project/SpecForge): a recurrent state over the tokens before
+a slot corrects its logits.
 
 With e the input embedding of the token before a slot and h the slot's hidden state:
 
     s <- GRU(e, s), from zeros before the anchor
     logits + W2 silu(W1 [h; s])
 
-The first `pure_draft_prefix_len` slots keep their logits; their tokens enter the state all the same.
+The first `pure_draft_prefix_len` slots keep their logits; their tokens enter the state all the
+same.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +25,9 @@ MOST_WIDTH = 2**16
 """More than any head has: a width beyond comes from a damaged file."""
 
 KEYS = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "use_embed_proj", "use_hidden_proj"}
-"""What `config.json` may say about this head, beside `shift_label`, which is the backbone's alignment."""
+"""What `config.json` may say about this head, beside `shift_label`, which is the backbone's
+alignment.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,13 @@ class DominoConfig:
 
     def __post_init__(self) -> None:
         for name, size in (("emb_dim", self.rank), ("gru_hidden_dim", self.state_size)):
-            require(1 <= size <= MOST_WIDTH, f"{name} is {size}; it must lie in [1, {MOST_WIDTH:,}]")
-        require(self.pure_prefix >= 0, f"pure_draft_prefix_len is {self.pure_prefix}; it must be at least 0")
+            require(
+                1 <= size <= MOST_WIDTH, f"{name} is {size}; it must lie in [1, {MOST_WIDTH:,}]"
+            )
+        require(
+            self.pure_prefix >= 0,
+            f"pure_draft_prefix_len is {self.pure_prefix}; it must be at least 0",
+        )
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
         """See `drafters.head.HeadConfig.check`; it suits every backbone."""
@@ -60,7 +69,10 @@ class DominoConfig:
             nn.SiLU(),
             nn.Linear(self.rank, sizes.draft_vocab_size, bias=False),
         )
-        return {"prefix_gru": nn.GRU(sizes.hidden_size, self.state_size, bias=False), "embed_proj": projection}
+        return {
+            "prefix_gru": nn.GRU(sizes.hidden_size, self.state_size, bias=False),
+            "embed_proj": projection,
+        }
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
         """See `drafters.head.HeadConfig.head`."""
@@ -68,7 +80,11 @@ class DominoConfig:
 
     def json(self) -> dict[str, Any]:
         """See `drafters.head.HeadConfig.json`."""
-        sizes = {"emb_dim": self.rank, "gru_hidden_dim": self.state_size, "pure_draft_prefix_len": self.pure_prefix}
+        sizes = {
+            "emb_dim": self.rank,
+            "gru_hidden_dim": self.state_size,
+            "pure_draft_prefix_len": self.pure_prefix,
+        }
         return {"projector_type": "domino", **sizes}
 
 
@@ -80,8 +96,15 @@ def parse_domino(keys: Keys) -> DominoConfig:
     """
     for name, plain in (("use_embed_proj", True), ("use_hidden_proj", False)):
         stated = keys.flag(name)
-        require(stated in (None, plain), f"Domino with {name} {stated!r} is not supported yet; supported: {plain!r}")
-    return DominoConfig(keys.required("emb_dim"), keys.required("gru_hidden_dim"), keys.integer("pure_draft_prefix_len") or 0)
+        require(
+            stated in (None, plain),
+            f"Domino with {name} {stated!r} is not supported yet; supported: {plain!r}",
+        )
+    return DominoConfig(
+        keys.required("emb_dim"),
+        keys.required("gru_hidden_dim"),
+        keys.integer("pure_draft_prefix_len") or 0,
+    )
 
 
 class DominoHead:
@@ -92,7 +115,9 @@ class DominoHead:
     compares_candidates = False
     gathered_bytes = 0
 
-    def __init__(self, config: DominoConfig, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, config: DominoConfig, model: nn.Module, embed: Callable[[Tensor], Tensor]
+    ) -> None:
         self.first_slot, self._embed = config.pure_prefix, embed
         self._gru = cast(nn.GRU, model.get_submodule("prefix_gru"))
         projection = cast(nn.Sequential, model.get_submodule("embed_proj"))
@@ -103,10 +128,14 @@ class DominoHead:
         """W2."""
         return self._second.weight
 
-    def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def left(
+        self, hidden: Tensor, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """What W2 is given, and the state with the token before in it."""
         embedded = self._embed(previous)
-        state = self._step(embedded, embedded.new_zeros(self._gru.hidden_size) if state is None else state)
+        state = self._step(
+            embedded, embedded.new_zeros(self._gru.hidden_size) if state is None else state
+        )
         axes = torch.broadcast_shapes(hidden.shape[:-1], state.shape[:-1])
         both = [part.expand(*axes, part.shape[-1]) for part in (hidden, state)]
         return F.silu(self._first(torch.cat(both, dim=-1))), state
@@ -116,8 +145,12 @@ class DominoHead:
         return None
 
     def _step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One step of `torch.nn.GRU` for [..., H] and [..., S], in one kernel and two products on a GPU."""
+        """One step of `torch.nn.GRU` for [..., H] and [..., S], in one kernel and two products on a
+        GPU.
+        """
         axes = torch.broadcast_shapes(x.shape[:-1], state.shape[:-1])
-        x, state = (part.expand(*axes, part.shape[-1]).reshape(-1, part.shape[-1]) for part in (x, state))
+        x, state = (
+            part.expand(*axes, part.shape[-1]).reshape(-1, part.shape[-1]) for part in (x, state)
+        )
         given, kept = cast(Tensor, self._gru.weight_ih_l0), cast(Tensor, self._gru.weight_hh_l0)
         return torch.gru_cell(x, state, given, kept).view(*axes, -1)

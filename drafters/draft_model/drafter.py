@@ -1,4 +1,6 @@
-"""An independent draft model (Leviathan et al., arXiv 2211.17192): a small language model that writes ahead of the large one."""
+"""An independent draft model (Leviathan et al., arXiv 2211.17192): a small language model that
+writes ahead of the large one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +23,11 @@ class DraftModel(SequentialDrafter):
     """A language model made ready to draft for a target; see `specdec.model.core.Drafter`.
 
     Args:
-        model: the draft model, loaded as a target is: on the target's device, with its type, block size and type of cache.
+        model: the draft model, loaded as a target is: on the target's device, with its type, block
+            size and type of cache.
         verifier: the target.
-        num_tokens: ids that both vocabularies have in common, from 0 on; None for all of the smaller one.
+        num_tokens: ids that both vocabularies have in common, from 0 on; None for all of the
+            smaller one.
         max_draft_tokens: largest k.
 
     Raises:
@@ -31,20 +35,37 @@ class DraftModel(SequentialDrafter):
     """
 
     def __init__(
-        self, model: Verifier, verifier: Verifier, *, num_tokens: int | None = None, max_draft_tokens: int = USUAL_DRAFTS
+        self,
+        model: Verifier,
+        verifier: Verifier,
+        *,
+        num_tokens: int | None = None,
+        max_draft_tokens: int = USUAL_DRAFTS,
     ) -> None:
-        network = DraftModelNetwork(model, verifier, model.vocab_size if num_tokens is None else num_tokens)
+        network = DraftModelNetwork(
+            model, verifier, model.vocab_size if num_tokens is None else num_tokens
+        )
         super().__init__(network, verifier, max_draft_tokens=max_draft_tokens)
         self.longest = model.length_rule.start if model.length_rule else model.context.extended
 
-    def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
+    def bound(
+        self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling
+    ) -> BoundDrafter:
         return BoundDraftModel(self, caches, max_num_seqs, draft_sampling)
 
 
 class BoundDraftModel(BoundSequential):
-    """A `DraftModel` in one engine; it drafts nothing for a request that is longer than the model was made for."""
+    """A `DraftModel` in one engine; it drafts nothing for a request that is longer than the model
+    was made for.
+    """
 
-    def __init__(self, drafter: DraftModel, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+    def __init__(
+        self,
+        drafter: DraftModel,
+        caches: Sequence[Any],
+        max_num_seqs: int,
+        draft_sampling: DraftSampling,
+    ) -> None:
         super().__init__(drafter, caches, max_num_seqs, draft_sampling)
         self._longest = drafter.longest
 
@@ -54,7 +75,9 @@ class BoundDraftModel(BoundSequential):
         if batch.max_seq_len <= self._longest:
             return output
         room = self._longest - batch.seq_lens
-        num_drafts = (room >= batch.shape.depth) * batch.k if batch.shape.is_tree else room.clamp(0, batch.k)
+        num_drafts = (
+            (room >= batch.shape.depth) * batch.k if batch.shape.is_tree else room.clamp(0, batch.k)
+        )
         forecast = None if output.forecast is None else output.forecast.minimum(num_drafts)
         return replace(output, num_drafts=num_drafts, forecast=forecast)
 
@@ -64,7 +87,8 @@ def load_draft_model(path: str | Path | None, *, verifier: Verifier) -> DraftMod
 
     Raises:
         InvalidInputError: no path.
-        SpecDecError: a model that cannot be read or cannot draft, or another tokenizer than the target's.
+        SpecDecError: a model that cannot be read or cannot draft, or another tokenizer than the
+            target's.
     """
     if path is None:
         raise InvalidInputError("a draft model needs a checkpoint; give its folder or hub name")

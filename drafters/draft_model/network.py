@@ -23,18 +23,21 @@ class DraftModelNetwork(SequentialNetwork):
         num_tokens: ids that both have in common, from 0 on.
 
     Raises:
-        CheckpointError: a model that cannot take tokens back, or that goes by the length of a request.
+        CheckpointError: a model that cannot take tokens back, or that goes by the length of a
+            request.
     """
 
     def __init__(self, model: Verifier, target: Verifier, num_tokens: int) -> None:
         if bytes_per_slot(model.kv_specs, 1):
             raise CheckpointError(
-                f"draft model {model.name!r} has recurrent layers, whose states cannot take rejected drafts back;"
+                f"draft model {model.name!r} has recurrent layers, whose states cannot take"
+                f" rejected drafts back;"
                 " choose one with attention alone"
             )
         if model.length_rule is not None and not model.length_rule.grows:
             raise CheckpointError(
-                f"draft model {model.name!r} rotates requests longer than {model.length_rule.start:,} tokens in another way,"
+                f"draft model {model.name!r} rotates requests longer than"
+                f" {model.length_rule.start:,} tokens in another way,"
                 " which a draft model cannot yet; choose another"
             )
         self.model, self.takes_trees = model, not tree_reasons(model.attention)
@@ -53,16 +56,22 @@ class DraftModelNetwork(SequentialNetwork):
         return self.model.weight_bytes
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
-        """See `SequentialNetwork.forward`: the logits [n, V] of the model stand for its hidden states."""
+        """See `SequentialNetwork.forward`: the logits [n, V] of the model stand for its hidden
+        states.
+        """
         token_ids = rows.token_ids
         if self.target_ids is not None:
-            token_ids = token_ids.where(token_ids < self.num_tokens, 0)  # of a token that it lacks it learns the place alone
+            token_ids = token_ids.where(
+                token_ids < self.num_tokens, 0
+            )  # of a token that it lacks it learns the place alone
         position_ids, stored, held = rows.position_ids, iter(caches), list[Any]()
         if rows.metadata.max_seq_len > self.model.context.extended:
             position_ids = position_ids.clamp(max=self.model.context.extended - 1)
         for spec in self.model.kv_specs:
             held.append(held[spec.layer] if isinstance(spec, SharedLayerSpec) else next(stored))
-        return self.model.forward(ForwardInput(token_ids, position_ids, rows.metadata, logit_rows=wanted), held).logits
+        return self.model.forward(
+            ForwardInput(token_ids, position_ids, rows.metadata, logit_rows=wanted), held
+        ).logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `SequentialNetwork.logits`: those of common tokens."""

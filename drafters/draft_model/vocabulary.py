@@ -20,19 +20,27 @@ class Tokenizer(Protocol):
 def common_tokens(target: Tokenizer, draft: Tokenizer) -> int:
     """How many ids, from 0 on, hold all tokens that both have under the same id.
 
-    Added tokens may differ: one that the other side does not have is never drafted, or never accepted.
+    Added tokens may differ: one that the other side does not have is never drafted, or never
+    accepted.
 
     Raises:
-        CheckpointError: an ordinary token has another id, so the drafts would say something else than they mean.
+        CheckpointError: an ordinary token has another id, so the drafts would say something else
+            than they mean.
     """
-    theirs, ours = ({id_: token for token, id_ in one.get_vocab().items()} for one in (target, draft))
+    theirs, ours = (
+        {id_: token for token, id_ in one.get_vocab().items()} for one in (target, draft)
+    )
     added = {*target.added_tokens_encoder, *draft.added_tokens_encoder}
     shared = theirs.keys() & ours.keys()
-    differing = sorted(id_ for id_ in shared if theirs[id_] != ours[id_] and not {theirs[id_], ours[id_]} & added)
+    differing = sorted(
+        id_ for id_ in shared if theirs[id_] != ours[id_] and not {theirs[id_], ours[id_]} & added
+    )
     if differing:
         first = differing[0]
         raise CheckpointError(
-            f"{len(differing):,} of {len(shared):,} tokens are others than the target's: {first} is {ours[first]!r} here and"
-            f" {theirs[first]!r} there; choose a draft model with the target's tokenizer, as its smaller relatives have"
+            f"{len(differing):,} of {len(shared):,} tokens are others than the target's: {first} is"
+            f" {ours[first]!r} here and"
+            f" {theirs[first]!r} there; choose a draft model with the target's tokenizer, as its"
+            f" smaller relatives have"
         )
     return 1 + max((id_ for id_ in shared if theirs[id_] == ours[id_]), default=-1)

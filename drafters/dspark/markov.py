@@ -1,14 +1,15 @@
-"""DSpark's heads (arXiv 2607.05147, deepseek-ai/DeepSpec): a Markov head, and one that tells how far drafts can be trusted.
+"""DSpark's heads (arXiv 2607.05147, deepseek-ai/DeepSpec): a Markov head, and one that tells how
+far drafts can be trusted.
 
-W1 embeds the token before a slot, W2 turns a vector of the same rank into corrections of all logits. What W2 is given is, for token
-x before a slot with hidden state h:
+W1 embeds the token before a slot, W2 turns a vector of the same rank into corrections of all
+logits. What W2 is given is, for token x before a slot with hidden state h:
 
     vanilla: W1[x]
     gated:   sigmoid(gate([h; W1[x]])) * W1[x]
     rnn:     tanh(o), with (g, c, o) = joint([s; W1[x]; h]) and the next state sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)
 
-Its authors correct the whole vocabulary, slot by slot, and so do we unless `dspark_draft_topk` (a key of vLLM's) says how many of
-the likeliest tokens to correct.
+Its authors correct the whole vocabulary, slot by slot, and so do we unless `dspark_draft_topk` (a
+key of vLLM's) says how many of the likeliest tokens to correct.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,9 +41,10 @@ class MarkovConfig:
         rank: r, width of W1 and W2.
         kind: "vanilla", "gated" or "rnn".
         has_confidence: whether there is a confidence head.
-        confidence_sees_token: whether that one is given W1 of the token before beside the hidden state.
-        draft_top_k: tokens of a slot that are corrected for a chain, those of the highest logits; None for the whole vocabulary,
-            as the authors do.
+        confidence_sees_token: whether that one is given W1 of the token before beside the hidden
+            state.
+        draft_top_k: tokens of a slot that are corrected for a chain, those of the highest logits;
+            None for the whole vocabulary, as the authors do.
 
     Raises:
         CheckpointError: another kind, or a size that cannot be.
@@ -57,16 +59,25 @@ class MarkovConfig:
     draft_top_k: int | None = None
 
     def __post_init__(self) -> None:
-        require(1 <= self.rank <= MOST_RANK, f"markov_rank is {self.rank}; it must lie in [1, {MOST_RANK:,}]")
-        require(self.kind in KINDS, f"markov_head_type is {self.kind!r}; supported: {', '.join(KINDS)}")
+        require(
+            1 <= self.rank <= MOST_RANK,
+            f"markov_rank is {self.rank}; it must lie in [1, {MOST_RANK:,}]",
+        )
+        require(
+            self.kind in KINDS, f"markov_head_type is {self.kind!r}; supported: {', '.join(KINDS)}"
+        )
         top_k = self.draft_top_k
-        require(top_k is None or 1 <= top_k <= 64, f"dspark_draft_topk is {top_k}; it must lie in [1, 64], or be left out")
+        require(
+            top_k is None or 1 <= top_k <= 64,
+            f"dspark_draft_topk is {top_k}; it must lie in [1, 64], or be left out",
+        )
 
     def check(self, sizes: HeadSizes, *, sample_from_anchor: bool) -> None:
         """See `drafters.head.HeadConfig.check`."""
         require(
             self.kind != "rnn" or sample_from_anchor,
-            "markov_head_type 'rnn' without sample_from_anchor is not supported: its state begins in the anchor's row, whose output"
+            "markov_head_type 'rnn' without sample_from_anchor is not supported: its state begins"
+            " in the anchor's row, whose output"
             " is not kept",
         )
 
@@ -74,7 +85,9 @@ class MarkovConfig:
         """See `drafters.head.HeadConfig.modules`."""
         modules: dict[str, nn.Module] = {"markov_head": MarkovHead(self, sizes)}
         if self.has_confidence:
-            modules["confidence_head"] = ConfidenceHead(sizes.hidden_size + self.confidence_sees_token * self.rank)
+            modules["confidence_head"] = ConfidenceHead(
+                sizes.hidden_size + self.confidence_sees_token * self.rank
+            )
         return modules
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
@@ -101,7 +114,9 @@ def parse_markov(keys: Keys) -> MarkovConfig:
     enabled, used = keys.flag("enable_confidence_head"), keys.flag("use_confidence_head")
     sees_token, rank = keys.flag("confidence_head_with_markov"), keys.integer("dspark_markov_rank")
     return MarkovConfig(
-        rank=rank if keys.integer("markov_rank") is None and rank is not None else keys.required("markov_rank"),
+        rank=rank
+        if keys.integer("markov_rank") is None and rank is not None
+        else keys.required("markov_rank"),
         kind=str(keys.find("markov_head_type") or "vanilla"),
         has_confidence=bool(used if enabled is None else enabled),
         confidence_sees_token=True if sees_token is None else sees_token,
@@ -122,15 +137,21 @@ class MarkovHead(nn.Module):
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + sizes.hidden_size, 3 * rank)
 
-    def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def left(
+        self, hidden: Tensor, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """See `drafters.head.Head.left`; a state has the width r."""
         embedded = self.markov_w1(previous)
         if self.kind == "vanilla":
             return embedded, None
         if self.kind == "gated":
-            return torch.sigmoid(self.gate_proj(_beside(embedded, hidden, embedded))) * embedded, None
+            return torch.sigmoid(
+                self.gate_proj(_beside(embedded, hidden, embedded))
+            ) * embedded, None
         state = embedded.new_zeros(embedded.shape[-1]) if state is None else state
-        gate, candidate, output = self.joint_proj(_beside(embedded, state, embedded, hidden)).chunk(3, dim=-1)
+        gate, candidate, output = self.joint_proj(_beside(embedded, state, embedded, hidden)).chunk(
+            3, dim=-1
+        )
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
@@ -155,16 +176,25 @@ class DSparkHead:
 
     def __init__(self, config: MarkovConfig, model: nn.Module) -> None:
         self._config, self._markov = config, cast(MarkovHead, model.get_submodule("markov_head"))
-        self._confidence = cast(ConfidenceHead, model.get_submodule("confidence_head")) if config.has_confidence else None
+        self._confidence = (
+            cast(ConfidenceHead, model.get_submodule("confidence_head"))
+            if config.has_confidence
+            else None
+        )
         self.has_state, self.num_candidates = config.kind == "rnn", config.draft_top_k
-        self.gathered_bytes = self._markov.markov_w1.weight.nbytes + (self.num_candidates is not None) * self.right.nbytes
+        self.gathered_bytes = (
+            self._markov.markov_w1.weight.nbytes
+            + (self.num_candidates is not None) * self.right.nbytes
+        )
 
     @property
     def right(self) -> Tensor:
         """W2."""
         return self._markov.markov_w2.weight
 
-    def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def left(
+        self, hidden: Tensor, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """What W2 is given."""
         return self._markov.left(hidden, previous, state)
 
@@ -185,6 +215,8 @@ class DSparkHead:
 
 
 def _beside(like: Tensor, *parts: Tensor) -> Tensor:
-    """Vectors [..., n] side by side; their axes before the last are made those of `like`, where they can be broadcast so."""
+    """Vectors [..., n] side by side; their axes before the last are made those of `like`, where
+    they can be broadcast so.
+    """
     axes = torch.broadcast_shapes(*(part.shape[:-1] for part in (like, *parts)))
     return torch.cat([part.expand(*axes, part.shape[-1]) for part in parts], dim=-1)

@@ -1,4 +1,6 @@
-"""`config.json` of EAGLE-3 heads, in the layout of sglang and SpecForge and in that of speculators."""
+"""`config.json` of EAGLE-3 heads, in the layout of sglang and SpecForge and in that of
+speculators.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +39,8 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
     "use_mtp_layernorm": (False,),
 }
 
-# What `eagle_config` may say besides; a key that nobody reads would lower acceptance without any error.
+# What `eagle_config` may say besides; a key that nobody reads would lower acceptance without any
+# error.
 _OWN_KEYS = {
     "bias", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm",
     "norm_before_fc", "norm_before_residual", "norm_output", "num_aux_hidden_states",
@@ -58,10 +61,12 @@ _OF_FLAT_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """Everything needed to run an EAGLE-3 head (arXiv 2503.01840), or one that drafts in parallel (P-EAGLE).
+    """Everything needed to run an EAGLE-3 head (arXiv 2503.01840), or one that drafts in parallel
+    (P-EAGLE).
 
     Attributes:
-        layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without experts; for Gemma's of Llama.
+        layers: what the decoder layers are like, a config of Llama, Qwen3, or DeepSeek-V3 without
+            experts; for Gemma's of Llama.
         vocab_size: of the target.
         draft_vocab_size: of a reduced vocabulary with a head of its own, or None.
         stated_taps: tapped decoder layers of the target, as far as `config.json` says.
@@ -73,7 +78,8 @@ class Eagle3Config:
         norm_output: the features of drafted tokens are normed (EAGLE-3.1).
         own_embeddings: embeddings were trained, so the checkpoint has to bring them.
         fc_bias: the projection of the taps has a bias.
-        mask_token_id: of a head that drafts all tokens in one forward; None where it takes a forward for each.
+        mask_token_id: of a head that drafts all tokens in one forward; None where it takes a
+            forward for each.
         max_draft_tokens: largest number of drafts.
         verifier_name: the target it was trained for, when stated.
         gemma: what layers of Gemma 4 have besides; None for others.
@@ -130,7 +136,8 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     """Reads the content of `config.json` in either layout.
 
     Raises:
-        CheckpointError: layers that are not supported, or a missing, malformed or contradictory value.
+        CheckpointError: layers that are not supported, or a missing, malformed or contradictory
+            value.
     """
     parallel = algorithm_of(raw) == "peagle"
     own, shape = section(raw, "eagle_config"), section(raw, "transformer_layer_config") or raw
@@ -144,7 +151,8 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
     reduced = draft_vocab_size is not None and draft_vocab_size != layers.vocab_size
     require(
         not reduced or 1 <= (draft_vocab_size or 0) < layers.vocab_size,
-        f"draft_vocab_size is {draft_vocab_size}; it must be at most vocab_size {layers.vocab_size}",
+        f"draft_vocab_size is {draft_vocab_size}; it must be at most vocab_size"
+        f" {layers.vocab_size}",
     )
     config = Eagle3Config(
         layers=layers,
@@ -164,20 +172,35 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
         verifier_name=_verifier_name(raw),
         gemma=gemma,
     )
-    require(config.tap_width >= 1, f"target_hidden_size is {config.tap_width}; it must be at least 1")
+    require(
+        config.tap_width >= 1, f"target_hidden_size is {config.tap_width}; it must be at least 1"
+    )
     for name in ("num_aux_hidden_states", "num_aux_layers"):
         count = _or(keys.integer(name), config.num_taps)
-        require(count == config.num_taps, f"{name} is {count}, but {config.num_taps} layers are tapped; correct the wrong one")
-    require(not (config.norm_before_fc and config.fc_norm), "norm_before_fc and fc_norm exclude each other; one must be false")
+        require(
+            count == config.num_taps,
+            f"{name} is {count}, but {config.num_taps} layers are tapped; correct the wrong one",
+        )
+    require(
+        not (config.norm_before_fc and config.fc_norm),
+        "norm_before_fc and fc_norm exclude each other; one must be false",
+    )
     return config
 
 
 def _check_keys(raw: Mapping[str, Any], keys: Keys, own: Mapping[str, Any]) -> None:
-    """Refuses what would change the maths, or might: keys that nobody reads, values of relatives."""
+    """Refuses what would change the maths, or might: keys that nobody reads,
+    values of relatives.
+    """
     known = _OWN_KEYS | _PLAIN_VALUES.keys()
     check_known(own, known, "eagle_config")
     flat = "speculators_model_type" not in raw
-    check_known(raw, known | _BESIDE_LAYERS | (_OF_FLAT_FILES if flat else set()), "config.json", copies=flat)
+    check_known(
+        raw,
+        known | _BESIDE_LAYERS | (_OF_FLAT_FILES if flat else set()),
+        "config.json",
+        copies=flat,
+    )
     layers = section(raw, "transformer_layer_config")
     check_known(layers, known, "transformer_layer_config", copies=True)
     for place in (raw, layers):
@@ -191,7 +214,10 @@ def _or(value: int | None, default: int) -> int:
 
 def _mask(keys: Keys, vocab_size: int) -> int:
     mask = next((keys.integer(name) for name in MASKS if keys.find(name) is not None), None)
-    require(mask is not None, "config.json lacks mask_token_id, which a head that drafts in parallel has")
+    require(
+        mask is not None,
+        "config.json lacks mask_token_id, which a head that drafts in parallel has",
+    )
     assert mask is not None
     require(0 <= mask < vocab_size, f"mask_token_id {mask} lies outside {vocab_size} embeddings")
     return mask
@@ -199,7 +225,10 @@ def _mask(keys: Keys, vocab_size: int) -> int:
 
 def _verifier_name(raw: Mapping[str, Any]) -> str | None:
     name = section(section(raw, "speculators_config"), "verifier").get("name_or_path")
-    require(name is None or isinstance(name, str), f"the verifier's name_or_path is {name!r}; it must be a string")
+    require(
+        name is None or isinstance(name, str),
+        f"the verifier's name_or_path is {name!r}; it must be a string",
+    )
     return name
 
 
@@ -207,8 +236,14 @@ def _most_drafts(raw: Mapping[str, Any], *, parallel: bool) -> int:
     """What the checkpoint names; of a head that goes token by token at least as many as usual."""
     methods = section(raw, "speculators_config").get("proposal_methods") or []
     require(isinstance(methods, list), f"proposal_methods is {methods!r}; it must be a list")
-    stated = [Keys([method]).integer("speculative_tokens") or 0 for method in methods if isinstance(method, Mapping)]
+    stated = [
+        Keys([method]).integer("speculative_tokens") or 0
+        for method in methods
+        if isinstance(method, Mapping)
+    ]
     most = max(stated, default=0)
-    require(0 <= most <= MOST_DRAFTS, f"speculative_tokens is {most}; it must be at most {MOST_DRAFTS}")
+    require(
+        0 <= most <= MOST_DRAFTS, f"speculative_tokens is {most}; it must be at most {MOST_DRAFTS}"
+    )
     # What checkpoints name is a recommendation, which no forward depends on.
     return most if parallel and most else max(most, USUAL_DRAFTS)

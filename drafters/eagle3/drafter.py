@@ -16,7 +16,9 @@ from specdec.model.core import Verifier
 logger = logging.getLogger(__name__)
 
 
-def eagle3_drafter(config: Eagle3Config, tensors: dict[str, Tensor], verifier: Verifier) -> SequentialDrafter:
+def eagle3_drafter(
+    config: Eagle3Config, tensors: dict[str, Tensor], verifier: Verifier
+) -> SequentialDrafter:
     """A head made ready for a target.
 
     Args:
@@ -28,13 +30,18 @@ def eagle3_drafter(config: Eagle3Config, tensors: dict[str, Tensor], verifier: V
         CheckpointError: the head was trained for another target.
         BackendError: the target's attention backend cannot serve its layers.
     """
-    borrows = "embed_tokens.weight" not in tensors or ("lm_head.weight" not in tensors and not config.layers.tie_word_embeddings)
+    borrows = "embed_tokens.weight" not in tensors or (
+        "lm_head.weight" not in tensors and not config.layers.tie_word_embeddings
+    )
     check_fit(config, verifier, borrows=borrows)
     _say_taps(config, verifier)
     placed = {
-        name: tensor.to(verifier.device, verifier.dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()
+        name: tensor.to(verifier.device, verifier.dtype if tensor.is_floating_point() else None)
+        for name, tensor in tensors.items()
     }
-    return SequentialDrafter(Eagle3Network(config, placed, verifier), verifier, max_draft_tokens=config.max_draft_tokens)
+    return SequentialDrafter(
+        Eagle3Network(config, placed, verifier), verifier, max_draft_tokens=config.max_draft_tokens
+    )
 
 
 def check_fit(config: Eagle3Config, verifier: Verifier, *, borrows: bool) -> None:
@@ -63,19 +70,26 @@ def _say_taps(config: Eagle3Config, verifier: Verifier) -> None:
     """Logs which layers are tapped: wrong ones lower acceptance without any error."""
     layers = ", ".join(map(str, config.taps(verifier.num_layers)))
     if config.stated_taps.layers is None:
-        logger.warning("the drafter's config.json names no tapped layers; the usual ones are taken: %s, counted from 0", layers)
+        logger.warning(
+            "the drafter's config.json names no tapped layers; the usual ones are taken: %s,"
+            " counted from 0",
+            layers,
+        )
     else:
         logger.info("the drafter taps layers %s of %s, counted from 0", layers, verifier.name)
 
 
 def load_eagle3(path: str | Path | None, *, verifier: Verifier) -> SequentialDrafter:
-    """Loads an EAGLE-3 or P-EAGLE head in sglang's or the speculators layout from a folder or the hub.
+    """Loads an EAGLE-3 or P-EAGLE head in sglang's or the speculators layout from a folder or the
+    hub.
 
     Raises:
         InvalidInputError: no path.
         CheckpointError: see `read_checkpoint`.
     """
     if path is None:
-        raise InvalidInputError("the eagle3 drafter needs a checkpoint; give its folder or hub name")
+        raise InvalidInputError(
+            "the eagle3 drafter needs a checkpoint; give its folder or hub name"
+        )
     config, tensors = read_checkpoint(path)
     return eagle3_drafter(config, tensors, verifier)

@@ -1,4 +1,6 @@
-"""Latent attention of an EAGLE-3 head's layer (DeepSeek-V2, arXiv 2405.04434), as heads of Kimi K2 have it."""
+"""Latent attention of an EAGLE-3 head's layer (DeepSeek-V2, arXiv 2405.04434), as heads of Kimi K2
+have it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +20,13 @@ EPSILON = 1e-6
 
 
 def latent_attention(
-    tensors: Mapping[str, Tensor], name: str, sizes: LatentSizes, rope: Rope, spec: MlaSpec, *, rope_parameters: Mapping[str, Any]
+    tensors: Mapping[str, Tensor],
+    name: str,
+    sizes: LatentSizes,
+    rope: Rope,
+    spec: MlaSpec,
+    *,
+    rope_parameters: Mapping[str, Any],
 ) -> LatentAttention:
     """The attention whose tensors are called `name`."""
 

@@ -20,17 +20,35 @@ _KINDS: dict[str, type[Layers]] = {
     "kimi_k2": DeepseekV3Config,
 }
 _CLASSES = {
-    **dict.fromkeys(("Eagle3LlamaForCausalLM", "EAGLE3LlamaForCausalLM", "LlamaForCausalLMEagle3"), "llama"),
+    **dict.fromkeys(
+        ("Eagle3LlamaForCausalLM", "EAGLE3LlamaForCausalLM", "LlamaForCausalLMEagle3"), "llama"
+    ),
     **dict.fromkeys(("LlamaEagle3DraftModel", "Eagle3MiniMaxM2ForCausalLM"), "llama"),
     **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), "llama"),
-    **dict.fromkeys(("LlamaForCausalLMPeagle", "PEagleDraftModel", "PeagleLlamaForCausalLM"), "llama"),
-    **dict.fromkeys(("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model"), "qwen3"),
+    **dict.fromkeys(
+        ("LlamaForCausalLMPeagle", "PEagleDraftModel", "PeagleLlamaForCausalLM"), "llama"
+    ),
+    **dict.fromkeys(
+        ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3Eagle3Model"), "qwen3"
+    ),
     **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), "deepseek_v3"),
 }
 """What layers a class has, whose config may be called like that of its target."""
 
-_NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-_FLAGS = ("attention_bias", "mlp_bias", "rope_interleave", "tie_word_embeddings", "use_sliding_window")
+_NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+_FLAGS = (
+    "attention_bias",
+    "mlp_bias",
+    "rope_interleave",
+    "tie_word_embeddings",
+    "use_sliding_window",
+)
 _PASSED_ON = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What no head looks at, and what converted checkpoints keep."""
 
@@ -48,13 +66,19 @@ def read_layers(shape: Mapping[str, Any], architecture: str | None = None) -> La
     """
     kind, keys = _CLASSES.get(architecture or "", shape.get("model_type")), Keys([shape])
     known = isinstance(kind, str) and kind in _KINDS
-    require(known, f"layers of type {kind!r} are not supported in an EAGLE-3 head; supported: {', '.join(_KINDS)}")
+    require(
+        known,
+        f"layers of type {kind!r} are not supported in an EAGLE-3 head; supported:"
+        f" {', '.join(_KINDS)}",
+    )
     made = _KINDS[str(kind)]
     said, rope = _said(shape, keys, made), rope_parameters(keys, made.default_theta)
     try:
         layers = made(**said, rope_parameters=rope)
     except Exception as error:  # whatever Transformers makes of values that passed
-        require(False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it")
+        require(
+            False, f"the layers' part of config.json is not valid ({one_line(error)}); correct it"
+        )
     _check_heads(layers)
     layers.rope_parameters = whole_heads(layers.rope_parameters, layers.head_dim)
     Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings)
@@ -67,13 +91,21 @@ def windows(layers: Layers) -> tuple[int | None, ...]:
     Raises:
         CheckpointError: types of layers that are not known, or a window that is not stated.
     """
-    kinds: Sequence[str] = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
+    kinds: Sequence[str] = (
+        getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
+    )
     known = isinstance(kinds, list) and len(kinds) == layers.num_hidden_layers
     known = known and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
-    require(known, f"layer_types is {kinds!r}; it must name full_attention or sliding_attention for each layer")
+    require(
+        known,
+        f"layer_types is {kinds!r}; it must name full_attention or sliding_attention for each"
+        f" layer",
+    )
     window = getattr(layers, "sliding_window", None)
     stated = "sliding_attention" not in kinds or (type(window) is int and window >= 1)
-    require(stated, "a layer is sliding_attention but config.json enables no window; set sliding_window")
+    require(
+        stated, "a layer is sliding_attention but config.json enables no window; set sliding_window"
+    )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -103,20 +135,33 @@ def _said(shape: Mapping[str, Any], keys: Keys, made: type[Layers]) -> dict[str,
 
 def _epsilon(keys: Keys) -> float | None:
     value = keys.number("rms_norm_eps")
-    require(value is None or 0 < value <= 1, f"rms_norm_eps is {value}; it must be above 0, and at most 1")
+    require(
+        value is None or 0 < value <= 1,
+        f"rms_norm_eps is {value}; it must be above 0, and at most 1",
+    )
     return value
 
 
 def _is_token(value: object) -> bool:
-    return type(value) is int or (isinstance(value, list) and all(type(one) is int for one in value))
+    return type(value) is int or (
+        isinstance(value, list) and all(type(one) is int for one in value)
+    )
 
 
 def _check_heads(layers: Layers) -> None:
     """Refuses heads that do not divide."""
-    heads, kv_heads, head_dim = layers.num_attention_heads, layers.num_key_value_heads, layers.head_dim
+    heads, kv_heads, head_dim = (
+        layers.num_attention_heads,
+        layers.num_key_value_heads,
+        layers.head_dim,
+    )
     require(
         heads % kv_heads == 0 and head_dim % 2 == 0 and head_dim > 0,
-        f"{heads} query heads on {kv_heads} key heads of {head_dim}: the first must be a multiple of the second, the third even",
+        f"{heads} query heads on {kv_heads} key heads of {head_dim}: the first must be a multiple"
+        f" of the second, the third even",
     )
     biased = isinstance(layers, DeepseekV3Config) and layers.attention_bias
-    require(not biased, "attention_bias is true, which latent attention is not supported with; it must be false")
+    require(
+        not biased,
+        "attention_bias is true, which latent attention is not supported with; it must be false",
+    )

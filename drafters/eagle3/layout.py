@@ -43,7 +43,11 @@ def write_checkpoint(
     require(unsaid is None, f"a head with {unsaid} can be read, but not written")
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     stated = settled(config.stated_taps, num_target_layers)
-    written = _to_sglang(config, dtype, stated) if layout == "sglang" else _to_speculators(config, dtype, stated)
+    written = (
+        _to_sglang(config, dtype, stated)
+        if layout == "sglang"
+        else _to_speculators(config, dtype, stated)
+    )
     stored = {_name(name, layout): tensor.contiguous() for name, tensor in tensors.items()}
     if config.draft_vocab_size is not None:
         stored["t2d"] = drafted(tensors["d2t"], config.vocab_size)
@@ -56,12 +60,21 @@ def _name(name: str, layout: Layout) -> str:
 
 def _layers(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     """What both layouts say about layers, in the words of Transformers 5 and 4."""
-    stated = {name: value for name, value in config.layers.to_dict().items() if name not in _NOT_OF_LAYERS}
+    stated = {
+        name: value for name, value in config.layers.to_dict().items() if name not in _NOT_OF_LAYERS
+    }
     rope = dict(config.layers.rope_parameters)
     if (part := rope.get("partial_rotary_factor")) and rope["rope_type"] != "proportional":
-        rope["rope_dim"] = int(part * config.layers.head_dim)  # without which the factor would be taken for the target's
+        rope["rope_dim"] = int(
+            part * config.layers.head_dim
+        )  # without which the factor would be taken for the target's
     scaling = rope if rope["rope_type"] != "default" else None
-    return stated | {"dtype": dtype, "rope_theta": rope["rope_theta"], "rope_parameters": rope, "rope_scaling": scaling}
+    return stated | {
+        "dtype": dtype,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "rope_scaling": scaling,
+    }
 
 
 def _flags(config: Eagle3Config) -> dict[str, bool]:
@@ -71,10 +84,21 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
 
 
 def _to_sglang(config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None) -> dict[str, Any]:
-    require(config.mask_token_id is None, "a head that drafts in parallel (P-EAGLE) has no words in the sglang layout")
-    require(not config.has_head_norms, "norms of queries and keys have no words in the sglang layout")
-    require(len(config.windows) == 1, f"a head of {len(config.windows)} layers has no words in the sglang layout")
-    own: dict[str, Any] = {"use_aux_hidden_state": True, **{name: True for name, value in _flags(config).items() if value}}
+    require(
+        config.mask_token_id is None,
+        "a head that drafts in parallel (P-EAGLE) has no words in the sglang layout",
+    )
+    require(
+        not config.has_head_norms, "norms of queries and keys have no words in the sglang layout"
+    )
+    require(
+        len(config.windows) == 1,
+        f"a head of {len(config.windows)} layers has no words in the sglang layout",
+    )
+    own: dict[str, Any] = {
+        "use_aux_hidden_state": True,
+        **{name: True for name, value in _flags(config).items() if value},
+    }
     # SGLang reads the first, mostly as it is meant here; the second leaves no doubt.
     ids = {} if stated is None else {"target_layer_ids": list(stated)}
     if stated is not None:
@@ -91,7 +115,9 @@ def _to_sglang(config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None)
     }
 
 
-def _to_speculators(config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None) -> dict[str, Any]:
+def _to_speculators(
+    config: Eagle3Config, dtype: str, stated: tuple[int, ...] | None
+) -> dict[str, Any]:
     kind = "eagle3" if config.mask_token_id is None else "peagle"
     require(not config.fc_bias, "a bias of fc has no words in the speculators layout")
     method = {

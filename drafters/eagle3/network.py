@@ -56,27 +56,37 @@ class AttentionToBoth(Attention):
 
 
 class Eagle3Network(SequentialNetwork):
-    """An EAGLE-3 head (arXiv 2503.01840): the target's low, middle and high features, projected together, beside the embedding of
-    the next token. Drafted tokens have the head's own output for features.
+    """An EAGLE-3 head (arXiv 2503.01840): the target's low, middle and high features, projected
+    together, beside the embedding of the next token. Drafted tokens have the head's own output for
+    features.
 
     Args:
         config: of the head.
-        tensors: see `drafters.eagle3.checkpoint.read_checkpoint`; on the target's device and in its type.
+        tensors: see `drafters.eagle3.checkpoint.read_checkpoint`; on the target's device and in its
+            type.
         verifier: the target, from which it borrows embeddings or head that it lacks.
 
     Raises:
         BackendError: the target's attention backend cannot serve the layers.
     """
 
-    def __init__(self, config: Eagle3Config, tensors: Mapping[str, Tensor], verifier: Verifier) -> None:
+    def __init__(
+        self, config: Eagle3Config, tensors: Mapping[str, Tensor], verifier: Verifier
+    ) -> None:
         self._config, self._verifier, layers = config, verifier, config.layers
         self._attention = _attention(config, verifier)
         self._ops = ops_for(self._attention)
-        self._rope = Rope.of(layers.rope_parameters, layers.head_dim, layers.max_position_embeddings).to(verifier.device)
+        self._rope = Rope.of(
+            layers.rope_parameters, layers.head_dim, layers.max_position_embeddings
+        ).to(verifier.device)
         self._fc = linear(tensors["fc.weight"], tensors.get("fc.bias"))
         weights = _Weights(tensors, layers.rms_norm_eps, config.gemma is not None)
         self._taps_norm = weights.norm("input_norm") if config.norm_before_fc else None
-        self._tap_norms = [weights.norm(f"fc_norm.{index}") for index in range(config.num_taps)] if config.fc_norm else []
+        self._tap_norms = (
+            [weights.norm(f"fc_norm.{index}") for index in range(config.num_taps)]
+            if config.fc_norm
+            else []
+        )
         self._stream_norm = weights.norm("layers.0.hidden_norm")
         self._table = tensors.get("embed_tokens.weight")
         self._embedding_scale = layers.hidden_size**0.5 if config.gemma is not None else 1.0
@@ -89,7 +99,9 @@ class Eagle3Network(SequentialNetwork):
         self.aux_layer_ids, self.feature_size = config.taps(verifier.num_layers), layers.hidden_size
         self.target_ids = None if config.draft_vocab_size is None else target_ids(tensors["d2t"])
         if config.mask_token_id is not None:
-            self.mask = Mask(config.mask_token_id, self.condense(tensors["mask_hidden"].flatten(0, 1))[0])
+            self.mask = Mask(
+                config.mask_token_id, self.condense(tensors["mask_hidden"].flatten(0, 1))[0]
+            )
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
@@ -102,7 +114,11 @@ class Eagle3Network(SequentialNetwork):
     def weight_bytes(self) -> int:
         target = self._verifier
         borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize
-        return self._decoder.nbytes + self._fc.nbytes + (borrowed if self._head is None else self._head.nbytes)
+        return (
+            self._decoder.nbytes
+            + self._fc.nbytes
+            + (borrowed if self._head is None else self._head.nbytes)
+        )
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
         """Features [T, H] of the target's tapped layers side by side."""
@@ -111,7 +127,11 @@ class Eagle3Network(SequentialNetwork):
         if self._tap_norms:
             taps = aux_hidden.chunk(len(self._tap_norms), dim=-1)
             aux_hidden = torch.cat(
-                [self._ops.norm(tap.contiguous(), norm) for tap, norm in zip(taps, self._tap_norms, strict=True)], dim=-1
+                [
+                    self._ops.norm(tap.contiguous(), norm)
+                    for tap, norm in zip(taps, self._tap_norms, strict=True)
+                ],
+                dim=-1,
             )
         return self._fc(aux_hidden)
 
@@ -122,7 +142,9 @@ class Eagle3Network(SequentialNetwork):
             embeddings = self._ops.embed(rows.token_ids, self._table, self._embedding_scale)
         else:
             embeddings = self._verifier.embed(rows.token_ids)
-            embeddings = embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
+            embeddings = (
+                embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
+            )
         hidden = rows.features
         if self._config.norm_before_residual:
             hidden = self._ops.norm(hidden, self._stream_norm)
@@ -145,7 +167,11 @@ class Eagle3Network(SequentialNetwork):
         if self._head is None:
             return self._verifier.head(normed)
         logits = self._head(normed)
-        return logits if gemma is None or gemma.softcap is None else torch.tanh(logits / gemma.softcap) * gemma.softcap
+        return (
+            logits
+            if gemma is None or gemma.softcap is None
+            else torch.tanh(logits / gemma.softcap) * gemma.softcap
+        )
 
     def next_features(self, hidden: Tensor) -> Tensor:
         """The stream, or in EAGLE-3.1 what the head is given."""
@@ -153,14 +179,20 @@ class Eagle3Network(SequentialNetwork):
 
     def _layer(self, index: int, weights: "_Weights") -> DecoderLayer:
         config, name = self._config, f"layers.{index}"
-        attention, input_norm = self._attention_of(index, weights), weights.norm(f"{name}.input_layernorm")
+        attention, input_norm = (
+            self._attention_of(index, weights),
+            weights.norm(f"{name}.input_layernorm"),
+        )
         stream_norm = None if config.norm_before_residual else self._stream_norm
         shared: dict[str, Any] = {
             "input_norm": input_norm if index else stream_norm,
             "attention": attention if index else AttentionToBoth(attention, input_norm),
             "output": weights.join(f"{name}.self_attn", "o_proj"),
         }
-        products = weights.join(f"{name}.mlp", "gate_proj", "up_proj"), weights.join(f"{name}.mlp", "down_proj")
+        products = (
+            weights.join(f"{name}.mlp", "gate_proj", "up_proj"),
+            weights.join(f"{name}.mlp", "down_proj"),
+        )
         attended = weights.norm(f"{name}.post_attention_layernorm")
         if config.gemma is None:
             return DecoderLayer(**shared, mlp_norm=attended, mlp=GatedMLP(*products))
@@ -178,7 +210,9 @@ class Eagle3Network(SequentialNetwork):
         if config.latent is not None:
             assert isinstance(self._attention, MlaBackend)
             parameters, spec = config.layers.rope_parameters, self._attention.spec
-            return latent_attention(weights.tensors, name, config.latent, self._rope, spec, rope_parameters=parameters)
+            return latent_attention(
+                weights.tensors, name, config.latent, self._rope, spec, rope_parameters=parameters
+            )
         gemma, head_dim = config.gemma, config.layers.head_dim
         ones = torch.ones(head_dim, device=self._verifier.device)
         heads = Heads(
@@ -213,11 +247,17 @@ class _Weights(NamedTuple):
 
     def norm(self, name: str) -> Norm:
         weight = self.tensors[f"{name}.weight"]
-        wide = torch.promote_types(weight.dtype, torch.float32) if self.rounds_last else weight.dtype
+        wide = (
+            torch.promote_types(weight.dtype, torch.float32) if self.rounds_last else weight.dtype
+        )
         return Norm(weight.to(wide), self.epsilon)
 
     def join(self, module: str, *names: str) -> Linear:
         """Projections as one product."""
         weight = torch.cat([self.tensors[f"{module}.{name}.weight"] for name in names])
-        biases = [self.tensors[f"{module}.{name}.bias"] for name in names if f"{module}.{name}.bias" in self.tensors]
+        biases = [
+            self.tensors[f"{module}.{name}.bias"]
+            for name in names
+            if f"{module}.{name}.bias" in self.tensors
+        ]
         return linear(weight, torch.cat(biases) if biases else None)

@@ -23,10 +23,14 @@ def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
     Raises:
         CheckpointError: a type that no drafter has, or a malformed value.
     """
-    place = next((name for name in ("rope_parameters", "rope_scaling") if keys.find(name)), "rope_parameters")
+    place = next(
+        (name for name in ("rope_parameters", "rope_scaling") if keys.find(name)), "rope_parameters"
+    )
     stated = section(keys.places[0], place)
     flat = not any(isinstance(value, Mapping) for value in stated.values())
-    require(flat, f"{place} is {dict(stated)!r}; one set of RoPE parameters for all layers is supported")
+    require(
+        flat, f"{place} is {dict(stated)!r}; one set of RoPE parameters for all layers is supported"
+    )
     kind = stated.get("rope_type") or stated.get("type") or "default"
     kind = "default" if kind == "mrope" else kind  # positions of text are the same on all its axes
     supported = ", ".join(STATIC_ROPE_TYPES)
@@ -40,7 +44,8 @@ def rope_parameters(keys: Keys, default_theta: float) -> dict[str, Any]:
 
 
 def whole_heads(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """RoPE parameters for layers whose modules turn whole heads: those of Llama, Qwen3 and DeepSeek-V3.
+    """RoPE parameters for layers whose modules turn whole heads: those of Llama, Qwen3 and
+    DeepSeek-V3.
 
     A `partial_rotary_factor` says nothing there. Trainers copy it from the target's config, and it
     lowers acceptance where it is obeyed. `rope_dim` does say how many numbers were turned in
@@ -58,7 +63,11 @@ def whole_heads(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """
     if parameters.get("rope_type") == "proportional":
         return dict(parameters)
-    said = {name: value for name, value in parameters.items() if name not in ("partial_rotary_factor", "rope_dim")}
+    said = {
+        name: value
+        for name, value in parameters.items()
+        if name not in ("partial_rotary_factor", "rope_dim")
+    }
     turned = parameters.get("rope_dim")
     if turned not in (None, head_dim):
         valid = type(turned) is int and 2 <= turned < head_dim and turned % 2 == 0

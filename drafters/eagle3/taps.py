@@ -33,7 +33,8 @@ def default_taps(num_target_layers: int) -> tuple[int, ...]:
     """
     require(
         num_target_layers >= _FEWEST_LAYERS,
-        f"config.json names no tapped layers, and the usual three take a target of at least {_FEWEST_LAYERS} layers,"
+        f"config.json names no tapped layers, and the usual three take a target of at least"
+        f" {_FEWEST_LAYERS} layers,"
         f" not {num_target_layers}; name them as {IDS} in eagle_config",
     )
     return 1, num_target_layers // 2 - 1, num_target_layers - 4
@@ -56,17 +57,29 @@ def stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> StatedTaps:
         CheckpointError: a malformed list, or lists that name different layers.
     """
     places = [(raw, "target_layer_ids"), (own, IDS), (raw, IDS)]
-    stated = [(place, name, _ids(place[name])) for place, name in places if place.get(name) is not None]
+    stated = [
+        (place, name, _ids(place[name])) for place, name in places if place.get(name) is not None
+    ]
     if not stated:
         return StatedTaps()
     place, name, ids = stated[0]
     from_embeddings = name == IDS and (place is raw or min(ids) > 1)
     layers = tuple(i - from_embeddings for i in ids)
-    require(min(layers) >= 0, f"target layer ids are {list(ids)}; the embeddings cannot be tapped, only outputs of layers")
+    require(
+        min(layers) >= 0,
+        f"target layer ids are {list(ids)}; the embeddings cannot be tapped, only outputs of"
+        f" layers",
+    )
     for _, _, others in stated[1:]:
         same = others in (layers, tuple(layer + 1 for layer in layers))
-        require(same, f"{name} {list(ids)} and another list, {list(others)}, name different layers; take one out of config.json")
-    return StatedTaps(layers, place is raw and name == IDS and ids == default_taps(max(ids[-1], 0) + 4))
+        require(
+            same,
+            f"{name} {list(ids)} and another list, {list(others)}, name different layers; take one"
+            f" out of config.json",
+        )
+    return StatedTaps(
+        layers, place is raw and name == IDS and ids == default_taps(max(ids[-1], 0) + 4)
+    )
 
 
 def taps(stated: StatedTaps, num_target_layers: int) -> tuple[int, ...]:
@@ -82,7 +95,9 @@ def taps(stated: StatedTaps, num_target_layers: int) -> tuple[int, ...]:
     if stated.layers is None:
         return default_taps(num_target_layers)
     counted = tuple(layer + 1 for layer in stated.layers)
-    return counted if stated.unsure and counted == default_taps(num_target_layers) else stated.layers
+    return (
+        counted if stated.unsure and counted == default_taps(num_target_layers) else stated.layers
+    )
 
 
 def _ids(value: object) -> tuple[int, ...]:
@@ -101,6 +116,9 @@ def settled(stated: StatedTaps, num_target_layers: int | None) -> tuple[int, ...
     if stated.layers is None or not stated.unsure:
         return stated.layers
     ids = [layer + 1 for layer in stated.layers]
-    require(num_target_layers is not None, f"{IDS} {ids} may count the embeddings or not; name the target with --model")
+    require(
+        num_target_layers is not None,
+        f"{IDS} {ids} may count the embeddings or not; name the target with --model",
+    )
     assert num_target_layers is not None
     return taps(stated, num_target_layers)

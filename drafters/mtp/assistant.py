@@ -1,7 +1,7 @@
 """Drafting with layers that read the target's keys and values, as Gemma 4's assistants do.
 
-They cache nothing, so of a request nothing is kept but the target's last hidden state. All drafts of a step are made at the
-position of its anchor, of what the target has read before it.
+They cache nothing, so of a request nothing is kept but the target's last hidden state. All drafts
+of a step are made at the position of its anchor, of what the target has read before it.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,15 @@ class AssistantDrafter(SequentialDrafter):
 
     network: PredictionNetwork
 
-    def __init__(self, network: PredictionNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
+    def __init__(
+        self, network: PredictionNetwork, verifier: Verifier, *, max_draft_tokens: int
+    ) -> None:
         super().__init__(network, verifier, max_draft_tokens=max_draft_tokens)
         self.tokens_ahead = 0  # since nothing is cached
 
-    def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> "BoundAssistant":
+    def bound(
+        self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling
+    ) -> "BoundAssistant":
         return BoundAssistant(self, caches, max_num_seqs, draft_sampling)
 
 
@@ -50,10 +54,18 @@ class BoundAssistant(TokenByToken):
         draft_sampling: how drafts are drawn.
     """
 
-    def __init__(self, drafter: AssistantDrafter, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+    def __init__(
+        self,
+        drafter: AssistantDrafter,
+        caches: Sequence[Any],
+        max_num_seqs: int,
+        draft_sampling: DraftSampling,
+    ) -> None:
         super().__init__(drafter.network, caches, draft_sampling)
         target = drafter.verifier
-        self._hidden = torch.zeros(max_num_seqs, target.hidden_size, dtype=target.dtype, device=target.device)
+        self._hidden = torch.zeros(
+            max_num_seqs, target.hidden_size, dtype=target.dtype, device=target.device
+        )
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Keeps the hidden state of the last row of each chunk."""
@@ -65,21 +77,29 @@ class BoundAssistant(TokenByToken):
         """Drafts a chain or a tree, one token after another."""
         metadata = AttentionMetadata.uniform(
             1,
-            batch.seq_lens.clamp(min=1).int(),  # requests that only pad the batch may have read nothing
+            batch.seq_lens.clamp(
+                min=1
+            ).int(),  # requests that only pad the batch may have read nothing
             batch.block_table,
             torch.zeros_like(batch.slots),
             max_seq_len=batch.max_seq_len,
             min_seq_len=batch.min_seq_len,
         )
         hidden, position_ids = self._hidden.index_select(0, batch.slots), batch.position_ids(1)
-        out = self.network.forward(Rows(batch.anchors, hidden, position_ids, metadata), self.caches, None)
+        out = self.network.forward(
+            Rows(batch.anchors, hidden, position_ids, metadata), self.caches, None
+        )
         return self._drafts(batch, out, 1, [(position_ids, metadata)] * (batch.shape.depth - 1))
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
         """Keeps the hidden state of the last row that was accepted."""
         first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=token_ids.device)
         self._keep(batch.slots, verify, first + accept.num_accepted)
 
     def _keep(self, slots: Tensor, verify: VerifyOutput, rows: Tensor) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
-        self._hidden.index_copy_(0, slots, self.network.condense(verify.aux_hidden.index_select(0, rows)))
+        self._hidden.index_copy_(
+            0, slots, self.network.condense(verify.aux_hidden.index_select(0, rows))
+        )

@@ -43,12 +43,15 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
 
 
 def _believing(read: Callable[[], PredictionLayers]) -> PredictionLayers:
-    """What `read` returns, where transformers believes what files say: a wrong value ends in any kind of error."""
+    """What `read` returns, where transformers believes what files say: a wrong value ends in any
+    kind of error.
+    """
     try:
         return read()
     except SpecDecError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"its config.json describes no layers ({type(error).__name__}: {one_line(error)}); fetch it again"
+            f"its config.json describes no layers ({type(error).__name__}: {one_line(error)});"
+            f" fetch it again"
         ) from error

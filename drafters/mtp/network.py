@@ -12,7 +12,8 @@ from specdec.model.core import Verifier
 
 
 class PredictionNetwork(SequentialNetwork):
-    """The layers of the first depth, which every draft goes through; a draft after the first is given their own hidden state.
+    """The layers of the first depth, which every draft goes through; a draft after the first is
+    given their own hidden state.
 
     Args:
         layers: of the target.
@@ -32,7 +33,11 @@ class PredictionNetwork(SequentialNetwork):
     def weight_bytes(self) -> int:
         """See `SequentialNetwork.weight_bytes`; of experts all of them."""
         target = self.verifier
-        borrowed = target.vocab_size * target.hidden_size * target.dtype.itemsize if self.layers.head is None else 0
+        borrowed = (
+            target.vocab_size * target.hidden_size * target.dtype.itemsize
+            if self.layers.head is None
+            else 0
+        )
         return self.layers.nbytes + borrowed
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
@@ -43,10 +48,14 @@ class PredictionNetwork(SequentialNetwork):
         embeddings = self.verifier.embed(rows.token_ids)
         if self.verifier.embedding_scale != 1:
             embeddings = embeddings * self.verifier.embedding_scale
-        return self.layers(embeddings, rows.features, rows.position_ids, rows.metadata, caches, wanted)
+        return self.layers(
+            embeddings, rows.features, rows.position_ids, rows.metadata, caches, wanted
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.verifier.head(hidden) if self.layers.head is None else self.layers.logits(hidden)
+        return (
+            self.verifier.head(hidden) if self.layers.head is None else self.layers.logits(hidden)
+        )
 
     def next_features(self, hidden: Tensor) -> Tensor:
         return self.layers.following(hidden)

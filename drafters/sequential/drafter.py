@@ -1,10 +1,12 @@
-"""A drafter that predicts one token after another, each from those before it: EAGLE-3, multi-token prediction, draft models.
+"""A drafter that predicts one token after another, each from those before it: EAGLE-3, multi-token
+prediction, draft models.
 
-Of committed tokens the network's cache holds rows made of the target's own features. Those that a step adds wait in a ring, and the
-next `propose` begins with one forward over the rows that the cache lacks; the last of them predicts the first draft. A forward of
-one row for each further draft follows. Their rows are made of the network's own features, and the
-next step makes those of accepted drafts anew: the first forward takes hardly longer for them, and
-nobody has to know which were right.
+Of committed tokens the network's cache holds rows made of the target's own features. Those that a
+step adds wait in a ring, and the next `propose` begins with one forward over the rows that the
+cache lacks; the last of them predicts the first draft. A forward of one row for each further draft
+follows. Their rows are made of the network's own features, and the next step makes those of
+accepted drafts anew: the first forward takes hardly longer for them, and nobody has to know which
+were right.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,9 @@ from specdec.model.core import (
 )
 
 USUAL_DRAFTS = 7
-"""Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure than the one before it."""
+"""Drafts of a step at most, where a checkpoint does not say: each costs a forward, and is less sure
+than the one before it.
+"""
 
 MOST_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
@@ -52,7 +56,9 @@ class SequentialDrafter(Drafter):
     likeliest_first = True
     late_context = True
 
-    def __init__(self, network: SequentialNetwork, verifier: Verifier, *, max_draft_tokens: int) -> None:
+    def __init__(
+        self, network: SequentialNetwork, verifier: Verifier, *, max_draft_tokens: int
+    ) -> None:
         self.network, self.verifier, self.max_draft_tokens = network, verifier, max_draft_tokens
         self.aux_layer_ids, self.forward_for_each = network.aux_layer_ids, network.mask is None
         # A pair holds the token after its position.
@@ -86,7 +92,9 @@ class SequentialDrafter(Drafter):
         check_same_target(self.verifier, verifier)
         return self.bound(caches, max_num_seqs, draft_sampling)
 
-    def bound(self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling) -> BoundDrafter:
+    def bound(
+        self, caches: Sequence[Any], max_num_seqs: int, draft_sampling: DraftSampling
+    ) -> BoundDrafter:
         """What `bind` returns for the right target."""
         return BoundSequential(self, caches, max_num_seqs, draft_sampling)
 
@@ -127,18 +135,26 @@ class BoundSequential(TokenByToken):
         self._most_lacking, num_slots, device = most_drafts + 1, len(self._due), self._due.device
         self._size = self._most_lacking + MOST_DEFERRED
         self._tokens = torch.zeros(num_slots, self._size, dtype=torch.int64, device=device)
-        self._features = torch.zeros(num_slots, self._size, self.network.feature_size, dtype=self._dtype, device=device)
+        self._features = torch.zeros(
+            num_slots, self._size, self.network.feature_size, dtype=self._dtype, device=device
+        )
 
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
-        """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features stay in the ring."""
+        """Writes the rows of a prompt chunk. Of a pair whose token is not known yet the features
+        stay in the ring.
+        """
         rows, starts = batch.forward, batch.forward.metadata.query_start_loc
         counts = starts.diff() if rows.row_counts is None else rows.row_counts
-        last = (starts[:-1] + counts.clamp(min=1) - 1).long()  # a request that only pads has no rows
+        last = (
+            starts[:-1] + counts.clamp(min=1) - 1
+        ).long()  # a request that only pads has no rows
         token_ids, features = rows.token_ids, None
         if self._ahead:
             token_ids = token_ids.roll(-1).index_copy_(0, last, batch.next_token_ids)
             features = self._condense(verify)
-        self.network.forward(Rows(token_ids, features, rows.position_ids, rows.metadata), self.caches, last)
+        self.network.forward(
+            Rows(token_ids, features, rows.position_ids, rows.metadata), self.caches, last
+        )
         positions = rows.position_ids.index_select(0, last)
         if features is not None:
             self._keep_features(batch.slots, positions, features.index_select(0, last))
@@ -158,23 +174,34 @@ class BoundSequential(TokenByToken):
         single_rows = [] if parallel or shape.depth == 1 else self._single_rows(batch)
         return self._drafts(batch, hidden, wanted, single_rows)
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """Keeps tokens and features of the verified rows; writes what was put off when that is due."""
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
+        """Keeps tokens and features of the verified rows;
+        writes what was put off when that is due.
+        """
         width = token_ids.shape[1]
         positions = batch.positions(width)
-        self._tokens.view(-1).index_copy_(0, self._cells(batch.slots[:, None], positions).flatten(), token_ids.flatten())
+        self._tokens.view(-1).index_copy_(
+            0, self._cells(batch.slots[:, None], positions).flatten(), token_ids.flatten()
+        )
         if self._ahead:
             self._keep_features(batch.slots[:, None], positions, self._condense(verify))
         if batch.context == "all":
             assert width == 1, "context is put off in steps without drafts"
             newest = accept.next_anchors if self._ahead else batch.anchors
-            self._write_lacking(batch, batch.seq_lens, newest, self._most_lacking + MOST_DEFERRED, 1)
+            self._write_lacking(
+                batch, batch.seq_lens, newest, self._most_lacking + MOST_DEFERRED, 1
+            )
             self._due.index_copy_(0, batch.slots, batch.seq_lens + 1)
 
-    def _write_lacking(self, batch: DecodeBatch, last: Tensor, newest: Tensor, most: int, wanted: int) -> Tensor:
+    def _write_lacking(
+        self, batch: DecodeBatch, last: Tensor, newest: Tensor, most: int, wanted: int
+    ) -> Tensor:
         """Writes the rows from `_due` to `last`, and behind them those of masks.
 
-        Rows that the cache has, which may be shared by other requests, and rows past the last go to the null block.
+        Rows that the cache has, which may be shared by other requests, and rows past the last go to
+        the null block.
 
         Args:
             batch: the step.
@@ -193,12 +220,18 @@ class BoundSequential(TokenByToken):
         due = positions >= torch.minimum(self._due.index_select(0, batch.slots), last)[:, None]
         due &= positions < last[:, None] + wanted
         cells = self._cells(batch.slots[:, None], positions + self._ahead)
-        token_ids = torch.where(positions == last[:, None], newest[:, None], self._tokens.view(-1)[cells])
+        token_ids = torch.where(
+            positions == last[:, None], newest[:, None], self._tokens.view(-1)[cells]
+        )
         features = self._features_at(batch.slots[:, None], positions)
         if network.mask is not None:
             masked = positions > last[:, None]
             token_ids = token_ids.masked_fill(masked, network.mask.token_id)
-            features = features if features is None else torch.where(masked.view(-1, 1), network.mask.features, features)
+            features = (
+                features
+                if features is None
+                else torch.where(masked.view(-1, 1), network.mask.features, features)
+            )
         metadata = batch.rows_from(
             first,
             positions,
@@ -207,12 +240,18 @@ class BoundSequential(TokenByToken):
             written=due,
         )
         position_ids = positions.clamp(max=batch.max_model_len - 1).flatten()
-        offsets = (last - first).clamp(min=0) + torch.arange(0, batch.num_reqs * width, width, device=device)
+        offsets = (last - first).clamp(min=0) + torch.arange(
+            0, batch.num_reqs * width, width, device=device
+        )
         rows = (offsets[:, None] + torch.arange(wanted, device=device)).flatten()
-        return network.forward(Rows(token_ids.flatten(), features, position_ids, metadata), self.caches, rows)
+        return network.forward(
+            Rows(token_ids.flatten(), features, position_ids, metadata), self.caches, rows
+        )
 
     def _single_rows(self, batch: DecodeBatch) -> list[tuple[Tensor, AttentionMetadata]]:
-        """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first one."""
+        """Position ids int64 [num_reqs] and metadata of the forwards for the drafts after the first
+        one.
+        """
         depth, width = batch.shape.depth, batch.shape.depth + 1
         behind = 1 - self._ahead  # rows begin so far behind the anchor
         slots = batch.slot_mapping(width).view(-1, width).t().contiguous()
@@ -245,8 +284,12 @@ class BoundSequential(TokenByToken):
         return self._features.flatten(0, 1).index_select(0, self._cells(slots, positions).flatten())
 
     def _keep_features(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
-        self._features.flatten(0, 1).index_copy_(0, self._cells(slots, positions).flatten(), features)
+        self._features.flatten(0, 1).index_copy_(
+            0, self._cells(slots, positions).flatten(), features
+        )
 
     def _cells(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where the ring holds what belongs to positions int64 [...] of requests in `slots`, which fits them."""
+        """Where the ring holds what belongs to positions int64 [...] of requests in `slots`, which
+        fits them.
+        """
         return slots * self._size + positions % self._size

@@ -18,7 +18,8 @@ from specdec.sampling.trees.trees import BestPaths, best_first
 
 
 class TokenByToken(BoundDrafter):
-    """A network over the paged cache of one engine. A subclass runs its first forward of a step, and keeps what that needs.
+    """A network over the paged cache of one engine. A subclass runs its first forward of a step,
+    and keeps what that needs.
 
     Args:
         network: proposes tokens.
@@ -26,7 +27,9 @@ class TokenByToken(BoundDrafter):
         draft_sampling: how drafts are drawn.
     """
 
-    def __init__(self, network: SequentialNetwork, caches: Sequence[Any], draft_sampling: DraftSampling) -> None:
+    def __init__(
+        self, network: SequentialNetwork, caches: Sequence[Any], draft_sampling: DraftSampling
+    ) -> None:
         self.network, self.caches, self.draft_sampling = network, list(caches), draft_sampling
 
     def _drafts(
@@ -42,7 +45,9 @@ class TokenByToken(BoundDrafter):
         network, choose = self.network, self._guess if batch.shape.is_tree else self._choose
         choices = [choose(batch, hidden, 0, count)]
         for draft, (position_ids, metadata) in enumerate(single_rows, start=1):
-            newest = choices[-1].token_ids.view(batch.num_reqs, -1)[:, 0]  # the likeliest, where there are several
+            newest = choices[-1].token_ids.view(batch.num_reqs, -1)[
+                :, 0
+            ]  # the likeliest, where there are several
             rows = Rows(newest, network.next_features(hidden), position_ids, metadata)
             hidden = network.forward(rows, self.caches, None)
             choices.append(choose(batch, hidden, draft, 1))
@@ -51,7 +56,11 @@ class TokenByToken(BoundDrafter):
             return self._tree(batch, *guesses)
         token_ids, probs, own = (side_by_side(parts) for parts in zip(*choices, strict=True))
         assert token_ids is not None
-        candidate_ids = None if probs is None or network.target_ids is None else network.target_ids.expand(probs.shape)
+        candidate_ids = (
+            None
+            if probs is None or network.target_ids is None
+            else network.target_ids.expand(probs.shape)
+        )
         forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
         return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
 
@@ -84,7 +93,9 @@ class TokenByToken(BoundDrafter):
 
     def _block(self, token_ids: Tensor, best: BestPaths) -> DraftOutput:
         """The paths through candidates [num_reqs, depth, C]."""
-        output = DraftOutput(token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree)
+        output = DraftOutput(
+            token_ids.flatten(1).gather(1, best.places), num_drafts=best.num_drafts, tree=best.tree
+        )
         if self.forecasts:
             output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
         return output
@@ -100,8 +111,14 @@ class TokenByToken(BoundDrafter):
             wants_own=self.forecasts,
         )
 
-    def _guess(self, batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False) -> Guesses:
-        """So many candidates as a tree of the step's size may need, if each but the likeliest ends a path."""
+    def _guess(
+        self, batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False
+    ) -> Guesses:
+        """So many candidates as a tree of the step's size may need, if each but the likeliest ends
+        a path.
+        """
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
         most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // batch.shape.depth))
-        return guess(batch, logits, first, most, self.draft_sampling, self.network.target_ids, alike=alike)
+        return guess(
+            batch, logits, first, most, self.draft_sampling, self.network.target_ids, alike=alike
+        )

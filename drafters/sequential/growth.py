@@ -67,8 +67,8 @@ class Level(NamedTuple):
 
 
 def joined(levels: list[Level]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [num_reqs, depth, C], scores float32 [num_reqs, depth, C, C] as `best_first` takes
-    them, and ranks as tokens.
+    """Tokens int64 [num_reqs, depth, C], scores float32 [num_reqs, depth, C, C] as `best_first`
+    takes them, and ranks as tokens.
     """
     of_levels = ((level.token_ids, level.scores, level.places) for level in levels)
     token_ids, scores, places = (torch.stack(one, dim=1) for one in zip(*of_levels, strict=True))

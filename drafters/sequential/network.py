@@ -12,8 +12,9 @@ from specdec.kv_cache import LayerSpec
 class Rows(NamedTuple):
     """Packed rows of a forward.
 
-    A network without features has one row for the token of a position. One with features has a row for a *pair*: the features of a
-    position and the token after it. Either is stored, and rotated, at that position.
+    A network without features has one row for the token of a position. One with features has a row
+    for a *pair*: the features of a position and the token after it. Either is stored, and rotated,
+    at that position.
     """
 
     token_ids: Tensor  # int64 [T]
@@ -23,7 +24,9 @@ class Rows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What stands for a token that is not drafted yet, where a network drafts all of them in one forward."""
+    """What stands for a token that is not drafted yet, where a network drafts all of them in one
+    forward.
+    """
 
     token_id: int
     features: Tensor  # [F]
@@ -44,7 +47,8 @@ class SequentialNetwork(Protocol):
     takes_trees: bool = True
     """Whether its attention serves rows that see what is above them in a tree alone."""
     mask: Mask | None = None
-    """Of a network that drafts all tokens in one forward; None where it takes a forward for each."""
+    """Of a network that drafts all tokens in one forward; None where it takes a forward for each.
+    """
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
@@ -55,19 +59,24 @@ class SequentialNetwork(Protocol):
         """Bytes of the weights that a forward reads, with what it borrows of the target."""
 
     def condense(self, aux_hidden: Tensor) -> Tensor:
-        """Features [T, F] of positions, from the target's tapped layers side by side [T, taps * H]; as they are by default."""
+        """Features [T, F] of positions, from the target's tapped layers side by side [T, taps * H];
+        as they are by default.
+        """
         return aux_hidden
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
         """Writes the keys and values of rows to `caches`, one per entry of `kv_specs`.
 
         Returns:
-            Hidden states [n, ...], for `logits` and `next_features`, of the rows `wanted` int64 [n], or of all where it is None.
+            Hidden states [n, ...], for `logits` and `next_features`, of the rows `wanted` int64
+            [n], or of all where it is None.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V'] of hidden states that `forward` gave."""
 
     def next_features(self, hidden: Tensor) -> Tensor | None:
-        """Features [n, F] of the rows that follow those of hidden states that `forward` gave; None without features."""
+        """Features [n, F] of the rows that follow those of hidden states that `forward` gave; None
+        without features.
+        """
         return None

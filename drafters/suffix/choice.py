@@ -1,10 +1,11 @@
 """Which of several continuations to draft: the one that is expected to be accepted for longest.
 
-Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) takes what followed the last m tokens, for every m: a token is as
-probable there as it is frequent among the occurrences of these m tokens, and a match of m tokens is trusted for no more than m
-tokens to come. The expected drafts that are accepted are the sum of these probabilities; the m with the highest sum is taken.
-A product of such frequencies is the share of the occurrences that begin with the whole path. So the sum for one occurrence's
-continuation is the mean, over all occurrences, of how far they agree with it.
+Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) takes what followed the last m
+tokens, for every m: a token is as probable there as it is frequent among the occurrences of these m
+tokens, and a match of m tokens is trusted for no more than m tokens to come. The expected drafts
+that are accepted are the sum of these probabilities; the m with the highest sum is taken. A product
+of such frequencies is the share of the occurrences that begin with the whole path. So the sum for
+one occurrence's continuation is the mean, over all occurrences, of how far they agree with it.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,8 @@ class Chain(NamedTuple):
 
     Attributes:
         token_ids: int64 [num_reqs, K], 0 past its end.
-        num_drafts: int64 [num_reqs], its tokens; 0 where there is no match, and then `token_ids` are any valid ones.
+        num_drafts: int64 [num_reqs], its tokens; 0 where there is no match, and then `token_ids`
+            are any valid ones.
         scores: float32 [num_reqs], expected drafts accepted; 0 where there is no match.
     """
 
@@ -51,7 +53,8 @@ class Weighed(NamedTuple):
 
 
 def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
-    """The continuation of the highest score; of equal ones that of a longer match, then the one that comes first.
+    """The continuation of the highest score; of equal ones that of a longer match, then the one
+    that comes first.
 
     Args:
         continuations: int64 [num_reqs, C, K], less than 0 past the end of each.
@@ -63,22 +66,34 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
         tokens = continuations[:, 0]
         scores = torch.minimum(lengths[:, 0].clamp(max=longest), (tokens >= 0).sum(dim=1)).float()
     else:
-        levels = torch.arange(longest, 0, -1, device=lengths.device)[:, None]  # m, the longest first
+        levels = torch.arange(longest, 0, -1, device=lengths.device)[
+            :, None
+        ]  # m, the longest first
         counts = lengths[:, None] >= levels  # [num_reqs, M, C]
-        agreed = torch.minimum(common_prefixes(continuations)[:, None], levels[..., None]) * counts[:, :, None]
+        agreed = (
+            torch.minimum(common_prefixes(continuations)[:, None], levels[..., None])
+            * counts[:, :, None]
+        )
         means = agreed.sum(dim=3) / counts.sum(dim=2, keepdim=True).clamp(min=1)
         scores, cells = torch.where(counts, means, 0.0).flatten(1).max(dim=1)
-        tokens = continuations.gather(1, (cells % count)[:, None, None].expand(-1, -1, continuations.shape[2])).squeeze(1)
+        tokens = continuations.gather(
+            1, (cells % count)[:, None, None].expand(-1, -1, continuations.shape[2])
+        ).squeeze(1)
     return Chain(tokens.clamp(min=0), (tokens >= 0).sum(dim=1) * (scores > 0), scores)
 
 
 def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
-    """How much each continuation counts in a tree: the longer and later a match, the more its own weighs.
+    """How much each continuation counts in a tree: the longer and later a match, the more its own
+    weighs.
 
     Args:
         continuations, lengths: see `best_chain`.
     """
     tokens = (continuations >= 0).sum(dim=2) * (lengths > 0)
     shorter = (lengths - lengths.amax(dim=1, keepdim=True)).clamp(min=SHORTEST)
-    weights = BY_LENGTH**shorter * BY_AGE ** torch.arange(lengths.shape[1], dtype=lengths.dtype, device=lengths.device)
-    return Weighed(tokens, weights, lengths / (lengths + 1))  # so a match is expected to go on for as many tokens as it has
+    weights = BY_LENGTH**shorter * BY_AGE ** torch.arange(
+        lengths.shape[1], dtype=lengths.dtype, device=lengths.device
+    )
+    return Weighed(
+        tokens, weights, lengths / (lengths + 1)
+    )  # so a match is expected to go on for as many tokens as it has

@@ -1,9 +1,12 @@
-"""Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) on tensors, so that one code serves every device.
+"""Suffix decoding (arXiv 2411.04975, snowflakedb/ArcticInference) on tensors, so that one code
+serves every device.
 
-What ArcticInference keeps as suffix trees, of each request and of past outputs, is found by comparing here: a pool of past outputs
-and the request's own text are searched for the request's last tokens in every step. The best occurrences are followed back and
-forth, and counted alike wherever they are. A chain is the continuation that is expected to be accepted for longest (`choice`), a
-tree holds what followed all of them. Every chain has k drafts, whatever they promise, since the step has k rows either way.
+What ArcticInference keeps as suffix trees, of each request and of past outputs, is found by
+comparing here: a pool of past outputs and the request's own text are searched for the request's
+last tokens in every step. The best occurrences are followed back and forth, and counted alike
+wherever they are. A chain is the continuation that is expected to be accepted for longest
+(`choice`), a tree holds what followed all of them. Every chain has k drafts, whatever they promise,
+since the step has k rows either way.
 """
 
 from collections.abc import Sequence
@@ -19,7 +22,14 @@ from specdec.base.config import DraftSampling
 from specdec.base.errors import InvalidInputError
 from specdec.kv_cache import LayerCache
 from specdec.model.batch import DecodeBatch
-from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, Verifier, VerifyOutput
+from specdec.model.core import (
+    AcceptOutput,
+    BoundDrafter,
+    Drafter,
+    DraftOutput,
+    Verifier,
+    VerifyOutput,
+)
 from specdec.sampling.trees.tries import trie
 
 COMPARED = 4
@@ -27,7 +37,9 @@ COMPARED = 4
 LONGEST = 64
 """Most tokens of a match."""
 POOL_CONTEXT = 4
-"""Tokens of a prompt's end that the pool keeps before its output, so that the output's beginning can be found."""
+"""Tokens of a prompt's end that the pool keeps before its output, so that the output's beginning
+can be found.
+"""
 TREE_OCCURRENCES = 8
 """Occurrences of which a tree is made, or as many as it takes to fill it."""
 
@@ -38,8 +50,10 @@ class SuffixDrafter(Drafter):
     Args:
         max_draft_tokens: largest k.
         longest: most tokens of a match that are looked at, and for which one is trusted.
-        shortest: tokens of a match that counts. A short one costs nothing: the step has k rows either way.
-        occurrences: of which a chain is the best; 1 takes the longest match, the latest of equal ones.
+        shortest: tokens of a match that counts. A short one costs nothing: the step has k rows
+            either way.
+        occurrences: of which a chain is the best; 1 takes the longest match, the latest of equal
+            ones.
         pool_tokens: of past outputs that are kept for all requests; 0 keeps none.
 
     Raises:
@@ -60,27 +74,43 @@ class SuffixDrafter(Drafter):
         _at_least(1, max_draft_tokens=max_draft_tokens, occurrences=occurrences)
         _at_least(0, pool_tokens=pool_tokens)
         if not 1 <= shortest <= longest <= LONGEST:
-            raise InvalidInputError(f"shortest is {shortest} and longest {longest}; they must be ordered, from 1 to {LONGEST}")
-        self.max_draft_tokens, self.occurrences, self.pool_tokens = max_draft_tokens, occurrences, pool_tokens
+            raise InvalidInputError(
+                f"shortest is {shortest} and longest {longest}; they must be ordered, from 1 to"
+                f" {LONGEST}"
+            )
+        self.max_draft_tokens, self.occurrences, self.pool_tokens = (
+            max_draft_tokens,
+            occurrences,
+            pool_tokens,
+        )
         self.longest, self.shortest = longest, shortest
         self.compared = min(longest, max(COMPARED, shortest))
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[LayerCache],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> "BoundSuffix":
         """See `specdec.model.core.Drafter.bind`; copied drafts are point masses under any
         `draft_sampling`.
         """
         # The rows of a step reach k positions past the last one that a request may keep.
         width = max_len + self.max_draft_tokens + 1
-        return BoundSuffix(self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device))
+        return BoundSuffix(
+            self, torch.zeros(max_num_seqs, width, dtype=torch.int32, device=verifier.device)
+        )
 
 
 class BoundSuffix(BoundDrafter):
     """The texts of the requests of one engine, and the outputs of those before them; see
     `specdec.model.core.BoundDrafter`.
 
-    Where the host may look, the engine asks for the `outlook` first; what was found for that serves the drafts as well.
+    Where the host may look, the engine asks for the `outlook` first; what was found for that serves
+    the drafts as well.
 
     A request's output goes to the pool when the next one gets its slot.
 
@@ -94,7 +124,9 @@ class BoundSuffix(BoundDrafter):
     def __init__(self, drafter: SuffixDrafter, history: Tensor) -> None:
         self._drafter, self.history = drafter, history
         self.pool = TextPool(drafter.pool_tokens, history.device) if drafter.pool_tokens else None
-        self._spans = torch.zeros(2, len(history), dtype=torch.int64, device=history.device)  # of what is to go to the pool
+        self._spans = torch.zeros(
+            2, len(history), dtype=torch.int64, device=history.device
+        )  # of what is to go to the pool
         self._found: Found | None = None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -103,7 +135,9 @@ class BoundSuffix(BoundDrafter):
         if self.pool:
             self.pool.add(self.history[slot], *self._spans[:, slot])
             self._spans[:, slot] = max(0, len(token_ids) - POOL_CONTEXT)
-        self.history[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32, device=self.history.device)
+        self.history[slot, : len(token_ids)] = torch.tensor(
+            token_ids, dtype=torch.int32, device=self.history.device
+        )
 
     def forget(self) -> None:
         """Empties the pool."""
@@ -115,31 +149,50 @@ class BoundSuffix(BoundDrafter):
     def outlook(self, batch: DecodeBatch) -> Tensor:
         """See `BoundDrafter.outlook`."""
         self._found = self._find(batch, self._drafter.occurrences)
-        return best_chain(self._found.continuations, self._found.lengths, self._drafter.longest).scores
+        return best_chain(
+            self._found.continuations, self._found.lengths, self._drafter.longest
+        ).scores
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
-        """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a tree; and 0 for the others."""
+        """Drafts for every request whose last tokens occurred before: k in a chain, up to k in a
+        tree; and 0 for the others.
+        """
         shape = batch.shape
         # Of a tree so many that there could be k drafts.
-        count = max(TREE_OCCURRENCES, -(-batch.k // shape.depth)) if shape.is_tree else self._drafter.occurrences
+        count = (
+            max(TREE_OCCURRENCES, -(-batch.k // shape.depth))
+            if shape.is_tree
+            else self._drafter.occurrences
+        )
         found, self._found = self._found, None  # nothing outlives a step: it may be a graph's
         if found is None or not found.serves(batch, count):
             found = self._find(batch, count)
-        continuations, lengths = found.continuations[:, :count, : shape.depth], found.lengths[:, :count]
-        return self._tree(batch, continuations, lengths) if shape.is_tree else self._chain(continuations, lengths)
+        continuations, lengths = (
+            found.continuations[:, :count, : shape.depth],
+            found.lengths[:, :count],
+        )
+        return (
+            self._tree(batch, continuations, lengths)
+            if shape.is_tree
+            else self._chain(continuations, lengths)
+        )
 
     def _find(self, batch: DecodeBatch, count: int) -> Found:
         """The best `count` occurrences of the texts' ends, and what followed them."""
         self._store(batch, batch.anchors[:, None])
         drafter, pool = self._drafter, self.pool.tokens if self.pool else None
         texts = Texts(pool, self.history, batch.slots, batch.seq_lens, batch.max_seq_len)
-        limits = Limits(count, drafter.longest, drafter.compared, drafter.shortest, batch.shape.depth)
+        limits = Limits(
+            count, drafter.longest, drafter.compared, drafter.shortest, batch.shape.depth
+        )
         return search(texts, limits)
 
     def _chain(self, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """The best continuation."""
         token_ids, num_drafts, scores = best_chain(continuations, lengths, self._drafter.longest)
-        return DraftOutput(token_ids, num_drafts=num_drafts, forecast=scores if self.forecasts else None)
+        return DraftOutput(
+            token_ids, num_drafts=num_drafts, forecast=scores if self.forecasts else None
+        )
 
     def _tree(self, batch: DecodeBatch, continuations: Tensor, lengths: Tensor) -> DraftOutput:
         """All continuations, put together."""
@@ -150,8 +203,12 @@ class BoundSuffix(BoundDrafter):
             output.forecast, output.scores = drafts.scores.exp().sum(dim=1), drafts.scores
         return output
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where nothing looks."""
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
+        """Stores the verified rows; those past the accepted ones lie beyond the next anchor, where
+        nothing looks.
+        """
         self._found = None
         self._store(batch, token_ids)
         if self.pool:
@@ -159,7 +216,9 @@ class BoundSuffix(BoundDrafter):
 
     def _store(self, batch: DecodeBatch, token_ids: Tensor) -> None:
         """Writes `token_ids` [num_reqs, n] to the positions from the anchor on."""
-        self.history.index_put_((batch.slots[:, None], batch.positions(token_ids.shape[1])), token_ids.int())
+        self.history.index_put_(
+            (batch.slots[:, None], batch.positions(token_ids.shape[1])), token_ids.int()
+        )
 
 
 def _at_least(least: int, **numbers: int) -> None:

@@ -1,4 +1,6 @@
-"""Where a text's end occurred before, and what followed it there; every shape is known beforehand and the host never waits."""
+"""Where a text's end occurred before, and what followed it there; every shape is known beforehand
+and the host never waits.
+"""
 
 from typing import NamedTuple
 
@@ -14,11 +16,14 @@ _BEFORE_THE_TEXT = -2  # in an end that is shorter than what is compared; equal 
 
 
 class Matches(NamedTuple):
-    """Occurrences of a text's end, the longest first as far as `find` compares, and of equal ones the latest.
+    """Occurrences of a text's end, the longest first as far as `find` compares, and of equal ones
+    the latest.
 
     Attributes:
-        ends: int64 [num_reqs, C], place of the last token of each; before the text's last token where there is no match.
-        lengths: int64 [num_reqs, C], how many tokens up to there are the same; 0 where there is no match.
+        ends: int64 [num_reqs, C], place of the last token of each; before the text's last token
+            where there is no match.
+        lengths: int64 [num_reqs, C], how many tokens up to there are the same; 0 where there is no
+            match.
     """
 
     ends: Tensor
@@ -64,7 +69,8 @@ class Found(NamedTuple):
     """What followed the best occurrences of texts' ends.
 
     Attributes:
-        continuations: int64 [num_reqs, C, K], see `continued`; the text's last token again and again where there is no match.
+        continuations: int64 [num_reqs, C, K], see `continued`; the text's last token again and
+            again where there is no match.
         lengths: int64 [num_reqs, C], of the matches, see `Matches`.
         slots: int64 [num_reqs], of the requests.
     """
@@ -74,13 +80,17 @@ class Found(NamedTuple):
     slots: Tensor
 
     def serves(self, batch: DecodeBatch, count: int) -> bool:
-        """Whether the best `count` of a step's texts are among these, with what follows them; the host looks."""
+        """Whether the best `count` of a step's texts are among these, with what follows them; the
+        host looks.
+        """
         _, most, depth = self.continuations.shape
         return count <= most and batch.shape.depth <= depth and torch.equal(self.slots, batch.slots)
 
 
 def search(texts: Texts, limits: Limits) -> Found:
-    """What followed where the ends of requests' texts occurred before, in past texts and in their own."""
+    """What followed where the ends of requests' texts occurred before, in past texts and in their
+    own.
+    """
     pool, history, slots, seq_lens, max_seq_len = texts
     count, longest, compared, shortest, depth = limits
     columns, first = history[:, :max_seq_len].index_select(0, slots), 0
@@ -94,19 +104,24 @@ def search(texts: Texts, limits: Limits) -> Found:
 
 
 def last_tokens(texts: Tensor, first: int, last: Tensor, count: int) -> Tensor:
-    """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from `last` int64 [num_reqs, 1] back to `first`."""
+    """int32 [num_reqs, count]: tokens of `texts` int32 [num_reqs, width] from `last` int64
+    [num_reqs, 1] back to `first`.
+    """
     places = last - torch.arange(count, device=texts.device)
     return torch.where(places >= first, texts.gather(1, places.clamp(min=0)), _BEFORE_THE_TEXT)
 
 
-def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: int, before: Tensor) -> Matches:
+def find(
+    texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: int, before: Tensor
+) -> Matches:
     """The `count` best occurrences of a suffix.
 
     Args:
         texts: int32 [num_reqs, width], where to look.
         suffix: int32 [num_reqs, M], the latest token first.
         count: C.
-        compared: tokens by which matches are told apart everywhere, at most M; only the C found are followed back up to M.
+        compared: tokens by which matches are told apart everywhere, at most M; only the C found are
+            followed back up to M.
         shortest: tokens of a match that counts, at most `compared`.
         before: int64 [num_reqs, 1], matches end before this place.
     """
@@ -120,7 +135,10 @@ def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: 
     order = torch.where(lengths >= shortest, lengths * width + columns, -1)
     best, ends = F.pad(order, (0, max(0, count - width)), value=-1).topk(count, dim=1)
     matched = best >= 0
-    found, ends = torch.where(matched, best // width, 0).long(), torch.where(matched, ends, before - 1)
+    found, ends = (
+        torch.where(matched, best // width, 0).long(),
+        torch.where(matched, ends, before - 1),
+    )
     more = torch.arange(compared, suffix.shape[1], device=texts.device)
     if len(more):
         places = ends[..., None] - more
@@ -133,16 +151,20 @@ def find(texts: Tensor, suffix: Tensor, count: int, *, compared: int, shortest: 
 def continued(texts: Tensor, first: int, last: Tensor, ends: Tensor, count: int) -> Tensor:
     """int64 [num_reqs, C, count], what follows matches; `NOTHING` past the end of a past text.
 
-    In the request's own text, a continuation that reaches the end goes on from its start, as an overlapping copy does in LZ77.
+    In the request's own text, a continuation that reaches the end goes on from its start, as an
+    overlapping copy does in LZ77.
 
     Args:
-        texts: int32 [num_reqs, width], past texts, each with `NOTHING` behind it, and then the request's own.
+        texts: int32 [num_reqs, width], past texts, each with `NOTHING` behind it, and then the
+            request's own.
         first: where that begins.
         last: int64 [num_reqs, 1], the place of its last token.
         ends: int64 [num_reqs, C], of the matches.
         count: tokens.
     """
-    steps = torch.arange(count, device=texts.device) % (last - ends).clamp(min=1)[..., None]  # a past text ends before that
+    steps = (
+        torch.arange(count, device=texts.device) % (last - ends).clamp(min=1)[..., None]
+    )  # a past text ends before that
     places = ends[..., None] + 1 + steps
     tokens = texts.gather(1, places.clamp(max=texts.shape[1] - 1).flatten(1)).view_as(places).long()
     return torch.where(tokens.cummin(dim=2).values < 0, NOTHING, tokens) if first else tokens

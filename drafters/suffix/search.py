@@ -1,4 +1,5 @@
-"""Searching and choosing on our kernels where they run, and in plain torch (`matches`, `choice`) elsewhere, with equal results.
+"""Searching and choosing on our kernels where they run, and in plain torch (`matches`, `choice`)
+elsewhere, with equal results.
 
 On a GPU plain torch takes dozens of small kernels for it, whose launches cost more than what they
 do.
@@ -41,7 +42,11 @@ def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
 def _weigh_on_triton(continuations: Tensor, lengths: Tensor) -> Weighed:
     from drafters.suffix import triton_choice  # it imports Triton
 
-    return Weighed(*triton_choice.weigh(continuations, lengths, by_length=BY_LENGTH, by_age=BY_AGE, shortest=SHORTEST))
+    return Weighed(
+        *triton_choice.weigh(
+            continuations, lengths, by_length=BY_LENGTH, by_age=BY_AGE, shortest=SHORTEST
+        )
+    )
 
 
 def _fits(device: torch.device, count: int, depth: int) -> bool:
@@ -54,7 +59,9 @@ def _fits(device: torch.device, count: int, depth: int) -> bool:
 
 
 def check_matches(device: torch.device) -> Deviation:
-    """Texts of few different tokens, of several chunks and of one token, with and without past ones."""
+    """Texts of few different tokens, of several chunks and of one token, with and without past
+    ones.
+    """
     from drafters.suffix import triton_choice, triton_matches
 
     generator = torch.Generator().manual_seed(0)
@@ -64,18 +71,29 @@ def check_matches(device: torch.device) -> Deviation:
     slots, seq_lens = torch.tensor([2, 0, 3]), torch.tensor([1400, 0, 9])
     moved = history.to(device), slots.to(device), seq_lens.to(device), 1401
     found = []
-    for past, limits in ((pool, Limits(16, 16, 4, 1, 31)), (None, Limits(12, 7, 4, 1, 5)), (None, Limits(1, 4, 4, 1, 8))):
+    for past, limits in (
+        (pool, Limits(16, 16, 4, 1, 31)),
+        (None, Limits(12, 7, 4, 1, 5)),
+        (None, Limits(1, 4, 4, 1, 8)),
+    ):
         plain = matches.search(Texts(past, history, slots, seq_lens, 1401), limits)
         ours = triton_matches.search(None if past is None else past.to(device), *moved, *limits)
         expected = plain.continuations
         found += [mismatches(ours[0], expected), mismatches(ours[1], plain.lengths)]
-        chosen = triton_choice.best_chain(expected.to(device), plain.lengths.to(device), limits.longest)
+        chosen = triton_choice.best_chain(
+            expected.to(device), plain.lengths.to(device), limits.longest
+        )
         chains = choice.best_chain(expected, plain.lengths, limits.longest)
         found += [mismatches(one, other) for one, other in zip(chosen, chains, strict=True)]
         tokens, *weights = _weigh_on_triton(expected.to(device), plain.lengths.to(device))
-        sides = choice.weigh(expected, plain.lengths), choice.weigh(expected, plain.lengths.double())
+        sides = (
+            choice.weigh(expected, plain.lengths),
+            choice.weigh(expected, plain.lengths.double()),
+        )
         found.append(mismatches(tokens, sides[0].tokens))
-        found += [deviation(*three) for three in zip(weights, sides[0][1:], sides[1][1:], strict=True)]
+        found += [
+            deviation(*three) for three in zip(weights, sides[0][1:], sides[1][1:], strict=True)
+        ]
     return worst(found)
 
 

@@ -1,4 +1,5 @@
-"""Which of several continuations to draft, in Triton, one program per request: what `drafters.suffix.choice` chooses and weighs.
+"""Which of several continuations to draft, in Triton, one program per request: what
+`drafters.suffix.choice` chooses and weighs.
 
 How far each continuation agrees with another is added up for every length of match at once, in
 integers, so the means are torch's.
@@ -41,12 +42,16 @@ def _best_chain_kernel(
     lengths += request * lengths_stride
     await_previous(OVERLAP)
     there = (path < COUNT)[:, None] & (step < DEPTH)[None, :]
-    token = tl.load(continuations + path[:, None] * path_stride + step[None, :], mask=there, other=_NOTHING).to(tl.int32)
+    token = tl.load(
+        continuations + path[:, None] * path_stride + step[None, :], mask=there, other=_NOTHING
+    ).to(tl.int32)
     length = tl.load(lengths + path, mask=path < COUNT, other=0).to(tl.int32)
     agreed = tl.zeros([triton.next_power_of_2(COUNT), triton.next_power_of_2(LONGEST)], tl.int32)
     counts = tl.zeros([triton.next_power_of_2(LONGEST)], tl.int32)
     for other in range(COUNT):
-        its = tl.load(continuations + other * path_stride + step, mask=step < DEPTH, other=_NOTHING).to(tl.int32)
+        its = tl.load(
+            continuations + other * path_stride + step, mask=step < DEPTH, other=_NOTHING
+        ).to(tl.int32)
         alike = (token == its[None, :]) & (token >= 0)
         common = tl.min(tl.where(alike, DEPTH, step[None, :]), 1)
         counted = (tl.load(lengths + other).to(tl.int32) >= trusted) & (trusted > 0)
@@ -56,7 +61,9 @@ def _best_chain_kernel(
     mean = tl.div_rn(agreed.to(tl.float32), tl.maximum(counts, 1).to(tl.float32)[None, :])
     mean = tl.where(exists & (length[:, None] >= trusted[None, :]), mean, 0.0)
     score = tl.max(tl.max(mean, 1), 0)
-    cell = tl.where(exists & (mean == score), level[None, :] * COUNT + path[:, None], LONGEST * COUNT)
+    cell = tl.where(
+        exists & (mean == score), level[None, :] * COUNT + path[:, None], LONGEST * COUNT
+    )
     best = tl.min(tl.min(cell, 1), 0) % COUNT
     chosen = tl.load(continuations + best * path_stride + step, mask=step < DEPTH, other=_NOTHING)
     count = tl.sum((chosen >= 0).to(tl.int64), 0)
@@ -96,20 +103,34 @@ def _weigh_kernel(
     place = request * COUNT + path
     tl.store(tokens + place, count, mask=exists)
     tl.store(weights + place, weight, mask=exists)
-    tl.store(keep + place, tl.div_rn(length.to(tl.float32), (length + 1).to(tl.float32)), mask=exists)
+    tl.store(
+        keep + place, tl.div_rn(length.to(tl.float32), (length + 1).to(tl.float32)), mask=exists
+    )
 
 
-def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+def best_chain(
+    continuations: Tensor, lengths: Tensor, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `drafters.suffix.choice.best_chain`; the last axis of both is contiguous."""
     num_reqs, count, depth = continuations.shape
     assert continuations.stride(2) == 1 and lengths.stride(1) == 1
     token_ids = torch.empty(num_reqs, depth, dtype=torch.int64, device=lengths.device)
     num_drafts = torch.empty(num_reqs, dtype=torch.int64, device=lengths.device)
     scores = torch.empty(num_reqs, dtype=torch.float32, device=lengths.device)
-    arguments = (continuations, lengths, token_ids, num_drafts, scores, *continuations.stride()[:2], lengths.stride(0))
+    arguments = (
+        continuations,
+        lengths,
+        token_ids,
+        num_drafts,
+        scores,
+        *continuations.stride()[:2],
+        lengths.stride(0),
+    )
     sizes = {"LONGEST": longest, "COUNT": count, "DEPTH": depth}
     with on_device(lengths):
-        _best_chain_kernel[(num_reqs,)](*arguments, **sizes, num_warps=4, **overlap_options(lengths.device))
+        _best_chain_kernel[(num_reqs,)](
+            *arguments, **sizes, num_warps=4, **overlap_options(lengths.device)
+        )
     return token_ids, num_drafts, scores
 
 

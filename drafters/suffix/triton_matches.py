@@ -1,9 +1,10 @@
-"""Where texts' ends occurred before, and what followed there, in Triton: what `drafters.suffix.matches` searches.
+"""Where texts' ends occurred before, and what followed there, in Triton: what
+`drafters.suffix.matches` searches.
 
-Programs first find the best matches of their chunk of the columns, so that even one request keeps many processors busy; then one
-program per request finds the best of those. A match's length and column are compared as one integer, so how columns are divided
-changes nothing. Columns are those of the pool of past texts, and behind them those of the request's
-own text.
+Programs first find the best matches of their chunk of the columns, so that even one request keeps
+many processors busy; then one program per request finds the best of those. A match's length and
+column are compared as one integer, so how columns are divided changes nothing. Columns are those of
+the pool of past texts, and behind them those of the request's own text.
 """
 
 import torch
@@ -19,7 +20,9 @@ MOST_MATCHES = 64
 MOST_TOKENS = 64
 """Of an end, and of a continuation."""
 CHUNK = 1024
-"""Columns per program, or more where there would be too many programs for one to look through what they find."""
+"""Columns per program, or more where there would be too many programs for one to look through what
+they find.
+"""
 MOST_CHUNKS = 128
 
 _NOTHING = tl.constexpr(-1)
@@ -27,7 +30,9 @@ _BEFORE_THE_TEXT = tl.constexpr(-2)  # equal to nothing
 
 
 @triton.jit
-def _tokens(pool: tl.tensor, text: tl.tensor, column: tl.tensor, first: tl.tensor, there: tl.tensor) -> tl.tensor:
+def _tokens(
+    pool: tl.tensor, text: tl.tensor, column: tl.tensor, first: tl.tensor, there: tl.tensor
+) -> tl.tensor:
     """What is in columns, of which the request's own text begins with `first`."""
     token = tl.load(text + (column - first), mask=there & (column >= first), other=0)
     if pool is not None:
@@ -38,7 +43,9 @@ def _tokens(pool: tl.tensor, text: tl.tensor, column: tl.tensor, first: tl.tenso
 
 @triton.jit
 def _highest(key: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """The COUNT highest of different keys, in falling order, and -1 for those that there are not."""
+    """The COUNT highest of different keys, in falling order,
+    and -1 for those that there are not.
+    """
     place = tl.arange(0, triton.next_power_of_2(COUNT))
     chosen = tl.full([triton.next_power_of_2(COUNT)], -1, tl.int32)
     highest = tl.max(key, 0)
@@ -83,7 +90,11 @@ def _chunk_matches_kernel(
         length += matched.to(tl.int32)
     key = _highest(tl.where(length >= SHORTEST, length * (first + columns) + column, -1), COUNT)
     place = tl.arange(0, triton.next_power_of_2(COUNT))
-    tl.store(keys + (request * tl.num_programs(1) + tl.program_id(1)) * COUNT + place, key, mask=place < COUNT)
+    tl.store(
+        keys + (request * tl.num_programs(1) + tl.program_id(1)) * COUNT + place,
+        key,
+        mask=place < COUNT,
+    )
 
 
 @triton.jit(do_not_specialize=["first", "columns", "num_keys"])
@@ -114,13 +125,19 @@ def _best_matches_kernel(
     await_previous(OVERLAP)
     text = history + tl.load(slots + request) * row_stride
     last = tl.load(seq_lens + request).to(tl.int32)
-    key = _highest(tl.load(keys + request * num_keys + entry, mask=entry < num_keys, other=-1), COUNT)
+    key = _highest(
+        tl.load(keys + request * num_keys + entry, mask=entry < num_keys, other=-1), COUNT
+    )
     found = key >= 0
     length = tl.where(found, key // width, 0)
-    end = tl.where(found, key % width, first + last - 1)  # without a match the text's last token follows
+    end = tl.where(
+        found, key % width, first + last - 1
+    )  # without a match the text's last token follows
     if LONGEST > COMPARED:
         more = COMPARED + tl.arange(0, triton.next_power_of_2(LONGEST - COMPARED))
-        wanted = tl.load(text + (last - more), mask=(more < LONGEST) & (more <= last), other=_BEFORE_THE_TEXT)[None, :]
+        wanted = tl.load(
+            text + (last - more), mask=(more < LONGEST) & (more <= last), other=_BEFORE_THE_TEXT
+        )[None, :]
         more = more[None, :]
         there = (length == COMPARED)[:, None] & (more < LONGEST) & (more <= end[:, None])
         agrees = there & (_tokens(pool, text, end[:, None] - more, first, there) == wanted)
@@ -130,7 +147,9 @@ def _best_matches_kernel(
     there = (number < COUNT)[:, None] & (step < DEPTH)
     token = _tokens(pool, text, tl.minimum(place, width - 1), first, there)
     if pool is not None:
-        token = tl.where(step < tl.min(tl.where(token < 0, step, DEPTH), 1)[:, None], token, _NOTHING)
+        token = tl.where(
+            step < tl.min(tl.where(token < 0, step, DEPTH), 1)[:, None], token, _NOTHING
+        )
     continuations += request * (COUNT * DEPTH)
     tl.store(continuations + (number[:, None] * DEPTH + step), token.to(tl.int64), mask=there)
     tl.store(lengths + request * COUNT + number, length.to(tl.int64), mask=number < COUNT)
@@ -155,9 +174,18 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """See `drafters.suffix.matches.search`; these are its `Texts` and `Limits`."""
     device, num_reqs = history.device, len(slots)
-    assert history.dtype == torch.int32 and history.stride(1) == 1 and slots.is_contiguous() and seq_lens.is_contiguous()
+    assert (
+        history.dtype == torch.int32
+        and history.stride(1) == 1
+        and slots.is_contiguous()
+        and seq_lens.is_contiguous()
+    )
     assert pool is None or (pool.dtype == torch.int32 and pool.is_contiguous())
-    assert 1 <= shortest <= compared <= longest <= MOST_TOKENS and 1 <= depth <= MOST_TOKENS and 1 <= count <= MOST_MATCHES
+    assert (
+        1 <= shortest <= compared <= longest <= MOST_TOKENS
+        and 1 <= depth <= MOST_TOKENS
+        and 1 <= count <= MOST_MATCHES
+    )
     first = 0 if pool is None else len(pool)
     columns, most = min(max_seq_len, history.shape[1]), first + history.shape[1]
     assert (compared + 1) * most < 2**31

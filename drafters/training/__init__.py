@@ -1,1 +1,3 @@
-"""Training DFlash drafters: the target's own answers, the training loop, and the check against the real engine."""
+"""Training DFlash drafters: the target's own answers, the training loop, and the check against the
+real engine.
+"""

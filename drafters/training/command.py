@@ -1,4 +1,6 @@
-"""`specdec train`: answers, training and the check against the engine, from one config file or flags."""
+"""`specdec train`: answers, training and the check against the engine, from one config file or
+flags.
+"""
 
 import argparse
 import os
@@ -33,15 +35,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec train`."""
     parser.usage = "%(prog)s [STAGE ...] --out FOLDER [options]"
     parser.epilog = _EXAMPLES
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="answers, train, finish (default: all three); or bench SHAPE")
-    parser.add_argument("--config", metavar="FILE", help="TOML or JSON file with the options below as keys; flags win")
+    parser.add_argument(
+        "stages",
+        nargs="*",
+        metavar="STAGE",
+        help="answers, train, finish (default: all three); or bench SHAPE",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML or JSON file with the options below as keys; flags win",
+    )
     add_flags(parser)
-    ray_option(parser.add_argument_group("cluster"), "train in processes of a Ray cluster that all see the run's folder")
-    parser.add_argument("--workers", type=whole_number, metavar="N", help="how many with --ray (default: the cluster's GPUs, or 1)")
+    ray_option(
+        parser.add_argument_group("cluster"),
+        "train in processes of a Ray cluster that all see the run's folder",
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole_number,
+        metavar="N",
+        help="how many with --ray (default: the cluster's GPUs, or 1)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `specdec train`; 0 when the stages are complete, 1 when they were stopped as asked and can go on.
+    """Runs `specdec train`; 0 when the stages are complete, 1 when they were stopped as asked and
+    can go on.
 
     Raises:
         SpecDecError: see `drafters.training.stages.run_stages`.
@@ -59,9 +79,21 @@ def run(args: argparse.Namespace) -> int:
     ordered = tuple(stage for stage in STAGES if stage in stages)
     make_folder(config.folder)
     try:
-        return 0 if (_run_here(ordered, config) if args.ray is None else _run_there(ordered, config, args)) else 1
+        return (
+            0
+            if (
+                _run_here(ordered, config)
+                if args.ray is None
+                else _run_there(ordered, config, args)
+            )
+            else 1
+        )
     except KeyboardInterrupt:
-        print(f"\nspecdec: what is finished is kept in {config.folder}; the same command goes on from there", file=sys.stderr)
+        print(
+            f"\nspecdec: what is finished is kept in {config.folder}; the same command goes on from"
+            f" there",
+            file=sys.stderr,
+        )
         raise
 
 
@@ -77,7 +109,10 @@ def _run_there(stages: tuple[str, ...], config: TrainConfig, args: argparse.Name
     from drafters.training.stages import run_stages
     from specdec.cluster.train import run_workers
 
-    shared, last = tuple(stage for stage in stages if stage != "finish"), tuple(stage for stage in stages if stage == "finish")
+    shared, last = (
+        tuple(stage for stage in stages if stage != "finish"),
+        tuple(stage for stage in stages if stage == "finish"),
+    )
     return all(
         run_workers(args.ray, run_stages, some, config, workers=workers, folder=config.folder)
         for some, workers in ((shared, args.workers), (last, 1))

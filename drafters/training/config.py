@@ -1,4 +1,6 @@
-"""Everything `specdec train` can be told: one frozen dataclass whose fields are the flags and the keys of the config file."""
+"""Everything `specdec train` can be told: one frozen dataclass whose fields are the flags and the
+keys of the config file.
+"""
 
 import argparse
 import reprlib
@@ -36,19 +38,28 @@ _count, _positive, _amount, _share = (partial(_option, rule=rule) for rule in _R
 class TrainConfig:
     """One training run.
 
-    `out` holds all of it: `answers/`, `training/` and at last `drafter/` and `drafter-speculators/`. A field's description is the
-    help text of its flag.
+    `out` holds all of it: `answers/`, `training/` and at last `drafter/` and
+    `drafter-speculators/`. A field's description is the help text of its flag.
     """
 
     out: str = _option(
-        "", "run", "folder of the run; running again with the same folder goes on where the last run stopped", metavar="FOLDER"
+        "",
+        "run",
+        "folder of the run; running again with the same folder goes on where the last run stopped",
+        metavar="FOLDER",
     )
     model: str = _option("embedded", "run", "target: embedded, a folder, or a hub name")
-    revision: str | None = _option(None, "run", "branch, tag or commit of the target on the hub, as in owner/name@NAME")
+    revision: str | None = _option(
+        None, "run", "branch, tag or commit of the target on the hub, as in owner/name@NAME"
+    )
     device: str = _option("auto", "run", "auto, cpu, cuda or cuda:N")
-    dtype: str = _option("auto", "run", "type of the target and of the drafter's forward: auto, float32 or bfloat16")
+    dtype: str = _option(
+        "auto", "run", "type of the target and of the drafter's forward: auto, float32 or bfloat16"
+    )
     seed: int = _option(0, "run", "fixes prompts, answers, order and anchors")
-    stop_after: float | None = _positive(None, "run", "minutes after which a stage saves what it has and the command ends")
+    stop_after: float | None = _positive(
+        None, "run", "minutes after which a stage saves what it has and the command ends"
+    )
 
     prompts: tuple[str, ...] = _option(
         (),
@@ -75,8 +86,12 @@ class TrainConfig:
         metavar="JSON",
     )
     max_prompts: int | None = _positive(None, "answers", "most prompts taken from the files")
-    variations: int = _amount(0, "answers", "versions of every question with other numbers and names")
-    self_prompts: int = _amount(0, "answers", "prompts that the target writes itself (Magpie), beside the files")
+    variations: int = _amount(
+        0, "answers", "versions of every question with other numbers and names"
+    )
+    self_prompts: int = _amount(
+        0, "answers", "prompts that the target writes itself (Magpie), beside the files"
+    )
     opening_share: float = _share(0.0, "answers", "share of these that are begun for it")
     openings: tuple[str, ...] = _option(
         (),
@@ -84,10 +99,20 @@ class TrainConfig:
         f"kinds of these, as often as they are named: {', '.join(KINDS)} (default: each once)",
         metavar="KIND",
     )
-    documents: int = _amount(0, "answers", "prompts about texts that the target wrote in its answers to all others, beside these")
-    few_shot_share: float = _share(0.0, "answers", "share of the questions asked as few-shot text instead of in the chat template")
+    documents: int = _amount(
+        0,
+        "answers",
+        "prompts about texts that the target wrote in its answers to all others, beside these",
+    )
+    few_shot_share: float = _share(
+        0.0,
+        "answers",
+        "share of the questions asked as few-shot text instead of in the chat template",
+    )
     few_shot: int = _count(5, "answers", "worked examples in a few-shot prompt")
-    temperatures: tuple[float, ...] = _option((0.0,), "answers", "one answer per prompt and temperature; 0 is greedy")
+    temperatures: tuple[float, ...] = _option(
+        (0.0,), "answers", "one answer per prompt and temperature; 0 is greedy"
+    )
     top_p: float = _share(1.0, "answers", "keep the likeliest tokens that reach P when sampling")
     max_tokens: int = _count(256, "answers", "most tokens of an answer")
     heldout: int = _count(64, "answers", "prompts kept out of training, answered greedily, for tau")
@@ -97,34 +122,62 @@ class TrainConfig:
         "OpenAI-compatible server that answers in place of our engine, such as http://host:8000",
         metavar="URL",
     )
-    heldout_temperature: float = _amount(1.0, "answers", "of a second answer to each of these; 0 is none")
+    heldout_temperature: float = _amount(
+        1.0, "answers", "of a second answer to each of these; 0 is none"
+    )
     max_num_seqs: int = _count(256, "answers", "answers decoded at once")
     attention: str = _option("auto", "answers", "attention backend of the engine")
     kv_memory: int | None = _option(None, "answers", "memory for the KV cache")
-    shard_size: int = _count(2048, "answers", "answers per file; a file appears whole or not at all")
-    skip_long: bool = _option(False, "answers", "leave out prompts that do not fit the target's context instead of refusing them")
+    shard_size: int = _count(
+        2048, "answers", "answers per file; a file appears whole or not at all"
+    )
+    skip_long: bool = _option(
+        False,
+        "answers",
+        "leave out prompts that do not fit the target's context instead of refusing them",
+    )
 
     init: str | None = _option(None, "drafter", "checkpoint to start from; it brings its own shape")
     layers: int = _count(5, "drafter", "draft layers")
     block_size: int = _option(16, "drafter", "positions of a block, the anchor included")
-    taps: tuple[int, ...] = _option((), "drafter", "tapped target layers, 0-based (default: evenly spaced)")
-    mask_token: int | None = _option(None, "drafter", "token id of the mask (default: a reserved token that never occurs)")
+    taps: tuple[int, ...] = _option(
+        (), "drafter", "tapped target layers, 0-based (default: evenly spaced)"
+    )
+    mask_token: int | None = _option(
+        None, "drafter", "token id of the mask (default: a reserved token that never occurs)"
+    )
     heads: int | None = _option(None, "drafter", "query heads (default: the target's)")
     kv_heads: int | None = _option(None, "drafter", "key heads (default: the target's)")
     head_dim: int | None = _option(None, "drafter", "size of a head (default: the target's)")
     intermediate: int | None = _option(None, "drafter", "width of the MLP (default: the target's)")
-    head: str = _option("none", "drafter", "what the token before a draft has a say through: none, markov, gated, selector, domino")
+    head: str = _option(
+        "none",
+        "drafter",
+        "what the token before a draft has a say through: none, markov, gated, selector, domino",
+    )
     head_rank: int = _count(128, "drafter", "rank of the head's corrections")
     head_state: int = _count(256, "drafter", "numbers of a recurrent head's state (domino)")
-    head_candidates: int = _option(16, "drafter", "tokens of a position that the head corrects, the likeliest; 0 is the vocabulary")
-    tied_tables: bool = _option(False, "drafter", "the head's tables are projections of the target's own")
+    head_candidates: int = _option(
+        16,
+        "drafter",
+        "tokens of a position that the head corrects, the likeliest; 0 is the vocabulary",
+    )
+    tied_tables: bool = _option(
+        False, "drafter", "the head's tables are projections of the target's own"
+    )
     convolutions: bool = _option(False, "drafter", "convolutions around sublayers, as in DFlash 2")
-    window: int | None = _positive(None, "drafter", "sliding window of all layers but the last (default: full attention)")
+    window: int | None = _positive(
+        None, "drafter", "sliding window of all layers but the last (default: full attention)"
+    )
 
-    batch_size: int = _count(96, "training", "sequences per optimizer step, on all devices together")
+    batch_size: int = _count(
+        96, "training", "sequences per optimizer step, on all devices together"
+    )
     accumulation: int = _count(1, "training", "forwards that a step is split into, to save memory")
     anchors: int = _count(24, "training", "blocks per sequence and step")
-    optimizer: str = _option("adamw", "training", "adamw, or muon: by orthogonalized momentum, for matrices")
+    optimizer: str = _option(
+        "adamw", "training", "adamw, or muon: by orthogonalized momentum, for matrices"
+    )
     lr: float = _positive(6e-4, "training", "peak learning rate")
     min_lr: float = _share(0.02, "training", "learning rate at the end, as a share of the peak")
     warmup: float = _share(0.04, "training", "share of the run with a rising learning rate")
@@ -135,35 +188,77 @@ class TrainConfig:
     max_minutes: float | None = _positive(
         None, "training", "minutes of steps over all runs, instead of epochs or a number of steps"
     )
-    max_length: int = _positive(2048, "training", "longest sequence of prompt and answer; longer ones are left out")
-    loss: str = _option("decay", "training", "weights of the positions: decay (exponential) or dpace")
-    gamma: float | None = _positive(None, "training", "positions over which decaying weights fall to 1/e (default: by block size)")
+    max_length: int = _positive(
+        2048, "training", "longest sequence of prompt and answer; longer ones are left out"
+    )
+    loss: str = _option(
+        "decay", "training", "weights of the positions: decay (exponential) or dpace"
+    )
+    gamma: float | None = _positive(
+        None,
+        "training",
+        "positions over which decaying weights fall to 1/e (default: by block size)",
+    )
     dpace_alpha: float = _share(0.5, "training", "smoothing of D-PACE's acceptance probabilities")
-    dpace_candidates: int = _count(1, "training", "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains")
+    dpace_candidates: int = _count(
+        1,
+        "training",
+        "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains",
+    )
     ce: float = _amount(1.0, "training", "factor of the cross-entropy with the answer's token")
     kl: float = _amount(0.0, "training", "factor of the divergence from the target's distribution")
-    tv: float = _amount(0.0, "training", "factor of the total variation to the target's distribution")
-    selector: float = _amount(1.0, "training", "factor of the cross-entropy among the candidates, for a head that chooses there")
+    tv: float = _amount(
+        0.0, "training", "factor of the total variation to the target's distribution"
+    )
+    selector: float = _amount(
+        1.0,
+        "training",
+        "factor of the cross-entropy among the candidates, for a head that chooses there",
+    )
     confidence: float = _amount(0.0, "training", "factor of the loss of a head's confidences")
-    head_loss: str = _option("candidates", "training", "what a head with candidates learns to correct: candidates or vocabulary")
-    base_until: float = _share(0.0, "training", "share of the run over which the loss moves from the backbone to its head")
-    base_share: float = _share(0.0, "training", "share of the loss that stays with the backbone beside its head")
-    mask_path: str = _option("auto", "training", "attention of the blocks: flex (FlexAttention), dense, or auto (flex on CUDA)")
-    compile: bool = _option(False, "training", "compile the layers and the loss; worth it for long runs")
+    head_loss: str = _option(
+        "candidates",
+        "training",
+        "what a head with candidates learns to correct: candidates or vocabulary",
+    )
+    base_until: float = _share(
+        0.0, "training", "share of the run over which the loss moves from the backbone to its head"
+    )
+    base_share: float = _share(
+        0.0, "training", "share of the loss that stays with the backbone beside its head"
+    )
+    mask_path: str = _option(
+        "auto",
+        "training",
+        "attention of the blocks: flex (FlexAttention), dense, or auto (flex on CUDA)",
+    )
+    compile: bool = _option(
+        False, "training", "compile the layers and the loss; worth it for long runs"
+    )
     loss_rows: int = _count(4096, "training", "rows whose logits exist at once")
     bucket: int = _count(128, "training", "sequences are padded to multiples of this many tokens")
     log_every: int = _count(20, "training", "steps between lines of the log")
-    eval_every: float = _amount(5.0, "training", "minutes between evaluations of tau on the held-out answers")
+    eval_every: float = _amount(
+        5.0, "training", "minutes between evaluations of tau on the held-out answers"
+    )
     save_every: float = _amount(2.0, "training", "minutes between checkpoints")
 
-    tolerance: float = _amount(0.02, "finish", "largest relative difference of tau between training and the engine")
-    finish_prompts: int = _count(64, "finish", "held-out prompts that the engine answers; no more than were held out")
+    tolerance: float = _amount(
+        0.02, "finish", "largest relative difference of tau between training and the engine"
+    )
+    finish_prompts: int = _count(
+        64, "finish", "held-out prompts that the engine answers; no more than were held out"
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value, rule = getattr(self, one.name), one.metadata.get("rule")
             for number in value if isinstance(value, tuple) else (value,):
-                right = is_number(number) or not isinstance(number, int | float) or isinstance(number, bool)
+                right = (
+                    is_number(number)
+                    or not isinstance(number, int | float)
+                    or isinstance(number, bool)
+                )
                 self._check(one.name, right, "a number that float32 or int64 holds")
             if rule is not None and value is not None:
                 self._check(one.name, _RULES[rule](value), rule)
@@ -183,21 +278,46 @@ class TrainConfig:
         self._check("openings", set(self.openings) <= set(KINDS), f"some of {', '.join(KINDS)}")
         heads = ("none", "markov", "gated", "selector", "domino")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")
-        self._check("confidence", self.confidence == 0 or self.head in ("markov", "gated"), "0 unless the head is markov or gated")
-        self._check("head_loss", self.head_loss in ("candidates", "vocabulary"), "candidates or vocabulary")
-        whole = self.head == "domino" or (self.head in ("markov", "gated") and self.head_candidates == 0)
+        self._check(
+            "confidence",
+            self.confidence == 0 or self.head in ("markov", "gated"),
+            "0 unless the head is markov or gated",
+        )
+        self._check(
+            "head_loss", self.head_loss in ("candidates", "vocabulary"), "candidates or vocabulary"
+        )
+        whole = self.head == "domino" or (
+            self.head in ("markov", "gated") and self.head_candidates == 0
+        )
         for name in ("base_until", "base_share"):
             learned = whole or (self.head != "none" and self.head_loss == "vocabulary")
-            self._check(name, getattr(self, name) == 0 or learned, "0 unless the head learns over the whole vocabulary")
+            self._check(
+                name,
+                getattr(self, name) == 0 or learned,
+                "0 unless the head learns over the whole vocabulary",
+            )
         self._check("head_candidates", 0 <= self.head_candidates <= 64, "0 to 64")
         self._check("mask_path", self.mask_path in ("auto", "flex", "dense"), "auto, flex or dense")
-        self._check("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
-        self._check("temperatures", bool(self.temperatures) and min(self.temperatures) >= 0, "a list of numbers from 0 up")
-        self._check("batch_size", self.batch_size % self.accumulation == 0, f"a multiple of accumulation ({self.accumulation})")
+        self._check(
+            "dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"
+        )
+        self._check(
+            "temperatures",
+            bool(self.temperatures) and min(self.temperatures) >= 0,
+            "a list of numbers from 0 up",
+        )
+        self._check(
+            "batch_size",
+            self.batch_size % self.accumulation == 0,
+            f"a multiple of accumulation ({self.accumulation})",
+        )
 
     def _check(self, name: str, ok: bool, rule: str) -> None:
         if not ok:
-            raise InvalidInputError(f"{name.replace('_', '-')} is {reprlib.repr(getattr(self, name))}; it must be {rule}")
+            raise InvalidInputError(
+                f"{name.replace('_', '-')} is {reprlib.repr(getattr(self, name))}; it must be"
+                f" {rule}"
+            )
 
     @property
     def folder(self) -> Path:
@@ -215,7 +335,9 @@ SEVERAL = ("batch_size", "anchors")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field, in the groups of the dataclass; a flag that is not given leaves no trace in the namespace."""
+    """One flag per field, in the groups of the dataclass; a flag that is not given leaves no trace
+    in the namespace.
+    """
     names = [info.name for info in fields(TrainConfig)]
     groups = {info.metadata["group"]: None for info in fields(TrainConfig)}
     for title in groups:
@@ -233,18 +355,24 @@ def build_config(flags: Mapping[str, Any], file: str | None) -> TrainConfig:
     """The run that a config file and flags describe; flags win.
 
     Raises:
-        InvalidInputError: an unreadable file, an unknown key, or a value of the wrong type or out of range.
+        InvalidInputError: an unreadable file, an unknown key, or a value of the wrong type or out
+            of range.
     """
     kinds = kinds_of(TrainConfig)
     values = _read_file(Path(file)) if file else {}
     for name, value in values.items():
         if name not in kinds:
-            raise InvalidInputError(f"{file}: unknown key {name!r}; the keys are the flags of `specdec train`, with _ for -")
+            raise InvalidInputError(
+                f"{file}: unknown key {name!r}; the keys are the flags of `specdec train`, with _"
+                f" for -"
+            )
         values[name] = kinds[name].check(value, f"{file}: {name}")
     for name, value in flags.items():
         if name in SEVERAL and len(value) > 1:
             given = f"--{name.replace('_', '-')} {' '.join(map(str, value))}"
-            raise InvalidInputError(f"{given}: a run takes one; several are for specdec train bench")
+            raise InvalidInputError(
+                f"{given}: a run takes one; several are for specdec train bench"
+            )
         if name in kinds:
             single = name in SEVERAL
             values[name] = value[0] if single else tuple(value) if kinds[name].many else value

@@ -1,4 +1,6 @@
-"""`specdec couple`: fits how far a drafter's probabilities and the target's noise are to be trusted; config.json keeps it."""
+"""`specdec couple`: fits how far a drafter's probabilities and the target's noise are to be
+trusted; config.json keeps it.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,19 @@ class CoupleConfig:
     def __post_init__(self) -> None:
         for name, least in (("max_prompts", 1), ("max_tokens", 2), ("max_num_seqs", 1)):
             if getattr(self, name) < least:
-                raise InvalidInputError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be at least {least}")
+                raise InvalidInputError(
+                    f"{name.replace('_', '-')} is {getattr(self, name)}; it must be at least"
+                    f" {least}"
+                )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec couple`."""
     parser.usage = "%(prog)s FOLDER --prompts FILE ... [options]"
     parser.epilog = _EPILOG
-    parser.add_argument("drafter", metavar="FOLDER", help="a DFlash drafter; its config.json is written anew")
+    parser.add_argument(
+        "drafter", metavar="FOLDER", help="a DFlash drafter; its config.json is written anew"
+    )
     add_options(parser.add_argument_group("answers"), CoupleConfig, nargs="+")
     group = parser.add_argument_group("target")
     revision_option(group)
@@ -90,19 +97,28 @@ def run(args: argparse.Namespace) -> int:
     from drafters.dflash.coupling import Coupling
     from drafters.dflash.drafter import check_fit
 
-    config, load = CoupleConfig(**from_options(CoupleConfig, args)), LoadConfig(**from_options(LoadConfig, args))
+    config, load = (
+        CoupleConfig(**from_options(CoupleConfig, args)),
+        LoadConfig(**from_options(LoadConfig, args)),
+    )
     folder = user_path(args.drafter)
     shape, tensors = read_checkpoint(folder)
     check_writable(folder / CONFIG)
     own = (
-        shape.output_multiplier != 1 or shape.final_logit_softcapping or {"lm_head.weight", "embed_tokens.weight"} & tensors.keys()
+        shape.output_multiplier != 1
+        or shape.final_logit_softcapping
+        or {"lm_head.weight", "embed_tokens.weight"} & tensors.keys()
     )
     _require_targets(folder, not own)
     if peculiar := shape.untrainable(tensors):
-        raise CheckpointError(f"drafter {str(folder)!r} has {peculiar}; weights cannot be fitted for it")
+        raise CheckpointError(
+            f"drafter {str(folder)!r} has {peculiar}; weights cannot be fitted for it"
+        )
     temperatures = tuple(sorted(set(config.temperatures)))
     ones = ((1.0,) * shape.max_draft_tokens,) * len(temperatures)
-    replace(shape, coupling=Coupling(temperatures, ones, ones))  # what could not be written must not wait for the answers
+    replace(
+        shape, coupling=Coupling(temperatures, ones, ones)
+    )  # what could not be written must not wait for the answers
     texts = _prompts(config)
     decoder = load_decoder(args, None, EngineConfig(max_num_seqs=config.max_num_seqs))
     check_fit(shape, decoder.verifier, borrows=True)
@@ -111,7 +127,10 @@ def run(args: argparse.Namespace) -> int:
     del decoder
     gc.collect()  # the target is loaded once more
     coupling = _fitted(config, load, shape, tensors, answers)
-    write_text(folder / CONFIG, json.dumps(read_json(folder / CONFIG) | {"coupling": coupling.json()}, indent=2) + "\n")
+    write_text(
+        folder / CONFIG,
+        json.dumps(read_json(folder / CONFIG) | {"coupling": coupling.json()}, indent=2) + "\n",
+    )
     _say(f"couple: written to {folder / CONFIG}")
     return 0
 
@@ -126,7 +145,12 @@ def _prompts(config: CoupleConfig) -> list[TrainingPrompt]:
     return prompts[: config.max_prompts]
 
 
-def _answers(config: CoupleConfig, decoder: SpecDecoder, prompts: list[TrainingPrompt], temperatures: tuple[float, ...]) -> Answers:
+def _answers(
+    config: CoupleConfig,
+    decoder: SpecDecoder,
+    prompts: list[TrainingPrompt],
+    temperatures: tuple[float, ...],
+) -> Answers:
     """What the target says to each prompt.
 
     Raises:
@@ -139,7 +163,10 @@ def _answers(config: CoupleConfig, decoder: SpecDecoder, prompts: list[TrainingP
     texts, found = [tokenized(decoder, prompt.messages) for prompt in prompts], {}
     for temperature in temperatures:
         params = [
-            SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=config.seed + i) for i in range(len(texts))
+            SamplingParams(
+                max_tokens=config.max_tokens, temperature=temperature, seed=config.seed + i
+            )
+            for i in range(len(texts))
         ]
         handles = [decoder.session.submit(*one) for one in zip(texts, params, strict=True)]
         pairs = []
@@ -148,8 +175,13 @@ def _answers(config: CoupleConfig, decoder: SpecDecoder, prompts: list[TrainingP
             if one.seed is not None and len(result.token_ids) > 1:
                 pairs.append((one.seed, Answer(result.prompt_token_ids, result.token_ids)))
         if not pairs:
-            raise SpecDecError(f"no answer at temperature {temperature:g} has two tokens; give other --prompts")
-        _say(f"couple: temperature {temperature:g}: {len(pairs)} answers, {sum(len(a.answer_ids) for _, a in pairs):,} tokens")
+            raise SpecDecError(
+                f"no answer at temperature {temperature:g} has two tokens; give other --prompts"
+            )
+        _say(
+            f"couple: temperature {temperature:g}: {len(pairs)} answers,"
+            f" {sum(len(a.answer_ids) for _, a in pairs):,} tokens"
+        )
         found[temperature] = pairs
     return found
 
@@ -157,11 +189,18 @@ def _answers(config: CoupleConfig, decoder: SpecDecoder, prompts: list[TrainingP
 def _require_targets(folder: Path, ok: bool) -> None:
     if not ok:
         raise CheckpointError(
-            f"drafter {str(folder)!r} has embeddings, a head or scales of its own; weights are fitted where it takes the target's"
+            f"drafter {str(folder)!r} has embeddings, a head or scales of its own; weights are"
+            f" fitted where it takes the target's"
         )
 
 
-def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors: dict[str, Tensor], answers: Answers) -> Coupling:
+def _fitted(
+    config: CoupleConfig,
+    load: LoadConfig,
+    shape: DFlashConfig,
+    tensors: dict[str, Tensor],
+    answers: Answers,
+) -> Coupling:
     import torch
 
     from drafters.dflash.coupling import Coupling
@@ -190,12 +229,16 @@ def _fitted(config: CoupleConfig, load: LoadConfig, shape: DFlashConfig, tensors
     generator = torch.Generator(device).manual_seed(config.seed)
     tables = []
     for temperature, pairs in answers.items():
-        parts = [choices_of(model, target, text, temperature=temperature, seed=seed, generator=generator) for seed, text in pairs]
+        parts = [
+            choices_of(model, target, text, temperature=temperature, seed=seed, generator=generator)
+            for seed, text in pairs
+        ]
         choices = Choices(*map(torch.cat, zip(*parts, strict=True)))
         fitted = fit_weights(choices, shape.max_draft_tokens)
         rows = fitted.weights.tolist()
         _say(
-            f"couple: temperature {temperature:g}: {len(choices.slots):,} choices, log-likelihood of each {fitted.before:.3f} with"
+            f"couple: temperature {temperature:g}: {len(choices.slots):,} choices, log-likelihood"
+            f" of each {fitted.before:.3f} with"
             f" ones, {fitted.after:.3f} fitted"
         )
         for name, row in zip("ab", rows, strict=True):

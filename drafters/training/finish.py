@@ -1,4 +1,5 @@
-"""The last stage: export, and the check that the drafter does in the engine what training says it does.
+"""The last stage: export, and the check that the drafter does in the engine what training says it
+does.
 
 The exported folder is loaded as any user would load it and answers the held-out prompts in the real
 engine: greedily, in chains and
@@ -63,15 +64,19 @@ class Agreement:
         """
         if not self.difference <= tolerance:
             raise SpecDecError(
-                f"tau with drafts {drafts} is {self.replayed:.3f} in training and {self.engine:.3f} in the engine,"
-                f" {100 * self.difference:.1f}% apart where {100 * tolerance:.1f}% is allowed ({100 * self.same_answers:.0f}% of"
-                " the answers are the same): suspect, in this order, row alignment, tap numbering, chat template, a mask leak,"
+                f"tau with drafts {drafts} is {self.replayed:.3f} in training and {self.engine:.3f}"
+                f" in the engine,"
+                f" {100 * self.difference:.1f}% apart where {100 * tolerance:.1f}% is allowed"
+                f" ({100 * self.same_answers:.0f}% of"
+                " the answers are the same): suspect, in this order, row alignment, tap numbering,"
+                " chat template, a mask leak,"
                 " RoPE; the exported drafter is kept"
             )
 
 
 def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
-    """Writes the drafter in both layouts, if both know its kind and nobody misreads it, over an earlier export.
+    """Writes the drafter in both layouts, if both know its kind and nobody misreads it, over an
+    earlier export.
 
     Tied tables are kept so in the first layout; the second one has them whole.
 
@@ -86,20 +91,33 @@ def export(config: TrainConfig, model: DFlashModel, target: Verifier) -> Path:
     for layout, name in LAYOUTS.items():
         folder, shape, tensors = config.folder / name, model.config, own
         if layout not in ARCHITECTURES[shape.algorithm] or misreading(shape, layout):
-            for file in ("config.json", "model.safetensors"):  # of an earlier run, whose shape it could say
+            for file in (
+                "config.json",
+                "model.safetensors",
+            ):  # of an earlier run, whose shape it could say
                 remove(folder / file)
             continue
         if shape.tied_tables and layout == "speculators":
-            shape, tensors = replace(shape, tied_tables=False), {n: x.cpu() for n, x in expanded(own, target).items()}
+            shape, tensors = (
+                replace(shape, tied_tables=False),
+                {n: x.cpu() for n, x in expanded(own, target).items()},
+            )
         write_checkpoint(folder, shape, tensors, layout=layout, over=True)
         _, back = read_checkpoint(folder)
-        if back.keys() != tensors.keys() or not all(torch.equal(back[key], tensors[key]) for key in tensors):
-            raise CheckpointError(f"{folder} does not read back as it was written; the disk may be damaged")
+        if back.keys() != tensors.keys() or not all(
+            torch.equal(back[key], tensors[key]) for key in tensors
+        ):
+            raise CheckpointError(
+                f"{folder} does not read back as it was written; the disk may be damaged"
+            )
     return config.folder / LAYOUTS["z-lab"]
 
 
-def engine_run(config: TrainConfig, drafter: Path, answers: list[Answer], shape: BlockShape) -> tuple[float, list[Answer]]:
-    """tau of the exported drafter in the engine on the prompts of `answers`, and what the engine answered, in their order.
+def engine_run(
+    config: TrainConfig, drafter: Path, answers: list[Answer], shape: BlockShape
+) -> tuple[float, list[Answer]]:
+    """tau of the exported drafter in the engine on the prompts of `answers`, and what the engine
+    answered, in their order.
 
     Every step drafts a block of `shape`: the replay counts whole blocks, and one chosen by speed
     would not agree with it.
@@ -120,12 +138,18 @@ def engine_run(config: TrainConfig, drafter: Path, answers: list[Answer], shape:
         attention=config.attention,
         engine=engine,
     )
-    handles = [decoder.session.submit(list(answer.prompt_ids), sampling_of(config, answer)) for answer in answers]
+    handles = [
+        decoder.session.submit(list(answer.prompt_ids), sampling_of(config, answer))
+        for answer in answers
+    ]
     results = [handle.result() for handle in handles]
     failed = next((result.error for result in results if result.error), None)
     if failed:
         raise SpecDecError(f"the engine failed on a held-out prompt: {failed}")
-    answered = [replace(answer, answer_ids=result.token_ids) for answer, result in zip(answers, results, strict=True)]
+    answered = [
+        replace(answer, answer_ids=result.token_ids)
+        for answer, result in zip(answers, results, strict=True)
+    ]
     return pooled(result.stats for result in results).tau, answered
 
 
@@ -140,8 +164,12 @@ def sampling_of(config: TrainConfig, answer: Answer) -> SamplingParams:
     )
 
 
-def write_report(config: TrainConfig, agreements: dict[str, Agreement], about: dict[str, Any]) -> Path:
-    """Writes the figures to `report.json` and returns its path; those of the first are at the top level, too."""
+def write_report(
+    config: TrainConfig, agreements: dict[str, Agreement], about: dict[str, Any]
+) -> Path:
+    """Writes the figures to `report.json` and returns its path; those of the first are at the top
+    level, too.
+    """
     path = config.folder / "report.json"
     figures = {
         name: {

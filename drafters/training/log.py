@@ -15,7 +15,9 @@ from specdec.base.writing import append, check_writable, write_atomically, write
 COLUMNS = (
     "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau", "tree", "sampled",
 )  # fmt: skip
-"""`train_tau` is teacher-forced on training answers at random anchors; `row1` and the last three are replayed on held-out ones."""
+"""`train_tau` is teacher-forced on training answers at random anchors; `row1` and the last three
+are replayed on held-out ones.
+"""
 
 
 class TrainLog:
@@ -23,7 +25,8 @@ class TrainLog:
 
     Args:
         folder: where `log.csv` and `curves.png` go.
-        last_step: rows after this step belong to a run that was killed before it could save, and are dropped.
+        last_step: rows after this step belong to a run that was killed before it could save, and
+            are dropped.
         quiet: no file and no screen, for all processes but the first.
     """
 
@@ -33,9 +36,16 @@ class TrainLog:
         self._bar: Any = None
         check_writable(*([] if quiet else [self._path]))
         if self._path.is_file():
-            self.rows = [row for row in _read(self._path) if row["step"].isdigit() and int(row["step"]) <= last_step]
+            self.rows = [
+                row
+                for row in _read(self._path)
+                if row["step"].isdigit() and int(row["step"]) <= last_step
+            ]
         if not quiet:
-            write_text(self._path, "".join(map(_line, [dict(zip(COLUMNS, COLUMNS, strict=True)), *self.rows])))
+            write_text(
+                self._path,
+                "".join(map(_line, [dict(zip(COLUMNS, COLUMNS, strict=True)), *self.rows])),
+            )
             self._bar = _progress_bar()
 
     def write(self, row: dict[str, Any], progress: float) -> None:
@@ -45,7 +55,9 @@ class TrainLog:
         texts = {name: _text(row.get(name)) for name in COLUMNS}
         self.rows.append(texts)
         append(self._path, _line(texts))
-        words = " ".join(f"{name} {texts[name]}" for name in ("step", "loss", "train_tau", "tau") if texts[name])
+        words = " ".join(
+            f"{name} {texts[name]}" for name in ("step", "loss", "train_tau", "tau") if texts[name]
+        )
         if self._bar is not None:
             self._bar.n = round(100 * progress, 1)
             self._bar.set_postfix_str(words)
@@ -92,7 +104,9 @@ class TrainLog:
             if axes.get_legend_handles_labels()[1]:
                 axes.legend()
         canvas = FigureCanvasAgg(figure)
-        write_atomically(self._path.with_name("curves.png"), lambda path: canvas.print_png(str(path)))
+        write_atomically(
+            self._path.with_name("curves.png"), lambda path: canvas.print_png(str(path))
+        )
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -105,7 +119,9 @@ def _read(path: Path) -> list[dict[str, str]]:
         with path.open(newline="") as file:
             return [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
     except (OSError, ValueError, csv.Error) as error:
-        raise CheckpointError(f"{path} cannot be read ({one_line(error)}); move it away to begin another") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({one_line(error)}); move it away to begin another"
+        ) from error
 
 
 def _line(row: dict[str, str]) -> str:
@@ -125,7 +141,9 @@ def _progress_bar() -> Any:
     """A bar in percent on a terminal, else None: lines then."""
     if not sys.stderr.isatty():
         return None
-    return tqdm(total=100, bar_format="{percentage:5.1f}% |{bar:24}| {elapsed}{postfix}", file=sys.stderr)
+    return tqdm(
+        total=100, bar_format="{percentage:5.1f}% |{bar:24}| {elapsed}{postfix}", file=sys.stderr
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""Optimizers on float32 masters of a model that computes in a lower precision, and the learning rate over the run."""
+"""Optimizers on float32 masters of a model that computes in a lower precision, and the learning
+rate over the run.
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,10 +12,11 @@ from torch import distributed as dist
 
 
 class MasterOptimizer:
-    """An optimizer whose weights are float32 copies; the model's own weights are cast from them after every step.
+    """An optimizer whose weights are float32 copies; the model's own weights are cast from them
+    after every step.
 
-    The model trains in exactly the type it will draft in, and small updates are not lost to rounding. Gradients of several
-    backward passes and of all processes are summed in float32.
+    The model trains in exactly the type it will draft in, and small updates are not lost to
+    rounding. Gradients of several backward passes and of all processes are summed in float32.
 
     Args:
         model: what is trained, in any floating-point type.
@@ -21,13 +24,19 @@ class MasterOptimizer:
         weight_decay: on matrices.
         clip: largest norm of the gradient.
         kind: "adamw"; or "muon", which moves matrices by their orthogonalized momentum
-            (https://kellerjordan.github.io/posts/muon), scaled to the size of AdamW's steps (arXiv 2502.16982), and the rest by
-            AdamW.
+            (https://kellerjordan.github.io/posts/muon), scaled to the size of AdamW's steps (arXiv
+            2502.16982), and the rest by AdamW.
     """
 
-    def __init__(self, model: nn.Module, *, lr: float, weight_decay: float, clip: float, kind: str = "adamw") -> None:
-        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def __init__(
+        self, model: nn.Module, *, lr: float, weight_decay: float, clip: float, kind: str = "adamw"
+    ) -> None:
+        self.names = [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        self._weights: list[Tensor] = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self.masters: list[Tensor] = [weight.detach().float().clone() for weight in self._weights]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
@@ -38,20 +47,30 @@ class MasterOptimizer:
             {"params": [m for m in rest if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.lr, self._clip = lr, clip
-        self._parts: dict[str, torch.optim.Optimizer] = {"adamw": torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)}
+        self._parts: dict[str, torch.optim.Optimizer] = {
+            "adamw": torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        }
         if any(by_muon):
-            matrices = [master for master, chosen in zip(self.masters, by_muon, strict=True) if chosen]
-            self._parts["muon"] = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            matrices = [
+                master for master, chosen in zip(self.masters, by_muon, strict=True) if chosen
+            ]
+            self._parts["muon"] = torch.optim.Muon(
+                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
 
     def accumulate(self) -> None:
         """Adds the model's gradients to the masters' and clears them."""
-        gradients = [weight.grad if weight.grad is not None else torch.zeros_like(weight) for weight in self._weights]
+        gradients = [
+            weight.grad if weight.grad is not None else torch.zeros_like(weight)
+            for weight in self._weights
+        ]
         torch._foreach_add_(self._gradients(), [gradient.float() for gradient in gradients])
         for weight in self._weights:
             weight.grad = None
 
     def step(self, weight_sum: Tensor, factor: float) -> Tensor:
-        """Updates the weights with the mean gradient, the sums divided by the sum of the loss weights.
+        """Updates the weights with the mean gradient, the sums divided by the sum of the loss
+        weights.
 
         Args:
             weight_sum: float32 scalar, of this process.
@@ -62,10 +81,14 @@ class MasterOptimizer:
         """
         gradients = self._gradients()
         if dist.is_initialized():
-            flat = torch.cat([gradient.flatten() for gradient in gradients] + [weight_sum.reshape(1)])
+            flat = torch.cat(
+                [gradient.flatten() for gradient in gradients] + [weight_sum.reshape(1)]
+            )
             dist.all_reduce(flat)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients] + [1])
-            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts[:-1], gradients, strict=True)])
+            torch._foreach_copy_(
+                gradients, [part.view_as(g) for part, g in zip(parts[:-1], gradients, strict=True)]
+            )
             weight_sum = parts[-1][0]
         torch._foreach_mul_(gradients, 1.0 / weight_sum.clamp(min=1e-6))
         norm = nn.utils.clip_grad_norm_(self.masters, self._clip)
@@ -106,7 +129,8 @@ class MasterOptimizer:
 
 
 def lr_factor(progress: float, *, warmup: float, floor: float) -> float:
-    """Factor of the peak learning rate at `progress` in [0, 1]: a linear rise over `warmup`, then half a cosine down to `floor`.
+    """Factor of the peak learning rate at `progress` in [0, 1]: a linear rise over `warmup`, then
+    half a cosine down to `floor`.
 
     >>> [round(lr_factor(p, warmup=0.1, floor=0.0), 3) for p in (0.05, 0.1, 0.55, 1.0, 1.2)]
     [0.5, 1.0, 0.5, 0.0, 0.0]

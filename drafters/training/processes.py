@@ -1,4 +1,6 @@
-"""The processes of a run: joining those that torchrun started, and ending between two steps when one is told to."""
+"""The processes of a run: joining those that torchrun started, and ending between two steps when
+one is told to.
+"""
 
 import os
 import signal
@@ -15,7 +17,8 @@ from specdec.parallel.sockets import rank_sockets
 
 @contextmanager
 def termination() -> Iterator[list[int]]:
-    """A list that SIGTERM or Ctrl-C makes non-empty, so that the loop can end between two steps; in the main thread alone.
+    """A list that SIGTERM or Ctrl-C makes non-empty, so that the loop can end between two steps; in
+    the main thread alone.
 
     A second Ctrl-C interrupts at once.
     """
@@ -27,7 +30,9 @@ def termination() -> Iterator[list[int]]:
         received.append(number)
         os.write(2, b"\ntrain: ends behind this step and saves; another Ctrl-C ends it at once\n")
 
-    if threading.current_thread() is not threading.main_thread():  # under Ray Train, which tells its workers otherwise
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # under Ray Train, which tells its workers otherwise
         yield received
         return
     previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -40,7 +45,9 @@ def termination() -> Iterator[list[int]]:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Joins the processes that torchrun started, if it did; yields the device of this one. A group that exists is left as it is."""
+    """Joins the processes that torchrun started, if it did; yields the device of this one. A group
+    that exists is left as it is.
+    """
     joined = dist.is_initialized()
     if not joined and ("RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1"):
         yield device
@@ -50,7 +57,9 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     if not joined:  # one that has no answers left to write waits for the others, and torchrun ends all where one fails
         with rank_sockets():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1)
+            )
     try:
         yield device
     finally:

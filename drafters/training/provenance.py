@@ -1,4 +1,6 @@
-"""Where the files of a stage come from: settings, prompt files and versions, kept beside them and compared before more come."""
+"""Where the files of a stage come from: settings, prompt files and versions, kept beside them and
+compared before more come.
+"""
 
 import json
 import re
@@ -18,8 +20,12 @@ _TARGET = r"verifier_name=('[^']*'|\"[^\"]*\"), "  # in a drafter's config, as i
 
 def origin_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, Any]:
     """What decides a stage's files: the named settings and the content of the prompt files."""
-    hashes = {Path(file).name: fingerprint(file) for file in (*config.prompts, *config.answers_from)}
-    origin: dict[str, Any] = json.loads(json.dumps({"settings": {n: getattr(config, n) for n in settings}, "prompt_files": hashes}))
+    hashes = {
+        Path(file).name: fingerprint(file) for file in (*config.prompts, *config.answers_from)
+    }
+    origin: dict[str, Any] = json.loads(
+        json.dumps({"settings": {n: getattr(config, n) for n in settings}, "prompt_files": hashes})
+    )
     return origin
 
 
@@ -37,13 +43,20 @@ def check_origin(folder: Path, origin: dict[str, Any]) -> None:
         then = parse_json(path.read_bytes(), strict=False)
         settings, files = dict(then["settings"]), then["prompt_files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); delete {folder} to write its files again") from error
-    changed = [name for name, value in origin["settings"].items() if not alike(name, value, settings.get(name))]
+        raise CheckpointError(
+            f"{path} is damaged ({error}); delete {folder} to write its files again"
+        ) from error
+    changed = [
+        name
+        for name, value in origin["settings"].items()
+        if not alike(name, value, settings.get(name))
+    ]
     if files != origin["prompt_files"]:
         changed.append("prompts")
     if changed:
         raise InvalidInputError(
-            f"{folder} holds {folder.name} that were written with another {changed[0].replace('_', '-')}; give the same settings to"
+            f"{folder} holds {folder.name} that were written with another"
+            f" {changed[0].replace('_', '-')}; give the same settings to"
             " go on with them, or another --out"
         )
 

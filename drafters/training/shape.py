@@ -31,17 +31,26 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
         shape = new_config(config, verifier, tokenizer)
     else:
         shape, known = read_checkpoint(config.init)
-        if "lm_head.weight" in known or "embed_tokens.weight" in known or shape.draft_vocab_size is not None:
+        if (
+            "lm_head.weight" in known
+            or "embed_tokens.weight" in known
+            or shape.draft_vocab_size is not None
+        ):
             raise InvalidInputError(
-                f"drafter {config.init!r} brings its own embeddings or head, which training does not touch; start from one that"
+                f"drafter {config.init!r} brings its own embeddings or head, which training does"
+                f" not touch; start from one that"
                 " borrows the target's, or leave --init out"
             )
         if peculiar := shape.untrainable(known):
-            raise InvalidInputError(f"drafter {config.init!r} has {peculiar}, which training does not know; leave --init out")
+            raise InvalidInputError(
+                f"drafter {config.init!r} has {peculiar}, which training does not know; leave"
+                f" --init out"
+            )
         check_fit(shape, verifier, borrows=True)
         if not shape.scaled_like(verifier):
             raise InvalidInputError(
-                f"drafter {config.init!r} scales embeddings or caps logits unlike its target, and training does as the target;"
+                f"drafter {config.init!r} scales embeddings or caps logits unlike its target, and"
+                f" training does as the target;"
                 " leave --init out"
             )
         _check_taps(shape.target_layer_ids, verifier)
@@ -60,7 +69,9 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
             module.make_identity()
     some = torch.arange(min(1000, verifier.vocab_size), device=verifier.device)
     init_head(model, new, generator, verifier.embed(some).float().std().item())
-    model.load_state_dict({names[name]: tensor.float() for name, tensor in known.items()}, strict=False)
+    model.load_state_dict(
+        {names[name]: tensor.float() for name, tensor in known.items()}, strict=False
+    )
     return model
 
 
@@ -73,7 +84,8 @@ def _with_options(shape: DFlashConfig, config: TrainConfig) -> DFlashConfig:
     head = new_head(config)
     if shape.head is not None and head not in (None, shape.head):
         raise InvalidInputError(
-            f"drafter {config.init!r} has another head, {shape.head}; leave --head out, or start without --init"
+            f"drafter {config.init!r} has another head, {shape.head}; leave --head out, or start"
+            f" without --init"
         )
     if shape.head is None and head is not None:
         shape = replace(shape, head=head, tied_tables=config.tied_tables)
@@ -90,11 +102,18 @@ def new_config(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashConf
     """
     target = verifier.config
     heads = config.heads or target.num_attention_heads
-    kv_heads = config.kv_heads or (config.heads or getattr(target, "num_key_value_heads", None) or heads)
-    head_dim = config.head_dim or getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+    kv_heads = config.kv_heads or (
+        config.heads or getattr(target, "num_key_value_heads", None) or heads
+    )
+    head_dim = (
+        config.head_dim
+        or getattr(target, "head_dim", None)
+        or target.hidden_size // target.num_attention_heads
+    )
     if heads % kv_heads or head_dim % 2:
         raise InvalidInputError(
-            f"{heads} query heads on {kv_heads} key heads of {head_dim}: the first must be a multiple of the second, the third even"
+            f"{heads} query heads on {kv_heads} key heads of {head_dim}: the first must be a"
+            f" multiple of the second, the third even"
         )
     taps = config.taps or default_taps(verifier.num_layers, config.layers)
     _check_taps(taps, verifier)
@@ -128,26 +147,43 @@ def choose_mask_token(asked: int | None, tokenizer: Any, verifier: Any) -> int:
     First choice are embedding rows that no token uses, then special tokens without a part in chats.
 
     Raises:
-        InvalidInputError: `asked` is a word of the vocabulary or has a part of its own, or the tokenizer has no token to spare.
+        InvalidInputError: `asked` is a word of the vocabulary or has a part of its own, or the
+            tokenizer has no token to spare.
     """
-    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *verifier.eos_token_ids}
+    used = {
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+        *verifier.eos_token_ids,
+    }
     template = getattr(tokenizer, "chat_template", None) or ""
     special = {
         token_id
         for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token.special and token_id not in used and token.content not in template and token_id < verifier.vocab_size
+        if token.special
+        and token_id not in used
+        and token.content not in template
+        and token_id < verifier.vocab_size
     }
     unused_rows = range(len(tokenizer), verifier.vocab_size)
     suggestion = unused_rows[0] if unused_rows else max(special, default=None)
-    hint = f"choose a reserved token such as {suggestion}" if suggestion is not None else "this tokenizer has no token to spare"
+    hint = (
+        f"choose a reserved token such as {suggestion}"
+        if suggestion is not None
+        else "this tokenizer has no token to spare"
+    )
     if asked is None:
         if suggestion is None:
             raise InvalidInputError(
-                f"{hint} for the mask; add a special token to the target's tokenizer, or name one by --mask-token"
+                f"{hint} for the mask; add a special token to the target's tokenizer, or name one"
+                f" by --mask-token"
             )
         return suggestion
     if not 0 <= asked < verifier.vocab_size:
-        raise InvalidInputError(f"mask-token is {asked} and the target has {verifier.vocab_size} embeddings; {hint}")
+        raise InvalidInputError(
+            f"mask-token is {asked} and the target has {verifier.vocab_size} embeddings; {hint}"
+        )
     if asked in used:
         raise InvalidInputError(f"mask-token {asked} begins, ends or pads texts; {hint}")
     if asked not in unused_rows and asked not in special:
@@ -164,14 +200,20 @@ def _check_taps(taps: Sequence[int], verifier: Any) -> None:
     """
     if min(taps) < 0 or max(taps) > verifier.num_layers - 2 or len(set(taps)) < len(taps):
         raise InvalidInputError(
-            f"taps {list(taps)} are not different layers before the last of {verifier.name}, which has {verifier.num_layers};"
+            f"taps {list(taps)} are not different layers before the last of {verifier.name}, which"
+            f" has {verifier.num_layers};"
             f" choose from 0 to {verifier.num_layers - 2}, or fewer draft --layers"
         )
 
 
 def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
     """The target's rotary embedding where a drafter can have it, else a plain one with its base."""
-    plain = target.get("rope_type", "default") in STATIC_ROPE_TYPES and target.get("partial_rotary_factor") in (None, 1)
+    plain = target.get("rope_type", "default") in STATIC_ROPE_TYPES and target.get(
+        "partial_rotary_factor"
+    ) in (None, 1)
     if "rope_theta" not in target:
-        return {"rope_type": "default", "rope_theta": 1e6}  # several kinds of layers, each with its own base
+        return {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+        }  # several kinds of layers, each with its own base
     return dict(target) if plain else {"rope_type": "default", "rope_theta": target["rope_theta"]}

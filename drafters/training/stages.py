@@ -29,7 +29,9 @@ from specdec.device.device import resolve_device, resolve_dtype
 from specdec.session.decoder import SpecDecoder
 
 PREFILL_TOKENS = 8192
-"""Per engine step of the answers stage, which nobody watches: a full batch matters, a smooth stream does not."""
+"""Per engine step of the answers stage, which nobody watches: a full batch matters, a smooth stream
+does not.
+"""
 
 
 def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
@@ -39,18 +41,24 @@ def run_stages(stages: tuple[str, ...], config: TrainConfig) -> bool:
         Whether all of them are complete; False when `stop_after` or a termination signal ended one.
 
     Raises:
-        SpecDecError: an input is wrong, the disk is full, the loss is not finite, or tau in the engine is not that of training.
+        SpecDecError: an input is wrong, the disk is full, the loss is not finite, or tau in the
+            engine is not that of training.
     """
     with process_group(resolve_device(config.device)) as device:
         if "finish" in stages and dist.is_initialized() and (count := dist.get_world_size()) > 1:
             raise InvalidInputError(
-                f"the finish stage runs in one process and this run has {count}; give them the stages answers and train, "
+                f"the finish stage runs in one process and this run has {count}; give them the"
+                f" stages answers and train, "
                 "then run finish without torchrun"
             )
         for stage in stages:
             # None goes on before all have finished: the next stage reads what they have written.
-            complete = _everywhere({"answers": _answers, "train": _train, "finish": _finish}[stage](config, device), device)
-            gc.collect()  # a model and its hooks refer to each other, and the next stage needs the memory
+            complete = _everywhere(
+                {"answers": _answers, "train": _train, "finish": _finish}[stage](config, device),
+                device,
+            )
+            # a model and its hooks refer to each other, and the next stage needs the memory
+            gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if not complete:
@@ -99,7 +107,10 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
         # What cannot work must not wait for the answers.
         make_drafter(config, decoder.verifier, decoder.tokenizer)
         if rank == 0 and not decoder.reader.has_template:
-            say(f"answers: {config.model!r} has no chat template, so it goes on with prompts as plain text")
+            say(
+                f"answers: {config.model!r} has no chat template, so it goes on with prompts as"
+                f" plain text"
+            )
         return Source.of_engine(decoder)
 
     where = {"rank": rank, "world": world}
@@ -113,7 +124,9 @@ def _answers(config: TrainConfig, device: torch.device) -> bool:
     if not _everywhere(complete, device):
         return False
     if rank == 0:
-        write_documents(config, lambda ids: load_source().tokenizer.decode(ids, skip_special_tokens=True))
+        write_documents(
+            config, lambda ids: load_source().tokenizer.decode(ids, skip_special_tokens=True)
+        )
     _everywhere(True, device)
     return write_answers(documents_run(config), load_source, say, **where)
 
@@ -129,18 +142,29 @@ def _everywhere(complete: bool, device: torch.device) -> bool:
 def _train(config: TrainConfig, device: torch.device) -> bool:
     verifier, tokenizer = _load_target(config, device)
     model = make_drafter(config, verifier, tokenizer)
-    target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher, compile=config.compile)
+    target = Target(
+        verifier,
+        model.config.target_layer_ids,
+        distribution=config.uses_teacher,
+        compile=config.compile,
+    )
     mask = model.config.mask_token_id
     train = AnswerSet(
-        answers_of(config, "train"), device=device, max_length=config.max_length, bucket=config.bucket, mask_token_id=mask
+        answers_of(config, "train"),
+        device=device,
+        max_length=config.max_length,
+        bucket=config.bucket,
+        mask_token_id=mask,
     )
     heldout = _heldout_set(config, verifier, answers_of(config, "heldout"), mask)
     trainer = Trainer(config, model, target, train, heldout)
     if trainer.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
         say(
-            f"train: {size / 1e6:.1f} M parameters, {len(train):,} answers, {len(heldout)} held out;"
-            f" left out: {train.num_too_long} too long, {train.num_too_short} too short, {train.num_masked} with the mask token"
+            f"train: {size / 1e6:.1f} M parameters, {len(train):,} answers, {len(heldout)} held"
+            f" out;"
+            f" left out: {train.num_too_long} too long, {train.num_too_short} too short,"
+            f" {train.num_masked} with the mask token"
         )
         if trainer.step:
             say(f"train: resumed at step {trainer.step}")
@@ -149,19 +173,26 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
 
 def _finish(config: TrainConfig, device: torch.device) -> bool:
     stored = [a for a in answers_of(config, "heldout") if len(a.answer_ids) >= 2]
-    greedy, drawn = ([a for a in stored if (a.temperature > 0) == sampled][: config.finish_prompts] for sampled in (False, True))
+    greedy, drawn = (
+        [a for a in stored if (a.temperature > 0) == sampled][: config.finish_prompts]
+        for sampled in (False, True)
+    )
     verifier, tokenizer = _load_target(config, device)
     model = make_drafter(config, verifier, tokenizer)
     target = Target(verifier, model.config.target_layer_ids, distribution=config.uses_teacher)
     state = load_state(config.folder / "training", device)
     if state is None:
-        raise CheckpointError(f"{config.folder / 'training'} holds no trained drafter; run the train stage first")
+        raise CheckpointError(
+            f"{config.folder / 'training'} holds no trained drafter; run the train stage first"
+        )
     if not state["complete"]:
         say(f"finish: training stopped at step {state['step']}, before its end")
     load_weights(model, state)
     model.to(device, target.dtype)
     folder = export(config, model, verifier)
-    chain, *trees = shapes_of(model.config.max_draft_tokens, target.verifier.vocab_size, trees=not target.tree_reasons)
+    chain, *trees = shapes_of(
+        model.config.max_draft_tokens, target.verifier.vocab_size, trees=not target.tree_reasons
+    )
     if target.tree_reasons:
         say(f"finish: drafts are checked in chains alone: {'; '.join(target.tree_reasons)}")
     sampled = trees[0] if trees else chain
@@ -172,9 +203,14 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         heldout = _heldout_set(config, verifier, answered, model.config.mask_token_id)
         name = f"{'sampled ' * (answers is drawn)}{shape}"
         replayed = replay(model, target, heldout, config).tau(shape, sampled=answers is drawn)
-        same = sum(a.answer_ids == list(b.answer_ids) for a, b in zip(answered, answers, strict=True)) / len(answers)
+        same = sum(
+            a.answer_ids == list(b.answer_ids) for a, b in zip(answered, answers, strict=True)
+        ) / len(answers)
         agreements[name] = Agreement(replayed, tau, same)
-        say(f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine; {same:.0%} of answers as before")
+        say(
+            f"finish: drafts {name}: tau {replayed:.3f} in training, {tau:.3f} in the engine;"
+            f" {same:.0%} of answers as before"
+        )
     about = {
         "step": state["step"],
         "num_prompts": len(greedy),
@@ -189,8 +225,15 @@ def _finish(config: TrainConfig, device: torch.device) -> bool:
         agreement.check(config.tolerance, name)
     if note := misreading(model.config, "speculators"):
         say(f"finish: not written in the layout of speculators: {note}")
-    others = [str(path) for name in LAYOUTS.values() if (path := config.folder / name) != folder and path.exists()]
-    say(f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])}; figures: {report}")
+    others = [
+        str(path)
+        for name in LAYOUTS.values()
+        if (path := config.folder / name) != folder and path.exists()
+    ]
+    say(
+        f"finish: the drafter is {' and, for other programs, '.join([str(folder), *others])};"
+        f" figures: {report}"
+    )
     return True
 
 
@@ -210,7 +253,15 @@ def _load_target(config: TrainConfig, device: torch.device) -> tuple[Any, Any]:
     return verifier, tokenizer
 
 
-def _heldout_set(config: TrainConfig, verifier: Any, answers: list[Answer], mask_token_id: int) -> AnswerSet:
+def _heldout_set(
+    config: TrainConfig, verifier: Any, answers: list[Answer], mask_token_id: int
+) -> AnswerSet:
     """Held-out answers, long ones included: the engine has to draft for them too."""
     longest = verifier.max_model_len
-    return AnswerSet(answers, device=verifier.device, max_length=longest, bucket=config.bucket, mask_token_id=mask_token_id)
+    return AnswerSet(
+        answers,
+        device=verifier.device,
+        max_length=longest,
+        bucket=config.bucket,
+        mask_token_id=mask_token_id,
+    )

@@ -1,4 +1,6 @@
-"""The training state on disk: one file that is replaced whole, so that a killed run resumes from the last one."""
+"""The training state on disk: one file that is replaced whole, so that a killed run resumes from
+the last one.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,13 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         missing = [name for name in _PARTS if name not in state]
     except Exception as error:  # the kinds of errors a damaged archive raises are many
-        raise CheckpointError(f"{path} is damaged ({one_line(error)}); delete it to train from the start") from error
+        raise CheckpointError(
+            f"{path} is damaged ({one_line(error)}); delete it to train from the start"
+        ) from error
     if missing:
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}; delete it to train from the start")
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing)}; delete it to train from the start"
+        )
     return state
 
 
@@ -49,9 +55,12 @@ def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
     """
     then, now = state["identity"]["drafter"], repr(model.config)
     if not alike("drafter", then, now):
-        fields = [part for part in then.split("(", 1)[1].removesuffix(")").split(", ") if part not in now]
+        fields = [
+            part for part in then.split("(", 1)[1].removesuffix(")").split(", ") if part not in now
+        ]
         raise CheckpointError(
-            f"the saved run trained another drafter, with {', '.join(fields)}; give the model and drafter options of that run"
+            f"the saved run trained another drafter, with {', '.join(fields)}; give the model and"
+            f" drafter options of that run"
         )
     for name, parameter in model.named_parameters():
         parameter.copy_(state["optimizer"]["masters"][name])

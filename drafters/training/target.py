@@ -1,4 +1,6 @@
-"""The frozen target as training sees it: features of whole sequences, embeddings and the output head."""
+"""The frozen target as training sees it: features of whole sequences, embeddings and the output
+head.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +17,9 @@ from specdec.engine.build import target_tree_reasons
 class Target:
     """A loaded target in training.
 
-    It takes the model over: layers above the deepest tap are dropped unless the target's distribution is needed, and attention is
-    no longer paged, except in what the decoder stack alone can run.
+    It takes the model over: layers above the deepest tap are dropped unless the target's
+    distribution is needed, and attention is no longer paged, except in what the decoder stack alone
+    can run.
 
     Args:
         verifier: as `specdec.base.registry.VERIFIERS` loads it.
@@ -31,10 +34,18 @@ class Target:
         tree_reasons: why it is not served with trees of drafts; empty where it is.
     """
 
-    def __init__(self, verifier: Any, layer_ids: Sequence[int], *, distribution: bool = False, compile: bool = False) -> None:
+    def __init__(
+        self,
+        verifier: Any,
+        layer_ids: Sequence[int],
+        *,
+        distribution: bool = False,
+        compile: bool = False,
+    ) -> None:
         if min(layer_ids) < 0 or max(layer_ids) >= verifier.num_layers:
             raise InvalidInputError(
-                f"taps {list(layer_ids)} are not all layers of {verifier.name}, which has {verifier.num_layers};"
+                f"taps {list(layer_ids)} are not all layers of {verifier.name}, which has"
+                f" {verifier.num_layers};"
                 f" choose from 0 to {verifier.num_layers - 1}"
             )
         self.verifier = verifier
@@ -43,7 +54,12 @@ class Target:
         count = verifier.num_layers if distribution else max(layer_ids) + 1
         verifier.keep_layers(count)
         self._forward = (
-            PlainForward(verifier.model.requires_grad_(False), list(verifier.layers), layer_ids, compile=compile)
+            PlainForward(
+                verifier.model.requires_grad_(False),
+                list(verifier.layers),
+                layer_ids,
+                compile=compile,
+            )
             if hasattr(verifier, "model")
             else PackedForward(verifier, layer_ids)
         )
@@ -53,7 +69,8 @@ class Target:
         """Runs the target over sequences; what it says about padding means nothing.
 
         Returns:
-            Features [S, T, num_taps * H], and final hidden states [S, T, H], which are the target's own only with `distribution`.
+            Features [S, T, num_taps * H], and final hidden states [S, T, H], which are the target's
+            own only with `distribution`.
         """
         return self._forward(batch)
 

@@ -1,4 +1,6 @@
-"""The target's forward over whole sequences, in one of two ways: as a plain module, or packed over a scratch paged cache."""
+"""The target's forward over whole sequences, in one of two ways: as a plain module, or packed over
+a scratch paged cache.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +17,9 @@ from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.model.batch import ForwardInput
 
 ATTENTION_NAME = "specdec_causal"
-"""Value of `attn_implementation`. No mask function is registered under it, so Transformers builds no masks."""
+"""Value of `attn_implementation`. No mask function is registered under it, so Transformers builds
+no masks.
+"""
 
 
 def causal_attention(
@@ -38,7 +42,13 @@ def causal_attention(
         # With a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads.
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2), None
 
@@ -56,9 +66,15 @@ class PlainForward:
         compile: compile the layers.
     """
 
-    def __init__(self, model: Any, layers: Sequence[Any], layer_ids: Sequence[int], *, compile: bool) -> None:
-        # Sinks and softcaps are Transformers' business; its masks cost a wait for the device in every forward.
-        plain = model.config.model_type != "gpt_oss" and getattr(model.config, "attn_logit_softcapping", None) is None
+    def __init__(
+        self, model: Any, layers: Sequence[Any], layer_ids: Sequence[int], *, compile: bool
+    ) -> None:
+        # Sinks and softcaps are Transformers' business; its masks cost a wait for the device in
+        # every forward.
+        plain = (
+            model.config.model_type != "gpt_oss"
+            and getattr(model.config, "attn_logit_softcapping", None) is None
+        )
         model.set_attn_implementation(ATTENTION_NAME if plain else "eager")
         self._base: nn.Module = model.base_model
         self._layer_ids = tuple(layer_ids)
@@ -66,11 +82,14 @@ class PlainForward:
         for layer_id in self._layer_ids:
             layers[layer_id].register_forward_hook(partial(self._keep, layer_id))
         for layer in layers if compile else ():
-            layer.forward = torch.compile(layer.forward, dynamic=True)  # outside the hooks, and one layer's code serves all
+            layer.forward = torch.compile(
+                layer.forward, dynamic=True
+            )  # outside the hooks, and one layer's code serves all
 
     def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
         """See `Target.features`."""
-        # Causal attention never looks to the right, so padding needs no mask, and without a mask the fast kernels apply.
+        # Causal attention never looks to the right, so padding needs no mask, and without a mask
+        # the fast kernels apply.
         output = self._base(input_ids=batch.token_ids, use_cache=False)
         features = torch.cat([self._tapped[layer_id] for layer_id in self._layer_ids], dim=-1)
         self._tapped.clear()
@@ -81,7 +100,8 @@ class PlainForward:
 
 
 class PackedForward:
-    """Runs the verifier's own forward, for models on the decoder stack, which needs the paged cache; padding is left out.
+    """Runs the verifier's own forward, for models on the decoder stack, which needs the paged
+    cache; padding is left out.
 
     Args:
         verifier: a `DecoderVerifier`.
@@ -106,21 +126,43 @@ class PackedForward:
             device=batch.token_ids.device,
             num_slots=num_seqs,
         )
-        sequences = torch.repeat_interleave(batch.lengths, output_size=sum(batch.lengths_host))  # of every row
+        sequences = torch.repeat_interleave(
+            batch.lengths, output_size=sum(batch.lengths_host)
+        )  # of every row
         ends = batch.lengths.cumsum(0)
-        positions = torch.arange(len(sequences), device=ends.device) - (ends - batch.lengths)[sequences]
-        table = torch.arange(num_seqs * blocks, dtype=torch.int32, device=ends.device).view(num_seqs, blocks)
+        positions = (
+            torch.arange(len(sequences), device=ends.device) - (ends - batch.lengths)[sequences]
+        )
+        table = torch.arange(num_seqs * blocks, dtype=torch.int32, device=ends.device).view(
+            num_seqs, blocks
+        )
         slots = sequences * (blocks * spec.block_size) + positions
         metadata = AttentionMetadata.packed(batch.lengths_host, batch.lengths_host, table, slots)
         places = sequences * width + positions
         owners = torch.arange(num_seqs, device=ends.device)
         rule = self._verifier.length_rule
-        rope_lens = None if rule is None else (batch.lengths * (batch.lengths > rule.start))[sequences]
-        rows = ForwardInput(batch.token_ids.flatten()[places], positions, metadata, rope_lens=rope_lens, slots=owners)
+        rope_lens = (
+            None if rule is None else (batch.lengths * (batch.lengths > rule.start))[sequences]
+        )
+        rows = ForwardInput(
+            batch.token_ids.flatten()[places],
+            positions,
+            metadata,
+            rope_lens=rope_lens,
+            slots=owners,
+        )
         final, tapped = self._verifier.hidden(rows, cache.layers, self._layer_ids)
-        return _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width), _unpack(final, places, num_seqs, width)
+        return _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width), _unpack(
+            final, places, num_seqs, width
+        )
 
 
 def _unpack(packed: Tensor, places: Tensor, num_seqs: int, width: int) -> Tensor:
-    """Rows [n, C] at `places` int64 [n] of [S * T], as [S, T, C]; a new tensor, since autograd takes none of inference mode's."""
-    return packed.new_zeros(num_seqs * width, packed.shape[1]).index_copy_(0, places, packed).view(num_seqs, width, -1)
+    """Rows [n, C] at `places` int64 [n] of [S * T], as [S, T, C]; a new tensor, since autograd
+    takes none of inference mode's.
+    """
+    return (
+        packed.new_zeros(num_seqs * width, packed.shape[1])
+        .index_copy_(0, places, packed)
+        .view(num_seqs, width, -1)
+    )

@@ -1,4 +1,6 @@
-"""The training loop: random anchors, the target's features online, one optimizer step after the other."""
+"""The training loop: random anchors, the target's features online, one optimizer step after the
+other.
+"""
 
 import math
 import signal
@@ -40,7 +42,9 @@ FREE_TO_CHANGE = {
     "kv_memory", "max_num_seqs", "shard_size", "skip_long", "tolerance", "finish_prompts", "epochs", "max_steps", "max_minutes",
     "prompts", "answers_from", "answer_server", "init", "accumulation",
 }  # fmt: skip
-"""Options that may differ when a run is resumed: they change its speed or its end, not what it computes."""
+"""Options that may differ when a run is resumed: they change its speed or its end, not what it
+computes.
+"""
 _MANY = 4  # passes over the answers behind which tau rises little
 
 
@@ -61,28 +65,52 @@ class Trainer:
         CheckpointError: the state is damaged.
     """
 
-    def __init__(self, config: TrainConfig, model: DFlashModel, target: Target, train: AnswerSet, heldout: AnswerSet) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: DFlashModel,
+        target: Target,
+        train: AnswerSet,
+        heldout: AnswerSet,
+    ) -> None:
         self.config, self.target, self.train, self.heldout = config, target, train, heldout
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         if config.batch_size % (config.accumulation * self.world):
             raise InvalidInputError(
-                f"batch-size is {config.batch_size}; it must be a multiple of accumulation x processes, {config.accumulation} x"
+                f"batch-size is {config.batch_size}; it must be a multiple of accumulation x"
+                f" processes, {config.accumulation} x"
                 f" {self.world}"
             )
         model.to(target.device)  # the masters take the weights before they are rounded
         self.optimizer = MasterOptimizer(
-            model, lr=config.lr, weight_decay=config.weight_decay, clip=config.clip, kind=config.optimizer
+            model,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            clip=config.clip,
+            kind=config.optimizer,
         )
         self.model = model.to(target.dtype)
         self.flex = use_flex(config.mask_path, target.device)
-        gamma = None if config.loss == "dpace" else config.gamma or default_gamma(model.config.block_size)
+        gamma = (
+            None
+            if config.loss == "dpace"
+            else config.gamma or default_gamma(model.config.block_size)
+        )
         factors = ("ce", "kl", "tv", "selector", "confidence", "base_until", "base_share")
         shared = (*factors, "dpace_alpha", "dpace_candidates", "head_loss")
         losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
         head = None if model.config.head is None else model.config.head.head(model, target.embed)
         self.objective = Objective(target.head, losses, head=head, teacher=target.head)
-        own = [parameter for name, parameter in model.named_parameters() if name.partition(".")[0] in HEAD_MODULES]
-        self.loss = ChunkedLoss(self.objective, rows=config.loss_rows, weights=own, compile=config.compile)
+        own = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if name.partition(".")[0] in HEAD_MODULES
+        ]
+        self.loss = ChunkedLoss(
+            self.objective, rows=config.loss_rows, weights=own, compile=config.compile
+        )
         for layer in model.layers if config.compile else ():
             compile_layer(layer)
         self.step, self.seconds = 0, 0.0  # of the steps of all runs, up to the last line
@@ -98,7 +126,9 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """How much of the run is done, in [0, 1]; by the clock when the run is limited in minutes."""
+        """How much of the run is done, in [0, 1];
+        by the clock when the run is limited in minutes.
+        """
         if self.config.max_minutes is not None:
             return min(self.seconds / (60 * self.config.max_minutes), 1.0)
         return min(self.step / self._num_steps, 1.0)
@@ -162,7 +192,9 @@ class Trainer:
         factor = 0.0
         timed = self.config.max_minutes is not None
         while self.step < first + count and (timed or self.step < self._num_steps):
-            factor = lr_factor(self._step_progress(), warmup=self.config.warmup, floor=self.config.min_lr)
+            factor = lr_factor(
+                self._step_progress(), warmup=self.config.warmup, floor=self.config.min_lr
+            )
             self.objective.move(self._step_progress())
             weight_sum = torch.zeros((), device=self.target.device)
             for micro in range(self.config.accumulation):
@@ -178,7 +210,8 @@ class Trainer:
         self.seconds += seconds
         if not (math.isfinite(loss) and math.isfinite(grad_norm) and self.optimizer.finite()):
             raise SpecDecError(
-                f"the loss is not finite after step {self.step}; the state of the last save is kept, so run again with a lower --lr"
+                f"the loss is not finite after step {self.step}; the state of the last save is"
+                f" kept, so run again with a lower --lr"
                 " or --dtype float32"
             )
         return {
@@ -207,38 +240,64 @@ class Trainer:
         log.say(f"train: compiled in {time.perf_counter() - started:.0f} s")
 
     def _step_progress(self) -> float:
-        """Progress at the middle of the step to come: the first step must not have a learning rate of 0."""
+        """Progress at the middle of the step to come: the first step must not have a learning rate
+        of 0.
+        """
         if self.config.max_minutes is not None:
             return max(self.progress, 1e-3)
         return (self.step + 0.5) / self._num_steps
 
     def _forward_backward(self, micro: int, totals: Tensor) -> Tensor:
-        """Leaves the gradient of the summed loss in the model, adds to `totals`, and returns the sum of the weights."""
+        """Leaves the gradient of the summed loss in the model, adds to `totals`, and returns the
+        sum of the weights.
+        """
         batch, share = self.batch(micro)
         features, final_hidden = self.target.features(batch)
         # Drawn for the whole batch, so that a step is the same however it is split.
         self._generator.manual_seed(hash((self.config.seed, self.step)) % 2**63)
-        scores = torch.rand(self.config.batch_size, features.shape[1], device=features.device, generator=self._generator)
+        scores = torch.rand(
+            self.config.batch_size,
+            features.shape[1],
+            device=features.device,
+            generator=self._generator,
+        )
         anchors, valid = sample_anchors(batch, self.config.anchors, scores[share])
         blocks = make_blocks(batch, anchors, valid, num_rows=self.model.config.max_draft_tokens)
-        context = self.model.context_kv(features, torch.arange(features.shape[1], device=features.device))
-        hidden = block_hidden(self.model, self.target.embed, batch, anchors, context, flex=self.flex)
+        context = self.model.context_kv(
+            features, torch.arange(features.shape[1], device=features.device)
+        )
+        hidden = block_hidden(
+            self.model, self.target.embed, batch, anchors, context, flex=self.flex
+        )
         teacher = None
         if self.config.uses_teacher:
-            # The target's distribution for the token at position p is what it says at position p - 1.
-            before = blocks.anchors[:, :, None] + torch.arange(blocks.labels.shape[2], device=anchors.device)
+            # The target's distribution for the token at position p is what it says at position p -
+            # 1.
+            before = blocks.anchors[:, :, None] + torch.arange(
+                blocks.labels.shape[2], device=anchors.device
+            )
             rows = before.clamp(max=features.shape[1] - 1).flatten(1)
             teacher = (
-                final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2])).view(hidden.shape).flatten(0, 1)
+                final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2]))
+                .view(hidden.shape)
+                .flatten(0, 1)
             )
-        labels, valid_rows, previous = (part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous))
-        loss, weight, matches = self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher)
+        labels, valid_rows, previous = (
+            part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
+        )
+        loss, weight, matches = self.loss(
+            hidden.flatten(0, 1), labels, valid_rows, previous, teacher
+        )
         torch.autograd.backward(loss)
-        totals += torch.stack([loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()])
+        totals += torch.stack(
+            [loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()]
+        )
         return weight
 
     def batch(self, micro: int) -> tuple[SequenceBatch, slice]:
-        """Sequences of one forward of this process, padded to the longest in the whole batch, and their place in it."""
+        """Sequences of one forward of this process, padded to the longest in the whole batch, and
+        their place in it.
+        """
         epoch, position = divmod(self.step, self._steps_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             batches = self.train.epoch(hash((self.config.seed, epoch)), self.config.batch_size)
@@ -248,10 +307,14 @@ class Trainer:
         start = (micro * self.world + self.rank) * size
         share = slice(start, start + size)
         chosen = batches[position]
-        return self.train.take(chosen[share], on_device[position, share], self.train.longest(chosen)), share
+        return self.train.take(
+            chosen[share], on_device[position, share], self.train.longest(chosen)
+        ), share
 
     def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
-        """Writes `row` with tau; every process evaluates, so that none runs ahead into a timeout."""
+        """Writes `row` with tau; every process evaluates,
+        so that none runs ahead into a timeout.
+        """
         started = time.perf_counter()
         result = replay(self.model, self.target, self.heldout, self.config)
         self.tau = result.tau()
@@ -270,7 +333,8 @@ class Trainer:
         passes = self.step / self._steps_per_epoch
         if self.tau <= self._best_tau and passes >= _MANY:
             log.say(
-                f"  tau no longer rises, and all answers have been seen {passes:.0f} times: more answers will help, not more steps"
+                f"  tau no longer rises, and all answers have been seen {passes:.0f} times: more"
+                f" answers will help, not more steps"
             )
         self._best_tau = max(self.tau, self._best_tau)
 
@@ -290,14 +354,16 @@ class Trainer:
         """Takes over a saved state.
 
         Raises:
-            InvalidInputError: it belongs to other settings, another drafter or other answers; the message names one.
+            InvalidInputError: it belongs to other settings, another drafter or other answers; the
+                message names one.
         """
         now, then = self._identity(), state["identity"]
         changed = sorted(name for name in now if not alike(name, now[name], then.get(name)))
         if changed:
             name = changed[0]
             raise InvalidInputError(
-                f"{self._folder} holds a run with {name.replace('_', '-')} {then.get(name)}, not {now[name]}; give the same"
+                f"{self._folder} holds a run with {name.replace('_', '-')} {then.get(name)}, not"
+                f" {now[name]}; give the same"
                 " settings to resume it, or another --out"
             )
         self.optimizer.load_state_dict(state["optimizer"])
@@ -305,7 +371,9 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that was killed."""
-        settings = {name: value for name, value in asdict(self.config).items() if name not in FREE_TO_CHANGE}
+        settings = {
+            name: value for name, value in asdict(self.config).items() if name not in FREE_TO_CHANGE
+        }
         return settings | {"drafter": repr(self.model.config), "number of answers": len(self.train)}
 
     def _from_first(self, value: float) -> float:

@@ -7,7 +7,9 @@ from evals.prompt_sets import BUNDLED, BUNDLED_FILE, read_bundled
 
 
 def bundled_task(folder: Path) -> dict[str, Any]:
-    """The bundled problems as a task: worked examples before the question, and the filters of GSM8K's task."""
+    """The bundled problems as a task: worked examples before the question, and the filters of
+    GSM8K's task.
+    """
     return {
         "task": BUNDLED,
         "dataset_path": "json",
@@ -34,7 +36,10 @@ def bundled_task(folder: Path) -> dict[str, Any]:
         "filter_list": [
             {
                 "name": "strict-match",
-                "filter": [{"function": "regex", "regex_pattern": "#### (-?[0-9.,]+)"}, {"function": "take_first"}],
+                "filter": [
+                    {"function": "regex", "regex_pattern": "#### (-?[0-9.,]+)"},
+                    {"function": "take_first"},
+                ],
             },
             {
                 "name": "flexible-extract",

@@ -57,10 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument_group("tasks").add_argument
     add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, or bundled")
-    add("--data", action="append", default=[], metavar="TASK=PATH", help="JSONL file, or a folder with one per split")
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="TASK=PATH",
+        help="JSONL file, or a folder with one per split",
+    )
     add("--limit", type=whole_number, metavar="N", help="only the first N samples of every task")
-    add("--num-fewshot", type=whole_number, metavar="N", help="examples in the prompt (default: the task's own number)")
-    add("--chat", action="store_true", help="use the chat template, with few-shot examples as turns")
+    add(
+        "--num-fewshot",
+        type=whole_number,
+        metavar="N",
+        help="examples in the prompt (default: the task's own number)",
+    )
+    add(
+        "--chat", action="store_true", help="use the chat template, with few-shot examples as turns"
+    )
     add("--system", metavar="TEXT", help="system message, with --chat")
     add(
         "--think-end-token",
@@ -75,7 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options(parser)
     engine_options(
         parser,
-        ("num_draft_tokens", "tree_nodes", "max_num_seqs", "max_model_len", "graphs", "memory_bytes"),
+        (
+            "num_draft_tokens",
+            "tree_nodes",
+            "max_num_seqs",
+            "max_model_len",
+            "graphs",
+            "memory_bytes",
+        ),
         old={"max_num_seqs": "--batch-size", "max_model_len": "--max-length"},
     )
     sampling_options(
@@ -89,7 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FOLDER", help="report.json, and finished samples to resume from")
-    add("--log-samples", action="store_true", help="write lm-eval's record of every sample, too; needs --out")
+    add(
+        "--log-samples",
+        action="store_true",
+        help="write lm-eval's record of every sample, too; needs --out",
+    )
     add("--html", metavar="FILE", help="write a page with plots that opens without a network")
 
 
@@ -103,7 +127,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.tasks:
         raise InvalidInputError("no task given; name some with --tasks, such as gsm8k or bundled")
     if args.drafter == "none" or args.num_draft_tokens == 0:
-        raise InvalidInputError("plain decoding is always evaluated; leave out --drafter none and -k 0")
+        raise InvalidInputError(
+            "plain decoding is always evaluated; leave out --drafter none and -k 0"
+        )
     if args.log_samples and not args.out:
         raise InvalidInputError("--log-samples needs a folder to write to; name it with --out")
     if args.system is not None and not args.chat:
@@ -111,7 +137,9 @@ def run(args: argparse.Namespace) -> int:
     if args.peer and args.ray is not None:
         raise InvalidInputError("peers run in this process; leave out --peer or --ray")
     if find_spec("lm_eval") is None:
-        raise InvalidInputError(f"specdec eval needs lm-eval, which is not installed; run: {install_command('eval')}")
+        raise InvalidInputError(
+            f"specdec eval needs lm-eval, which is not installed; run: {install_command('eval')}"
+        )
 
     from evals.prompt_sets import parse_data
     from evals.report.html import check_plotting, html_report
@@ -123,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         check_plotting()
     if folder is not None:
-        check_writable(*(folder / name for name in ("report.json", "plain.jsonl", "speculative.jsonl")))
+        check_writable(
+            *(folder / name for name in ("report.json", "plain.jsonl", "speculative.jsonl"))
+        )
     from evals.accuracy.evaluation import EvalConfig, evaluate
 
     drafter = drafter_name(args.drafter, args.model)
@@ -146,7 +176,11 @@ def run(args: argparse.Namespace) -> int:
         report = evaluate(system, drafter, config, origin)
     except KeyboardInterrupt:
         if folder:
-            print(f"\nspecdec: finished samples are kept in {folder}; the same command goes on from there", file=sys.stderr)
+            print(
+                f"\nspecdec: finished samples are kept in {folder}; the same command goes on from"
+                f" there",
+                file=sys.stderr,
+            )
         raise
     if args.html:  # first: standard output may be closed
         write_text(Path(args.html), html_report(report))
@@ -166,10 +200,15 @@ def _system(args: argparse.Namespace, drafter: str) -> tuple[System, dict[str, A
         return LocalSystem(decoder), provenance(decoder, [drafter])
     pool = load_pool(args, args.drafter, engine_config(args))
     found, origin = pool.call(_provenance_and_origin, drafter)
-    return ClusterSystem(pool, prompt_reader(args), origin), found | {"command": command_line(), "num_engines": pool.config.engines}
+    return ClusterSystem(pool, prompt_reader(args), origin), found | {
+        "command": command_line(),
+        "num_engines": pool.config.engines,
+    }
 
 
-def _provenance_and_origin(decoder: SpecDecoder, drafter: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _provenance_and_origin(
+    decoder: SpecDecoder, drafter: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     from evals.report.provenance import provenance
     from specdec.cluster.origin import origin
 

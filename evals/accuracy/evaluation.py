@@ -1,4 +1,6 @@
-"""`specdec eval`: tasks of lm-eval, plain and speculative, with their agreement sample by sample."""
+"""`specdec eval`: tasks of lm-eval, plain and speculative,
+with their agreement sample by sample.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class EvalConfig:
         seed: for sampled answers.
         log_samples: keep lm-eval's record of every sample.
         peers: models of lm-eval that answer as well, see `evals.accuracy.lm_eval_peers`.
-        folder: where the report, the journals of both sides and the samples go; None writes nothing.
+        folder: where the report, the journals of both sides and the samples go; None writes
+            nothing.
     """
 
     tasks: tuple[str, ...]
@@ -61,13 +64,20 @@ class EvalConfig:
         """What belongs in the report."""
         names = ("limit", "num_fewshot", "chat", "system", "seed", "peers", "think_end_token")
         stated = {name: getattr(self, name) for name in names}
-        return stated | {"tasks": list(self.tasks), "data": dict(self.data), "gen_kwargs": dict(self.gen_kwargs)}
+        return stated | {
+            "tasks": list(self.tasks),
+            "data": dict(self.data),
+            "gen_kwargs": dict(self.gen_kwargs),
+        }
 
 
-def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[str, Any]) -> Report:
+def evaluate(
+    system: System, drafter: str, config: EvalConfig, provenance: dict[str, Any]
+) -> Report:
     """Evaluates plain and speculative decoding one after the other and compares them.
 
-    With a folder, every finished sample is stored at once, and a run that died goes on where it stopped.
+    With a folder, every finished sample is stored at once, and a run that died goes on where it
+    stopped.
 
     Args:
         system: target and drafter.
@@ -76,7 +86,8 @@ def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[
         provenance: goes into the report.
 
     Raises:
-        SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the journals.
+        SpecDecError: an unknown task, bad data, a limit too large, other settings than those of the
+            journals.
     """
     from evals.accuracy.lm_eval_model import SpecdecLM
     from evals.accuracy.lm_eval_peers import check_peers, harness_peer
@@ -90,7 +101,8 @@ def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[
         results, samples = {}, {}
         for name, side in sides.items():
             journal = Journal(
-                config.folder / f"{name}.jsonl" if config.folder else None, _journal_settings(side, drafter, provenance)
+                config.folder / f"{name}.jsonl" if config.folder else None,
+                _journal_settings(side, drafter, provenance),
             )
             side.warm_up()
             lm = SpecdecLM(
@@ -107,7 +119,11 @@ def evaluate(system: System, drafter: str, config: EvalConfig, provenance: dict[
             peer = harness_peer(name, system, config.think_end_token)
             results[name] = _results(peer, tasks, config, name.partition(":")[0])
             del peer
-    report = new_report("specdec-eval", provenance, config.settings | {"drafter": drafter, "k": system.settings["k"]})
+    report = new_report(
+        "specdec-eval",
+        provenance,
+        config.settings | {"drafter": drafter, "k": system.settings["k"]},
+    )
     names = results["plain"]["results"]
     report["tasks"] = [_task(system, task, results, samples) for task in names]
     report["complete"] = True
@@ -133,7 +149,9 @@ def _results(lm: Any, tasks: Tasks, config: EvalConfig, side: str) -> dict[str, 
 
 
 def _journal_settings(side: System, drafter: str, provenance: dict[str, Any]) -> dict[str, Any]:
-    """What an answer depends on beside its prompt and sampling; the version of torch decides how sums are rounded."""
+    """What an answer depends on beside its prompt and sampling; the version of torch decides how
+    sums are rounded.
+    """
     target = provenance["target"]
     return {
         "target": [target["name"], *target["sha256"].values()],
@@ -152,7 +170,9 @@ def _task(
     results: Mapping[str, Mapping[str, Any]],
     samples: Mapping[str, list[Sample]],
 ) -> dict[str, Any]:
-    own = {name: [sample for sample in side if sample.task == task] for name, side in samples.items()}
+    own = {
+        name: [sample for sample in side if sample.task == task] for name, side in samples.items()
+    }
     speeds = {name: _speed(side) for name, side in own.items()}
     pairs = list(zip(own["plain"], own["speculative"], strict=True))
     metrics = {name: _metrics(side, task) for name, side in results.items()}
@@ -171,17 +191,25 @@ def _task(
         },
         "ratio": speeds["speculative"].ratio(speeds["plain"]),
         "peers": {name: {"metrics": one} for name, one in metrics.items() if name not in own},
-        "differences": _differences(system, [(plain, other) for plain, other in pairs if plain.text != other.text]),
+        "differences": _differences(
+            system, [(plain, other) for plain, other in pairs if plain.text != other.text]
+        ),
     }
 
 
 def _speed(samples: list[Sample]) -> Speed:
-    return Speed([sum(len(sample.token_ids) for sample in samples)], [sum(sample.seconds for sample in samples)])
+    return Speed(
+        [sum(len(sample.token_ids) for sample in samples)],
+        [sum(sample.seconds for sample in samples)],
+    )
 
 
 def _acceptance(samples: list[Sample]) -> dict[str, Any]:
     stats = [sample.stats for sample in samples]
-    return pooled(stats).to_dict() | {"mean_tau": mean_tau(stats), "tau_per_request": [one.tau for one in stats]}
+    return pooled(stats).to_dict() | {
+        "mean_tau": mean_tau(stats),
+        "tau_per_request": [one.tau for one in stats],
+    }
 
 
 def _metrics(results: Mapping[str, Any], task: str) -> dict[str, dict[str, Any]]:
@@ -206,18 +234,34 @@ def _metrics(results: Mapping[str, Any], task: str) -> dict[str, dict[str, Any]]
 
 
 def _differences(system: System, pairs: list[tuple[Sample, Sample]]) -> list[dict[str, Any]]:
-    """Where two answers to one prompt part; margins only for greedy ones, where a tie is what should explain it."""
+    """Where two answers to one prompt part; margins only for greedy ones, where a tie is what
+    should explain it.
+    """
     found: list[dict[str, Any]] = []
     partings = []
     for index, (plain, other) in enumerate(pairs):
         position = first_divergence(plain.token_ids, other.token_ids)
-        found.append({"doc_id": plain.doc_id, "position": position, "plain_token": None, "speculative_token": None})
+        found.append(
+            {
+                "doc_id": plain.doc_id,
+                "position": position,
+                "plain_token": None,
+                "speculative_token": None,
+            }
+        )
         found[-1] |= {"margin": None, "resolution": None}
         if position is not None and plain.greedy:
-            partings.append(Parting(index, position, plain.prompt_token_ids, plain.token_ids, other.token_ids))
+            partings.append(
+                Parting(index, position, plain.prompt_token_ids, plain.token_ids, other.token_ids)
+            )
     for one in system.explain(partings):
-        for name, token_id in (("plain_token", one.plain_token_id), ("speculative_token", one.speculative_token_id)):
-            found[one.index][name] = None if token_id is None else system.reader.tokenizer.decode([token_id])
+        for name, token_id in (
+            ("plain_token", one.plain_token_id),
+            ("speculative_token", one.speculative_token_id),
+        ):
+            found[one.index][name] = (
+                None if token_id is None else system.reader.tokenizer.decode([token_id])
+            )
         found[one.index] |= {"margin": one.margin, "resolution": one.resolution}
     return found
 

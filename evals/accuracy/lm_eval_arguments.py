@@ -50,7 +50,9 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "pad_token_id": _ANYTHING,
     "bos_token_id": _ANYTHING,
 }
-"""Generation arguments that ask for nothing when they have one of these values; of some, whatever they say changes no answer."""
+"""Generation arguments that ask for nothing when they have one of these values; of some, whatever
+they say changes no answer.
+"""
 
 MODEL_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, True), ""),
@@ -66,7 +68,8 @@ MODEL_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefix_token_id": ((), "it is the tokenizer's own"),
     "add_bos_token": ((), "the tokenizer decides"),
 }
-"""Arguments of other models of lm-eval: values that ask for nothing, and what to do about others."""
+"""Arguments of other models of lm-eval: values that ask for nothing, and what to do about others.
+"""
 
 
 def check_model_arguments(others: Mapping[str, Any], model: type) -> None:
@@ -79,11 +82,16 @@ def check_model_arguments(others: Mapping[str, Any], model: type) -> None:
         harmless, way_out = MODEL_ARGUMENTS.get(name, ((), ""))
         if value is None or value in harmless:
             if name == "trust_remote_code" and value:
-                logger.warning("trust_remote_code has no effect: code that comes with a checkpoint is never run")
+                logger.warning(
+                    "trust_remote_code has no effect: code that comes with a checkpoint is never"
+                    " run"
+                )
             continue
         if not way_out:
             own = [
-                one for one in inspect.signature(model).parameters if one not in ("decoder", "system", "journal", "title", "others")
+                one
+                for one in inspect.signature(model).parameters
+                if one not in ("decoder", "system", "journal", "title", "others")
             ]
             way_out = f"known are {', '.join(own)}"
         raise InvalidInputError(f"model argument {name}={value!r} is not offered: {way_out}")
@@ -102,7 +110,9 @@ def parsed_arguments(text: str) -> dict[str, Any]:
 def device_of(name: str | None) -> str:
     """The device that lm-eval names, or "auto" where it is merely its default and not there."""
     if name == DEFAULT_DEVICE and not torch.cuda.is_available():
-        logger.warning("device %s is lm-eval's default and not on this machine; auto is taken", DEFAULT_DEVICE)
+        logger.warning(
+            "device %s is lm-eval's default and not on this machine; auto is taken", DEFAULT_DEVICE
+        )
         return "auto"
     return name or "auto"
 
@@ -117,7 +127,9 @@ def think_end(given: str | int | None, tokenizer: Any) -> str | int | None:
         return None
     if isinstance(given, int) or given.isdigit():
         if not 0 <= int(given) < len(tokenizer):
-            raise InvalidInputError(f"think_end_token is {given}, of {len(tokenizer)} tokens; give its text")
+            raise InvalidInputError(
+                f"think_end_token is {given}, of {len(tokenizer)} tokens; give its text"
+            )
         return int(given)
     known = {added.content: token for token, added in tokenizer.added_tokens_decoder.items()}
     return known.get(given, given)
@@ -134,7 +146,9 @@ def batch_size_of(value: int | str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise InvalidInputError(f"batch_size is {value!r}; it must be a whole number or auto") from None
+        raise InvalidInputError(
+            f"batch_size is {value!r}; it must be a whole number or auto"
+        ) from None
 
 
 def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,11 +163,17 @@ def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in given.items():
         name = "min_tokens" if name == "min_new_tokens" else name
-        if value is None or (name in WITHOUT_EFFECT and (not WITHOUT_EFFECT[name] or value in WITHOUT_EFFECT[name])):
+        if value is None or (
+            name in WITHOUT_EFFECT and (not WITHOUT_EFFECT[name] or value in WITHOUT_EFFECT[name])
+        ):
             continue
         if name not in (*SAMPLING, "stop_token_ids"):
             harmless = f" other than {WITHOUT_EFFECT[name][0]}" if name in WITHOUT_EFFECT else ""
-            known = ", ".join(("until", "max_gen_toks", "do_sample", "seed", "stop_token_ids", *SAMPLING))
-            raise InvalidInputError(f"generation argument {name!r}{harmless} is not known (known: {known})")
+            known = ", ".join(
+                ("until", "max_gen_toks", "do_sample", "seed", "stop_token_ids", *SAMPLING)
+            )
+            raise InvalidInputError(
+                f"generation argument {name!r}{harmless} is not known (known: {known})"
+            )
         found[name] = 0 if (name, value) == ("top_k", -1) else value
     return found

@@ -3,9 +3,11 @@
 Importing this module registers the model:
 
     import evals.accuracy.lm_eval_model
-    lm_eval.simple_evaluate(model="specdec", model_args="pretrained=embedded", tasks=["gsm8k"], limit=40)
+    lm_eval.simple_evaluate(model="specdec", model_args="pretrained=embedded", tasks=["gsm8k"],
+    limit=40)
 
-and `python -m evals.accuracy.lm_eval_model run --model specdec ...` is lm-eval's own command with the model registered.
+and `python -m evals.accuracy.lm_eval_model run --model specdec ...` is lm-eval's own command with
+the model registered.
 """
 
 from __future__ import annotations
@@ -45,26 +47,31 @@ from specdec.session.text import text_of
 
 @register_model("specdec")
 class SpecdecLM(TemplateLM):
-    """lm-eval's view of a `SpecDecoder`; generation goes through the engine, scoring through the target.
+    """lm-eval's view of a `SpecDecoder`; generation goes through the engine, scoring through the
+    target.
 
     Args:
         pretrained: "embedded", a folder, or a hub name.
         revision: branch, tag or commit of that on the hub, as in owner/name@revision.
-        drafter: "auto", "smollm2-dflash", "ngram", a checkpoint, or "none"; see `SpecDecoder.from_pretrained`.
+        drafter: "auto", "smollm2-dflash", "ngram", a checkpoint, or "none"; see
+            `SpecDecoder.from_pretrained`.
         num_draft_tokens: k, or "auto"; see `EngineConfig`.
         dtype, device, attention, generation_config: see `SpecDecoder.from_pretrained`.
         batch_size: requests decoded at once; "auto" takes the engine's default.
         max_batch_size: ignored, for the engine needs no search for a size.
         max_length: most tokens of prompt and output together; None takes the model's limit.
         max_gen_toks: most new tokens where a task does not say.
-        seed: request `i` of a call samples with `seed + i`, unless the task's own arguments hold a seed.
+        seed: request `i` of a call samples with `seed + i`, unless the task's own arguments hold a
+            seed.
         enable_thinking: variable of the chat template that turns thinking on or off.
         chat_template_args: other variables of the chat template.
         think_end_token: text or id of the token that ends the thinking; answers begin behind the
             last one, and stop strings end them only there.
         others: those of other models of lm-eval; what asks for nothing is let be.
-        decoder: an existing one instead of all of the above but max_gen_toks, seed and think_end_token.
-        system: what generates instead of a decoder, see `evals.system`; then given texts cannot be scored.
+        decoder: an existing one instead of all of the above but max_gen_toks, seed and
+            think_end_token.
+        system: what generates instead of a decoder, see `evals.system`; then given texts cannot be
+            scored.
         journal: where finished samples are looked up and stored.
         title: in front of the progress bar.
 
@@ -112,7 +119,9 @@ class SpecdecLM(TemplateLM):
                 generation_config=generation_config,
                 chat_template_kwargs=variables,
                 engine=EngineConfig(
-                    max_num_seqs=batch_size_of(batch_size), max_model_len=max_length, num_draft_tokens=num_draft_tokens
+                    max_num_seqs=batch_size_of(batch_size),
+                    max_model_len=max_length,
+                    num_draft_tokens=num_draft_tokens,
                 ),
             )
         self.decoder = decoder
@@ -137,7 +146,9 @@ class SpecdecLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: the beginning-of-sequence id, else the end-of-sequence id."""
+        """What stands before a text without context: the beginning-of-sequence id, else the
+        end-of-sequence id.
+        """
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -146,20 +157,33 @@ class SpecdecLM(TemplateLM):
         """Part of the key of lm-eval's request cache."""
         return self._system.name.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids; without an order, the tokenizer decides on special tokens unless the text begins with one already."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids; without an order, the tokenizer decides on special tokens unless the text
+        begins with one already.
+        """
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+            add_special_tokens = not string.startswith(
+                self.tokenizer.decode([self.prefix_token_id])
+            )
         try:
             string.encode()
         except UnicodeEncodeError as error:
-            message = f"a text is not Unicode: character {error.start + 1} is half of a surrogate pair; remove it"
+            message = (
+                f"a text is not Unicode: character {error.start + 1} is half of a surrogate"
+                f" pair; remove it"
+            )
             raise InvalidInputError(message) from error
         ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as one text; without `add_generation_prompt` its last message stays open, to be continued."""
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A chat as one text; without `add_generation_prompt` its last message stays open, to be
+        continued.
+        """
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
@@ -167,20 +191,30 @@ class SpecdecLM(TemplateLM):
         return self._system.reader.chat_text(chat_history, options)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Log-probability and greediness of each continuation after its context, cut from the left where it is too long."""
+        """Log-probability and greediness of each continuation after its context, cut from the left
+        where it is too long.
+        """
         if self.decoder is None:
-            raise InvalidInputError("given texts are scored by one engine, not by a cluster; leave out --ray")
+            raise InvalidInputError(
+                "given texts are scored by one engine, not by a cluster; leave out --ray"
+            )
         sequences = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise InvalidInputError(
-                    f"a continuation has {len(continuation)} tokens and the limit is {self.max_length};"
+                    f"a continuation has {len(continuation)} tokens and the limit is"
+                    f" {self.max_length};"
                     " shorten it or raise max_length"
                 )
             if continuation:  # an empty one is certain
-                sequences.append(((context + continuation)[-(self.max_length + 1) :], len(continuation)))
+                sequences.append(
+                    ((context + continuation)[-(self.max_length + 1) :], len(continuation))
+                )
         results: list[tuple[float, bool]] = []
         values = score(self.decoder, sequences)
         for key, _, continuation in requests:
@@ -190,22 +224,38 @@ class SpecdecLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, results[-1])
         return results
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of `max_length` that do not overlap in what they score."""
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of whole texts, in windows of `max_length` that do not overlap in what
+        they score.
+        """
         results = []
         for (text,) in [request.args for request in requests]:
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
             )
-            scored = self._loglikelihood_tokens([(None, *make_disjoint_window(window)) for window in windows])
+            scored = self._loglikelihood_tokens(
+                [(None, *make_disjoint_window(window)) for window in windows]
+            )
             results.append(sum(log_probability for log_probability, _ in scored))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), results[-1])
         return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to a stop string; all requests are queued at once, whatever their arguments, and batched continuously."""
-        samplings = [self._sampling(request.args[1], self._seed + index) for index, request in enumerate(requests)]
-        keys = [key_of(request, sampling) for request, sampling in zip(requests, samplings, strict=True)]
+        """Answers up to a stop string; all requests are queued at once, whatever their arguments,
+        and batched continuously.
+        """
+        samplings = [
+            self._sampling(request.args[1], self._seed + index)
+            for index, request in enumerate(requests)
+        ]
+        keys = [
+            key_of(request, sampling) for request, sampling in zip(requests, samplings, strict=True)
+        ]
         done: dict[int, Sample] = {}
         for index, key in enumerate(keys):
             found = self._journal.read(key, partial(sample_of, requests[index], samplings[index]))
@@ -218,7 +268,9 @@ class SpecdecLM(TemplateLM):
         for answer in self._system.answers(prompts, [samplings[index] for index in missing]):
             index, result = missing[answer.number], answer.result
             if result.error is not None:
-                wrong.append(f"{requests[index].task_name}, sample {requests[index].doc_id}: {result.error}")
+                wrong.append(
+                    f"{requests[index].task_name}, sample {requests[index].doc_id}: {result.error}"
+                )
                 continue
             record = record_of(answer)
             self._journal.add(keys[index], record)
@@ -231,7 +283,10 @@ class SpecdecLM(TemplateLM):
             bar.finish(len(done), note(done.values()))
         samples = [done[index] for index in range(len(requests))]
         self.samples += samples
-        texts = [self._answer(request.args[1], sample) for request, sample in zip(requests, samples, strict=True)]
+        texts = [
+            self._answer(request.args[1], sample)
+            for request, sample in zip(requests, samples, strict=True)
+        ]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -254,11 +309,14 @@ class SpecdecLM(TemplateLM):
         return min((text.partition(stop)[0] for stop in stops if stop), key=len, default=text)
 
     def _prompt(self, context: str, sampling: SamplingParams) -> list[int]:
-        """Token ids of a prompt; one that leaves no room for the answer loses its beginning, as with lm-eval's own models."""
+        """Token ids of a prompt; one that leaves no room for the answer loses its beginning, as
+        with lm-eval's own models.
+        """
         room = self.max_length - sampling.max_tokens
         if room < 1:
             raise InvalidInputError(
-                f"max_gen_toks is {sampling.max_tokens} and the model holds {self.max_length} tokens; lower max_gen_toks"
+                f"max_gen_toks is {sampling.max_tokens} and the model holds {self.max_length}"
+                f" tokens; lower max_gen_toks"
             )
         return self.tok_encode(context)[-room:]
 
@@ -274,13 +332,21 @@ class SpecdecLM(TemplateLM):
         max_tokens, seed = given.pop("max_gen_toks"), given.pop("seed", seed)
         values = sampling_of(given)
         ends = values.pop("stop_token_ids", ())
-        special = [stop for stop in stops if stop in self.tokenizer.all_special_tokens]  # these never show in the text
+        special = [
+            stop for stop in stops if stop in self.tokenizer.all_special_tokens
+        ]  # these never show in the text
         return SamplingParams(
             max_tokens=max_tokens,
             seed=seed,
             # Those of a task stand in thinking as well, and end the answer alone: `_answer`.
-            stop=tuple(one for one in stops if one and one not in special) if self._think_end is None else (),
-            stop_token_ids=(self.eot_token_id, *self.tokenizer.convert_tokens_to_ids(special), *ends),
+            stop=tuple(one for one in stops if one and one not in special)
+            if self._think_end is None
+            else (),
+            stop_token_ids=(
+                self.eot_token_id,
+                *self.tokenizer.convert_tokens_to_ids(special),
+                *ends,
+            ),
             **values,
         )
 

@@ -1,4 +1,6 @@
-"""One generated answer of an evaluation: what it is known by, and how the journal of a run keeps it."""
+"""One generated answer of an evaluation: what it is known by, and how the journal of a run keeps
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Sample:
         task, doc_id: whose it is.
         prompt_token_ids, token_ids, text: as in `GenerationResult`.
         greedy: whether it was decoded greedily.
-        seconds: time since the sample before it was finished; the sum over all samples is the time of decoding.
+        seconds: time since the sample before it was finished; the sum over all samples is the time
+            of decoding.
         stats: verify steps.
     """
 
@@ -61,7 +64,11 @@ def sample_of(request: Instance, sampling: SamplingParams, record: Mapping[str, 
     own = {name: record[name] for name in ("prompt_token_ids", "token_ids", "text", "seconds")}
     # Journals of before trees lack some.
     stats = {one.name: record[one.name] for one in fields(AcceptanceStats) if one.name in record}
-    asked = {"task": request.task_name or "", "doc_id": request.doc_id or 0, "greedy": sampling.temperature == 0}
+    asked = {
+        "task": request.task_name or "",
+        "doc_id": request.doc_id or 0,
+        "greedy": sampling.temperature == 0,
+    }
     return made(Sample, asked | own | {"stats": stats})
 
 
@@ -70,4 +77,7 @@ def note(samples: Iterable[Sample]) -> str:
     every = list(samples)
     seconds = sum(sample.seconds for sample in every)
     tokens = sum(len(sample.token_ids) for sample in every)
-    return f"tau {pooled(sample.stats for sample in every).tau:.2f}  {tokens / seconds if seconds else 0:.1f} tokens/s"
+    return (
+        f"tau {pooled(sample.stats for sample in every).tau:.2f} "
+        f" {tokens / seconds if seconds else 0:.1f} tokens/s"
+    )

@@ -1,4 +1,6 @@
-"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files where asked, checked before anything is loaded."""
+"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files where asked, checked
+before anything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from specdec.base.files import read_jsonl
 from specdec.base.writing import write_text
 from specdec.session.provenance import commit
 
-evaluator.get_git_commit_hash = commit  # lm-eval's own asks git about the current folder, and git complains to the user
+evaluator.get_git_commit_hash = (
+    commit  # lm-eval's own asks git about the current folder, and git complains to the user
+)
 
 
 class Tasks:
@@ -29,17 +33,19 @@ class Tasks:
 
     Args:
         names: tasks, groups or tags that generate, or "bundled".
-        data: by task, a folder with one `<split>.jsonl` per split, or a JSONL file that is split `test`. Prompt, choice of
-            few-shot examples and filters stay lm-eval's.
+        data: by task, a folder with one `<split>.jsonl` per split, or a JSONL file that is split
+            `test`. Prompt, choice of few-shot examples and filters stay lm-eval's.
         limit: samples per task.
         folder: for files that lm-eval wants to read.
 
     Raises:
-        InvalidInputError: an unknown name (the message has near ones), missing or malformed data, a task that does not generate,
-            or a limit larger than a task.
+        InvalidInputError: an unknown name (the message has near ones), missing or malformed data, a
+            task that does not generate, or a limit larger than a task.
     """
 
-    def __init__(self, names: Sequence[str], *, data: Mapping[str, str], limit: int | None, folder: Path) -> None:
+    def __init__(
+        self, names: Sequence[str], *, data: Mapping[str, str], limit: int | None, folder: Path
+    ) -> None:
         # The index of lm-eval's own tasks takes seconds, which our own do not need.
         theirs = set(names) - {BUNDLED, *HUMANEVAL}
         self._manager = _all_tasks() if theirs else TaskManager(include_defaults=False)
@@ -54,17 +60,24 @@ class Tasks:
         for name, task in self._load().items():
             if task.OUTPUT_TYPE != "generate_until":
                 raise InvalidInputError(
-                    f"task {name!r} scores given texts, where drafts play no part; use lm-eval's own command with --model specdec"
+                    f"task {name!r} scores given texts, where drafts play no part; use lm-eval's"
+                    f" own command with --model specdec"
                 )
             size = len(task.eval_docs)
             if limit is not None and not 1 <= limit <= size:
-                raise InvalidInputError(f"limit is {limit} and task {name!r} has {size} samples; choose 1 to {size}")
+                raise InvalidInputError(
+                    f"limit is {limit} and task {name!r} has {size} samples; choose 1 to {size}"
+                )
 
     def evaluate(self, lm: LM, **options: Any) -> dict[str, Any]:
         """Results of `lm_eval.simple_evaluate`."""
         try:
             results: dict[str, Any] = simple_evaluate(
-                lm, tasks=list(self._load().values()), limit=self._limit, task_manager=self._manager, **options
+                lm,
+                tasks=list(self._load().values()),
+                limit=self._limit,
+                task_manager=self._manager,
+                **options,
             )
         except ImportError as error:
             raise _needs(error) from error
@@ -75,13 +88,15 @@ class Tasks:
             tasks: dict[str, Any] = self._manager.load(list(self._specs))["tasks"]
         except KeyError as error:
             raise InvalidInputError(
-                f"a task needs split {error}, which its data lacks; give a folder with one JSONL file per split"
+                f"a task needs split {error}, which its data lacks; give a folder with one JSONL"
+                f" file per split"
             ) from error
         except ImportError as error:
             raise _needs(error) from error
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             raise InvalidInputError(
-                f"cannot load the data of the tasks: {one_line(error)}; name local files with --data TASK=PATH"
+                f"cannot load the data of the tasks: {one_line(error)}; name local files with"
+                f" --data TASK=PATH"
             ) from error
         return tasks
 
@@ -95,7 +110,9 @@ class Tasks:
             return humaneval_task(name, folder) | own
         path = self._manager.task_index[name].yaml_path
         if path is None:
-            raise InvalidInputError(f"task {name!r} has no single configuration file; --data serves single tasks only")
+            raise InvalidInputError(
+                f"task {name!r} has no single configuration file; --data serves single tasks only"
+            )
         override = folder / f"{name}.yaml"
         content = {
             "include": str(path),
@@ -112,7 +129,8 @@ def _needs(error: ImportError) -> InvalidInputError:
         return InvalidInputError(f"a task cannot be imported: {one_line(error)}")
     package = error.name.partition(".")[0]
     return InvalidInputError(
-        f"a task needs the module {package}, which is not installed; the task's page in lm-eval names its package"
+        f"a task needs the module {package}, which is not installed; the task's page in lm-eval"
+        f" names its package"
     )
 
 
@@ -128,10 +146,19 @@ def _data(data: str, folder: Path) -> dict[str, Any]:
 
 
 def _splits(path: Path) -> dict[str, str]:
-    """JSONL file by split, every line checked, because lm-eval's own loader does not name the line that is wrong."""
-    files = {file.stem: file for file in sorted(path.glob("*.jsonl"))} if path.is_dir() else {"test": path}
+    """JSONL file by split, every line checked, because lm-eval's own loader does not name the line
+    that is wrong.
+    """
+    files = (
+        {file.stem: file for file in sorted(path.glob("*.jsonl"))}
+        if path.is_dir()
+        else {"test": path}
+    )
     if not files:
-        raise InvalidInputError(f"{str(path)!r} holds no .jsonl file; put one there per split, such as train.jsonl and test.jsonl")
+        raise InvalidInputError(
+            f"{str(path)!r} holds no .jsonl file; put one there per split, such as train.jsonl and"
+            f" test.jsonl"
+        )
     for file in files.values():
         read_jsonl(file)
     return {split: str(file.resolve()) for split, file in files.items()}

@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens under the target, in packed forwards with a cache of their own."""
+"""Log-probabilities of given tokens under the target,
+in packed forwards with a cache of their own.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from specdec.parallel.plain import on_ranks
 from specdec.session.decoder import SpecDecoder
 
 MAX_ROWS = 1024
-"""Rows per forward: enough to keep a device busy, few enough that their logits over a large vocabulary fit its memory."""
+"""Rows per forward: enough to keep a device busy, few enough that their logits over a large
+vocabulary fit its memory.
+"""
 
 
 class Scored(NamedTuple):
-    """Sum of the log-probabilities of the scored tokens, and whether each was the most likely one."""
+    """Sum of the log-probabilities of the scored tokens,
+    and whether each was the most likely one.
+    """
 
     log_probability: float
     is_greedy: bool
@@ -56,24 +62,39 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
 @on_ranks
 @torch.inference_mode()
 def _score_batch(verifier: Verifier, batch: list[tuple[Sequence[int], int]]) -> list[Scored]:
-    """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and takes several."""
+    """One forward when the batch has at most `MAX_ROWS` rows; a longer sequence stands alone and
+    takes several.
+    """
     # The last token has nothing to predict.
     lengths = [len(token_ids) - 1 for token_ids, _ in batch]
     cache = ScratchCache(verifier, lengths)
     sums, greedy = [0.0] * len(batch), [True] * len(batch)
     for pieces in _forwards(lengths):
-        rows = cache.rows([(p.sequence, p.start, batch[p.sequence][0][p.start : p.end]) for p in pieces])
-        wanted = [range(max(p.start, lengths[p.sequence] - batch[p.sequence][1]), p.end) for p in pieces]
+        rows = cache.rows(
+            [(p.sequence, p.start, batch[p.sequence][0][p.start : p.end]) for p in pieces]
+        )
+        wanted = [
+            range(max(p.start, lengths[p.sequence] - batch[p.sequence][1]), p.end) for p in pieces
+        ]
         if not any(wanted):
             verifier.forward(rows, cache.layers)
             continue
         offsets = [0, *accumulate(p.end - p.start for p in pieces)]
         picked = [
-            offset + position - p.start for p, offset, some in zip(pieces, offsets, wanted, strict=False) for position in some
+            offset + position - p.start
+            for p, offset, some in zip(pieces, offsets, wanted, strict=False)
+            for position in some
         ]
-        targets = [batch[p.sequence][0][position + 1] for p, some in zip(pieces, wanted, strict=True) for position in some]
+        targets = [
+            batch[p.sequence][0][position + 1]
+            for p, some in zip(pieces, wanted, strict=True)
+            for position in some
+        ]
         rows.logit_rows = torch.tensor(picked, device=verifier.device)
-        chosen, best = _compare(verifier.forward(rows, cache.layers).logits, torch.tensor(targets, device=verifier.device))
+        chosen, best = _compare(
+            verifier.forward(rows, cache.layers).logits,
+            torch.tensor(targets, device=verifier.device),
+        )
         values = iter(zip(chosen, best, strict=True))
         for p, some in zip(pieces, wanted, strict=True):
             for _ in some:
@@ -93,7 +114,10 @@ def _forwards(lengths: list[int]) -> list[list[_Piece]]:
     """
     if len(lengths) > 1:
         return [[_Piece(index, 0, length) for index, length in enumerate(lengths)]]
-    return [[_Piece(0, start, min(start + MAX_ROWS, lengths[0]))] for start in range(0, lengths[0], MAX_ROWS)]
+    return [
+        [_Piece(0, start, min(start + MAX_ROWS, lengths[0]))]
+        for start in range(0, lengths[0], MAX_ROWS)
+    ]
 
 
 def _compare(logits: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:

@@ -1,4 +1,6 @@
-"""`specdec bench`: acceptance and speed over prompt sets, every figure beside plain decoding measured in the same run."""
+"""`specdec bench`: acceptance and speed over prompt sets, every figure beside plain decoding
+measured in the same run.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ SPLIT_TOKENS = 64
 """Output tokens of each, at most."""
 
 Progress = Callable[[str, int], OnStep]
-"""Makes what follows one turn of a pass; called with what is running and the number of its conversations."""
+"""Makes what follows one turn of a pass; called with what is running and the number of its
+conversations.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,37 +74,51 @@ class Bench:
         drafters: those of the sweep by name; what "auto" stands for is under its own.
 
     Raises:
-        InvalidInputError: an unknown drafter, a k or a tree that one of the drafters cannot give, or a peer that is unknown, not
-            installed, or unable to serve so many conversations at once; said before anything is measured.
+        InvalidInputError: an unknown drafter, a k or a tree that one of the drafters cannot give,
+            or a peer that is unknown, not installed, or unable to serve so many conversations at
+            once; said before anything is measured.
     """
 
-    def __init__(self, base: SpecDecoder, config: BenchConfig, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self, base: SpecDecoder, config: BenchConfig, *, progress: Progress | None = None
+    ) -> None:
         self._base, self._config, self._progress = base, config, progress
         self.drafters: dict[str, Drafter] = {}
-        for name in dict.fromkeys(drafter_name(name, base.verifier.name) for name in config.drafters):
+        for name in dict.fromkeys(
+            drafter_name(name, base.verifier.name) for name in config.drafters
+        ):
             drafter = find_drafter(name)(base.verifier)
             assert drafter is not None, "BenchConfig refuses plain decoding"
             self.drafters[name] = drafter
             for k in config.num_draft_tokens:
                 if isinstance(k, int) and not 1 <= k <= drafter.max_draft_tokens:
                     raise InvalidInputError(
-                        f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens}; choose within that"
+                        f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens};"
+                        f" choose within that"
                     )
             if config.trees and (reasons := tree_reasons(base.verifier, drafter, EngineConfig())):
-                raise InvalidInputError(f"trees are asked for, but {'; '.join(reasons)}; leave out --tree")
+                raise InvalidInputError(
+                    f"trees are asked for, but {'; '.join(reasons)}; leave out --tree"
+                )
         self._peers = [load_peer(name, base.verifier) for name in config.peers]
         for peer in self._peers:
-            if peer.max_concurrency is not None and max(config.concurrencies) > peer.max_concurrency:
+            if (
+                peer.max_concurrency is not None
+                and max(config.concurrencies) > peer.max_concurrency
+            ):
                 raise InvalidInputError(
-                    f"concurrency is {max(config.concurrencies)} and peer {peer.name!r} decodes {peer.max_concurrency} at once;"
+                    f"concurrency is {max(config.concurrencies)} and peer {peer.name!r} decodes"
+                    f" {peer.max_concurrency} at once;"
                     " measure it in a run of its own"
                 )
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Measures cell by cell; yields the report after each, which is complete when the iterator ends.
+        """Measures cell by cell; yields the report after each, which is complete when the iterator
+        ends.
 
-        A cell is a prompt set at one temperature and one concurrency. Its sides, plain decoding and every drafter with every k,
-        take turns, so that a change of the machine's speed meets all of them.
+        A cell is a prompt set at one temperature and one concurrency. Its sides, plain decoding and
+        every drafter with every k, take turns, so that a change of the machine's speed meets all of
+        them.
         """
         config = self._config
         report = new_report("specdec-bench", provenance, config.settings)
@@ -113,7 +131,9 @@ class Bench:
             report["complete"] = number == len(cells)
             yield report
 
-    def _measure(self, prompts: PromptSet, temperature: float, concurrency: int) -> list[dict[str, Any]]:
+    def _measure(
+        self, prompts: PromptSet, temperature: float, concurrency: int
+    ) -> list[dict[str, Any]]:
         config, sides = self._config, self._sides(prompts, concurrency)
         sampling = config.sampling(temperature)
         where = f"{prompts.name} T={temperature:g} c={concurrency}"
@@ -122,7 +142,14 @@ class Bench:
             on_turn = self._on_turn(f"{where} {side.title} {title}")
             if not side.peer:
                 side.decoder.engine.reset()  # no pass may copy what one before it wrote
-            return run_set(side.decoder, prompts, sampling, raw=config.raw, on_turn=on_turn, generate=side.generate)
+            return run_set(
+                side.decoder,
+                prompts,
+                sampling,
+                raw=config.raw,
+                on_turn=on_turn,
+                generate=side.generate,
+            )
 
         for side in sides if config.warmup else ():
             set_serving(side.decoder.engine, False)
@@ -138,7 +165,8 @@ class Bench:
         for side in sides:
             if side.peer:
                 continue
-            # Apart from the timed passes, because on an accelerator timing the phases makes the host wait, many times over.
+            # Apart from the timed passes, because on an accelerator timing the phases makes the
+            # host wait, many times over.
             timer = side.decoder.engine.timer
             timer.enabled = True
             sample = replace(prompts, items=prompts.items[: max(concurrency, SPLIT_ITEMS)])
@@ -147,20 +175,39 @@ class Bench:
             seconds = run_set(side.decoder, sample, few, raw=config.raw, on_turn=on_turn).seconds
             side.time_split = time_split(timer.totals, seconds)
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-        rows = [key | side.row(sides[0]) | {"roofline": self._roofline(side, concurrency), "tree_step": None} for side in sides]
-        sizes = [Counter(size for one in side.passes[0].answers for size in one.stats.tree_sizes if size) for side in sides]
+        rows = [
+            key
+            | side.row(sides[0])
+            | {"roofline": self._roofline(side, concurrency), "tree_step": None}
+            for side in sides
+        ]
+        sizes = [
+            Counter(size for one in side.passes[0].answers for size in one.stats.tree_sizes if size)
+            for side in sides
+        ]
         drawn = next((index for index, counts in enumerate(sizes) if counts), None)
-        if drawn is not None and concurrency == config.concurrencies[0]:  # one tree shows what they are like
-            drafter, ((num_nodes, _),) = self.drafters[sides[drawn].drafter], sizes[drawn].most_common(1)
-            rows[drawn]["tree_step"] = tree_step(self._base, drafter, prompts, sampling, num_nodes, raw=config.raw)
+        if (
+            drawn is not None and concurrency == config.concurrencies[0]
+        ):  # one tree shows what they are like
+            drafter, ((num_nodes, _),) = (
+                self.drafters[sides[drawn].drafter],
+                sizes[drawn].most_common(1),
+            )
+            rows[drawn]["tree_step"] = tree_step(
+                self._base, drafter, prompts, sampling, num_nodes, raw=config.raw
+            )
         return rows
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
-        """What memory alone would allow; a peer's weights may lie otherwise, and k may change, so these have none."""
+        """What memory alone would allow; a peer's weights may lie otherwise, and k may change, so
+        these have none.
+        """
         if side.peer or side.k == "auto":
             return None
         answers = side.passes[0].answers
-        context = sum(len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers) / len(answers)
+        context = sum(
+            len(answer.prompt_token_ids) + len(answer.token_ids) / 2 for answer in answers
+        ) / len(answers)
         tau = pooled(answer.stats for answer in answers).tau
         return bound(
             side.decoder.engine,
@@ -180,14 +227,20 @@ class Bench:
         config, verifier = self._config, self._base.verifier
         longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
-        def side(name: str, drafter: Drafter | None, k: DraftCount, tree: int | None = None) -> _Side:
+        def side(
+            name: str, drafter: Drafter | None, k: DraftCount, tree: int | None = None
+        ) -> _Side:
             engine = config.engine(concurrency, min(longest, verifier.max_model_len), k, tree)
             decoder = self._base.variant(drafter, engine)
             return _Side(drafter=name, k=decoder.engine.k, decoder=decoder)
 
         sides = [side(PLAIN, None, None)]
-        sides += [side(*named, k) for named, k in product(self.drafters.items(), config.num_draft_tokens)]
-        sides += [side(*named, None, tree) for named, tree in product(self.drafters.items(), config.trees)]
+        sides += [
+            side(*named, k) for named, k in product(self.drafters.items(), config.num_draft_tokens)
+        ]
+        sides += [
+            side(*named, None, tree) for named, tree in product(self.drafters.items(), config.trees)
+        ]
         for peer in self._peers:
             ask = partial(_ask, peer, verifier.defaults, concurrency)
             sides.append(_Side(drafter=peer.name, peer=peer, decoder=self._base, generate=ask))
@@ -202,6 +255,14 @@ def _ask(
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
 ) -> list[Decoded]:
-    """A peer in the place of an engine, told what the engine takes of the checkpoint's; it tells nothing of its steps."""
-    samplings = [defaults.fill(sampling, len(prompt)) for prompt, sampling in zip(prompts, samplings, strict=True)]
-    return [Decoded(tokens, AcceptanceStats()) for tokens in peer.generate(prompts, samplings, concurrency=concurrency)]
+    """A peer in the place of an engine, told what the engine takes of the checkpoint's; it tells
+    nothing of its steps.
+    """
+    samplings = [
+        defaults.fill(sampling, len(prompt))
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    return [
+        Decoded(tokens, AcceptanceStats())
+        for tokens in peer.generate(prompts, samplings, concurrency=concurrency)
+    ]

@@ -35,7 +35,9 @@ Progress = Callable[[str, int, int], None]
 
 
 class Plan(NamedTuple):
-    """What one of the machines finds out for all: whether the sweep can be run, and what it is run with."""
+    """What one of the machines finds out for all: whether the sweep can be run, and what it is run
+    with.
+    """
 
     drafters: list[str]
     longest: list[int]
@@ -54,7 +56,10 @@ def make_plan(decoder: SpecDecoder, config: BenchConfig) -> Plan:
     limit = decoder.verifier.max_model_len
     return Plan(
         drafters,
-        [min(most_tokens(decoder, one, config.max_tokens, raw=config.raw), limit) for one in config.sets],
+        [
+            min(most_tokens(decoder, one, config.max_tokens, raw=config.raw), limit)
+            for one in config.sets
+        ],
         measured_bandwidth(decoder.verifier.device),
         provenance(decoder, drafters),
         machine_of(origin(decoder)),
@@ -69,7 +74,8 @@ class _Side(Side):
 
 
 class ClusterBench:
-    """A sweep whose conversations are spread over engines. Speeds are those of one engine, whatever their number.
+    """A sweep whose conversations are spread over engines. Speeds are those of one engine, whatever
+    their number.
 
     Args:
         pool: its spec names the target, and no drafter.
@@ -81,10 +87,19 @@ class ClusterBench:
         SpecDecError: see `make_plan`, `Pool` and `Journal`.
     """
 
-    def __init__(self, pool: Pool, config: BenchConfig, *, path: Path | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        config: BenchConfig,
+        *,
+        path: Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self._pool, self._config, self._progress = pool, config, progress
         self._plan = pool.call(make_plan, config)
-        self._journal = Journal(path, {"model": pool.spec.model} | self._plan.machine, command="bench")
+        self._journal = Journal(
+            path, {"model": pool.spec.model} | self._plan.machine, command="bench"
+        )
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Measures cell by cell, as `Bench.run` does; every pass makes its engines anew."""
@@ -92,23 +107,47 @@ class ClusterBench:
         origin = self._plan.provenance | {"command": command_line()}
         report = new_report("specdec-bench", origin, config.settings | {"num_engines": engines})
         report |= {"bandwidth": self._plan.bandwidth, "rows": []}
-        cells = list(product(zip(config.sets, self._plan.longest, strict=True), config.temperatures, config.concurrencies))
+        cells = list(
+            product(
+                zip(config.sets, self._plan.longest, strict=True),
+                config.temperatures,
+                config.concurrencies,
+            )
+        )
         for number, ((prompts, longest), temperature, concurrency) in enumerate(cells, start=1):
             sampling = config.sampling(temperature)
             sides = self._sides(longest, concurrency, sampling)
             for repeat, side in product(range(config.repeats), sides):
-                title = f"{prompts.name} T={temperature:g} c={concurrency} {side_name(side.drafter, side.k, len(side.drafter))}"
-                side.passes.append(self._pass(side, prompts, sampling, repeat, f"{title} {repeat + 1}/{config.repeats}"))
-            key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
-            report["rows"] += [key | side.row(sides[0]) | {"roofline": None, "tree_step": None} for side in sides]
+                title = (
+                    f"{prompts.name} T={temperature:g} c={concurrency}"
+                    f" {side_name(side.drafter, side.k, len(side.drafter))}"
+                )
+                side.passes.append(
+                    self._pass(
+                        side, prompts, sampling, repeat, f"{title} {repeat + 1}/{config.repeats}"
+                    )
+                )
+            key = {
+                "prompt_set": prompts.name,
+                "temperature": temperature,
+                "concurrency": concurrency,
+            }
+            report["rows"] += [
+                key | side.row(sides[0]) | {"roofline": None, "tree_step": None} for side in sides
+            ]
             report["complete"] = number == len(cells)
             yield report
 
     def _sides(self, longest: int, concurrency: int, sampling: SamplingParams) -> list[_Side]:
         config = self._config
         kinds: list[tuple[str, DraftCount, int | None]] = [(PLAIN, None, None)]
-        kinds += [(drafter, k, None) for drafter, k in product(self._plan.drafters, config.num_draft_tokens)]
-        kinds += [(drafter, None, tree) for drafter, tree in product(self._plan.drafters, config.trees)]
+        kinds += [
+            (drafter, k, None)
+            for drafter, k in product(self._plan.drafters, config.num_draft_tokens)
+        ]
+        kinds += [
+            (drafter, None, tree) for drafter, tree in product(self._plan.drafters, config.trees)
+        ]
         return [
             _Side(
                 drafter=drafter,
@@ -122,17 +161,27 @@ class ClusterBench:
             for drafter, k, tree in kinds
         ]
 
-    def _pass(self, side: _Side, prompts: PromptSet, sampling: SamplingParams, repeat: int, title: str) -> Pass:
+    def _pass(
+        self, side: _Side, prompts: PromptSet, sampling: SamplingParams, repeat: int, title: str
+    ) -> Pass:
         raw, rows = self._config.raw, list[Row]()
         for index, item in enumerate(prompts.items):
             first: Any = item.turns[0] if raw else [{"role": "user", "content": item.turns[0]}]
-            own, follow_ups = replace(sampling, seed=(sampling.seed or 0) + index), () if raw else item.turns[1:]
+            own, follow_ups = (
+                replace(sampling, seed=(sampling.seed or 0) + index),
+                () if raw else item.turns[1:],
+            )
             parts = json.dumps([prompts.sha256, index, raw, repr(own), asdict(side.spec), repeat])
-            rows.append(Row(hashlib.sha256(parts.encode()).hexdigest()[:32], first, own, follow_ups))
+            rows.append(
+                Row(hashlib.sha256(parts.encode()).hexdigest()[:32], first, own, follow_ups)
+            )
         wrong = []
         missing = [row for row in rows if self._journal.get(row.key) is None]
         item_of = {row.key: item.item_id for row, item in zip(rows, prompts.items, strict=True)}
-        for done, answer in enumerate(self._pool_of(side).answers(missing, self._plan.machine), start=1 + len(rows) - len(missing)):
+        for done, answer in enumerate(
+            self._pool_of(side).answers(missing, self._plan.machine),
+            start=1 + len(rows) - len(missing),
+        ):
             if answer.error is None:
                 self._journal.add(answer.key, answer.record | {"k": answer.origin["k"]})
             else:
@@ -143,7 +192,12 @@ class ClusterBench:
             raise SpecDecError(wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else ""))
         kept = [found for row in rows if (found := self._journal.read(row.key, _kept))]
         side.k = kept[0][2]
-        results = [turns[turn] for turn in range(prompts.num_turns) for turns, _, _ in kept if turn < len(turns)]
+        results = [
+            turns[turn]
+            for turn in range(prompts.num_turns)
+            for turns, _, _ in kept
+            if turn < len(turns)
+        ]
         answers = [Answer(one.prompt_token_ids, one.token_ids, one.stats) for one in results]
         return Pass(answers, sum(seconds for _, seconds, _ in kept))
 
@@ -153,4 +207,8 @@ class ClusterBench:
 
 def _kept(record: dict[str, Any]) -> tuple[list[GenerationResult], float, int | str]:
     """Turns, seconds of an engine, and its k."""
-    return [made(GenerationResult, one) for one in record["results"]], float(record["seconds"]), record["k"]
+    return (
+        [made(GenerationResult, one) for one in record["results"]],
+        float(record["seconds"]),
+        record["k"],
+    )

@@ -55,13 +55,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec bench`."""
     parser.usage = "%(prog)s [compare A.json B.json | show A.json] [options]"
     parser.epilog = _EXAMPLES
-    parser.add_argument("action", nargs="*", metavar="ACTION", help="compare two reports, or show one; without it, measure")
+    parser.add_argument(
+        "action",
+        nargs="*",
+        metavar="ACTION",
+        help="compare two reports, or show one; without it, measure",
+    )
 
     add = parser.add_argument_group("what to ask").add_argument
-    add("--sets", nargs="+", default=["bundled"], metavar="NAME", help="prompt sets (default bundled)")
-    add("--data", action="append", default=[], metavar="NAME=FILE", help="read set NAME from a JSONL file; may be repeated")
+    add(
+        "--sets",
+        nargs="+",
+        default=["bundled"],
+        metavar="NAME",
+        help="prompt sets (default bundled)",
+    )
+    add(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="read set NAME from a JSONL file; may be repeated",
+    )
     add("--limit", type=whole_number, metavar="N", help="only the first N rows of every set")
-    add("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
+    add(
+        "--raw",
+        action="store_true",
+        help="continue the prompts as they are, without the chat template",
+    )
 
     model_options(parser, several=("drafter",))
     engine_options(
@@ -72,26 +93,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         old={"max_num_seqs": "--concurrency"},
     )
     sampling_options(
-        parser, ("max_tokens", "temperature", "top_k", "top_p", "seed"), several=("temperature",), defaults={"seed": 0}
+        parser,
+        ("max_tokens", "temperature", "top_k", "top_p", "seed"),
+        several=("temperature",),
+        defaults={"seed": 0},
     )
 
     add = parser.add_argument_group("measurement").add_argument
-    add("--repeats", type=whole_number, default=3, metavar="N", help="timed passes of every side (default %(default)s)")
-    add("--warmup", type=whole_number, default=1, metavar="N", help="untimed passes before them (default %(default)s)")
-    add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run: transformers, transformers-lookup, "
+    add(
+        "--repeats",
+        type=whole_number,
+        default=3,
+        metavar="N",
+        help="timed passes of every side (default %(default)s)",
+    )
+    add(
+        "--warmup",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="untimed passes before them (default %(default)s)",
+    )
+    add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run:"
+                                                              " transformers, transformers-lookup, "
         "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
 
     add = parser.add_argument_group(
         "a shape without weights",
-        "Times prefill and steps of a model with random weights, on prompts of random tokens; --max-tokens is the number of timed"
+        "Times prefill and steps of a model with random weights, on prompts of random tokens;"
+        " --max-tokens is the number of timed"
         " steps, and no prompt set, drafter or sampling takes part.",
     ).add_argument
-    add("--dummy-weights", metavar="CONFIG", help="a config.json, a folder with one, or a shape that comes with the package: "
+    add("--dummy-weights", metavar="CONFIG", help="a config.json, a folder with one, or a shape"
+                                                  " that comes with the package: "
         "gemma3-4b, gpt-oss-20b, qwen3-30b-a3b, qwen3-8b, qwen3.5-9b, qwen3.5-35b-a3b")  # fmt: skip
     add("--prompt-tokens", nargs="+", type=whole_number, default=[1024], metavar="N", help="length of the prompts; further "
         "lengths are measured with one request (default 1024)")  # fmt: skip
     add("--verify-rows", nargs="+", type=whole_number, default=[8], metavar="N", help="rows per request of a step that verifies "
-        "a chain of N - 1 drafts which cost nothing; 1 leaves it out (default 8); --tree adds trees")  # fmt: skip
+        "a chain of N - 1 drafts which cost nothing; 1 leaves it out (default 8); --tree adds"
+        " trees")  # fmt: skip
 
     add(
         "--synthetic-acceptance",
@@ -127,13 +167,21 @@ def run(args: argparse.Namespace) -> int:
     action, *files = args.action or ["measure"]
     counts = {"measure": 0, "compare": 2, "show": 1}
     if action not in counts:
-        raise InvalidInputError(f"unknown action {action!r} (known: compare, show; none to measure)")
+        raise InvalidInputError(
+            f"unknown action {action!r} (known: compare, show; none to measure)"
+        )
     if len(files) != counts[action]:
-        raise InvalidInputError(f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench --help")
+        raise InvalidInputError(
+            f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench"
+            f" --help"
+        )
     if args.synthetic_acceptance and args.dummy_weights is None:
         raise InvalidInputError("--synthetic-acceptance is for random weights; add --dummy-weights")
     if args.ray is not None and (action != "measure" or args.dummy_weights is not None):
-        raise InvalidInputError("--ray spreads prompt sets over engines; leave it out with compare, show and --dummy-weights")
+        raise InvalidInputError(
+            "--ray spreads prompt sets over engines; leave it out with compare, show and"
+            " --dummy-weights"
+        )
     if action == "measure" and args.dummy_weights is not None:
         from evals.bench.dummy_command import measure_dummy
 
@@ -182,9 +230,13 @@ def _measure(args: argparse.Namespace) -> int:
         reports = bench.run(provenance(base, list(bench.drafters)))
     else:
         if config.peers:
-            raise InvalidInputError("peers are measured beside one engine of this process; leave out --peer or --ray")
+            raise InvalidInputError(
+                "peers are measured beside one engine of this process; leave out --peer or --ray"
+            )
         path = _answers_file(args.out)
-        reports = ClusterBench(load_pool(args, None, smallest), config, path=path, progress=_cluster_progress()).run()
+        reports = ClusterBench(
+            load_pool(args, None, smallest), config, path=path, progress=_cluster_progress()
+        ).run()
     report: Report | None = None
     try:
         for report in reports:

@@ -34,7 +34,9 @@ MIN_STEPS = 5
 """Steps below which a rate of acceptance is not shown."""
 
 Show = Callable[[str, Iterator[StreamChunk]], list[GenerationResult]]
-"""Shows one run, called with "plain" or "speculative" and the run's chunks, and returns its results in order."""
+"""Shows one run, called with "plain" or "speculative" and the run's chunks, and returns its results
+in order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class Comparison:
         sampling: how both decoded, the seed included.
         plain, speculative: speed of the timed runs.
         stats: verify steps of the first speculative run, one entry per prompt.
-        divergences: prompts whose outputs differ, where they first do; None when they were not compared, because probabilistic
-            drafts keep the distribution of sampled tokens rather than the tokens.
+        divergences: prompts whose outputs differ, where they first do; None when they were not
+            compared, because probabilistic drafts keep the distribution of sampled tokens rather
+            than the tokens.
     """
 
     sampling: SamplingParams
@@ -64,16 +67,24 @@ class Comparison:
             "ratio": self.speculative.ratio(self.plain),
             "acceptance": pooled(self.stats).to_dict() | {"mean_tau": mean_tau(self.stats)},
             "identical": None if self.divergences is None else not self.divergences,
-            "divergences": None if self.divergences is None else [asdict(one) for one in self.divergences],
+            "divergences": None
+            if self.divergences is None
+            else [asdict(one) for one in self.divergences],
         }
 
 
 def compare(
-    decoder: SpecDecoder, inputs: Sequence[Any], sampling: SamplingParams, *, repeats: int = 1, show: Show | None = None
+    decoder: SpecDecoder,
+    inputs: Sequence[Any],
+    sampling: SamplingParams,
+    *,
+    repeats: int = 1,
+    show: Show | None = None,
 ) -> Comparison:
     """Decodes `inputs` with `decoder` and with its plain twin, in turn, `repeats` times each.
 
-    Both are warmed up on the same prompts, so both find them in their prefix caches and the time is that of decoding.
+    Both are warmed up on the same prompts, so both find them in their prefix caches and the time is
+    that of decoding.
 
     Args:
         decoder: has a drafter.
@@ -91,7 +102,9 @@ def compare(
         sampling = replace(sampling, seed=0)
     sides = {"plain": decoder.plain(), "speculative": decoder}
     for side in sides.values():
-        _generate(side, inputs, replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens)))
+        _generate(
+            side, inputs, replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
+        )
 
     runs: dict[str, list[list[GenerationResult]]] = {name: [] for name in sides}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -111,17 +124,26 @@ def compare(
         plain=_speed(runs["plain"], seconds["plain"]),
         speculative=_speed(runs["speculative"], seconds["speculative"]),
         stats=[result.stats for result in runs["speculative"][0]],
-        divergences=_divergences(decoder, runs["plain"], runs["speculative"]) if same_tokens else None,
+        divergences=_divergences(decoder, runs["plain"], runs["speculative"])
+        if same_tokens
+        else None,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs `specdec generate --compare` and prints its report."""
-    prompts, sampling, engine = read_prompts(args.prompts, args.file), sampling_params(args), engine_config(args)
+    prompts, sampling, engine = (
+        read_prompts(args.prompts, args.file),
+        sampling_params(args),
+        engine_config(args),
+    )
     own = next((prompt for prompt in prompts if prompt.asked), None)
     if own is not None:
         name = next(iter(own.asked))
-        raise InvalidInputError(f"--compare decodes all prompts alike and {own.source} has its own {name}; give it as an option")
+        raise InvalidInputError(
+            f"--compare decodes all prompts alike and {own.source} has its own {name}; give it as"
+            f" an option"
+        )
     decoder = load_decoder(args, args.drafter, engine)
     inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
 
@@ -136,11 +158,15 @@ def run(args: argparse.Namespace) -> int:
         return [writer.results[index] for index in range(len(prompts))]
 
     repeats = 1 if args.repeats is None else args.repeats
-    comparison = compare(decoder, inputs, sampling, repeats=repeats, show=show if args.stream else None)
+    comparison = compare(
+        decoder, inputs, sampling, repeats=repeats, show=show if args.stream else None
+    )
     if args.json:
         print(json.dumps(_provenance(decoder, args) | comparison.to_dict(), indent=2))
     else:
-        print(format_comparison(comparison, decoder, drafter=drafter_name(args.drafter, args.model)))
+        print(
+            format_comparison(comparison, decoder, drafter=drafter_name(args.drafter, args.model))
+        )
     return 0
 
 
@@ -152,32 +178,49 @@ def _how_long(seconds: Mapping[str, float]) -> str:
     """
     last = list(seconds.values())[-1]
     factor = seconds["plain"] / last if len(seconds) > 1 and last > 0 else 1.0
-    return f"{last:.1f} seconds" + (f", {factor:.1f} times as fast as plain decoding" if factor >= 1.05 else "")
+    return f"{last:.1f} seconds" + (
+        f", {factor:.1f} times as fast as plain decoding" if factor >= 1.05 else ""
+    )
 
 
 def format_comparison(comparison: Comparison, decoder: SpecDecoder, *, drafter: str) -> str:
     """The report as text, at most 80 columns wide apart from names."""
     verifier, sampling, stats = decoder.verifier, comparison.sampling, pooled(comparison.stats)
-    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+    how = (
+        "greedy"
+        if sampling.temperature == 0
+        else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+    )
     lines = [
-        f"model {verifier.name} on {verifier.device}, {dtype_name(verifier.dtype)}; {describe_drafts(decoder, drafter)}",
-        f"{counted(len(comparison.stats), 'prompt')}, {how}, at most {counted(sampling.max_tokens, 'token')} each",
+        f"model {verifier.name} on {verifier.device}, {dtype_name(verifier.dtype)};"
+        f" {describe_drafts(decoder, drafter)}",
+        f"{counted(len(comparison.stats), 'prompt')}, {how}, at most"
+        f" {counted(sampling.max_tokens, 'token')} each",
         "",
         *_speed_table(comparison),
         "",
         f"  {'tau':<13}{stats.tau:>9.2f}   tokens per step of the target (plain decoding: 1)",
     ]
     if len(comparison.stats) > 1:
-        lines.append(f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts; above, over all steps")
+        lines.append(
+            f"  {'':<13}{mean_tau(comparison.stats):>9.2f}   mean over the prompts; above, over all"
+            f" steps"
+        )
     lines += ["", *_output_lines(comparison, decoder)]
     if stats.num_steps:
-        lines += ["", "  tokens put out per verify step", *_histogram(stats.histogram, stats.num_steps)]
+        lines += [
+            "",
+            "  tokens put out per verify step",
+            *_histogram(stats.histogram, stats.num_steps),
+        ]
     if stats.num_offered:
         lines += ["", *_offered(stats), *_rates(stats), *_ranks(stats)]
     return "\n".join(lines)
 
 
-def _generate(decoder: SpecDecoder, inputs: Sequence[Any], sampling: SamplingParams) -> list[GenerationResult]:
+def _generate(
+    decoder: SpecDecoder, inputs: Sequence[Any], sampling: SamplingParams
+) -> list[GenerationResult]:
     results = decoder.generate(list(inputs), sampling)
     assert isinstance(results, list)
     return results
@@ -187,12 +230,19 @@ def _speed(runs: list[list[GenerationResult]], seconds: list[float]) -> Speed:
     for results in runs:
         for index, result in enumerate(results):
             if result.error is not None:
-                raise InvalidInputError(f"prompt {index + 1} failed, so there is nothing to compare: {result.error}")
-    return Speed(num_tokens=[sum(len(result.token_ids) for result in results) for results in runs], seconds=seconds)
+                raise InvalidInputError(
+                    f"prompt {index + 1} failed, so there is nothing to compare: {result.error}"
+                )
+    return Speed(
+        num_tokens=[sum(len(result.token_ids) for result in results) for results in runs],
+        seconds=seconds,
+    )
 
 
 def _divergences(
-    decoder: SpecDecoder, plain_runs: list[list[GenerationResult]], speculative_runs: list[list[GenerationResult]]
+    decoder: SpecDecoder,
+    plain_runs: list[list[GenerationResult]],
+    speculative_runs: list[list[GenerationResult]],
 ) -> list[Divergence]:
     found: dict[int, Divergence] = {}
     for plain_run, speculative_run in zip(plain_runs, speculative_runs, strict=True):
@@ -200,14 +250,22 @@ def _divergences(
             position = first_divergence(plain.token_ids, speculative.token_ids)
             if position is not None and index not in found:
                 found[index] = explain_divergence(
-                    decoder, index, position, plain.prompt_token_ids, plain.token_ids, speculative.token_ids
+                    decoder,
+                    index,
+                    position,
+                    plain.prompt_token_ids,
+                    plain.token_ids,
+                    speculative.token_ids,
                 )
     return [found[index] for index in sorted(found)]
 
 
 def _speed_table(comparison: Comparison) -> list[str]:
     repeated = len(comparison.plain.seconds) > 1
-    lines = [f"  {'':<13}{'tokens/s':>9}{'tokens':>10}{'seconds':>10}" + ("   range of tokens/s" if repeated else "")]
+    lines = [
+        f"  {'':<13}{'tokens/s':>9}{'tokens':>10}{'seconds':>10}"
+        + ("   range of tokens/s" if repeated else "")
+    ]
     for name, speed in (("plain", comparison.plain), ("speculative", comparison.speculative)):
         slowest, fastest = speed.spread
         line = f"  {name:<13}{speed.median:>9.1f}{speed.num_tokens[0]:>10,}{median(speed.seconds):>10.2f}"
@@ -219,17 +277,30 @@ def _speed_table(comparison: Comparison) -> list[str]:
 
 def _output_lines(comparison: Comparison, decoder: SpecDecoder) -> list[str]:
     if comparison.divergences is None:
-        return [f"  {'output':<13}not compared: probabilistic drafts keep the distribution, not the tokens"]
+        return [
+            f"  {'output':<13}not compared: probabilistic drafts keep the distribution, not the"
+            f" tokens"
+        ]
     num_prompts = len(comparison.stats)
     if not comparison.divergences:
         return [f"  {'output':<13}identical" + (" for every prompt" if num_prompts > 1 else "")]
-    lines = [f"  {'output':<13}differs for {len(comparison.divergences)} of {counted(num_prompts, 'prompt')}"]
+    lines = [
+        f"  {'output':<13}differs for {len(comparison.divergences)} of"
+        f" {counted(num_prompts, 'prompt')}"
+    ]
     dtype = dtype_name(decoder.verifier.dtype)
     for one in comparison.divergences:
-        plain, speculative = (_token(decoder, token_id) for token_id in (one.plain_token_id, one.speculative_token_id))
-        apart = f"{one.margin:.4g} apart, where {dtype} resolves {one.resolution:.4g}" if one.margin else "equal"
+        plain, speculative = (
+            _token(decoder, token_id) for token_id in (one.plain_token_id, one.speculative_token_id)
+        )
+        apart = (
+            f"{one.margin:.4g} apart, where {dtype} resolves {one.resolution:.4g}"
+            if one.margin
+            else "equal"
+        )
         lines += [
-            f"    prompt {one.index + 1}, output token {one.position + 1}: plain {plain}, speculative {speculative}",
+            f"    prompt {one.index + 1}, output token {one.position + 1}: plain {plain},"
+            f" speculative {speculative}",
             f"      the target's two largest logits there are {apart}",
         ]
     return lines
@@ -237,35 +308,61 @@ def _output_lines(comparison: Comparison, decoder: SpecDecoder) -> list[str]:
 
 def _histogram(counts: list[int], num_steps: int) -> list[str]:
     rows = [(tokens, count) for tokens, count in enumerate(counts) if tokens > 0 or count > 0]
-    return [f"  {tokens:>4}  {_bar(count / max(counts))}{100 * count / num_steps:>7.1f}%{count:>9,}" for tokens, count in rows]
+    return [
+        f"  {tokens:>4}  {_bar(count / max(counts))}{100 * count / num_steps:>7.1f}%{count:>9,}"
+        for tokens, count in rows
+    ]
 
 
 def _offered(stats: AcceptanceStats) -> list[str]:
     """In how many steps each number of drafts was offered, and whether they formed a tree."""
-    return wrap("drafts offered: " + steps_of_shapes(stats.steps_by_shape), 80, initial_indent="  ", subsequent_indent="    ")
+    return wrap(
+        "drafts offered: " + steps_of_shapes(stats.steps_by_shape),
+        80,
+        initial_indent="  ",
+        subsequent_indent="    ",
+    )
 
 
 def _rates(stats: AcceptanceStats) -> list[str]:
-    """Acceptance by position and the steps that it is taken from, where these are enough to say anything."""
+    """Acceptance by position and the steps that it is taken from, where these are enough to say
+    anything.
+    """
     shown = [steps for steps in stats.num_offered if steps >= MIN_STEPS]
-    lines = ["", "  drafts accepted, by position, and the steps that offered one there"] if shown else []
-    for position, (steps, rate) in enumerate(zip(shown, stats.acceptance_rate, strict=False), start=1):
+    lines = (
+        ["", "  drafts accepted, by position, and the steps that offered one there"]
+        if shown
+        else []
+    )
+    for position, (steps, rate) in enumerate(
+        zip(shown, stats.acceptance_rate, strict=False), start=1
+    ):
         lines.append(f"  {position:>4}  {_bar(rate)}{100 * rate:>7.1f}%{steps:>9,}")
     if len(shown) < len(stats.num_offered):
-        lines.append(f"  (from position {len(shown) + 1} on, fewer than {MIN_STEPS} steps offered a draft)")
+        lines.append(
+            f"  (from position {len(shown) + 1} on, fewer than {MIN_STEPS} steps offered a draft)"
+        )
     return lines
 
 
 def _ranks(stats: AcceptanceStats) -> list[str]:
     """What the accepted drafts of trees were among the candidates of their positions."""
-    lines = ["", "  accepted drafts of trees, by rank among the candidates of their position"] if stats.num_by_rank else []
-    for rank, (count, share) in enumerate(zip(stats.num_by_rank, stats.share_by_rank, strict=True), start=1):
+    lines = (
+        ["", "  accepted drafts of trees, by rank among the candidates of their position"]
+        if stats.num_by_rank
+        else []
+    )
+    for rank, (count, share) in enumerate(
+        zip(stats.num_by_rank, stats.share_by_rank, strict=True), start=1
+    ):
         lines.append(f"  {rank:>4}  {_bar(share)}{100 * share:>7.1f}%{count:>9,}")
     return lines
 
 
 def _bar(fraction: float) -> str:
-    """A bar of `fraction` of the full width, in eighths of a character where the terminal has them."""
+    """A bar of `fraction` of the full width, in eighths of a character where the terminal
+    has them.
+    """
     if "utf" not in (sys.stdout.encoding or "").lower():
         return ("#" * round(fraction * BAR_WIDTH)).ljust(BAR_WIDTH)
     full, eighths = divmod(round(fraction * BAR_WIDTH * 8), 8)
@@ -273,7 +370,11 @@ def _bar(fraction: float) -> str:
 
 
 def _token(decoder: SpecDecoder, token_id: int | None) -> str:
-    return "has ended" if token_id is None else f"{decoder.tokenizer.decode([token_id])!r} ({token_id})"
+    return (
+        "has ended"
+        if token_id is None
+        else f"{decoder.tokenizer.decode([token_id])!r} ({token_id})"
+    )
 
 
 def _provenance(decoder: SpecDecoder, args: argparse.Namespace) -> dict[str, Any]:

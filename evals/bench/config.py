@@ -12,10 +12,14 @@ from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
 
 DraftCount = int | Literal["auto"] | None
-"""k of a side: a number, the drafter's own (None), or the one that is measured to be fastest, step by step."""
+"""k of a side: a number, the drafter's own (None), or the one that is measured to be fastest, step
+by step.
+"""
 
 MOST_WARMUP = 10
-"""Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does not meet all that occurs."""
+"""Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does
+not meet all that occurs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,8 @@ class BenchConfig:
         concurrencies: conversations decoded at once.
         max_tokens: most output tokens per turn.
         repeats: timed passes of every side, taken in turn.
-        warmup: untimed passes before them, and more while steps are still captured, up to `MOST_WARMUP`.
+        warmup: untimed passes before them, and more while steps are still captured, up to
+            `MOST_WARMUP`.
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
         peers: other systems to measure beside, see `evals.peers.peer`.
@@ -72,10 +77,14 @@ class BenchConfig:
             raise InvalidInputError(f"warmup is {self.warmup}; it must be 0 or more passes")
         if self.peers and max(self.temperatures) > 0:
             raise InvalidInputError(
-                f"peers are compared in greedy decoding and the temperature is {max(self.temperatures):g}; use temperature 0"
+                f"peers are compared in greedy decoding and the temperature is"
+                f" {max(self.temperatures):g}; use temperature 0"
             )
         if PLAIN in self.drafters or 0 in self.num_draft_tokens or 0 in self.trees:
-            raise InvalidInputError("plain decoding is always measured; leave out drafter none, k = 0 and trees of 0 drafts")
+            raise InvalidInputError(
+                "plain decoding is always measured; leave out drafter none, k = 0 and trees of 0"
+                " drafts"
+            )
         for nodes in self.trees:
             EngineConfig(tree_nodes=nodes)
         for temperature in self.temperatures:
@@ -85,9 +94,13 @@ class BenchConfig:
 
     def sampling(self, temperature: float) -> SamplingParams:
         """How to decode at a temperature."""
-        return SamplingParams(self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+        return SamplingParams(
+            self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
+        )
 
-    def engine(self, concurrency: int, max_model_len: int, k: DraftCount, tree: int | None) -> EngineConfig:
+    def engine(
+        self, concurrency: int, max_model_len: int, k: DraftCount, tree: int | None
+    ) -> EngineConfig:
         """The engine of a side."""
         return EngineConfig(
             max_num_seqs=concurrency,
@@ -103,5 +116,13 @@ class BenchConfig:
     def settings(self) -> dict[str, Any]:
         """What belongs in the report."""
         names = ("max_tokens", "top_k", "top_p", "repeats", "warmup", "seed", "raw", "graphs")
-        sets = [{"name": one.name, "source": one.source, "num_items": len(one.items), "sha256": one.sha256} for one in self.sets]
+        sets = [
+            {
+                "name": one.name,
+                "source": one.source,
+                "num_items": len(one.items),
+                "sha256": one.sha256,
+            }
+            for one in self.sets
+        ]
         return {name: getattr(self, name) for name in names} | {"prompt_sets": sets}

@@ -1,4 +1,6 @@
-"""`specdec bench --dummy-weights`: how long prefill and steps of a shape take with random weights, beside vLLM at that shape."""
+"""`specdec bench --dummy-weights`: how long prefill and steps of a shape take with random weights,
+beside vLLM at that shape.
+"""
 
 from __future__ import annotations
 
@@ -66,33 +68,55 @@ class DummyConfig:
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "concurrencies", "verify_rows"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise InvalidInputError(f"{name} is {getattr(self, name)}; give one or more numbers of at least 1")
+                raise InvalidInputError(
+                    f"{name} is {getattr(self, name)}; give one or more numbers of at least 1"
+                )
         for nodes in self.trees:
             EngineConfig(tree_nodes=nodes)
         for name, least in (("steps", 1), ("repeats", 1), ("warmup", 0)):
             if getattr(self, name) < least:
-                raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+                raise InvalidInputError(
+                    f"{name} is {getattr(self, name)}; it must be at least {least}"
+                )
         if others := [name for name in self.peers if name != VllmSteps.name]:
-            raise InvalidInputError(f"peer {others[0]!r} has no dummy weights; with --dummy-weights only vllm can be a peer")
+            raise InvalidInputError(
+                f"peer {others[0]!r} has no dummy weights; with --dummy-weights only vllm can be a"
+                f" peer"
+            )
         if self.quantize and self.peers:
-            raise InvalidInputError(f"a peer's dummy weights are plain numbers, not {self.quantize}; leave out --weights or --peer")
+            raise InvalidInputError(
+                f"a peer's dummy weights are plain numbers, not {self.quantize}; leave out"
+                f" --weights or --peer"
+            )
 
     @property
     def cells(self) -> list[tuple[int, int]]:
         """Length of the prompts and number of requests of every part of the sweep."""
         first, *longer = self.prompt_tokens
-        return [*((first, count) for count in self.concurrencies), *((length, 1) for length in longer)]
+        return [
+            *((first, count) for count in self.concurrencies),
+            *((length, 1) for length in longer),
+        ]
 
     @property
     def shapes(self) -> list[BlockShape]:
         """Of the blocks that steps with drafts verify."""
         chains = [BlockShape(rows - 1) for rows in self.verify_rows if rows > 1]
-        return [*chains, *(BlockShape(nodes, min(nodes, TREE_DEPTH)) for nodes in self.trees if nodes)]
+        return [
+            *chains,
+            *(BlockShape(nodes, min(nodes, TREE_DEPTH)) for nodes in self.trees if nodes),
+        ]
 
     @property
     def step_rows(self) -> list[int]:
         """Rows of all steps of the sweep."""
-        return sorted({count * shape.rows for _, count in self.cells for shape in (BlockShape(0), *self.shapes)})
+        return sorted(
+            {
+                count * shape.rows
+                for _, count in self.cells
+                for shape in (BlockShape(0), *self.shapes)
+            }
+        )
 
 
 class DummyBench:
@@ -124,7 +148,12 @@ class DummyBench:
         progress: Progress | None = None,
         per_step: int = 2,
     ) -> None:
-        self._verifier, self._entries, self._config, self._met = verifier, entries, config, met or {}
+        self._verifier, self._entries, self._config, self._met = (
+            verifier,
+            entries,
+            config,
+            met or {},
+        )
         self._weights = weights
         self._progress = progress or (lambda title: None)
         self._rooms: dict[tuple[int, int], Room] = {}
@@ -134,7 +163,8 @@ class DummyBench:
         self._vocab_size, self._group = verifier.vocab_size, group_of(verifier)
 
     def run(self, provenance: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Measures part by part; yields the report after each, which is complete when the iterator ends.
+        """Measures part by part; yields the report after each, which is complete when the iterator
+        ends.
 
         Raises:
             InvalidInputError: the peer is not installed, or the target is on a CPU.
@@ -143,7 +173,11 @@ class DummyBench:
         report = self._new_report(provenance)
         self._progress("vLLM starts" if config.peers else "measuring")
         # A peer starts ranks of its own; of ours the first one alone asks it.
-        peer = self._start_peer(1 if group is None else group.size) if config.peers and (group is None or group.rank == 0) else None
+        peer = (
+            self._start_peer(1 if group is None else group.size)
+            if config.peers and (group is None or group.rank == 0)
+            else None
+        )
         report["peer"] = peer.version if peer else None
         try:
             for number, cell in enumerate(config.cells, start=1):
@@ -161,8 +195,18 @@ class DummyBench:
         report = new_report(
             "specdec-dummy-bench",
             provenance,
-            {"steps": config.steps, "warm_steps": WARM_STEPS, "repeats": config.repeats, "warmup": config.warmup}
-            | {"seed": config.seed, "graphs": config.graphs, "quantize": config.quantize, "config": self._entries},
+            {
+                "steps": config.steps,
+                "warm_steps": WARM_STEPS,
+                "repeats": config.repeats,
+                "warmup": config.warmup,
+            }
+            | {
+                "seed": config.seed,
+                "graphs": config.graphs,
+                "quantize": config.quantize,
+                "config": self._entries,
+            },
         )
         return report | {
             "weight_bytes": self._verifier.weight_bytes,
@@ -187,31 +231,42 @@ class DummyBench:
             partial(peer.steps, count=steps, warm=WARM_STEPS) if peer else None,
         )
         found = [
-            key | {"work": "prefill"} | _row(prefill, "tokens/s", lambda seconds: length * count / seconds),
+            key
+            | {"work": "prefill"}
+            | _row(prefill, "tokens/s", lambda seconds: length * count / seconds),
             key | {"work": "plain step"} | self._step(plain, own, length, count),
         ]
         own.close()
         for shape in config.shapes:
-            own = OwnSteps(self._verifier, self._rooms[length, count], shape=shape, graphs=config.graphs)
+            own = OwnSteps(
+                self._verifier, self._rooms[length, count], shape=shape, graphs=config.graphs
+            )
             work = f"verify {shape if shape.is_tree else shape.rows}"
             verify = self._sides(f"{title} {work}", key, partial(own.steps, count=steps), None)
             found.append(key | {"work": work} | self._step(verify, own, length, count))
             own.close()
         return found
 
-    def _sides(self, title: str, key: dict[str, int], own: Work, peer: Work | None) -> tuple[list[float], list[float]]:
-        """Seconds of our passes and of the peer's, taken in turn, each turn with prompts of its own that both are given."""
+    def _sides(
+        self, title: str, key: dict[str, int], own: Work, peer: Work | None
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of our passes and of the peer's, taken in turn, each turn with prompts of its own
+        that both are given.
+        """
         ours: list[float] = []
         theirs: list[float] = []
         for repeat in range(-self._config.warmup, self._config.repeats):
-            self._progress(f"{title} " + ("warm-up" if repeat < 0 else f"{repeat + 1}/{self._config.repeats}"))
+            self._progress(
+                f"{title} " + ("warm-up" if repeat < 0 else f"{repeat + 1}/{self._config.repeats}")
+            )
             prompts = self._prompts(**key, repeat=repeat)
             for work, seconds in ((own, ours), (peer, theirs)):
                 if work:
                     spent = work(prompts)
                     if repeat >= 0:
                         seconds.append(spent)
-            # A rank that went on to its next pass would keep its GPU busy, waiting for the first one, while that one asks the peer.
+            # A rank that went on to its next pass would keep its GPU busy, waiting for the first
+            # one, while that one asks the peer.
             all_agree(True, self._group)
         return ours, theirs
 
@@ -221,14 +276,24 @@ class DummyBench:
         prompts: list[list[int]] = torch.randint(most, shape, generator=generator).tolist()
         return prompts
 
-    def _step(self, seconds: tuple[list[float], list[float]], own: OwnSteps, length: int, count: int) -> dict[str, Any]:
+    def _step(
+        self, seconds: tuple[list[float], list[float]], own: OwnSteps, length: int, count: int
+    ) -> dict[str, Any]:
         """A row about steps, with what reading memory alone would take."""
         config, engine = self._config, own.engine
         row = _row(seconds, "ms", lambda spent: spent / config.steps * 1e3)
-        moved = step_bytes(engine, k=engine.shapes[-1].drafts, num_reqs=count, context=length + WARM_STEPS + config.steps / 2)
+        moved = step_bytes(
+            engine,
+            k=engine.shapes[-1].drafts,
+            num_reqs=count,
+            context=length + WARM_STEPS + config.steps / 2,
+        )
         milliseconds = moved / self._bandwidth * 1e3
         share = milliseconds / row["ours"]["median"]
-        return row | {"roofline": {"bytes": moved, "ms": milliseconds, "share": share}, "distinct_tokens": own.distinct}
+        return row | {
+            "roofline": {"bytes": moved, "ms": milliseconds, "share": share},
+            "distinct_tokens": own.distinct,
+        }
 
     def _start_peer(self, ranks: int) -> VllmSteps:
         verifier, rooms = self._verifier, self._rooms.values()
@@ -236,7 +301,9 @@ class DummyBench:
         per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
         most_rows = max(self._config.verify_rows)
         per_request = bytes_per_slot(verifier.kv_specs, most_rows)
-        cache = max(room.num_reqs * (room.max_model_len * per_token + per_request) for room in rooms)
+        cache = max(
+            room.num_reqs * (room.max_model_len * per_token + per_request) for room in rooms
+        )
         return VllmSteps(
             self._entries,
             verifier.device,
@@ -264,10 +331,14 @@ class DummyBench:
 
 
 SPARE = 6 * 2**30
-"""Bytes of the accelerator for what our engine takes beside weights and cache: prefill, logits and captured steps."""
+"""Bytes of the accelerator for what our engine takes beside weights and cache: prefill, logits and
+captured steps.
+"""
 
 
-def _row(seconds: tuple[list[float], list[float]], unit: str, figure: Callable[[float], float]) -> dict[str, Any]:
+def _row(
+    seconds: tuple[list[float], list[float]], unit: str, figure: Callable[[float], float]
+) -> dict[str, Any]:
     """Figures of both sides, made of their seconds."""
     ours, theirs = ([figure(one) for one in side] for side in seconds)
     return figures_of(ours, theirs, unit)

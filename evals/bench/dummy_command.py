@@ -17,7 +17,8 @@ from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
 
 def measure_dummy(args: argparse.Namespace) -> int:
-    """Measures and prints; see `evals.bench.dummy`. Ranks that `torchrun` starts compute the target together; one of them prints.
+    """Measures and prints; see `evals.bench.dummy`. Ranks that `torchrun` starts compute the target
+    together; one of them prints.
 
     Raises:
         SpecDecError: an option, the config or the device is wrong.
@@ -32,7 +33,15 @@ def measure_dummy(args: argparse.Namespace) -> int:
     from specdec.parallel.group import join_group, rank_device
     from specdec.session.provenance import dtype_name, origin_of_run, sha256_of
     from verifiers.config.shape import expert_counts
-    from verifiers.dummy import check_way, dummy_rank, dummy_verifier, experts_met, random_model, read_config, write_weights
+    from verifiers.dummy import (
+        check_way,
+        dummy_rank,
+        dummy_verifier,
+        experts_met,
+        random_model,
+        read_config,
+        write_weights,
+    )
 
     if args.html:
         raise InvalidInputError("a report of --dummy-weights has no plots; leave out --html")
@@ -83,18 +92,27 @@ def measure_dummy(args: argparse.Namespace) -> int:
         if weights:
             _say(f"writing the weights for the peer to {weights.name}")
             write_weights(model, Path(weights.name), wrapped="text_config" in entries(file))
-        verifier = dummy_verifier(model, fp8_prefill=args.prefill_dtype == "auto", quantize=quantize, **choices)
+        verifier = dummy_verifier(
+            model, fp8_prefill=args.prefill_dtype == "auto", quantize=quantize, **choices
+        )
         del model  # the verifier may have taken its weights over
     else:
         if quantize:
             raise InvalidInputError("several ranks have plain random weights; leave out --weights")
         if weights:
-            raise InvalidInputError("with several ranks a peer's rows would meet other experts than ours; leave out --peer")
+            raise InvalidInputError(
+                "with several ranks a peer's rows would meet other experts than ours; leave out"
+                " --peer"
+            )
         verifier = dummy_rank(shape, group, device, dtype, seed=config.seed, **choices)
     provenance: dict[str, Any] = origin_of_run(verifier) | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "kv_dtype": dtype_name(verifier.attention.spec.kv_dtype),
-        "target": {"name": args.dummy_weights, "revision": None, "sha256": {file.name: sha256_of(file)}},
+        "target": {
+            "name": args.dummy_weights,
+            "revision": None,
+            "sha256": {file.name: sha256_of(file)},
+        },
         "drafters": {},
         "ranks": 1 if group is None else group.size,
     }

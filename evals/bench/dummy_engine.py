@@ -1,4 +1,6 @@
-"""The time that our engine takes for a prefill and for a step, apart from each other, at a shape whose output means nothing."""
+"""The time that our engine takes for a prefill and for a step, apart from each other, at a shape
+whose output means nothing.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ PLAIN = BlockShape(0)
 
 
 class FreeDrafter(Drafter):
-    """Random drafts, the same in every step, that take no time to make: what is left of a step is the target's.
+    """Random drafts, the same in every step, that take no time to make: what is left of a step is
+    the target's.
 
     Args:
         depth: positions of which there are drafts.
@@ -53,13 +56,21 @@ class FreeDrafter(Drafter):
         self.max_draft_tokens = depth
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[Any],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> BoundDrafter:
         generator = torch.Generator().manual_seed(1)
         shape = batch_bucket(max_num_seqs), self.max_draft_tokens, CANDIDATES
         first = torch.randint(verifier.vocab_size, (*shape[:2], 1), generator=generator)
         token_ids = (first + torch.arange(CANDIDATES)) % verifier.vocab_size  # siblings differ
-        scores = torch.randn(shape, generator=generator).log_softmax(-1).sort(descending=True).values
+        scores = (
+            torch.randn(shape, generator=generator).log_softmax(-1).sort(descending=True).values
+        )
         return _FreeDrafts(token_ids.to(verifier.device), scores.to(verifier.device))
 
 
@@ -71,7 +82,10 @@ class _FreeDrafts(BoundDrafter):
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """See `BoundDrafter.propose`; a tree is built anew in every step."""
-        token_ids, scores = (table[: batch.num_reqs, : batch.shape.depth] for table in (self._token_ids, self._scores))
+        token_ids, scores = (
+            table[: batch.num_reqs, : batch.shape.depth]
+            for table in (self._token_ids, self._scores)
+        )
         if not batch.shape.is_tree:
             return DraftOutput(token_ids[:, :, 0].contiguous())
         best = best_first(scores, batch.k)
@@ -99,7 +113,8 @@ class Room:
         steps: int,
         per_step: int = 2,
     ) -> Room:
-        """Room for so many prompts and the steps behind them; some requests begin to decode while others are prefilled.
+        """Room for so many prompts and the steps behind them; some requests begin to decode while
+        others are prefilled.
 
         Args:
             verifier: the target.
@@ -117,8 +132,10 @@ class Room:
         most = prompt_tokens + per_step * (WARM_STEPS + steps + early)
         if most > verifier.max_model_len:
             raise CapacityError(
-                f"prompts of {prompt_tokens:,} tokens and {steps} steps need {most:,} positions and {verifier.name} has"
-                f" {verifier.max_model_len:,}; shorten the prompts, or raise max_position_embeddings in the config"
+                f"prompts of {prompt_tokens:,} tokens and {steps} steps need {most:,} positions and"
+                f" {verifier.name} has"
+                f" {verifier.max_model_len:,}; shorten the prompts, or raise"
+                f" max_position_embeddings in the config"
             )
         return cls(num_reqs, most)
 
@@ -183,7 +200,9 @@ class OwnSteps:
         return time.perf_counter() - started
 
     def steps(self, prompts: Sequence[list[int]], count: int) -> float:
-        """Seconds of `count` steps in which every prompt decodes, all of them prefilled before; results come a step late."""
+        """Seconds of `count` steps in which every prompt decodes, all of them prefilled before;
+        results come a step late.
+        """
         requests = self._submit(prompts, self.engine.max_model_len - len(prompts[0]))
         while any(request.status is not Status.RUNNING for request in requests):
             self.engine.step()
@@ -197,7 +216,9 @@ class OwnSteps:
         synchronize(self.engine.verifier.device)
         seconds = time.perf_counter() - started
         self.tokens = _num_tokens(requests) - before
-        assert all(request.status is Status.RUNNING for request in requests), "a request ended while steps were timed"
+        assert all(request.status is Status.RUNNING for request in requests), (
+            "a request ended while steps were timed"
+        )
         self.distinct = len({request.output_token_ids[-1] for request in requests})
         for request in requests:
             self.engine.abort(request)

@@ -1,4 +1,6 @@
-"""Where the config of a shape is: a file or folder of the user's, or a shape that comes with the package."""
+"""Where the config of a shape is: a file or folder of the user's, or a shape that comes with the
+package.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def config_file(name: str) -> Path:
         return path
     if name in names():
         return FOLDER / f"{name}.json"
-    raise InvalidInputError(f"no config {name!r}; give a config.json, a folder with one, or one of: {', '.join(names())}")
+    raise InvalidInputError(
+        f"no config {name!r}; give a config.json, a folder with one, or one of:"
+        f" {', '.join(names())}"
+    )
 
 
 def entries(path: Path) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""One way of decoding within a part of a sweep, what its passes gave, and the row that a report has of it."""
+"""One way of decoding within a part of a sweep, what its passes gave, and the row that a report has
+of it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Side:
         return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
 
     def row(self, plain: Side) -> dict[str, Any]:
-        """Figures of the side beside plain decoding; those of acceptance come from its first timed pass."""
+        """Figures of the side beside plain decoding; those of acceptance come from its first timed
+        pass.
+        """
         first = self.passes[0].answers
         stats = [answer.stats for answer in first]
         differing = [
@@ -51,7 +55,9 @@ class Side:
             "num_answers": len(first),
             "speed": self.speed.to_dict(),
             "ratio": self.speed.ratio(plain.speed),
-            "acceptance": None if self.peer else pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
+            "acceptance": None
+            if self.peer
+            else pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
             "peer_tau": self.peer.tau if self.peer else None,
             "tau_per_answer": [] if self.peer else [one.tau for one in stats],
             "differing_answers": differing,

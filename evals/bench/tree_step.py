@@ -1,4 +1,6 @@
-"""The tree of one step, taken from a short run of one prompt, so that a report can show how drafts hang together."""
+"""The tree of one step, taken from a short run of one prompt, so that a report can show how drafts
+hang together.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ MOST_TOKENS = 64
 
 
 class RecordingDrafter(BoundDrafter):
-    """Another drafter, whose trees are copied to the host, and with each what became of it. The host waits for that.
+    """Another drafter, whose trees are copied to the host, and with each what became of it. The
+    host waits for that.
 
     Args:
         drafter: does the work.
 
     Attributes:
-        steps: of the first request of every batch with trees, the entries of `tree_step` with token ids in place of texts.
+        steps: of the first request of every batch with trees, the entries of `tree_step` with token
+            ids in place of texts.
     """
 
     def __init__(self, drafter: BoundDrafter) -> None:
@@ -46,7 +50,9 @@ class RecordingDrafter(BoundDrafter):
         self._draft = self._drafter.propose(batch)
         return self._draft
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
         self._drafter.commit(batch, token_ids, accept, verify)
         draft, self._draft = self._draft, None  # a step without drafts proposes none
         if draft is None or draft.tree is None or accept.path is None:
@@ -65,12 +71,19 @@ class RecordingDrafter(BoundDrafter):
 
 
 def tree_step(
-    base: SpecDecoder, drafter: Drafter, prompts: PromptSet, sampling: SamplingParams, num_nodes: int, *, raw: bool = False
+    base: SpecDecoder,
+    drafter: Drafter,
+    prompts: PromptSet,
+    sampling: SamplingParams,
+    num_nodes: int,
+    *,
+    raw: bool = False,
 ) -> dict[str, Any] | None:
-    """A step of the set's first question: of those that accept a draft which is not its position's likeliest, if there are any, the
-    one that accepts most.
+    """A step of the set's first question: of those that accept a draft which is not its position's
+    likeliest, if there are any, the one that accepts most.
 
-    An engine of its own decodes the question alone; its steps are not captured, so that a recorder can look on.
+    An engine of its own decodes the question alone; its steps are not captured, so that a recorder
+    can look on.
 
     Args:
         base: gives target and tokenizer.
@@ -81,16 +94,18 @@ def tree_step(
         raw: see `run_set`.
 
     Returns:
-        `prompt` (its id), `step` (from 1) of `num_steps`; `tokens`, texts by row of the block, that of the anchor first; by draft
-        `parents` (rows) and `ranks` (from 0); `accepted` (rows); and `next_token`, the target's own. None
-        of an answer without drafts.
+        `prompt` (its id), `step` (from 1) of `num_steps`; `tokens`, texts by row of the block, that
+        of the anchor first; by draft `parents` (rows) and `ranks` (from 0); `accepted` (rows); and
+        `next_token`, the target's own. None of an answer without drafts.
     """
     first = prompts.items[0]
     question = replace(prompts, items=(replace(first, turns=first.turns[:1]),))
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MOST_TOKENS))
     engine = EngineConfig(
         max_num_seqs=1,
-        max_model_len=min(most_tokens(base, question, sampling.max_tokens, raw=raw), base.verifier.max_model_len),
+        max_model_len=min(
+            most_tokens(base, question, sampling.max_tokens, raw=raw), base.verifier.max_model_len
+        ),
         num_draft_tokens=None,
         tree_nodes=num_nodes,
         graphs=False,
@@ -106,7 +121,10 @@ def tree_step(
     if not any(step["parents"] for step in steps):
         return None
     branches = [any(step["ranks"][row - 1] for row in step["accepted"]) for step in steps]
-    chosen = max(range(len(steps)), key=lambda n: (branches[n], len(steps[n]["accepted"]), len(steps[n]["parents"])))
+    chosen = max(
+        range(len(steps)),
+        key=lambda n: (branches[n], len(steps[n]["accepted"]), len(steps[n]["parents"])),
+    )
     return {
         "prompt": first.item_id,
         "step": chosen + 1,

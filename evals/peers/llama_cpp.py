@@ -40,7 +40,9 @@ class LlamaCppPeer:
         self._model = _Model(library, path, *where)
         self._draft_model = None if draft is None else _Model(library, draft, *where)
 
-    def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int
+    ) -> list[list[int]]:
         """See `Peer.generate`."""
         only_greedy(self.name, samplings)
         pairs = zip(prompts, samplings, strict=True)
@@ -136,11 +138,14 @@ def load(detail: str | None, *, verifier: Verifier) -> LlamaCppPeer:
     defaults = verifier.defaults
     if defaults.repetition_penalty != 1 or defaults.min_tokens or defaults.min_length:
         raise InvalidInputError(
-            f"peer {NAME!r} has no repetition penalty and least length like those that {verifier.name!r} asks for in its"
+            f"peer {NAME!r} has no repetition penalty and least length like those that"
+            f" {verifier.name!r} asks for in its"
             " generation_config.json; measure all without, by --generation-config none"
         )
     if detail is None and verifier.name != "embedded":
-        raise InvalidInputError(f"peer {NAME!r} needs the GGUF file of {verifier.name!r}; give it as {NAME}:FILE")
+        raise InvalidInputError(
+            f"peer {NAME!r} needs the GGUF file of {verifier.name!r}; give it as {NAME}:FILE"
+        )
     if detail is None:
         from verifiers.weights.embedded import gguf_path
 

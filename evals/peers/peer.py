@@ -27,7 +27,8 @@ class Peer(Protocol):
         name: as the user gave it.
         version: of the system.
         max_concurrency: conversations it can decode at once; None for any number.
-        tau: tokens per verify step of the last `generate`, as it counts them; None where it does not tell.
+        tau: tokens per verify step of the last `generate`, as it counts them; None where it does
+            not tell.
     """
 
     name: str
@@ -35,15 +36,19 @@ class Peer(Protocol):
     max_concurrency: int | None
     tau: float | None
 
-    def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
-        """Output tokens of every prompt, an end token included, decoding at most `concurrency` of them at a time.
+    def generate(
+        self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int
+    ) -> list[list[int]]:
+        """Output tokens of every prompt, an end token included, decoding at most `concurrency` of
+        them at a time.
 
         The samplings leave nothing to the checkpoint, see `SamplingDefaults.fill`.
         """
 
 
 def load_peer(name: str, verifier: Verifier) -> Peer:
-    """The system called `name`, which may carry a detail behind a colon, loaded with the weights of `verifier`.
+    """The system called `name`, which may carry a detail behind a colon, loaded with the weights of
+    `verifier`.
 
     Raises:
         InvalidInputError: unknown, not installed, or unable to run this target.
@@ -63,7 +68,8 @@ def require(module: str, package: str, peer: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise InvalidInputError(
-            f"peer {peer!r} needs the package {package} ({one_line(error)}); install it or leave the peer out"
+            f"peer {peer!r} needs the package {package} ({one_line(error)}); install it or leave"
+            f" the peer out"
         ) from error
 
 
@@ -71,4 +77,7 @@ def only_greedy(peer: str, samplings: Sequence[SamplingParams]) -> None:
     """Refuses sampling, where the random numbers of two systems cannot be the same."""
     hottest = max((sampling.temperature for sampling in samplings), default=0.0)
     if hottest > 0:
-        raise InvalidInputError(f"peer {peer!r} is compared in greedy decoding and the temperature is {hottest:g}; use 0")
+        raise InvalidInputError(
+            f"peer {peer!r} is compared in greedy decoding and the temperature is {hottest:g}; use"
+            f" 0"
+        )

@@ -35,22 +35,36 @@ class TransformersPeer:
         self.name = name
         self.max_concurrency = 1 if lookup else None
         path: Path | str = checkpoint_folder(verifier.name) or verifier.name
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=verifier.dtype).to(verifier.device).eval()
+        self._model: Any = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=verifier.dtype)
+            .to(verifier.device)
+            .eval()
+        )
         self._model.generation_config = GenerationConfig()  # it is told all that holds
         self._eos = list(verifier.eos_token_ids)
-        self._options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
+        self._options: dict[str, Any] = (
+            {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
+        )
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int
+    ) -> list[list[int]]:
         """See `Peer.generate`."""
         only_greedy(self.name, samplings)
         outputs: list[list[int]] = []
         asked = list(zip(prompts, samplings, strict=True))
         for start in range(0, len(asked), concurrency):
             group = asked[start : start + concurrency]
-            controls = {(sampling.repetition_penalty or 1.0, sampling.min_tokens or 0) for _, sampling in group}
+            controls = {
+                (sampling.repetition_penalty or 1.0, sampling.min_tokens or 0)
+                for _, sampling in group
+            }
             if len(controls) > 1:
-                raise InvalidInputError(f"peer {self.name!r} takes one least length and penalty per batch; use concurrency 1")
+                raise InvalidInputError(
+                    f"peer {self.name!r} takes one least length and penalty per batch; use"
+                    f" concurrency 1"
+                )
             ((penalty, least),) = controls
             ids, mask = _padded([prompt for prompt, _ in group])
             ids, mask = ids.to(self._model.device), mask.to(self._model.device)
@@ -66,7 +80,10 @@ class TransformersPeer:
                 **self._options,
             )
             new = result[:, ids.shape[1] :].tolist()
-            outputs += [self._cut(tokens, sampling.max_tokens) for tokens, (_, sampling) in zip(new, group, strict=True)]
+            outputs += [
+                self._cut(tokens, sampling.max_tokens)
+                for tokens, (_, sampling) in zip(new, group, strict=True)
+            ]
         return outputs
 
     def _cut(self, tokens: list[int], most: int) -> list[int]:
@@ -86,7 +103,8 @@ def load_lookup(detail: str | None, *, verifier: Verifier) -> TransformersPeer:
 
 
 def _padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask [num_prompts, longest], padded on the left with the prompt's own first token.
+    """Ids and attention mask [num_prompts, longest], padded on the left with the prompt's own first
+    token.
 
     A repetition penalty may count what pads.
     """

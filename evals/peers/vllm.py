@@ -33,7 +33,9 @@ CONCURRENCY = 256
 """Conversations that vLLM is started for, so that one start serves a sweep."""
 
 _alive: WeakSet[VllmPeer] = WeakSet()
-"""At most one: two engines in a process tear each other's communication down, and a start is no part of a timed pass."""
+"""At most one: two engines in a process tear each other's communication down, and a start is no
+part of a timed pass.
+"""
 
 
 def import_vllm(peer: str) -> Any:
@@ -42,7 +44,9 @@ def import_vllm(peer: str) -> Any:
     Raises:
         InvalidInputError: not installed.
     """
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for the report
+    os.environ.setdefault(
+        "VLLM_LOGGING_STREAM", "ext://sys.stderr"
+    )  # standard output is for the report
     library = require("vllm", "vllm", peer)
     for part in ("inputs", "sampling_params"):
         import_module(f"vllm.{part}")
@@ -69,7 +73,10 @@ class VllmPeer:
         self.tau: float | None = None  # where an accepted draft behind an output's end counts
         self._written: TemporaryDirectory[str] | None = None
         if drafter is not None:
-            self._options = {"speculative_config": self._speculation(drafter), "disable_log_stats": False}
+            self._options = {
+                "speculative_config": self._speculation(drafter),
+                "disable_log_stats": False,
+            }
         folder = checkpoint_folder(verifier.name)
         self._links = None if folder is None else _without_other_weights(folder)
         self._model = self._links.name if self._links else str(folder or verifier.name)
@@ -78,7 +85,8 @@ class VllmPeer:
         self._request_ids = count()
 
     def _speculation(self, drafter: str) -> dict[str, Any]:
-        """vLLM's options for a drafter, read where it lies; one with a head is written in the layout of speculators before.
+        """vLLM's options for a drafter, read where it lies; one with a head is written in the
+        layout of speculators before.
 
         Raises:
             SpecDecError: the drafter cannot be read, or vLLM would draft otherwise.
@@ -89,11 +97,20 @@ class VllmPeer:
         if config.head is not None:
             self._written = TemporaryDirectory(prefix="specdec-vllm-")
             method, model = "dspark", self._written.name
-            convert(drafter, model, "speculators", target=self._verifier.name if config.tied_tables else None)
+            convert(
+                drafter,
+                model,
+                "speculators",
+                target=self._verifier.name if config.tied_tables else None,
+            )
         return {"method": method, "model": model, "num_speculative_tokens": config.max_draft_tokens}
 
-    def generate(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int) -> list[list[int]]:
-        """See `Peer.generate`. A new conversation begins as soon as one has ended, as in our engine."""
+    def generate(
+        self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], *, concurrency: int
+    ) -> list[list[int]]:
+        """See `Peer.generate`. A new conversation begins as soon as one has ended, as in our
+        engine.
+        """
         only_greedy(self.name, samplings)
         if concurrency > self._most:
             self._start(max(concurrency, CONCURRENCY))
@@ -106,19 +123,30 @@ class VllmPeer:
             for place in islice(numbers, concurrency - len(places)):
                 request_id = str(next(self._request_ids))
                 places[request_id] = place
-                engine.add_request(request_id, self._library.inputs.tokens_input(prompts[place]), self._params(samplings[place]))
+                engine.add_request(
+                    request_id,
+                    self._library.inputs.tokens_input(prompts[place]),
+                    self._params(samplings[place]),
+                )
             for output in engine.step():
                 if output.finished:
                     answers[places.pop(output.request_id)] = list(output.outputs[0].token_ids)
-        steps, accepted = (now - then for now, then in zip(self._draft_counts(), (steps, accepted), strict=True))
+        steps, accepted = (
+            now - then for now, then in zip(self._draft_counts(), (steps, accepted), strict=True)
+        )
         self.tau = 1 + accepted / steps if steps else None
         return [answers[place] for place in range(len(prompts))]
 
     def _draft_counts(self) -> tuple[float, float]:
-        """Steps with drafts of all requests so far, and drafts that were accepted in them; 0 without a drafter."""
+        """Steps with drafts of all requests so far, and drafts that were accepted in them; 0
+        without a drafter.
+        """
         metrics = self._engine.get_metrics() if self._options else []
         counts = {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
-        steps, accepted = (counts.get(f"vllm:spec_decode_num_{name}", 0.0) for name in ("drafts", "accepted_tokens"))
+        steps, accepted = (
+            counts.get(f"vllm:spec_decode_num_{name}", 0.0)
+            for name in ("drafts", "accepted_tokens")
+        )
         return steps, accepted
 
     def _params(self, sampling: SamplingParams) -> Any:
@@ -126,7 +154,10 @@ class VllmPeer:
         return library.SamplingParams(
             temperature=0.0,
             max_tokens=sampling.max_tokens,
-            stop_token_ids=[*(() if sampling.ignore_eos else self._verifier.eos_token_ids), *sampling.stop_token_ids],
+            stop_token_ids=[
+                *(() if sampling.ignore_eos else self._verifier.eos_token_ids),
+                *sampling.stop_token_ids,
+            ],
             ignore_eos=sampling.ignore_eos,
             repetition_penalty=sampling.repetition_penalty or 1.0,
             min_tokens=sampling.min_tokens or 0,
@@ -135,7 +166,9 @@ class VllmPeer:
         )
 
     def _start(self, most: int) -> None:
-        """An engine for up to so many conversations; vLLM fixes the number when it starts, which takes a minute or more."""
+        """An engine for up to so many conversations; vLLM fixes the number when it starts, which
+        takes a minute or more.
+        """
         self._stop()
         verifier = self._verifier
         self._engine = self._library.LLM(
@@ -151,16 +184,20 @@ class VllmPeer:
         self._most = most
 
     def _stop(self) -> None:
-        """Frees the engine's memory, which dropping the reference does not do for one that runs in this process."""
+        """Frees the engine's memory, which dropping the reference does not do for one that runs in
+        this process.
+        """
         if self._engine is not None:
             self._engine.llm_engine.engine_core.shutdown()
         self._engine, self._most = None, 0
 
 
 def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
-    """Links to the files of `folder` save the weights that Transformers leaves aside; None when there are none.
+    """Links to the files of `folder` save the weights that Transformers leaves aside; None when
+    there are none.
 
-    Where there is no index, Transformers reads `model.safetensors` alone and vLLM every safetensors file.
+    Where there is no index, Transformers reads `model.safetensors` alone and vLLM every safetensors
+    file.
     """
     weights = folder / "model.safetensors"
     others = [file for file in folder.glob("*.safetensors") if file != weights]
@@ -174,12 +211,17 @@ def _without_other_weights(folder: Path) -> TemporaryDirectory[str] | None:
 
 
 def check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: str) -> None:
-    """Refuses what vLLM reads over without an error: it would draft otherwise than the checkpoint means. Read in 0.23 and 0.26.
+    """Refuses what vLLM reads over without an error: it would draft otherwise than the checkpoint
+    means. Read in 0.23 and 0.26.
 
     Raises:
         InvalidInputError: the drafter is neither plain DFlash nor, where vLLM knows it, DSpark.
     """
-    scale = verifier.embedding_scale if config.input_embedding_scale is None else config.input_embedding_scale
+    scale = (
+        verifier.embedding_scale
+        if config.input_embedding_scale is None
+        else config.input_embedding_scale
+    )
     knows = Version(version) >= KNOWS_HEADS and config.algorithm == "dspark"
     unknown = {
         "a sliding window": any(config.windows),
@@ -188,11 +230,13 @@ def check_drafter(peer: str, config: DFlashConfig, verifier: Verifier, version: 
         f"an embedding scale of {scale:g}": scale != 1,
         f"an output multiplier of {config.output_multiplier:g}": config.output_multiplier != 1,
         "a softcap": config.final_logit_softcapping is not None,
-        "a head": config.head is not None and not (knows and getattr(config.head, "kind", None) == "vanilla"),
+        "a head": config.head is not None
+        and not (knows and getattr(config.head, "kind", None) == "vanilla"),
     }
     if found := [name for name, there in unknown.items() if there]:
         raise InvalidInputError(
-            f"peer {peer!r}: the drafter has {', '.join(found)}, which vLLM {version} does not know; measure vllm without it"
+            f"peer {peer!r}: the drafter has {', '.join(found)}, which vLLM {version} does not"
+            f" know; measure vllm without it"
         )
 
 
@@ -200,17 +244,24 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
     """vLLM on the target, with the DFlash drafter named behind the colon, if any.
 
     Raises:
-        InvalidInputError: not installed, the target is on a CPU, vLLM cannot run the drafter, or another such peer is in use.
+        InvalidInputError: not installed, the target is on a CPU, vLLM cannot run the drafter, or
+            another such peer is in use.
     """
     name = "vllm" if detail is None else f"vllm:{detail}"
     if verifier.device.type != "cuda":
-        raise InvalidInputError(f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out")
+        raise InvalidInputError(
+            f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out"
+        )
     drafter = str(shipped_drafter_path()) if detail in ("smollm2-dflash", "embedded") else detail
     if drafter is not None and "/" not in drafter and not Path(drafter).exists():
-        raise InvalidInputError(f"peer {name!r} names no drafter checkpoint; give a folder or a hub name behind the colon")
+        raise InvalidInputError(
+            f"peer {name!r} names no drafter checkpoint; give a folder or a hub name behind the"
+            f" colon"
+        )
     if other := next(iter(_alive), None):
         raise InvalidInputError(
-            f"a process can hold one vLLM engine and has peer {other.name!r}; measure {name!r} in a run of its own"
+            f"a process can hold one vLLM engine and has peer {other.name!r}; measure {name!r} in a"
+            f" run of its own"
         )
     peer = VllmPeer(name, verifier, drafter)
     _alive.add(peer)

@@ -1,4 +1,6 @@
-"""vLLM at a shape without weights: the time of a prefill and of a plain step, as `evals.bench.dummy_engine` takes our engine's."""
+"""vLLM at a shape without weights: the time of a prefill and of a plain step, as
+`evals.bench.dummy_engine` takes our engine's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
 from specdec.parallel.group import WITHOUT_MULTICAST
 
-OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_A_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """Variables that tell a process which rank of which group it is."""
 
 HEADROOM = 2 * 2**30
@@ -33,7 +44,9 @@ def library_for(device: torch.device) -> Any:
         InvalidInputError: not installed, or the device is a CPU.
     """
     if device.type != "cuda":
-        raise InvalidInputError(f"peer 'vllm' runs on a GPU and the target is on {device}; leave it out")
+        raise InvalidInputError(
+            f"peer 'vllm' runs on a GPU and the target is on {device}; leave it out"
+        )
     return import_vllm("vllm")
 
 
@@ -48,7 +61,8 @@ class VllmSteps:
         max_model_len: most tokens of prompt and output together.
         spare: bytes of each accelerator to leave free beside what is taken already.
         ranks: GPUs that compute the model together, from the first.
-        weights: folder with safetensors files, which gets the config; None takes vLLM's own dummy weights.
+        weights: folder with safetensors files, which gets the config; None takes vLLM's own dummy
+            weights.
         speculation: vLLM's options for a drafter; None decodes plainly.
 
     Raises:
@@ -74,8 +88,12 @@ class VllmSteps:
         speculation: dict[str, Any] | None = None,
     ) -> None:
         if ranks > 1:
-            for name in [name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC_")]:
-                del os.environ[name]  # our group has met; its processes would take them for their own
+            for name in [
+                name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC_")
+            ]:
+                del os.environ[
+                    name
+                ]  # our group has met; its processes would take them for their own
             os.environ |= WITHOUT_MULTICAST | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         self._library = library_for(device)
         self.version: str = self._library.__version__
@@ -105,7 +123,9 @@ class VllmSteps:
         return self._times(prompts, 1)[0]
 
     def steps(self, prompts: Sequence[list[int]], count: int, warm: int) -> float:
-        """Seconds of `count` steps of the request that began last, behind `warm` of its steps; the others decode as well."""
+        """Seconds of `count` steps of the request that began last, behind `warm` of its steps; the
+        others decode as well.
+        """
         ends = self._times(prompts, 1 + warm + count)
         return ends[warm + count] - ends[warm]
 
@@ -133,7 +153,8 @@ class VllmSteps:
 
     def _times(self, prompts: Sequence[list[int]], most: int) -> list[float]:
         """Seconds from the first request until every request has 1, 2, ... `most` tokens."""
-        # Those that began first go on until the last one has its tokens, so that all steps have all rows.
+        # Those that began first go on until the last one has its tokens, so that all steps have all
+        # rows.
         spare = 0 if most == 1 else len(prompts)
         ends: list[float] = []
         started = time.perf_counter()
@@ -169,6 +190,8 @@ def _options(config: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if "text_config" in config:
         options["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # text alone, without a tower
-    if find_spec("flashinfer") is None:  # which it takes for Gated DeltaNet on Hopper without looking
+    if (
+        find_spec("flashinfer") is None
+    ):  # which it takes for Gated DeltaNet on Hopper without looking
         options["additional_config"] = {"gdn_prefill_backend": "triton"}
     return options

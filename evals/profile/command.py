@@ -33,8 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         old={"max_num_seqs": "--concurrency"},
     )
     add = parser.add_argument_group("measurement").add_argument
-    add("--context", type=whole_number, default=256, metavar="N", help="tokens of every prompt (default %(default)s)")
-    add("--steps", type=whole_number, default=20, metavar="N", help="steps measured (default %(default)s)")
+    add(
+        "--context",
+        type=whole_number,
+        default=256,
+        metavar="N",
+        help="tokens of every prompt (default %(default)s)",
+    )
+    add(
+        "--steps",
+        type=whole_number,
+        default=20,
+        metavar="N",
+        help="steps measured (default %(default)s)",
+    )
     add("--trace", metavar="FILE", help="write the trace as JSON")
 
 
@@ -50,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.trace)
     decoder = load_decoder(args, args.drafter, engine_config(args))
     items = load_prompt_set("bundled").items
-    prompts = [_filled(decoder.tokenize(items[i % len(items)].turns[0]), args.context) for i in range(args.max_num_seqs)]
+    prompts = [
+        _filled(decoder.tokenize(items[i % len(items)].turns[0]), args.context)
+        for i in range(args.max_num_seqs)
+    ]
     trace = Path(args.trace) if args.trace else None
     print(describe_drafts(decoder, drafter_name(args.drafter, args.model)))
     print(format_profile(profile_steps(decoder, prompts, steps=args.steps, trace=trace)))

@@ -41,8 +41,10 @@ class StepProfile:
         num_reqs: conversations in the batch.
         k: most drafts per step.
         context: tokens of the longest conversation when the measurement began.
-        step_ms: milliseconds per step, one entry per step, measured without the profiler, as steps follow one another.
-        busy_ms: milliseconds per step in which the accelerator ran a kernel, as profiled; None on a CPU.
+        step_ms: milliseconds per step, one entry per step, measured without the profiler, as steps
+            follow one another.
+        busy_ms: milliseconds per step in which the accelerator ran a kernel, as profiled; None on a
+            CPU.
         bandwidth: bytes per second that the device reads.
         step_bytes: bytes that a step has to read.
         kernels: the longest first; GPU kernels on an accelerator, operators on a CPU.
@@ -72,7 +74,8 @@ def profile_steps(
         decoder: its engine has to take all prompts at once.
         prompts: token ids, one list per conversation.
         steps: steps timed without the profiler, then as many under it.
-        warmup: steps before them, after the prefill. When a step is captured as a graph after them, all begins again.
+        warmup: steps before them, after the prefill. When a step is captured as a graph after them,
+            all begins again.
         trace: where to write the trace, to be opened with chrome://tracing or Perfetto.
 
     Raises:
@@ -84,13 +87,18 @@ def profile_steps(
     engine = decoder.engine
     if len(prompts) > engine.config.max_num_seqs:
         raise InvalidInputError(
-            f"{len(prompts)} prompts are to run at once and max_num_seqs is {engine.config.max_num_seqs}; raise it or give fewer"
+            f"{len(prompts)} prompts are to run at once and max_num_seqs is"
+            f" {engine.config.max_num_seqs}; raise it or give fewer"
         )
     if steps < 1 or warmup < 0:
-        raise InvalidInputError(f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more")
+        raise InvalidInputError(
+            f"steps is {steps} and warmup {warmup}; measure at least 1 step after 0 or more"
+        )
     check_writable(trace)
     window = _measure(decoder, prompts, steps, warmup)
-    while window.num_captures:  # every pass knows more graphs, so that in the end none is left to capture
+    while (
+        window.num_captures
+    ):  # every pass knows more graphs, so that in the end none is left to capture
         window = _measure(decoder, prompts, steps, warmup)
     if trace is not None:
         write_atomically(trace, lambda path: window.profiler.export_chrome_trace(str(path)))
@@ -102,14 +110,18 @@ def profile_steps(
         step_ms=window.step_ms,
         busy_ms=_busy_us(window.profiler.events()) / steps / 1e3 if on_device else None,
         bandwidth=measured_bandwidth(decoder.verifier.device),
-        step_bytes=step_bytes(engine, k=engine.shapes[-1].drafts, num_reqs=len(prompts), context=window.context),
+        step_bytes=step_bytes(
+            engine, k=engine.shapes[-1].drafts, num_reqs=len(prompts), context=window.context
+        ),
         kernels=_kernels(window.profiler.key_averages(), steps, on_device=on_device),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """One pass: `num_captures` steps were captured as graphs while it was timed, which spoils every figure."""
+    """One pass: `num_captures` steps were captured as graphs while it was timed, which spoils every
+    figure.
+    """
 
     context: int
     step_ms: list[float]
@@ -117,19 +129,23 @@ class _Window:
     num_captures: int
 
 
-def _measure(decoder: SpecDecoder, prompts: Sequence[list[int]], steps: int, warmup: int) -> _Window:
+def _measure(
+    decoder: SpecDecoder, prompts: Sequence[list[int]], steps: int, warmup: int
+) -> _Window:
     """Decodes `prompts` from their beginning: warm-up, timed steps, steps under the profiler.
 
     Raises:
         CapacityError: see `profile_steps`.
     """
     engine, session = decoder.engine, decoder.session
-    # Enough that nobody finishes early, whatever is accepted, also not those who decode while the others are still prefilled; one
-    # step more is in flight when results are read late.
+    # Enough that nobody finishes early, whatever is accepted, also not those who decode while the
+    # others are still prefilled; one step more is in flight when results are read late.
     prefill_steps = -(-sum(map(len, prompts)) // engine.scheduler.max_prefill_tokens)
     most = (prefill_steps + warmup + 2 * steps + 3) * (engine.num_draft_tokens + 1)
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-    handles = [session.submit(prompt, sampling, incremental=False, text=False) for prompt in prompts]
+    handles = [
+        session.submit(prompt, sampling, incremental=False, text=False) for prompt in prompts
+    ]
     requests = [handle.request for handle in handles]
     try:
         while any(request.status is not Status.RUNNING for request in requests):
@@ -140,7 +156,10 @@ def _measure(decoder: SpecDecoder, prompts: Sequence[list[int]], steps: int, war
         context = max(request.kv_tokens_bound for request in requests)
         num_graphs = _num_graphs(engine)
         step_ms = [seconds * 1e3 for seconds in _timed_steps(session, steps)]
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if engine.verifier.device.type == "cuda" else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if engine.verifier.device.type == "cuda" else []),
+        ]
         with profile(activities=activities) as profiler:
             for _ in range(steps):
                 session.step()
@@ -163,12 +182,22 @@ def format_profile(result: StepProfile, *, most: int = 25) -> str:
     rows = [(kind, "calls/step", "us/step", "share")]
     for kernel in result.kernels[:most]:
         share = kernel.microseconds / total if total else 0.0
-        rows.append((_short(kernel.name), f"{kernel.calls:.1f}", f"{kernel.microseconds:.1f}", f"{100 * share:.1f}%"))
+        rows.append(
+            (
+                _short(kernel.name),
+                f"{kernel.calls:.1f}",
+                f"{kernel.microseconds:.1f}",
+                f"{100 * share:.1f}%",
+            )
+        )
     floor = 1e3 * result.step_bytes / result.bandwidth
     left_out = len(result.kernels) - most
     idle = ""
     if result.busy_ms is not None:
-        idle = f"; the GPU is idle {100 * _idle_share(result.busy_ms, result.step_ms):.1f}% of the time"
+        idle = (
+            f"; the GPU is idle {100 * _idle_share(result.busy_ms, result.step_ms):.1f}% of the"
+            f" time"
+        )
     return "\n".join(
         [
             f"{result.num_reqs} at once, {drafts_name(result.k)}, context {result.context}:"
@@ -192,13 +221,17 @@ def _check_unfinished(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.status is Status.FINISHED:
             raise CapacityError(
-                f"a conversation of {len(request.prompt_token_ids)} tokens came to its end ({request.finish_reason}) after"
-                f" {len(request.output_token_ids)} more, before the measurement did; take shorter prompts or fewer at once"
+                f"a conversation of {len(request.prompt_token_ids)} tokens came to its end"
+                f" ({request.finish_reason}) after"
+                f" {len(request.output_token_ids)} more, before the measurement did; take shorter"
+                f" prompts or fewer at once"
             )
 
 
 def _timed_steps(session: Session, steps: int) -> list[float]:
-    """Seconds from the end of one call to the end of the next: on an accelerator each waits for the step before its own."""
+    """Seconds from the end of one call to the end of the next: on an accelerator each waits for the
+    step before its own.
+    """
     synchronize(session.engine.verifier.device)
     session.step()
     ends = [time.perf_counter()]
@@ -209,7 +242,9 @@ def _timed_steps(session: Session, steps: int) -> list[float]:
 
 
 def _kernels(averages: Iterable[Any], steps: int, *, on_device: bool) -> list[KernelTime]:
-    """Own time per step by name; on an accelerator that of its kernels alone, not of the operators that launch them."""
+    """Own time per step by name; on an accelerator that of its kernels alone, not of the operators
+    that launch them.
+    """
     found = []
     for entry in averages:
         if on_device and entry.device_type != DeviceType.CUDA:
@@ -222,11 +257,19 @@ def _kernels(averages: Iterable[Any], steps: int, *, on_device: bool) -> list[Ke
 
 def _busy_us(events: Iterable[Any]) -> float:
     """Microseconds in which at least one kernel ran."""
-    return covered(sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == DeviceType.CUDA))
+    return covered(
+        sorted(
+            (e.time_range.start, e.time_range.end)
+            for e in events
+            if e.device_type == DeviceType.CUDA
+        )
+    )
 
 
 def _idle_share(busy_ms: float, step_ms: Sequence[float]) -> float:
-    """Share of a step without a kernel. The step's length is not the profiled one: the profiler slows launches, not kernels."""
+    """Share of a step without a kernel. The step's length is not the profiled one: the profiler
+    slows launches, not kernels.
+    """
     return max(0.0, 1 - busy_ms / median(step_ms))
 
 

@@ -11,7 +11,9 @@ from evals.report.table import PLAIN, short_name, side_name
 from evals.speed import TIME_PARTS
 
 SIZE = (4.6, 3.2)
-"""Inches. At 72 points each this is 331 wide, so on a phone the text shows in about the size that it is set in."""
+"""Inches. At 72 points each this is 331 wide, so on a phone the text shows in about the size that
+it is set in.
+"""
 
 FONT_SIZE = 10
 
@@ -24,7 +26,9 @@ def acceptance_by_position(rows: Sequence[Row]) -> str:
 
 
 def accepted_by_rank(rows: Sequence[Row]) -> str:
-    """Of the accepted drafts of trees, the share of every rank, one line per side that has any; empty where none has."""
+    """Of the accepted drafts of trees, the share of every rank, one line per side that has any;
+    empty where none has.
+    """
     own = [row for row in _drafting(rows) if row["acceptance"].get("share_by_rank")]
     name = "rank among the candidates of a position"
     return _curves("rank", own, "share_by_rank", name, "share of accepted drafts") if own else ""
@@ -36,7 +40,9 @@ def _curves(name: str, rows: Sequence[Row], field: str, counted: str, share: str
     def draw(axes: Any) -> None:
         for row in rows:
             shares = row["acceptance"][field]
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=_label(row))
+            axes.plot(
+                range(1, len(shares) + 1), shares, marker="o", markersize=4, label=_label(row)
+            )
         axes.set(xlabel=counted, ylabel=share, ylim=(0, 1.02))
         _whole_ticks(axes)
 
@@ -51,7 +57,10 @@ def tokens_per_step(rows: Sequence[Row]) -> str:
         width = 0.8 / max(len(sides), 1)
         for number, row in enumerate(sides):
             counts, steps = row["acceptance"]["histogram"][1:], row["acceptance"]["num_steps"]
-            places = [tokens + (number - (len(sides) - 1) / 2) * width for tokens in range(1, len(counts) + 1)]
+            places = [
+                tokens + (number - (len(sides) - 1) / 2) * width
+                for tokens in range(1, len(counts) + 1)
+            ]
             axes.bar(places, [count / steps for count in counts], width, label=_label(row))
         axes.set(xlabel="tokens per verify step", ylabel="share of steps")
         _whole_ticks(axes)
@@ -60,14 +69,21 @@ def tokens_per_step(rows: Sequence[Row]) -> str:
 
 
 def speed_by_concurrency(rows: Sequence[Row]) -> str:
-    """Median speed and its range against concurrency, one line per side, plain decoding included."""
+    """Median speed and its range against concurrency, one line per side,
+    plain decoding included.
+    """
 
     def draw(axes: Any) -> None:
         concurrencies = sorted({row["concurrency"] for row in rows})
         for side in dict.fromkeys(_side(row) for row in rows):
-            own = sorted((row for row in rows if _side(row) == side), key=lambda row: row["concurrency"])
+            own = sorted(
+                (row for row in rows if _side(row) == side), key=lambda row: row["concurrency"]
+            )
             speeds = [row["speed"]["tokens_per_second"] for row in own]
-            spread = [[s["median"] - s["min"] for s in speeds], [s["max"] - s["median"] for s in speeds]]
+            spread = [
+                [s["median"] - s["min"] for s in speeds],
+                [s["max"] - s["median"] for s in speeds],
+            ]
             style = {"color": "0.35", "linestyle": "--"} if side[0] == PLAIN else {}
             axes.errorbar(
                 [row["concurrency"] for row in own],
@@ -107,7 +123,11 @@ def time_by_part(rows: Sequence[Row]) -> str:
 
 
 def _drafting(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]]
+    return [
+        row
+        for row in rows
+        if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]
+    ]
 
 
 def _side(row: Row) -> tuple[str, int | str]:
@@ -149,10 +169,22 @@ def _svg(name: str, draw: Callable[[Any], None], *, legend_columns: int = 2) -> 
         draw(axes)
         handles, labels = axes.get_legend_handles_labels()
         if handles:
-            figure.legend(handles, labels, loc="outside upper center", ncols=legend_columns, frameon=False, fontsize=FONT_SIZE - 1)
+            figure.legend(
+                handles,
+                labels,
+                loc="outside upper center",
+                ncols=legend_columns,
+                frameon=False,
+                fontsize=FONT_SIZE - 1,
+            )
         target = io.StringIO()
         FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None, "Creator": None})
     text = target.getvalue()
     svg = text[text.index("<svg") :]
     # The page sets the width; without a height of its own the drawing keeps its proportions.
-    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1), count=1)
+    return re.sub(
+        r'(<svg[^>]*?) height="[^"]*"',
+        r"\1",
+        re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1),
+        count=1,
+    )

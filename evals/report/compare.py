@@ -17,12 +17,20 @@ def compare_reports(one: Report, other: Report) -> str:
         other: the newer one; ratios are `other` to `one`.
 
     Raises:
-        InvalidInputError: the reports have nothing in common, or are of a kind that is not compared.
+        InvalidInputError: the reports have nothing in common, or are of a kind that is not
+            compared.
     """
     if one["schema"] == "specdec-dummy-bench":
-        raise InvalidInputError("reports of --dummy-weights hold both sides themselves; print each with specdec bench show")
+        raise InvalidInputError(
+            "reports of --dummy-weights hold both sides themselves; print each with specdec bench"
+            " show"
+        )
     bench = one["schema"] == "specdec-bench"
-    parts, others = (_bench_parts(one), _bench_parts(other)) if bench else (_eval_parts(one), _eval_parts(other))
+    parts, others = (
+        (_bench_parts(one), _bench_parts(other))
+        if bench
+        else (_eval_parts(one), _eval_parts(other))
+    )
     common = [key for key in parts if key in others]
     if not common:
         first, second = (_title(next(iter(some), ())) for some in (parts, others))
@@ -30,7 +38,10 @@ def compare_reports(one: Report, other: Report) -> str:
             f"the reports have no part in common (the first has {first}, the second {second});"
             " measure both with the same sets, temperatures, concurrencies, drafters and k"
         )
-    rows = [("", *("first", "second", "ratio") * 2), ("part", "tokens/s", "tokens/s", "", "tau", "tau", "")]
+    rows = [
+        ("", *("first", "second", "ratio") * 2),
+        ("part", "tokens/s", "tokens/s", "", "tau", "tau", ""),
+    ]
     for key in common:
         (speed, tau), (other_speed, other_tau) = parts[key], others[key]
         rows.append(
@@ -48,7 +59,9 @@ def compare_reports(one: Report, other: Report) -> str:
             for key in mine if key not in theirs]  # fmt: skip
     notes = differences(one, other)
     only += [] if bench else _judged_differently(one, other)
-    return "\n".join([*notes, *([""] if notes else []), *align(rows, left=(0,)), *([""] if only else []), *only])
+    return "\n".join(
+        [*notes, *([""] if notes else []), *align(rows, left=(0,)), *([""] if only else []), *only]
+    )
 
 
 def _judged_differently(one: Report, other: Report) -> list[str]:
@@ -70,7 +83,16 @@ def differences(one: Report, other: Report) -> list[str]:
     """One line for everything that differs between two reports beside their figures."""
     found = []
     ours, theirs = one["provenance"], other["provenance"]
-    for field in ("device", "dtype", "weights", "attention", "kv_dtype", "prefill_dtype", "num_threads", "commit"):
+    for field in (
+        "device",
+        "dtype",
+        "weights",
+        "attention",
+        "kv_dtype",
+        "prefill_dtype",
+        "num_threads",
+        "commit",
+    ):
         if ours.get(field) != theirs.get(field):
             found.append(f"{field} differs: {ours.get(field)} / {theirs.get(field)}")
     for package in sorted(ours["versions"].keys() | theirs["versions"].keys()):
@@ -78,18 +100,27 @@ def differences(one: Report, other: Report) -> list[str]:
         if left != right:
             found.append(f"{package} differs: {left} / {right}")
     if ours["target"] != theirs["target"]:
-        found.append(f"target differs: {_checkpoint(ours['target'])} / {_checkpoint(theirs['target'])}")
+        found.append(
+            f"target differs: {_checkpoint(ours['target'])} / {_checkpoint(theirs['target'])}"
+        )
     for name in ours["drafters"].keys() & theirs["drafters"].keys():
         if ours["drafters"][name] != theirs["drafters"][name]:
             found.append(f"drafter {name} has other files in the second report")
-    hashes = [{entry["name"]: entry["sha256"] for entry in report["settings"].get("prompt_sets", [])} for report in (one, other)]
+    hashes = [
+        {entry["name"]: entry["sha256"] for entry in report["settings"].get("prompt_sets", [])}
+        for report in (one, other)
+    ]
     for name in hashes[0].keys() & hashes[1].keys():
         if hashes[0][name] != hashes[1][name]:
             found.append(f"prompt set {name} holds other prompts in the second report")
     for field in sorted(one["settings"].keys() & other["settings"].keys() - {"prompt_sets"}):
         if one["settings"][field] != other["settings"][field]:
             found.append(f"{field} differs: {one['settings'][field]} / {other['settings'][field]}")
-    found += [f"the {name} report is incomplete" for name, report in (("first", one), ("second", other)) if not report["complete"]]
+    found += [
+        f"the {name} report is incomplete"
+        for name, report in (("first", one), ("second", other))
+        if not report["complete"]
+    ]
     return found
 
 
@@ -110,7 +141,10 @@ def _eval_parts(report: Report) -> dict[Key, tuple[float, float]]:
     for task in report["tasks"]:
         for side in ("plain", "speculative"):
             acceptance = task[side]["acceptance"]
-            parts[task["task"], side] = task[side]["tokens_per_second"], acceptance["tau"] if acceptance else 0.0
+            parts[task["task"], side] = (
+                task[side]["tokens_per_second"],
+                acceptance["tau"] if acceptance else 0.0,
+            )
     return parts
 
 

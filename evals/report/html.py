@@ -43,7 +43,9 @@ def check_plotting() -> None:
         InvalidInputError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise InvalidInputError(f"--html draws with matplotlib, which is not installed; run: {install_command('eval')}")
+        raise InvalidInputError(
+            f"--html draws with matplotlib, which is not installed; run: {install_command('eval')}"
+        )
 
 
 def html_report(report: Report) -> str:
@@ -58,7 +60,9 @@ def html_report(report: Report) -> str:
     title = "specdec bench" if bench else "specdec eval"
     parts = [
         f"<h1>{title}</h1>",
-        "" if report["complete"] else '<p class="warning">Incomplete: the run ended before everything was measured.</p>',
+        ""
+        if report["complete"]
+        else '<p class="warning">Incomplete: the run ended before everything was measured.</p>',
         _provenance(report),
         "<h2>Figures</h2>",
         f"<pre>{escape(chr(10).join(bench_table(report) if bench else eval_table(report)))}</pre>",
@@ -71,7 +75,8 @@ def html_report(report: Report) -> str:
             "<head>",
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src'
+            " 'unsafe-inline'\">",
             f"<title>{title}: {escape(report['provenance']['target']['name'])}</title>",
             f"<style>{_STYLE}</style>",
             "</head>",
@@ -85,9 +90,13 @@ def html_report(report: Report) -> str:
 
 
 def _bench_plots(report: Report) -> list[str]:
-    """Plots per prompt set and temperature; all but the speed are those of the first concurrency."""
+    """Plots per prompt set and temperature; all but the speed are those of the first
+    concurrency.
+    """
     lines = []
-    for (name, temperature), group in groupby(report["rows"], key=lambda row: (row["prompt_set"], row["temperature"])):
+    for (name, temperature), group in groupby(
+        report["rows"], key=lambda row: (row["prompt_set"], row["temperature"])
+    ):
         rows = list(group)
         first = [row for row in rows if row["concurrency"] == rows[0]["concurrency"]]
         lines.append(f"<h2>{escape(name)}, temperature {temperature:g}</h2>")
@@ -100,7 +109,9 @@ def _bench_plots(report: Report) -> list[str]:
                 ("Where the time goes", charts.time_by_part(first)),
             ]
         )
-        lines += [_tree(row) for row in first if row.get("tree_step")]  # reports of before trees have none
+        lines += [
+            _tree(row) for row in first if row.get("tree_step")
+        ]  # reports of before trees have none
     return lines
 
 
@@ -108,12 +119,17 @@ def _tree(row: dict[str, Any]) -> str:
     """The drafts of one step of a side."""
     step = row["tree_step"]
     return (
-        f"<h3>A step of {escape(side_name(row['drafter'], row['k']))}: {len(step['parents'])} drafts,"
+        f"<h3>A step of {escape(side_name(row['drafter'], row['k']))}: {len(step['parents'])}"
+        f" drafts,"
         f" {len(step['accepted'])} accepted</h3>\n"
-        f"<p>Step {step['step']} of {step['num_steps']} of {escape(step['prompt'])}, taken alone; of the steps that accept another"
-        " draft than the likeliest, if any does, it accepts most. All drafts were verified in one forward of the target."
-        ' <mark class="accepted">Accepted</mark> ones become output, and <mark class="own">the target\'s own token</mark> comes'
-        " behind them. A number is the place of a draft among the candidates of its position, where that is not the first.</p>\n"
+        f"<p>Step {step['step']} of {step['num_steps']} of {escape(step['prompt'])}, taken alone;"
+        f" of the steps that accept another"
+        " draft than the likeliest, if any does, it accepts most. All drafts were verified in one"
+        " forward of the target."
+        ' <mark class="accepted">Accepted</mark> ones become output, and <mark class="own">the'
+        " target's own token</mark> comes"
+        " behind them. A number is the place of a draft among the candidates of its position, where"
+        " that is not the first.</p>\n"
         f'<div class="tree">{draw_tree(step)}</div>'
     )
 
@@ -138,7 +154,11 @@ def _eval_plots(report: Report) -> list[str]:
 
 
 def _plots(plots: Sequence[tuple[str, str]]) -> list[str]:
-    figures = [f"<figure><figcaption>{caption}</figcaption>\n{svg}</figure>" for caption, svg in plots if svg]
+    figures = [
+        f"<figure><figcaption>{caption}</figcaption>\n{svg}</figure>"
+        for caption, svg in plots
+        if svg
+    ]
     return ['<div class="plots">', *figures, "</div>"]
 
 
@@ -150,10 +170,23 @@ def _provenance(report: Report) -> str:
         ("commit", origin["commit"] or "installed package"),
         ("target", _checkpoint(origin["target"])),
         *((f"drafter {name}", _checkpoint(entry)) for name, entry in origin["drafters"].items()),
-        ("device", f"{origin['device']}, {origin['dtype']}, attention {origin['attention']}, {origin['num_threads']} threads"),
-        ("versions", ", ".join(f"{package} {number}" for package, number in origin["versions"].items())),
+        (
+            "device",
+            f"{origin['device']}, {origin['dtype']}, attention {origin['attention']},"
+            f" {origin['num_threads']} threads",
+        ),
+        (
+            "versions",
+            ", ".join(f"{package} {number}" for package, number in origin["versions"].items()),
+        ),
     ]
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in entries) + "</dl>"
+    return (
+        "<dl>"
+        + "".join(
+            f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in entries
+        )
+        + "</dl>"
+    )
 
 
 def _checkpoint(entry: dict[str, Any]) -> str:

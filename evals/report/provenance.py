@@ -31,19 +31,34 @@ def provenance(decoder: SpecDecoder, drafters: Sequence[str]) -> dict[str, Any]:
         "kv_dtype": dtype_name(attention.spec.kv_dtype),
         "prefill_dtype": dtype_name(getattr(attention, "prefill_dtype", attention.spec.dtype)),
         "target": checkpoint(verifier.name),
-        "drafters": {name: _drafter_checkpoint(name) for one in drafters for name in parts_of(one) if name not in _WITHOUT_FILES},
+        "drafters": {
+            name: _drafter_checkpoint(name)
+            for one in drafters
+            for name in parts_of(one)
+            if name not in _WITHOUT_FILES
+        },
     }
 
 
 def checkpoint(name: str) -> dict[str, Any]:
-    """Name, hub revision where there is one, and SHA-256 of every file of weights and configuration."""
+    """Name, hub revision where there is one, and SHA-256 of every file of weights and
+    configuration.
+    """
     folder, files = checkpoint_folder(name), set[Path]()
     if folder is not None:
-        files = {*folder.glob("*.safetensors"), *folder.glob(CONFIG), *(folder / file for file in weight_files(folder))}
+        files = {
+            *folder.glob("*.safetensors"),
+            *folder.glob(CONFIG),
+            *(folder / file for file in weight_files(folder)),
+        }
         if (gguf := gguf_file(folder)) is not None:
             files |= {*whole_model(gguf)}
     digests = {path.name: sha256_of(path) for path in sorted(files)}
-    return {"name": name, "revision": None if folder is None else revision_of(folder), "sha256": digests}
+    return {
+        "name": name,
+        "revision": None if folder is None else revision_of(folder),
+        "sha256": digests,
+    }
 
 
 def _drafter_checkpoint(name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reports on disk: JSON that says which schema and which version of it it follows.
 
-docs/evaluation.md documents every field. The version goes up when a field changes its meaning or goes away; new fields alone do
-not raise it.
+docs/evaluation.md documents every field. The version goes up when a field changes its meaning or
+goes away; new fields alone do not raise it.
 """
 
 import json
@@ -31,7 +31,8 @@ def new_report(schema: str, provenance: dict[str, Any], settings: dict[str, Any]
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Writes a report as a whole or not at all, over an earlier one; a device or a pipe is told a complete one alone.
+    """Writes a report as a whole or not at all, over an earlier one; a device or a pipe is told a
+    complete one alone.
 
     Raises:
         CapacityError, InvalidInputError: see `specdec.base.writing.write_atomically`.
@@ -48,29 +49,39 @@ def read_report(path: Path, schema: str | None = None) -> Report:
         schema: which one is wanted; None takes any.
 
     Raises:
-        InvalidInputError: missing, not a report, of another schema, or of a version that this code does not read.
+        InvalidInputError: missing, not a report, of another schema, or of a version that this code
+            does not read.
     """
     report = read_json(path, way_out="give a report that specdec bench or eval wrote")
     name = report.get("schema")
     if not isinstance(name, str) or name not in SCHEMA_VERSIONS:
-        raise InvalidInputError(f"{str(path)!r} was not written by specdec; give a file that specdec bench or eval wrote")
+        raise InvalidInputError(
+            f"{str(path)!r} was not written by specdec; give a file that specdec bench or eval"
+            f" wrote"
+        )
     if schema is not None and name != schema:
-        raise InvalidInputError(f"{str(path)!r} follows schema {name!r}, not {schema!r}; give a report of the same kind")
+        raise InvalidInputError(
+            f"{str(path)!r} follows schema {name!r}, not {schema!r}; give a report of the same kind"
+        )
     if report.get("schema_version") != SCHEMA_VERSIONS[name]:
         raise InvalidInputError(
-            f"{str(path)!r} follows version {report.get('schema_version')} of schema {name!r} and this specdec reads version"
+            f"{str(path)!r} follows version {report.get('schema_version')} of schema {name!r} and"
+            f" this specdec reads version"
             f" {SCHEMA_VERSIONS[name]}; measure again, or read it with the specdec that wrote it"
         )
     needed = ("provenance", "settings", "complete", "tasks" if name == "specdec-eval" else "rows")
     missing = [field for field in needed if field not in report]
     if missing:
-        raise InvalidInputError(f"{str(path)!r} lacks {', '.join(missing)}; it was cut or edited, so measure again")
+        raise InvalidInputError(
+            f"{str(path)!r} lacks {', '.join(missing)}; it was cut or edited, so measure again"
+        )
     return report
 
 
 @contextmanager
 def of_files(*files: str) -> Iterator[None]:
-    """Turns what goes wrong while reports of these files are shown into one line: they hold something else than was written.
+    """Turns what goes wrong while reports of these files are shown into one line: they hold
+    something else than was written.
 
     Raises:
         InvalidInputError: a field is missing, or of another type.
@@ -79,6 +90,15 @@ def of_files(*files: str) -> Iterator[None]:
         yield
     except SpecDecError:
         raise
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         names = " or ".join(map(repr, files))
-        raise InvalidInputError(f"{names} was cut or edited ({type(error).__name__}: {one_line(error)}); measure again") from error
+        raise InvalidInputError(
+            f"{names} was cut or edited ({type(error).__name__}: {one_line(error)}); measure again"
+        ) from error

@@ -17,20 +17,47 @@ MOST_SHOWN = 10
 def format_report(report: Report) -> str:
     """The report as text."""
     head = _head(report)
-    tables = {"specdec-bench": bench_table, "specdec-dummy-bench": dummy_table, "specdec-eval": eval_table}
+    tables = {
+        "specdec-bench": bench_table,
+        "specdec-dummy-bench": dummy_table,
+        "specdec-eval": eval_table,
+    }
     body = tables[report["schema"]](report)
-    note = [] if report["complete"] else ["", "incomplete: the run ended before everything was measured"]
+    note = (
+        []
+        if report["complete"]
+        else ["", "incomplete: the run ended before everything was measured"]
+    )
     return "\n".join([*head, "", *body, *note])
 
 
 def bench_table(report: Report) -> list[str]:
     """One line per side of every part of the sweep; the plain side first, which ratios refer to."""
-    rows = [("set", "T", "conc", "drafter", "k", "tokens/s", "range", "ratio", "of bound", "tau", "mean", "same output")]
+    rows = [
+        (
+            "set",
+            "T",
+            "conc",
+            "drafter",
+            "k",
+            "tokens/s",
+            "range",
+            "ratio",
+            "of bound",
+            "tau",
+            "mean",
+            "same output",
+        )
+    ]
     for row in report["rows"]:
         speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
         plain = row["drafter"] == PLAIN
         limit = row["roofline"]
-        own = (row.get("peer_tau"), None) if acceptance is None else (acceptance["tau"], acceptance["mean_tau"])
+        own = (
+            (row.get("peer_tau"), None)
+            if acceptance is None
+            else (acceptance["tau"], acceptance["mean_tau"])
+        )
         tau = ["" if one is None else f"{one:.2f}" for one in own]
         rows.append(
             (
@@ -42,18 +69,25 @@ def bench_table(report: Report) -> list[str]:
                 f"{speed['median']:.1f}",
                 f"{speed['min']:.1f}-{speed['max']:.1f}",
                 "none" if row["ratio"] is None else f"{row['ratio']:.2f}x",
-                "" if limit is None else f"{100 * speed['median'] / limit['tokens_per_second']:.0f}%",
+                ""
+                if limit is None
+                else f"{100 * speed['median'] / limit['tokens_per_second']:.0f}%",
                 *tau,
-                "" if plain else f"{row['num_answers'] - len(row['differing_answers'])}/{row['num_answers']}",
+                ""
+                if plain
+                else f"{row['num_answers'] - len(row['differing_answers'])}/{row['num_answers']}",
             )
         )
     repeats = report["settings"]["repeats"]
     return [
         *align(rows, left=(0, 3)),
         "",
-        f"tokens/s: median of {repeats} timed passes, prefill included; ratio: to plain decoding of the same part of the sweep.",
-        f"of bound: to what reading weights and cache alone would allow, at {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
-        "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers' own tau.",
+        f"tokens/s: median of {repeats} timed passes, prefill included; ratio: to plain decoding of"
+        f" the same part of the sweep.",
+        f"of bound: to what reading weights and cache alone would allow, at"
+        f" {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
+        "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers'"
+        " own tau.",
         *_engines(report["settings"].get("num_engines")),
         *_shapes_and_ranks(report["rows"]),
     ]
@@ -61,15 +95,27 @@ def bench_table(report: Report) -> list[str]:
 
 def _engines(number: int | None) -> list[str]:
     """What a cluster's speeds are those of."""
-    return [] if number is None else [f"tokens/s are those of one engine, of {number}: all tokens by the time of all engines."]
+    return (
+        []
+        if number is None
+        else [
+            f"tokens/s are those of one engine, of {number}: all tokens by the time of all engines."
+        ]
+    )
 
 
 def _shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Of sides whose drafts form trees or are chosen step by step, which they were, and which of a tree were accepted."""
+    """Of sides whose drafts form trees or are chosen step by step, which they were, and which of a
+    tree were accepted.
+    """
     shapes, ranks, parts = [], [], []
     for row in rows:
-        title = part_title(row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"])
-        if row["k"] == "auto" and "steps_by_shape" in row["acceptance"]:  # reports of before trees have none
+        title = part_title(
+            row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]
+        )
+        if (
+            row["k"] == "auto" and "steps_by_shape" in row["acceptance"]
+        ):  # reports of before trees have none
             shapes.append((f"  {title}:", steps_of_shapes(row["acceptance"]["steps_by_shape"])))
         if row["acceptance"] and row["acceptance"].get("share_by_rank"):
             ranks.append((f"  {title}:", _shares(row["acceptance"]["share_by_rank"])))
@@ -77,29 +123,59 @@ def _shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
             parts.append((f"  {title}:", _by_part(row["drafter"], by_part)))
     lines = ["", "drafts chosen step by step:", *align(shapes, left=(0, 1))] if shapes else []
     if ranks:
-        lines += ["", "accepted drafts of trees, by rank among the candidates of their position, the likeliest first:"]
+        lines += [
+            "",
+            "accepted drafts of trees, by rank among the candidates of their position, the"
+            " likeliest first:",
+        ]
         lines += align(ranks, left=(0, 1))
     if parts:
-        lines += ["", "drafters by turns, and how many drafts of a step of each were accepted:", *align(parts, left=(0, 1))]
+        lines += [
+            "",
+            "drafters by turns, and how many drafts of a step of each were accepted:",
+            *align(parts, left=(0, 1)),
+        ]
     return lines
 
 
 def dummy_table(report: Report) -> list[str]:
     """One line per kind of work of every part of the sweep: ours, the peer's, the ratio."""
     peer = report["peer"]
-    rows = [("prompts", "work", "ours", "range", *(("vLLM", "range", "ratio") if peer else ()), "", "of bound")]
+    rows = [
+        (
+            "prompts",
+            "work",
+            "ours",
+            "range",
+            *(("vLLM", "range", "ratio") if peer else ()),
+            "",
+            "of bound",
+        )
+    ]
     for row in report["rows"]:
         other, limit, ratio = row["theirs"], row["roofline"], row["ratio"]
-        beside = (*(_figure(other) if other else ("", "")), "" if ratio is None else f"{ratio:.3f}") if peer else ()
+        beside = (
+            (*(_figure(other) if other else ("", "")), "" if ratio is None else f"{ratio:.3f}")
+            if peer
+            else ()
+        )
         share = "" if limit is None else f"{100 * limit['share']:.0f}%"
         rows.append(
-            (f"{row['num_reqs']} x {row['prompt_tokens']:,}", row["work"], *_figure(row["ours"]), *beside, row["unit"], share)
+            (
+                f"{row['num_reqs']} x {row['prompt_tokens']:,}",
+                row["work"],
+                *_figure(row["ours"]),
+                *beside,
+                row["unit"],
+                share,
+            )
         )
     settings = report["settings"]
     return [
         *align(rows, left=(0, 1, len(rows[0]) - 2)),
         "",
-        f"random weights{_quantized(settings)}, {report['weight_bytes'] / 1e9:.1f} GB of them; medians of"
+        f"random weights{_quantized(settings)}, {report['weight_bytes'] / 1e9:.1f} GB of them;"
+        f" medians of"
         f" {settings['repeats']} passes of"
         f" {settings['steps']} steps, prefill apart; of bound: to reading weights and cache at"
         f" {report['bandwidth'] / 1e9:,.0f} GB/s, as measured here.",
@@ -126,7 +202,9 @@ def _given_acceptance(report: Report) -> list[str]:
 
 
 def _figure(side: dict[str, Any]) -> tuple[str, str]:
-    """Median and range; times with three digits behind the point, prompt tokens per second without."""
+    """Median and range; times with three digits behind the point,
+    prompt tokens per second without.
+    """
     digits = 0 if side["median"] >= 1000 else 3
     return f"{side['median']:,.{digits}f}", f"{side['min']:,.{digits}f}-{side['max']:,.{digits}f}"
 
@@ -137,16 +215,31 @@ def _quantized(settings: dict[str, Any]) -> str:
 
 
 def _experts_met(experts: dict[str, Any] | None, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How rows were sent to experts, and how many rows had a token of their own: equal ones may choose the same experts."""
+    """How rows were sent to experts, and how many rows had a token of their own: equal ones may
+    choose the same experts.
+    """
     if experts is None:
         return []
-    lines = [f"experts: {experts['num_experts']} a layer, {experts['top_k']} a row, chosen by the router's random weights"]
+    lines = [
+        f"experts: {experts['num_experts']} a layer, {experts['top_k']} a row, chosen by the"
+        f" router's random weights"
+    ]
     for one in experts["met"]:
-        measured = "" if one["measured"] is None else f", {one['measured']:.1f} met by as many random prompts"
-        lines.append(f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f} expected{measured}")
+        measured = (
+            ""
+            if one["measured"] is None
+            else f", {one['measured']:.1f} met by as many random prompts"
+        )
+        lines.append(
+            f"  {one['rows']:>5} {'row: ' if one['rows'] == 1 else 'rows:'} {one['expected']:.1f}"
+            f" expected{measured}"
+        )
     for row in rows:
         if row["work"] == "plain step" and row["num_reqs"] > 1:
-            lines.append(f"  {row['num_reqs']} requests last decoded {row['distinct_tokens']} different tokens")
+            lines.append(
+                f"  {row['num_reqs']} requests last decoded {row['distinct_tokens']} different"
+                f" tokens"
+            )
     return lines
 
 
@@ -161,7 +254,15 @@ def eval_table(report: Report) -> list[str]:
             rows.append((name, *_accuracy(value), *_accuracy(other)))
             for peer, one in task.get("peers", {}).items():
                 rows.append((f"  {peer}", *_accuracy(one["metrics"][name]), "", ""))
-        rows.append(("tokens/s", f"{plain['tokens_per_second']:.1f}", "", f"{speculative['tokens_per_second']:.1f}", ""))
+        rows.append(
+            (
+                "tokens/s",
+                f"{plain['tokens_per_second']:.1f}",
+                "",
+                f"{speculative['tokens_per_second']:.1f}",
+                "",
+            )
+        )
         ratio = task["ratio"]
         rows.append(("ratio", "", "", "none" if ratio is None else f"{ratio:.2f}x", ""))
         acceptance = speculative["acceptance"]
@@ -172,9 +273,13 @@ def eval_table(report: Report) -> list[str]:
         if acceptance is not None and acceptance["acceptance_rate"]:
             lines.append("accepted by position: " + _shares(acceptance["acceptance_rate"]))
             if report["settings"]["k"] == "auto" and "steps_by_shape" in acceptance:
-                lines.append("drafts chosen step by step: " + steps_of_shapes(acceptance["steps_by_shape"]))
+                lines.append(
+                    "drafts chosen step by step: " + steps_of_shapes(acceptance["steps_by_shape"])
+                )
             if acceptance.get("share_by_rank"):
-                lines.append("accepted drafts of trees by rank: " + _shares(acceptance["share_by_rank"]))
+                lines.append(
+                    "accepted drafts of trees by rank: " + _shares(acceptance["share_by_rank"])
+                )
         lines += _judged_differently(task)
         lines += ["", *_differences(task), ""]
     return lines[:-1]
@@ -203,7 +308,9 @@ def side_name(drafter: str, k: int | str, width: int = 24) -> str:
     return "plain" if drafter == PLAIN else f"{short_name(drafter, width)} {drafts_name(k)}"
 
 
-def part_title(prompt_set: str, temperature: float, concurrency: int, drafter: str, k: int | str) -> str:
+def part_title(
+    prompt_set: str, temperature: float, concurrency: int, drafter: str, k: int | str
+) -> str:
     """A side and the part of a sweep that it belongs to."""
     return f"{prompt_set} T={temperature:g} c={concurrency} {side_name(drafter, k)}"
 
@@ -235,7 +342,8 @@ def _shares(values: Sequence[float]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    """Lines with columns of equal width, two spaces apart; columns in `left` begin, the others end together.
+    """Lines with columns of equal width, two spaces apart; columns in `left` begin, the others end
+    together.
 
     >>> align([("a", "1"), ("bcd", "22")], left=(0,))
     ['a     1', 'bcd  22']
@@ -244,7 +352,8 @@ def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
@@ -254,7 +363,8 @@ def _head(report: Report) -> list[str]:
     origin = report["provenance"]
     versions = origin["versions"]
     return [
-        f"{origin['target']['name']} on {origin['device']}, {origin['dtype']}, attention {origin['attention']}",
+        f"{origin['target']['name']} on {origin['device']}, {origin['dtype']}, attention"
+        f" {origin['attention']}",
         f"specdec {versions['specdec']} ({_short(origin['commit'])}), torch {versions['torch']},"
         f" transformers {versions['transformers']}, {origin['started']}",
     ]
@@ -321,8 +431,10 @@ def _differences(task: dict[str, Any]) -> list[str]:
         where = f"  sample {one['doc_id']}"
         if one["margin"] is not None:
             where += (
-                f", token {one['position'] + 1}: plain {one['plain_token']!r}, speculative {one['speculative_token']!r};"
-                f" the two largest logits are {one['margin']:.4g} apart, where the type resolves {one['resolution']:.4g}"
+                f", token {one['position'] + 1}: plain {one['plain_token']!r}, speculative"
+                f" {one['speculative_token']!r};"
+                f" the two largest logits are {one['margin']:.4g} apart, where the type resolves"
+                f" {one['resolution']:.4g}"
             )
         lines.append(where)
     return lines

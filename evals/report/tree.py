@@ -1,4 +1,6 @@
-"""The tree of one step as SVG: drafts by their position from left to right, the likeliest continuation straight on."""
+"""The tree of one step as SVG: drafts by their position from left to right, the likeliest
+continuation straight on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import Any
 
 _FONT = 13
 _ADVANCE = 0.62 * _FONT  # of a character of a monospaced font, rounded up
-_PAD, _GAP, _HEIGHT, _LINE = 5, 22, 22, 28  # of a box: around its text, to the next one, its height, to the one below
+_PAD, _GAP, _HEIGHT, _LINE = (
+    5,
+    22,
+    22,
+    28,
+)  # of a box: around its text, to the next one, its height, to the one below
 _LONGEST = 14  # characters of a token that are shown
 
 STYLE = f"""
@@ -26,12 +33,16 @@ STYLE = f"""
 .tree path.accepted {{ stroke: #2f7d3a; stroke-width: 2.5; }}
 .tree path.own {{ stroke: #2b5d9c; stroke-width: 2.5; }}
 """
-"""For the page: its drawings scroll in an element of class "tree", since trees are as wide as they are deep."""
+"""For the page: its drawings scroll in an element of class "tree", since trees are as wide as they
+are deep.
+"""
 
 
 @dataclass(slots=True)
 class _Node:
-    """One box: how it looks, what stands in it, and where it is, in columns by depth and lines from the top."""
+    """One box: how it looks, what stands in it, and where it is, in columns by depth and lines from
+    the top.
+    """
 
     kind: str
     text: str
@@ -58,14 +69,18 @@ class _Node:
 
 
 def draw_tree(step: Mapping[str, Any]) -> str:
-    """The block of one step, see `evals.bench.tree_step`: which drafts were accepted, and the target's own token behind them.
+    """The block of one step, see `evals.bench.tree_step`: which drafts were accepted, and the
+    target's own token behind them.
 
     Args:
         step: `tokens`, `parents`, `ranks`, `accepted` and `next_token`.
     """
     nodes = _nodes(step)
     _set_lines(nodes)
-    widths = [max(node.width for node in nodes if node.depth == depth) for depth in range(max(node.depth for node in nodes) + 1)]
+    widths = [
+        max(node.width for node in nodes if node.depth == depth)
+        for depth in range(max(node.depth for node in nodes) + 1)
+    ]
     lefts = [1 + sum(widths[:depth]) + _GAP * depth for depth in range(len(widths))]
     width, height = lefts[-1] + widths[-1] + 1, (1 + max(node.line for node in nodes)) * _LINE
 
@@ -83,14 +98,19 @@ def draw_tree(step: Mapping[str, Any]) -> str:
         note = f"<tspan>{node.note}</tspan>" if node.note else ""
         boxes.append(
             f'<g class="{node.kind}"><title>{escape(repr(node.text))}</title>'
-            f'<rect x="{x:.0f}" y="{y - _HEIGHT // 2}" width="{node.width:.0f}" height="{_HEIGHT}" rx="4"/>'
-            f'<text x="{x + _PAD:.0f}" y="{y + 4.5:.1f}" xml:space="preserve">{escape(node.label)}{note}</text></g>'
+            f'<rect x="{x:.0f}" y="{y - _HEIGHT // 2}" width="{node.width:.0f}" height="{_HEIGHT}"'
+            f' rx="4"/>'
+            f'<text x="{x + _PAD:.0f}" y="{y + 4.5:.1f}"'
+            f' xml:space="preserve">{escape(node.label)}{note}</text></g>'
         )
-    lines = [line for _, line in sorted(edges, key=lambda edge: edge[0])]  # the way that was taken lies on top
+    lines = [
+        line for _, line in sorted(edges, key=lambda edge: edge[0])
+    ]  # the way that was taken lies on top
     label = f"tree of {len(step['parents'])} drafts, {len(step['accepted'])} accepted"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" width="{width:.0f}" height="{height}"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}"'
+            f' width="{width:.0f}" height="{height}"'
             f' viewBox="0 0 {width:.0f} {height}">',
             *lines,
             *boxes,
@@ -103,7 +123,9 @@ def _nodes(step: Mapping[str, Any]) -> list[_Node]:
     """The anchor, the drafts, and the target's own token."""
     nodes = [_Node("anchor", step["tokens"][0], 0, None, 0)]
     accepted: Sequence[int] = step["accepted"]
-    for row, (text, parent, rank) in enumerate(zip(step["tokens"][1:], step["parents"], step["ranks"], strict=True), start=1):
+    for row, (text, parent, rank) in enumerate(
+        zip(step["tokens"][1:], step["parents"], step["ranks"], strict=True), start=1
+    ):
         kind = "accepted" if row in accepted else "left-behind"
         nodes.append(_Node(kind, text, rank, parent, nodes[parent].depth + 1))
     last = accepted[-1] if accepted else 0
@@ -111,7 +133,9 @@ def _nodes(step: Mapping[str, Any]) -> list[_Node]:
 
 
 def _set_lines(nodes: Sequence[_Node]) -> None:
-    """A node's first child stands in its own line, and the others, with all that follows them, below."""
+    """A node's first child stands in its own line, and the others, with all that follows them,
+    below.
+    """
     children: list[list[int]] = [[] for _ in nodes]
     for row, node in enumerate(nodes):
         if node.parent is not None:

@@ -1,4 +1,6 @@
-"""What an attention backend is: a capability statement, a plan made once per forward, and a run made once per layer."""
+"""What an attention backend is: a capability statement, a plan made once per forward, and a run
+made once per layer.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,15 +29,18 @@ class HeadShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    chunk: int | None = None  # tokens within which rows attend, see `specdec.attention.chunks`; None for no such bounds
+    chunk: int | None = (
+        # tokens within which rows attend, see `specdec.attention.chunks`; None for no such bounds
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a model asks of its attention backend.
 
-    Layers may differ in their heads. What stands here is the first one's then, `further` has the others, and there is a backend
-    object for each shape.
+    Layers may differ in their heads. What stands here is the first one's then, `further` has the
+    others, and there is a backend object for each shape.
 
     Attributes:
         device: where the tensors live.
@@ -47,7 +52,8 @@ class AttentionSpec:
         softcap: bound `c` in `c * tanh(score / c)`, or None.
         non_causal: blocks whose rows see each other in both directions are needed (drafters).
         cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
-        reads_others: some layers attend to what an earlier layer has cached, and have no keys and values of their own.
+        reads_others: some layers attend to what an earlier layer has cached, and have no keys and
+            values of their own.
         further: shapes of other layers, each with its windows.
     """
 
@@ -74,7 +80,10 @@ class AttentionSpec:
     @property
     def each(self) -> "tuple[AttentionSpec, ...]":
         """One for every shape of the model's layers, this one's first."""
-        others = (replace(self, **shape._asdict(), windows=windows, further=()) for shape, windows in self.further)
+        others = (
+            replace(self, **shape._asdict(), windows=windows, further=())
+            for shape, windows in self.further
+        )
         return (replace(self, further=()), *others)
 
     @property
@@ -88,7 +97,9 @@ class TreeRows(NamedTuple):
     its anchor, and has zeros.
     """
 
-    ancestors: Tensor  # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
+    ancestors: (
+        Tensor  # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
+    )
     depths: Tensor  # int64 [num_tokens], positions after the anchor
 
     def seen(self, width: int, window: int | None) -> Tensor:
@@ -105,7 +116,9 @@ class TreeRows(NamedTuple):
         if window is None or window >= width:
             return self
         bits = torch.arange(width - 1, device=self.ancestors.device)
-        return self._replace(ancestors=(self.seen(width, window)[:, :, 1:] << bits).sum(-1).flatten())
+        return self._replace(
+            ancestors=(self.seen(width, window)[:, :, 1:] << bits).sum(-1).flatten()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +131,24 @@ class AttentionMetadata:
         |<---- context ---->|<-- query_len -->|
 
     Attributes:
-        query_start_loc: int32 [num_reqs + 1], first row of each request; the last entry is `num_tokens`.
+        query_start_loc: int32 [num_reqs + 1], first row of each request; the last entry is
+            `num_tokens`.
         seq_lens: int32 [num_reqs], tokens in the cache once this forward has written its own.
-        block_table: int32 [num_reqs, max_blocks]; entries past a request's own blocks may hold any valid block id.
-        slot_mapping: int64 [num_tokens], `block_id * block_size + offset` of each row; padding rows name the null block.
+        block_table: int32 [num_reqs, max_blocks]; entries past a request's own blocks may hold any
+            valid block id.
+        slot_mapping: int64 [num_tokens], `block_id * block_size + offset` of each row; padding rows
+            name the null block.
         num_reqs, num_tokens, max_query_len: host counts.
         max_seq_len: host bound, at least the largest of `seq_lens`.
-        visibility: "causal": a row sees positions up to its own. "full": it sees all `seq_len` positions. "ancestors": it sees the
-            context, the anchor, itself and the drafts above it, its position being that of its depth; all requests have equally
-            many rows then, and their lengths only the device knows. A window of W always hides positions W or more away, on both
-            sides when "full".
-        min_seq_len: host bound, at most the smallest of `seq_lens`; requests that only pad a batch may be shorter.
-        query_lens, seq_lens_host: the lengths as host lists when the host knows them exactly (prefill), else None, and then
-            every request has `max_query_len` rows.
+        visibility: "causal": a row sees positions up to its own. "full": it sees all `seq_len`
+            positions. "ancestors": it sees the context, the anchor, itself and the drafts above it,
+            its position being that of its depth; all requests have equally many rows then, and
+            their lengths only the device knows. A window of W always hides positions W or more
+            away, on both sides when "full".
+        min_seq_len: host bound, at most the smallest of `seq_lens`; requests that only pad a batch
+            may be shorter.
+        query_lens, seq_lens_host: the lengths as host lists when the host knows them exactly
+            (prefill), else None, and then every request has `max_query_len` rows.
         tree: of "ancestors" alone.
     """
 
@@ -160,11 +178,15 @@ class AttentionMetadata:
         min_seq_len: int = 0,
         starts: Tensor | None = None,
     ) -> "AttentionMetadata":
-        """`width` new rows for every request, with lengths that only the device knows; `starts` if `query_start_loc` is there."""
+        """`width` new rows for every request, with lengths that only the device knows; `starts` if
+        `query_start_loc` is there.
+        """
         num_reqs = len(seq_lens)
         num_tokens = num_reqs * width
         if starts is None:
-            starts = torch.arange(0, num_tokens + 1, width, dtype=torch.int32, device=seq_lens.device)
+            starts = torch.arange(
+                0, num_tokens + 1, width, dtype=torch.int32, device=seq_lens.device
+            )
         return cls(
             query_start_loc=starts,
             seq_lens=seq_lens,
@@ -179,13 +201,19 @@ class AttentionMetadata:
 
     @classmethod
     def packed(
-        cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, slot_mapping: Tensor
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: Tensor,
+        slot_mapping: Tensor,
     ) -> "AttentionMetadata":
         """New rows of requests whose lengths the host knows."""
         device = block_table.device
 
         def int32(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda").to(
+                device, non_blocking=True
+            )
 
         return cls(
             query_start_loc=int32([0, *accumulate(query_lens)]),
@@ -205,20 +233,27 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """Attention over the paged cache.
 
-    One object serves the layers of one shape of a model on one device. `plan` may look at every request of the batch; `run` should
-    only launch kernels. Neither may make the host wait for the device.
+    One object serves the layers of one shape of a model on one device. `plan` may look at every
+    request of the batch; `run` should only launch kernels. Neither may make the host wait for the
+    device.
     """
 
     name: ClassVar[str]
     captures_prefill: bool = False
-    """Whether a prefill whose lengths only the device knows costs no more than one that states them."""
+    """Whether a prefill whose lengths only the device knows costs no more than one that states
+    them.
+    """
     prefill_tokens: ClassVar[int] = 8192
-    """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads all weights, those of all experts
-    too, so large ones are fastest, as far as memory goes."""
+    """Prompt tokens of a step on an accelerator, unless the user says how many. Every chunk reads
+    all weights, those of all experts too, so large ones are fastest, as far as memory goes."""
     steady_len: int = 0
-    """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where there is no such number."""
+    """Tokens in the cache from which on a plan of decoding depends on no length any more; 0 where
+    there is no such number.
+    """
     fits_fused_layers: bool = False
-    """Whether our Triton kernels may compute what surrounds it; beside the reference all is plain torch."""
+    """Whether our Triton kernels may compute what surrounds it; beside the reference all is plain
+    torch.
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -240,17 +275,23 @@ class AttentionBackend(ABC):
 
     @classmethod
     def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
-        """All reasons why this backend, which can serve `spec`, cannot verify draft trees with it; chains it can."""
+        """All reasons why this backend, which can serve `spec`, cannot verify draft trees with it;
+        chains it can.
+        """
         return [f"{cls.name} has no masks for them"]
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
-        """Why `auto` should pass over this backend although it can serve `spec`; by name it is taken all the same."""
+        """Why `auto` should pass over this backend although it can serve `spec`; by name it is
+        taken all the same.
+        """
         return []
 
     @classmethod
     def describe(cls, spec: AttentionSpec) -> list[str]:
-        """What there is to know about how this backend would serve `spec`, for people; mostly nothing."""
+        """What there is to know about how this backend would serve `spec`, for people; mostly
+        nothing.
+        """
         return []
 
     @abstractmethod
@@ -288,9 +329,13 @@ class AttentionBackend(ABC):
         softcap: float | None = None,
         sinks: Tensor | None = None,  # [num_heads]
     ) -> Tensor:
-        """`run` for rows whose keys and values the cache holds already, which a spec that `reads_others` asks for."""
+        """`run` for rows whose keys and values the cache holds already, which a spec that
+        `reads_others` asks for.
+        """
         raise NotImplementedError(f"{self.name} refuses layers that read the cache of others")
 
     @abstractmethod
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Stores rows `[num_tokens, num_kv_heads, head_dim]` at `slot_mapping` int64 [num_tokens], in place."""
+        """Stores rows `[num_tokens, num_kv_heads, head_dim]` at `slot_mapping` int64 [num_tokens],
+        in place.
+        """

@@ -1,7 +1,8 @@
 """The self-check of attention with ordinary heads: every phase, by a backend and by plain torch.
 
-It has the model's own heads. Contexts go past 512 tokens, where AITER divides the keys of a row among programs, and one batch has
-more rows times heads than twice the compute units, where its assembly kernels begin.
+It has the model's own heads. Contexts go past 512 tokens, where AITER divides the keys of a row
+among programs, and one batch has more rows times heads than twice the compute units, where its
+assembly kernels begin.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +34,12 @@ class Phase(NamedTuple):
 
 PHASES = (
     Phase([40, 17], [40, 17], known=True),  # prompts
-    Phase([90, 21, 40], [30, 1, 40], known=True),  # chunks behind a context, a single row and a prompt beside them
-    Phase([150, 200, 40], [150, 130, 40], known=True),  # the same, as many rows as have kernels of their own
+    Phase(
+        [90, 21, 40], [30, 1, 40], known=True
+    ),  # chunks behind a context, a single row and a prompt beside them
+    Phase(
+        [150, 200, 40], [150, 130, 40], known=True
+    ),  # the same, as many rows as have kernels of their own
     Phase([700, 21, 64], [1, 1, 1]),  # decoding
     Phase([700, 21, 64], [1, 1, 1], window=30),
     Phase([700, 21, 64], [5, 5, 5]),  # verification
@@ -50,7 +55,9 @@ STEPS_PER_PROMPT = 64
 
 
 def reasons_against_kernels(backend: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
-    """Why `auto` should pass over a backend that could serve `spec`, as far as its self-check knows; see `reasons_against`."""
+    """Why `auto` should pass over a backend that could serve `spec`, as far as its self-check
+    knows; see `reasons_against`.
+    """
     if backend.unsupported_reasons(spec):
         return []
     checked = checked_spec(spec)
@@ -119,7 +126,9 @@ def check_attention(backend: type[AttentionBackend], spec: AttentionSpec) -> Dev
 
 
 def _deviation(attention: AttentionBackend, phase: Phase) -> Deviation:
-    """How far one forward is off; how far plain torch is depends on the device, too, which adds up in an order of its own."""
+    """How far one forward is off; how far plain torch is depends on the device, too, which adds up
+    in an order of its own.
+    """
     spec = replace(attention.spec, cache_dtype=None)
     requests = Requests(attention.spec, phase)
     plain = TorchRefBackend(spec)
@@ -128,7 +137,9 @@ def _deviation(attention: AttentionBackend, phase: Phase) -> Deviation:
 
 
 class Requests:
-    """Requests whose blocks lie scattered in a cache, with random numbers that the cache holds exactly, on the CPU."""
+    """Requests whose blocks lie scattered in a cache, with random numbers that the cache holds
+    exactly, on the CPU.
+    """
 
     def __init__(self, spec: AttentionSpec, phase: Phase) -> None:
         random = torch.Generator().manual_seed(0)
@@ -136,8 +147,15 @@ class Requests:
         counts = [blocks_for(length, self.size) for length in phase.lengths]
         self.num_blocks = sum(counts) + 1
         tables = (torch.randperm(sum(counts), generator=random) + 1).split(counts)
-        self.table = torch.stack([torch.cat([table, table[:1].expand(max(counts) + 2 - len(table))]) for table in tables]).int()
-        places = torch.cat([table.repeat_interleave(self.size)[:n] for table, n in zip(tables, phase.lengths, strict=True)])
+        self.table = torch.stack(
+            [torch.cat([table, table[:1].expand(max(counts) + 2 - len(table))]) for table in tables]
+        ).int()
+        places = torch.cat(
+            [
+                table.repeat_interleave(self.size)[:n]
+                for table, n in zip(tables, phase.lengths, strict=True)
+            ]
+        )
         offsets = torch.cat([torch.arange(n) % self.size for n in phase.lengths])
         self.slots = places * self.size + offsets
         ends = accumulate(phase.lengths)
@@ -148,7 +166,10 @@ class Requests:
         def normal(heads: int, rows: int) -> Tensor:
             return torch.randn(rows, heads, spec.head_dim, generator=random)
 
-        self.key, self.value = (normal(spec.num_kv_heads, len(self.slots)).to(spec.kv_dtype).to(spec.dtype) for _ in "kv")
+        self.key, self.value = (
+            normal(spec.num_kv_heads, len(self.slots)).to(spec.kv_dtype).to(spec.dtype)
+            for _ in "kv"
+        )
         self.query = normal(spec.num_heads, sum(phase.widths)).to(spec.dtype)
         sinks = torch.randn(spec.num_heads, generator=random).to(spec.dtype)
         self.sinks = sinks if spec.sinks else None
@@ -169,7 +190,9 @@ class Requests:
             return rows.to(spec.device, spec.dtype if rows.is_floating_point() else rows.dtype)
 
         if not self.is_new.all():
-            attention.write(cache, *(part(rows, ~self.is_new) for rows in (self.key, self.value, self.slots)))
+            attention.write(
+                cache, *(part(rows, ~self.is_new) for rows in (self.key, self.value, self.slots))
+            )
         key, value, slots = (part(rows, self.is_new) for rows in (self.key, self.value, self.slots))
         query = self.query.to(spec.device, spec.dtype)
         sinks = None if self.sinks is None else self.sinks.to(spec.device, spec.dtype)
@@ -198,5 +221,7 @@ class Requests:
         if phase.known:
             return AttentionMetadata.packed(phase.widths, phase.lengths, table, slot_mapping)
         lengths = torch.tensor(phase.lengths, dtype=torch.int32, device=device)
-        metadata = AttentionMetadata.uniform(phase.widths[0], lengths, table, slot_mapping, max_seq_len=table.shape[1] * self.size)
+        metadata = AttentionMetadata.uniform(
+            phase.widths[0], lengths, table, slot_mapping, max_seq_len=table.shape[1] * self.size
+        )
         return replace(metadata, visibility=phase.visibility)

@@ -1,13 +1,15 @@
-"""Attention within chunks (Llama 4): a row sees its own chunk alone, which begins where its position is a multiple of a number.
+"""Attention within chunks (Llama 4): a row sees its own chunk alone, which begins where its
+position is a multiple of a number.
 
-A chunk is to a backend a request of its own, whose blocks are those of the chunk; so every backend serves chunks, and none has to
-know of them. Rows of a prompt are divided where chunks end, which the host knows. In a step whose lengths the device alone knows,
-each row is a request:
+A chunk is to a backend a request of its own, whose blocks are those of the chunk; so every backend
+serves chunks, and none has to know of them. Rows of a prompt are divided where chunks end, which
+the host knows. In a step whose lengths the device alone knows, each row is a request:
 
     chunks of 4, rows 2 to 8 of a prompt      2 3 | 4 5 6 7 | 8
     rows 7 and 8 of a step                    7 | 8
 
-Known gap: rows of a step that share a chunk read its keys once each. That is so beyond the first chunk alone.
+Known gap: rows of a step that share a chunk read its keys once each. That is so beyond the first
+chunk alone.
 """
 
 import torch
@@ -35,16 +37,23 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
         owners = torch.arange(metadata.num_reqs, device=rows.device).repeat_interleave(width)
         table = _table(metadata.block_table, owners, positions // chunk * blocks, blocks)
         lengths = (positions % chunk + 1).int()
-        return AttentionMetadata.uniform(1, lengths, table, metadata.slot_mapping, max_seq_len=chunk)
+        return AttentionMetadata.uniform(
+            1, lengths, table, metadata.slot_mapping, max_seq_len=chunk
+        )
     pieces = []
-    for request, (query_len, end) in enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True)):
+    for request, (query_len, end) in enumerate(
+        zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
+    ):
         start = end - query_len
         while start < end:
             stop = min(end, (start // chunk + 1) * chunk)
             pieces.append((request, start, stop))
             start = stop
     host = torch.tensor(
-        [[request for request, _, _ in pieces], [start // chunk * blocks for _, start, _ in pieces]],
+        [
+            [request for request, _, _ in pieces],
+            [start // chunk * blocks for _, start, _ in pieces],
+        ],
         pin_memory=metadata.block_table.is_cuda,
     )
     owners, first_blocks = host.to(metadata.block_table.device, non_blocking=True)
@@ -57,7 +66,9 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
 
 
 def _table(block_table: Tensor, owners: Tensor, first_blocks: Tensor, count: int) -> Tensor:
-    """int32 [n, count]: of the requests `owners` int64 [n] the blocks from `first_blocks` [n] on; past the last one that again."""
+    """int32 [n, count]: of the requests `owners` int64 [n] the blocks from `first_blocks` [n] on;
+    past the last one that again.
+    """
     widest = block_table.shape[1]
     columns = first_blocks[:, None] + torch.arange(count, device=block_table.device)
     return block_table.take(owners[:, None] * widest + columns.clamp(max=widest - 1))

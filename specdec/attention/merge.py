@@ -1,4 +1,6 @@
-"""Attention over parts of the keys, joined into attention over all of them by the logarithms of the denominators."""
+"""Attention over parts of the keys, joined into attention over all of them by the logarithms of the
+denominators.
+"""
 
 import math
 
@@ -11,15 +13,19 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
 
     Args:
         out, part: [num_tokens, num_heads, head_dim], each normalized over its own keys.
-        lse, part_lse: float32 [num_heads, num_tokens], natural logarithms of the denominators. Where a row sees no key, kernels
-            write either infinity, and anything as output, which is not read.
+        lse, part_lse: float32 [num_heads, num_tokens], natural logarithms of the denominators.
+            Where a row sees no key, kernels write either infinity, and anything as output, which is
+            not read.
 
     Returns:
-        The joined output, float32, and its logarithms: 0 and minus infinity for rows that see no key at all.
+        The joined output, float32, and its logarithms: 0 and minus infinity for rows that see no
+        key at all.
     """
     lse, part_lse = (torch.where(x == math.inf, -math.inf, x) for x in (lse, part_lse))
     total = torch.logaddexp(lse, part_lse)
-    finite = total.clamp(min=torch.finfo(total.dtype).min)  # minus infinity less itself would be NaN
+    finite = total.clamp(
+        min=torch.finfo(total.dtype).min
+    )  # minus infinity less itself would be NaN
     weights, part_weights = ((x - finite).exp().t()[..., None] for x in (lse, part_lse))
     return _weighted(out, weights) + _weighted(part, part_weights), total
 

@@ -1,12 +1,14 @@
 """Multi-head latent attention: what its models ask of a backend, and what a backend for them is.
 
-All heads share one cached vector per token, the *latent*: a compressed key and value of `kv_lora_rank` numbers (R), and a rotated
-key of `qk_rope_head_dim` numbers (DeepSeek-V2, arXiv 2405.04434). Keys and values of a head are linear maps of it:
+All heads share one cached vector per token, the *latent*: a compressed key and value of
+`kv_lora_rank` numbers (R), and a rotated key of `qk_rope_head_dim` numbers (DeepSeek-V2, arXiv
+2405.04434). Keys and values of a head are linear maps of it:
 
     key[h]   = [ up.key[h] @ compressed  |  rotated ]        value[h] = compressed @ up.value[h]
 
-A backend may build them (a prefill, where many rows share the work) or absorb the maps into query and output and attend to the
-latents themselves (decoding). With an indexer (DeepSeek-V3.2), a row attends only to the positions that score best for it.
+A backend may build them (a prefill, where many rows share the work) or absorb the maps into query
+and output and attend to the latents themselves (decoding). With an indexer (DeepSeek-V3.2), a row
+attends only to the positions that score best for it.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +24,9 @@ from specdec.kv_cache import LatentCache, LatentLayerSpec
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """Shape of an indexer: `num_heads` queries and one key of `head_dim` numbers per token, `topk` positions chosen per row."""
+    """Shape of an indexer: `num_heads` queries and one key of `head_dim` numbers per token, `topk`
+    positions chosen per row.
+    """
 
     num_heads: int
     head_dim: int
@@ -72,7 +76,9 @@ class MlaSpec:
 
 
 class MlaRows(NamedTuple):
-    """Packed rows of one layer; queries and rotated keys after RoPE, the compressed part after its norm."""
+    """Packed rows of one layer; queries and rotated keys after RoPE, the compressed part after its
+    norm.
+    """
 
     query_nope: Tensor  # [num_tokens, num_heads, qk_nope_head_dim]
     query_rope: Tensor  # [num_tokens, num_heads, qk_rope_head_dim]
@@ -88,7 +94,9 @@ class UpProjection(NamedTuple):
 
 
 class IndexerRows(NamedTuple):
-    """Packed rows of one layer's indexer; the score of a key is the sum over heads of `weights * relu(query . key)`."""
+    """Packed rows of one layer's indexer; the score of a key is the sum over heads of
+    `weights * relu(query . key)`.
+    """
 
     query: Tensor  # [num_tokens, indexer.num_heads, indexer.head_dim]
     key: Tensor  # [num_tokens, indexer.head_dim]
@@ -102,15 +110,17 @@ INDEXED = "an indexer chooses among positions, which drafts of a tree share"
 class MlaBackend(ABC):
     """Latent attention over the paged cache.
 
-    One object serves one model on one device. `plan` may look at every request of the batch; `run` should only launch kernels.
-    Neither may make the host wait for the device.
+    One object serves one model on one device. `plan` may look at every request of the batch; `run`
+    should only launch kernels. Neither may make the host wait for the device.
     """
 
     name: ClassVar[str]
     captures_prefill: ClassVar[bool] = False
     """See `specdec.attention.backend.AttentionBackend.captures_prefill`."""
     prefill_tokens: ClassVar[int] = 2048
-    """See `specdec.attention.backend.AttentionBackend.prefill_tokens`; keys and values of all heads are large."""
+    """See `specdec.attention.backend.AttentionBackend.prefill_tokens`; keys and values of all heads
+    are large.
+    """
     steady_len: int = 0
     """See `specdec.attention.backend.AttentionBackend.steady_len`."""
 
@@ -162,7 +172,9 @@ class MlaBackend(ABC):
         """Work that all layers of one forward share."""
 
     @abstractmethod
-    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+    def write(
+        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
         """Writes latents of positions that no row attends from, such as a drafter's context.
 
         Args:
@@ -174,7 +186,14 @@ class MlaBackend(ABC):
 
     @abstractmethod
     def run(
-        self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: Any, *, scale: float, selected: Tensor | None = None
+        self,
+        rows: MlaRows,
+        up: UpProjection,
+        cache: LatentCache,
+        plan: Any,
+        *,
+        scale: float,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """Writes the latents to the cache, then attends to the cache.
 
@@ -184,7 +203,8 @@ class MlaBackend(ABC):
             cache: the layer's cache.
             plan: of this forward.
             scale: factor of the scores.
-            selected: int32 [num_tokens, topk], positions to attend to as `SparseMlaBackend.select` returns them; None for all.
+            selected: int32 [num_tokens, topk], positions to attend to as `SparseMlaBackend.select`
+                returns them; None for all.
 
         Returns:
             [num_tokens, num_heads, v_head_dim] in the dtype of the rows.
@@ -196,8 +216,10 @@ class SparseMlaBackend(MlaBackend):
 
     @abstractmethod
     def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:
-        """Writes the indexer's keys to the cache, then chooses for every row the positions it attends to. Launches kernels only.
+        """Writes the indexer's keys to the cache, then chooses for every row the positions it
+        attends to. Launches kernels only.
 
         Returns:
-            int32 [num_tokens, topk], distinct positions within the row's own sequence in any order, filled up with -1.
+            int32 [num_tokens, topk], distinct positions within the row's own sequence in any order,
+            filled up with -1.
         """

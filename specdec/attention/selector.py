@@ -20,10 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def refusals(spec: AttentionSpec | MlaSpec, *, auto: bool = False) -> dict[str, list[str]]:
-    """For every backend of the spec's kind, all reasons why it cannot serve `spec`; an empty list means it can.
+    """For every backend of the spec's kind, all reasons why it cannot serve `spec`; an empty list
+    means it can.
 
-    With `auto`, also why "auto" passes over those that would serve it by name, as far as the first that it does not pass over.
-    On AMD's GPUs it passes over all but the fastest of those that are right.
+    With `auto`, also why "auto" passes over those that would serve it by name, as far as the first
+    that it does not pass over. On AMD's GPUs it passes over all but the fastest of those that are
+    right.
     """
     found: dict[str, list[str]] = {}
     race = auto and isinstance(spec, AttentionSpec) and races(spec.device)
@@ -49,7 +51,8 @@ def select_backend(name: str, spec: AttentionSpec) -> AttentionBackend: ...
 @overload
 def select_backend(name: str, spec: MlaSpec) -> MlaBackend: ...
 def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend | MlaBackend:
-    """The backend called `name`, or for "auto" the first in the registry without a reason against it.
+    """The backend called `name`, or for "auto" the first in the registry without a reason against
+    it.
 
     Raises:
         InvalidInputError: no backend has that name.
@@ -59,7 +62,10 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
         backend = _resolve(name, spec)
         reasons = _unsupported(backend, spec)
         if reasons:
-            raise BackendError(f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try --attention auto")
+            raise BackendError(
+                f"attention backend {name!r} cannot serve this model: {'; '.join(reasons)}; try"
+                f" --attention auto"
+            )
         _say(name, {}, spec.device)
         return backend(spec)
     refused = refusals(spec, auto=True)
@@ -68,7 +74,8 @@ def select_backend(name: str, spec: AttentionSpec | MlaSpec) -> AttentionBackend
             _say(candidate, refused, spec.device)
             return _resolve(candidate, spec)(spec)
     raise BackendError(
-        "no attention backend can serve this model: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in refused.items())
+        "no attention backend can serve this model: "
+        + "; ".join(f"{n}: {', '.join(r)}" for n, r in refused.items())
     )
 
 
@@ -83,7 +90,9 @@ def _say(chosen: str, refused: Mapping[str, list[str]], device: torch.device) ->
         return
     kind = "ROCm" if specdec.device.device.rocm_architecture(device) else device.type
     skipped = "; ".join(
-        f"{name}: {', '.join(why)}" for name, why in refused.items() if why and why != BY_NAME and _suits(name, kind)
+        f"{name}: {', '.join(why)}"
+        for name, why in refused.items()
+        if why and why != BY_NAME and _suits(name, kind)
     )
     logger.log(
         level,
@@ -101,7 +110,9 @@ def _suits(name: str, kind: str) -> bool:
 
 
 def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
-    """All reasons why `backend` cannot verify draft trees, whatever the layer; empty when it can."""
+    """All reasons why `backend` cannot verify draft trees, whatever the layer;
+    empty when it can.
+    """
     reasons = _of_each(type(backend).tree_reasons, backend.spec)
     if isinstance(backend.spec, AttentionSpec) and any(one.chunk for one in backend.spec.each):
         reasons.append("layers that attend within chunks take each row for a request of its own")
@@ -115,8 +126,15 @@ def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[st
 
 def _unsupported(backend: Any, spec: AttentionSpec | MlaSpec) -> list[str]:
     """What the backend has to say against `spec`, and what is against it whatever the backend."""
-    size, chunks = spec.block_size, [one.chunk for one in spec.each if one.chunk] if isinstance(spec, AttentionSpec) else []
-    uneven = [f"blocks of {size} tokens do not divide chunks of {chunk}" for chunk in chunks if chunk % size]
+    size, chunks = (
+        spec.block_size,
+        [one.chunk for one in spec.each if one.chunk] if isinstance(spec, AttentionSpec) else [],
+    )
+    uneven = [
+        f"blocks of {size} tokens do not divide chunks of {chunk}"
+        for chunk in chunks
+        if chunk % size
+    ]
     return [*_of_each(backend.unsupported_reasons, spec), *uneven]
 
 
@@ -132,4 +150,8 @@ def _table(spec: AttentionSpec | MlaSpec) -> dict[str, str]:
 
 def _resolve(name: str, spec: AttentionSpec | MlaSpec) -> Any:
     """The backend class called `name` for specs of this kind."""
-    return resolve(_table(spec), name, "attention backend" if isinstance(spec, AttentionSpec) else "latent attention backend")
+    return resolve(
+        _table(spec),
+        name,
+        "attention backend" if isinstance(spec, AttentionSpec) else "latent attention backend",
+    )

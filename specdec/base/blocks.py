@@ -1,8 +1,10 @@
-"""The block that a step verifies of a request: its anchor, and drafts behind it that form a chain or a tree.
+"""The block that a step verifies of a request: its anchor, and drafts behind it that form a chain
+or a tree.
 
-Rows of a block: row 0 is the anchor, at position L; rows 1 to N are the drafts. In a chain row `i` continues row `i - 1`. In a tree
-it continues the row that `DraftTree.parents` names, which comes before it; its position is L + its depth, while its keys and values
-are written where row `i` of a chain would have them, at L + i.
+Rows of a block: row 0 is the anchor, at position L; rows 1 to N are the drafts. In a chain row `i`
+continues row `i - 1`. In a tree it continues the row that `DraftTree.parents` names, which comes
+before it; its position is L + its depth, while its keys and values are written where row `i` of a
+chain would have them, at L + i.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor, device  # the command line reads this file, too, and starts without torch
+    from torch import (
+        Tensor,
+        device,
+    )  # the command line reads this file, too, and starts without torch
 
 MOST_NODES = 64
 """Drafts of a tree at most: each has a bit in a word of 64."""
 
 
 class BlockShape(NamedTuple):
-    """How many drafts a step has for each request, and how they may lie. Steps of one shape have the same operations.
+    """How many drafts a step has for each request, and how they may lie. Steps of one shape have
+    the same operations.
 
     Attributes:
         drafts: N, rows beside the anchor; 0 decodes plainly.
@@ -57,15 +63,18 @@ class BlockShape(NamedTuple):
 
 @dataclass(slots=True)
 class DraftTree:
-    """How the drafts of each request hang together. Parents come before their children, and siblings differ in their token.
+    """How the drafts of each request hang together. Parents come before their children, and
+    siblings differ in their token.
 
     Drafts of higher score come first, so the first n of them are the tree of n drafts.
 
     Attributes:
         parents: int64 [num_reqs, N], the row that a draft continues; 0 is the anchor.
         depths: int64 [num_reqs, N], from 1.
-        ancestors: int64 [num_reqs, N], of row `i` the bit `i - 1` and those of the drafts above it. The anchor has no bit.
-        ranks: int64 [num_reqs, N], place of the draft among the candidates of its position, 0 for the likeliest.
+        ancestors: int64 [num_reqs, N], of row `i` the bit `i - 1` and those of the drafts above it.
+            The anchor has no bit.
+        ranks: int64 [num_reqs, N], place of the draft among the candidates of its position, 0 for
+            the likeliest.
     """
 
     parents: Tensor

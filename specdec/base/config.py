@@ -28,16 +28,17 @@ class LoadConfig:
         dtype: "auto", "float32", "bfloat16" or "float16".
         attention: "auto" or the name of an attention backend.
         block_size: tokens per cache block.
-        kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats, half the memory and no longer
-            exact, on backends that have them.
-        prefill_dtype: "auto" computes prompts in 8-bit floats where a backend has a kernel for that: latent attention on gfx950;
-            "model" in the model's own type everywhere.
-        weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in half precision on an
-            accelerator; "bfloat16" makes plain numbers of them when they are read, as everywhere else.
-        tensor_parallel: processes, each with an accelerator of its own, that compute the target together; None takes those that
-            `torchrun` has started for a command, and one otherwise.
-        generation_config: "model" decodes as the checkpoint's generation_config.json says where a request does not say; "none"
-            takes nothing but end-of-sequence tokens from it.
+        kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats,
+            half the memory and no longer exact, on backends that have them.
+        prefill_dtype: "auto" computes prompts in 8-bit floats where a backend has a kernel for
+            that: latent attention on gfx950; "model" in the model's own type everywhere.
+        weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in
+            half precision on an accelerator; "bfloat16" makes plain numbers of them when they are
+            read, as everywhere else.
+        tensor_parallel: processes, each with an accelerator of its own, that compute the target
+            together; None takes those that `torchrun` has started for a command, and one otherwise.
+        generation_config: "model" decodes as the checkpoint's generation_config.json says where a
+            request does not say; "none" takes nothing but end-of-sequence tokens from it.
         chat_template: a file with a Jinja template in place of the tokenizer's own. It may be the
             text of one, too, and the text is what is kept.
         chat_template_kwargs: variables of the chat template as a JSON object, such as
@@ -59,14 +60,21 @@ class LoadConfig:
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
             value = getattr(self, name)
-            right = isinstance(value, str) or type(value).__module__ == "torch"  # torch's devices and types say their names
+            right = (
+                isinstance(value, str) or type(value).__module__ == "torch"
+            )  # torch's devices and types say their names
             require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
         integers(self, "block_size", "tensor_parallel")
         right = self.tensor_parallel is None or self.tensor_parallel >= 1
         require(right, f"tensor_parallel is {self.tensor_parallel}; it must be at least 1")
-        require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
-        require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'")
+        require(
+            self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token"
+        )
+        require(
+            self.kv_dtype in ("auto", "fp8"),
+            f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'",
+        )
         right = self.prefill_dtype in ("auto", "model")
         require(right, f"prefill_dtype is {self.prefill_dtype!r}; choose 'auto' or 'model'")
         right = self.generation_config in ("model", "none")
@@ -74,7 +82,11 @@ class LoadConfig:
         right = self.weights in ("as-stored", "bfloat16")
         require(right, f"weights is {self.weights!r}; choose 'as-stored' or 'bfloat16'")
         right = self.weights == "as-stored" or self.dtype in ("auto", "bfloat16")
-        require(right, f"weights are asked for in {self.weights} and dtype is {self.dtype!r}; leave out one of the two")
+        require(
+            right,
+            f"weights are asked for in {self.weights} and dtype is {self.dtype!r}; leave out one of"
+            f" the two",
+        )
         object.__setattr__(self, "chat_template", template_text(self.chat_template))
         object.__setattr__(self, "chat_template_kwargs", variables_text(self.chat_template_kwargs))
 
@@ -86,7 +98,8 @@ class CacheConfig:
     Attributes:
         memory_bytes: budget for all key and value tensors; None takes what the device has room for
             (`specdec.device.device`).
-        prefix_caching: keep full blocks of prompts and outputs, and share them with requests that begin alike.
+        prefix_caching: keep full blocks of prompts and outputs, and share them with requests that
+            begin alike.
     """
 
     memory_bytes: int | None = None
@@ -111,28 +124,35 @@ class EngineConfig:
 
     Attributes:
         max_num_seqs: requests decoded at once; sizes all per-request device state.
-        max_model_len: most tokens of prompt and output together; None takes what the model is made for.
-        max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a CPU, elsewhere up to 8,192, as
-            the attention backend says, and 2,048 beside requests that decode, which wait for a chunk.
-        num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what decodes fastest, chosen step by
-            step up to the drafter's own number, by the times and the acceptance measured so far
-            (`specdec.engine.policy.block_choice`). None takes what the drafter's checkpoint
-            recommends, else its own number. With "auto", probabilistic drafts make sampled output
-            depend on the speed of the machine, which a seed does not repeat.
-        tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves it to "auto", which chooses among
-            chains and trees where drafter and target serve trees; a number of draft tokens makes chains.
-        draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the target will choose by (Daliri, Musco
-            and Suresh, arXiv 2408.07978), "greedy" ones without it. Either is a point mass, so sampled output equals plain decoding
-            with the same seed token for token. "probabilistic" draws drafts from the drafter's distribution with numbers of their
-            own, in chains alone, exact in distribution.
-        pipeline_depth: steps launched before the oldest result is read; None means 1 on an accelerator and 0 on a CPU.
+        max_model_len: most tokens of prompt and output together; None takes what the model is made
+            for.
+        max_prefill_tokens: prompt tokens per step, the size of a prefill chunk; None takes 512 on a
+            CPU, elsewhere up to 8,192, as the attention backend says, and 2,048 beside requests
+            that decode, which wait for a chunk.
+        num_draft_tokens: k, drafts per step: a number, 0 for plain decoding, or "auto" for what
+            decodes fastest, chosen step by step up to the drafter's own number, by the times and
+            the acceptance measured so far (`specdec.engine.policy.block_choice`). None takes what
+            the drafter's checkpoint recommends, else its own number. With "auto", probabilistic
+            drafts make sampled output depend on the speed of the machine, which a seed does not
+            repeat.
+        tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves
+            it to "auto", which chooses among chains and trees where drafter and target serve trees;
+            a number of draft tokens makes chains.
+        draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the
+            target will choose by (Daliri, Musco and Suresh, arXiv 2408.07978), "greedy" ones
+            without it. Either is a point mass, so sampled output equals plain decoding with the
+            same seed token for token. "probabilistic" draws drafts from the drafter's distribution
+            with numbers of their own, in chains alone, exact in distribution.
+        pipeline_depth: steps launched before the oldest result is read; None means 1 on an
+            accelerator and 0 on a CPU.
         graphs: capture decode steps as CUDA or HIP graphs, one per shape when it first occurs or
             a server starts (`specdec.engine.capture.graphs`), and with triton_fa the prefill of
             short chunks as well (`specdec.engine.capture.prefill_graphs`); without effect on a
             CPU. None captures on CUDA, and on AMD's gfx942 and gfx950 once a captured step has
             passed its self-check (`specdec.device.self_check`), and warns and goes on without
             where the device refuses; True raises there.
-        timing: measure the phases of each step; synchronizes the device, so it slows an accelerator down, and runs without graphs.
+        timing: measure the phases of each step; synchronizes the device, so it slows an accelerator
+            down, and runs without graphs.
         seed: source of the seeds of requests that bring none.
         cache: the KV cache.
     """
@@ -150,11 +170,22 @@ class EngineConfig:
     tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        integers(self, "max_num_seqs", "max_model_len", "max_prefill_tokens", "pipeline_depth", "seed", "tree_nodes")
+        integers(
+            self,
+            "max_num_seqs",
+            "max_model_len",
+            "max_prefill_tokens",
+            "pipeline_depth",
+            "seed",
+            "tree_nodes",
+        )
         flags(self, "graphs", "timing")
         if self.num_draft_tokens is not None and not isinstance(self.num_draft_tokens, str):
             integers(self, "num_draft_tokens")
-        require(isinstance(self.cache, CacheConfig), f"cache is a {type(self.cache).__name__}; it must be a CacheConfig")
+        require(
+            isinstance(self.cache, CacheConfig),
+            f"cache is a {type(self.cache).__name__}; it must be a CacheConfig",
+        )
         require(
             1 <= self.max_num_seqs <= MOST_SEQS,
             f"max_num_seqs is {self.max_num_seqs}; it must be at least 1 and at most {MOST_SEQS:,}",
@@ -168,8 +199,10 @@ class EngineConfig:
             f"max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1",
         )
         require(
-            self.num_draft_tokens in ("auto", None) or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),
-            f"num_draft_tokens is {self.num_draft_tokens!r}; it must be 'auto', 0 (plain decoding) or a positive count",
+            self.num_draft_tokens in ("auto", None)
+            or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),
+            f"num_draft_tokens is {self.num_draft_tokens!r}; it must be 'auto', 0 (plain decoding)"
+            f" or a positive count",
         )
         require(
             self.tree_nodes is None or 0 <= self.tree_nodes <= MOST_NODES,
@@ -177,12 +210,14 @@ class EngineConfig:
         )
         require(
             not self.tree_nodes or self.num_draft_tokens in ("auto", None),
-            f"tree_nodes is {self.tree_nodes} and num_draft_tokens {self.num_draft_tokens}; a block is a tree or a chain, so leave"
+            f"tree_nodes is {self.tree_nodes} and num_draft_tokens {self.num_draft_tokens}; a block"
+            f" is a tree or a chain, so leave"
             " out one of the two",
         )
         require(
             self.draft_sampling in ("coupled", "greedy", "probabilistic"),
-            f"draft_sampling is {self.draft_sampling!r}; choose 'coupled', 'greedy' or 'probabilistic'",
+            f"draft_sampling is {self.draft_sampling!r}; choose 'coupled', 'greedy' or"
+            f" 'probabilistic'",
         )
         require(
             self.pipeline_depth is None or self.pipeline_depth in (0, 1),

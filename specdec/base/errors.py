@@ -1,6 +1,7 @@
 """Errors a user can cause, each with one line: the value, the limit, the way out.
 
-The CLI prints these without a traceback and exits with status 2; anything else is a defect of ours and keeps its traceback.
+The CLI prints these without a traceback and exits with status 2; anything else is a defect of ours
+and keeps its traceback.
 """
 
 import re
@@ -35,7 +36,9 @@ class CapacityError(SpecDecError):
 
 
 class UnsupportedModelError(SpecDecError):
-    """A model whose architecture this package cannot run yet, refused before its weights are read."""
+    """A model whose architecture this package cannot run yet,
+    refused before its weights are read.
+    """
 
 
 class CheckpointError(SpecDecError):
@@ -47,7 +50,8 @@ class BackendError(SpecDecError):
 
 
 def one_line(error: BaseException, most: int = 200) -> str:
-    """The beginning of a library's message, of so many characters, on one line; the error's type where it says nothing.
+    """The beginning of a library's message, of so many characters, on one line; the error's type
+    where it says nothing.
 
     >>> one_line(ValueError("no such\\n  file")), one_line(KeyError())
     ('no such file', 'KeyError')

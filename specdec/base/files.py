@@ -36,7 +36,9 @@ def user_path(name: str | Path, option: str | None = None) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:
         way_out = f"set {option} to a whole path" if option else "write the path without ~"
-        raise InvalidInputError(f"{str(name)!r} begins with a home that the system does not know; {way_out}") from error
+        raise InvalidInputError(
+            f"{str(name)!r} begins with a home that the system does not know; {way_out}"
+        ) from error
 
 
 def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
@@ -51,11 +53,19 @@ def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
         InvalidInputError: the file cannot be read, is not UTF-8, or holds blank lines alone.
     """
     try:
-        text = io.TextIOWrapper(io.BytesIO(_content(path, way_out)), encoding="utf-8-sig").read()  # any end of line
+        text = io.TextIOWrapper(
+            io.BytesIO(_content(path, way_out)), encoding="utf-8-sig"
+        ).read()  # any end of line
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it") from error
+        raise InvalidInputError(
+            f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it"
+        ) from error
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
-    lines = [(f"{path}:{number}", line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = [
+        (f"{path}:{number}", line)
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
     if not lines:
         raise InvalidInputError(f"{str(path)!r} holds no {what}; {way_out}")
     return lines
@@ -73,7 +83,11 @@ def parse_json(content: str | bytes, *, strict: bool = True) -> Any:
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        return json.loads(text, parse_constant=_no_number, parse_float=_finite) if strict else json.loads(text)
+        return (
+            json.loads(text, parse_constant=_no_number, parse_float=_finite)
+            if strict
+            else json.loads(text)
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -101,7 +115,8 @@ def read_json(path: Path, *, way_out: str, strict: bool = True) -> dict[str, Any
         strict: see `parse_json`.
 
     Raises:
-        InvalidInputError: the file cannot be read, is not JSON, or holds another kind of JSON value.
+        InvalidInputError: the file cannot be read, is not JSON, or holds another kind of JSON
+            value.
     """
     return _object(_content(path, way_out), f"{str(path)!r} is", way_out, strict)
 
@@ -111,7 +126,9 @@ def read_toml(path: Path, *, way_out: str) -> dict[str, Any]:
     try:
         return tomllib.loads(_content(path, way_out).decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{str(path)!r} is not TOML ({one_line(error)}); {way_out}") from error
+        raise InvalidInputError(
+            f"{str(path)!r} is not TOML ({one_line(error)}); {way_out}"
+        ) from error
 
 
 def read_text(path: Path, *, way_out: str) -> str:

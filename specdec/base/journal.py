@@ -19,18 +19,23 @@ class Journal:
     """One JSON object per line: first the settings, then a record per finished answer.
 
     Args:
-        path: the file, made on the first record; a device or /dev/stdout is written alone; None keeps records in memory only.
+        path: the file, made on the first record; a device or /dev/stdout is written alone; None
+            keeps records in memory only.
         settings: what the records depend on, beside what their keys say.
         command: of specdec, whose journal it is.
 
     Raises:
-        InvalidInputError: the file was made with other settings, is damaged elsewhere than at its end, where a killed run may
-            leave half a line, or cannot be written.
+        InvalidInputError: the file was made with other settings, is damaged elsewhere than at its
+            end, where a killed run may leave half a line, or cannot be written.
     """
 
-    def __init__(self, path: Path | None, settings: dict[str, Any], *, command: str = "eval") -> None:
+    def __init__(
+        self, path: Path | None, settings: dict[str, Any], *, command: str = "eval"
+    ) -> None:
         self._path, self._settings, self._command = path, settings, command
-        self._records: dict[str, tuple[int, dict[str, Any]]] = {}  # with the lines of the file, 0 for records of this run
+        self._records: dict[
+            str, tuple[int, dict[str, Any]]
+        ] = {}  # with the lines of the file, 0 for records of this run
         self._head = json.dumps({"schema": _schema(command), "settings": settings}) + "\n"
         if path is not None:
             check_writable(path)
@@ -59,7 +64,8 @@ class Journal:
             return parse(record)
         except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidInputError(
-                f"{self._path}:{line} is damaged, or of another version of specdec ({one_line(error)});"
+                f"{self._path}:{line} is damaged, or of another version of specdec"
+                f" ({one_line(error)});"
                 " delete that line to run its sample again"
             ) from error
 
@@ -96,33 +102,50 @@ class Journal:
             file.truncate(len(content) - len(cut))
 
     def _check(self, path: Path, head: dict[str, Any]) -> None:
-        if head.get("schema") != _schema(self._command) or not isinstance(head.get("settings"), dict):
+        if head.get("schema") != _schema(self._command) or not isinstance(
+            head.get("settings"), dict
+        ):
             raise self._foreign(path)
         before = head["settings"]
-        differing = [name for name in sorted(before.keys() | self._settings) if before.get(name) != self._settings.get(name)]
+        differing = [
+            name
+            for name in sorted(before.keys() | self._settings)
+            if before.get(name) != self._settings.get(name)
+        ]
         if differing:
             name = differing[0]
             raise InvalidInputError(
-                f"{str(path)!r} was begun with {name} {before.get(name)!r}, not {self._settings.get(name)!r};"
+                f"{str(path)!r} was begun with {name} {before.get(name)!r}, not"
+                f" {self._settings.get(name)!r};"
                 " run with the settings it was begun with, or choose another place with --out"
             )
 
     def _parse(self, path: Path, number: int, line: bytes) -> dict[str, Any]:
-        way_out = "delete that line to run its sample again" if number > 1 else "choose another place with --out"
+        way_out = (
+            "delete that line to run its sample again"
+            if number > 1
+            else "choose another place with --out"
+        )
         try:
             entry = parse_json(line, strict=False)  # log-probabilities may be infinite
         except ValueError as error:
             raise InvalidInputError(f"{path}:{number} is damaged ({error}); {way_out}") from error
         if not isinstance(entry, dict) or (number > 1 and not isinstance(entry.get("key"), str)):
-            raise InvalidInputError(f"{path}:{number} holds no sample of specdec {self._command}; {way_out}")
+            raise InvalidInputError(
+                f"{path}:{number} holds no sample of specdec {self._command}; {way_out}"
+            )
         return entry
 
     def _foreign(self, path: Path) -> InvalidInputError:
-        return InvalidInputError(f"{str(path)!r} was not written by specdec {self._command}; choose another place with --out")
+        return InvalidInputError(
+            f"{str(path)!r} was not written by specdec {self._command}; choose another place with"
+            f" --out"
+        )
 
 
 def settings_of(path: Path | None) -> dict[str, Any]:
-    """Settings that the journal at `path` was begun with; none where there is no journal, or not a whole line of one.
+    """Settings that the journal at `path` was begun with; none where there is no journal, or not a
+    whole line of one.
 
     Raises:
         InvalidInputError: nothing can be kept there.

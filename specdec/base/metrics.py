@@ -1,4 +1,6 @@
-"""The one definition of every figure of acceptance that is printed, from the counts of the verify steps."""
+"""The one definition of every figure of acceptance that is printed, from the counts of the verify
+steps.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,16 +16,20 @@ from specdec.base.errors import InvalidInputError
 class AcceptanceStats:
     """What the verify steps of one request, or of several pooled ones, offered, kept and put out.
 
-    The prefill is not a verify step, so the first output token appears nowhere here. A last step that a stop condition cuts
-    short counts with what it kept.
+    The prefill is not a verify step, so the first output token appears nowhere here. A last step
+    that a stop condition cuts short counts with what it kept.
 
     Attributes:
         num_drafted: positions for which drafts were offered, one entry per verify step.
         num_accepted: drafts accepted, one entry per verify step.
-        num_emitted: tokens output, one entry per verify step: the accepted drafts and the recovered or bonus token.
-        tree_sizes: drafts that formed a tree, one entry per verify step; 0 where they formed a chain. Left out, all did.
-        num_by_rank: accepted drafts of trees by their place among the candidates of their position, the likeliest first.
-        parts: which part of a composition of drafters drafted, one entry per verify step. Left out, there was one.
+        num_emitted: tokens output, one entry per verify step: the accepted drafts and the recovered
+            or bonus token.
+        tree_sizes: drafts that formed a tree, one entry per verify step; 0 where they formed a
+            chain. Left out, all did.
+        num_by_rank: accepted drafts of trees by their place among the candidates of their position,
+            the likeliest first.
+        parts: which part of a composition of drafters drafted, one entry per verify step. Left out,
+            there was one.
 
     >>> stats = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
     >>> stats.num_steps, stats.tau, stats.mean_accepted
@@ -42,10 +48,20 @@ class AcceptanceStats:
             object.__setattr__(self, "tree_sizes", [0] * len(self.num_drafted))
         if not self.parts:
             object.__setattr__(self, "parts", [0] * len(self.num_drafted))
-        steps = {len(of) for of in (self.num_drafted, self.num_accepted, self.num_emitted, self.tree_sizes, self.parts)}
+        steps = {
+            len(of)
+            for of in (
+                self.num_drafted,
+                self.num_accepted,
+                self.num_emitted,
+                self.tree_sizes,
+                self.parts,
+            )
+        }
         if len(steps) > 1:
             raise InvalidInputError(
-                f"statistics are of {' and '.join(map(str, sorted(steps)))} steps; all lists have an entry for each"
+                f"statistics are of {' and '.join(map(str, sorted(steps)))} steps; all lists have"
+                f" an entry for each"
             )
 
     @property
@@ -60,7 +76,9 @@ class AcceptanceStats:
         >>> AcceptanceStats(num_drafted=[3, 5], num_accepted=[3, 2], num_emitted=[4, 3], tree_sizes=[0, 16]).num_verified
         [3, 16]
         """
-        return [size or drafted for size, drafted in zip(self.tree_sizes, self.num_drafted, strict=True)]
+        return [
+            size or drafted for size, drafted in zip(self.tree_sizes, self.num_drafted, strict=True)
+        ]
 
     @property
     def tau(self) -> float:
@@ -80,7 +98,8 @@ class AcceptanceStats:
     def acceptance_rate(self) -> list[float]:
         """P(draft position i accepted), over the steps that offered a draft at position i.
 
-        Not conditional on the positions before it, so it never rises when every step offers the same number of drafts.
+        Not conditional on the positions before it, so it never rises when every step offers the
+        same number of drafts.
 
         >>> AcceptanceStats(num_drafted=[2, 2, 1, 0], num_accepted=[2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).acceptance_rate
         [0.6666666666666666, 0.5]
@@ -95,7 +114,10 @@ class AcceptanceStats:
         >>> AcceptanceStats(num_drafted=[2, 2, 1, 0], num_accepted=[2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).num_offered
         [3, 2]
         """
-        return [sum(drafted > position for drafted in self.num_drafted) for position in range(max(self.num_drafted, default=0))]
+        return [
+            sum(drafted > position for drafted in self.num_drafted)
+            for position in range(max(self.num_drafted, default=0))
+        ]
 
     @property
     def histogram(self) -> list[int]:
@@ -108,8 +130,8 @@ class AcceptanceStats:
 
     @property
     def drafted_histogram(self) -> list[int]:
-        """Entry `n` counts the verify steps of `n` drafts, in a chain or a tree: as many as were chosen, or fewer where the drafter
-        had none.
+        """Entry `n` counts the verify steps of `n` drafts, in a chain or a tree: as many as were
+        chosen, or fewer where the drafter had none.
 
         >>> AcceptanceStats(num_drafted=[2, 0, 2], num_accepted=[2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
         [1, 0, 2]
@@ -118,13 +140,17 @@ class AcceptanceStats:
 
     @property
     def steps_by_shape(self) -> dict[str, int]:
-        """Verify steps by their drafts, named as `BlockShape` names them, the fewest first; a chain counts those it was offered.
+        """Verify steps by their drafts, named as `BlockShape` names them, the fewest first; a chain
+        counts those it was offered.
 
         >>> AcceptanceStats([3, 7, 7, 5], [3, 0, 1, 2], [4, 1, 2, 3], tree_sizes=[0, 0, 0, 16]).steps_by_shape
         {'3': 1, '7': 2, 'tree 16': 1}
         """
         drafts = Counter(zip(self.num_verified, self.tree_sizes, strict=True))
-        return {str(BlockShape(verified, tree_depth=size)): steps for (verified, size), steps in sorted(drafts.items())}
+        return {
+            str(BlockShape(verified, tree_depth=size)): steps
+            for (verified, size), steps in sorted(drafts.items())
+        }
 
     @property
     def share_by_rank(self) -> list[float]:
@@ -137,13 +163,16 @@ class AcceptanceStats:
 
     @property
     def by_part(self) -> list[tuple[int, float]]:
-        """Of each part of a composition the verify steps that it drafted for, and its drafts accepted in one of them.
+        """Of each part of a composition the verify steps that it drafted for, and its drafts
+        accepted in one of them.
 
         >>> AcceptanceStats([3, 3, 3, 0], [3, 2, 1, 0], [4, 3, 2, 1], parts=[0, 2, 2, 0]).by_part
         [(1, 3.0), (0, 0.0), (2, 1.5)]
         """
         kept: list[list[int]] = [[] for _ in range(max(self.parts, default=-1) + 1)]
-        for part, drafted, accepted in zip(self.parts, self.num_drafted, self.num_accepted, strict=True):
+        for part, drafted, accepted in zip(
+            self.parts, self.num_drafted, self.num_accepted, strict=True
+        ):
             if drafted:
                 kept[part].append(accepted)
         return [(len(one), sum(one) / len(one) if one else 0.0) for one in kept]
@@ -189,13 +218,16 @@ def pooled(stats: Iterable[AcceptanceStats]) -> AcceptanceStats:
         num_accepted=list(chain.from_iterable(one.num_accepted for one in every)),
         num_emitted=list(chain.from_iterable(one.num_emitted for one in every)),
         tree_sizes=list(chain.from_iterable(one.tree_sizes for one in every)),
-        num_by_rank=[sum(counts) for counts in zip_longest(*(one.num_by_rank for one in every), fillvalue=0)],
+        num_by_rank=[
+            sum(counts) for counts in zip_longest(*(one.num_by_rank for one in every), fillvalue=0)
+        ],
         parts=list(chain.from_iterable(one.parts for one in every)),
     )
 
 
 def mean_tau(stats: Iterable[AcceptanceStats]) -> float:
-    """Mean of the requests' own `tau`, each request weighing the same; requests without verify steps are left out.
+    """Mean of the requests' own `tau`, each request weighing the same; requests without verify
+    steps are left out.
 
     >>> short = AcceptanceStats(num_drafted=[3], num_accepted=[3], num_emitted=[4])
     >>> long = AcceptanceStats(num_drafted=[3, 3, 3], num_accepted=[0, 1, 0], num_emitted=[1, 2, 1])

@@ -1,7 +1,7 @@
 """The four packages of this distribution: whose they are, and how to install what is missing.
 
-Their names are those of other projects on the package registry, so a stranger's package can stand before ours on Python's path, or
-have been installed over it.
+Their names are those of other projects on the package registry, so a stranger's package can stand
+before ours on Python's path, or have been installed over it.
 """
 
 from collections.abc import Iterable
@@ -25,15 +25,24 @@ def install_command(extra: str) -> str:
 
 
 def foreign_packages(names: Iterable[str] = PACKAGES) -> list[str]:
-    """One line for each of the packages that Python finds elsewhere than beside this one, or does not find."""
+    """One line for each of the packages that Python finds elsewhere than beside this one, or does
+    not find.
+    """
     found = []
     for name in names:
         spec = find_spec(name)
-        folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+        folders = (
+            [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+        )
         where = str(folders[0]) if folders else spec.origin if spec else None
         if where is None:
-            found.append(f"package {name!r} is missing beside {ROOT / 'specdec'}; install {DISTRIBUTION} from its checkout again")
-        elif folders != [ROOT / name] and [folder.resolve() for folder in folders] != [(ROOT / name).resolve()]:
+            found.append(
+                f"package {name!r} is missing beside {ROOT / 'specdec'}; install {DISTRIBUTION}"
+                f" from its checkout again"
+            )
+        elif folders != [ROOT / name] and [folder.resolve() for folder in folders] != [
+            (ROOT / name).resolve()
+        ]:
             found.append(
                 f"package {name!r} is not the one of {DISTRIBUTION} but {where};"
                 f" run from another folder, or rename or uninstall that package"
@@ -52,11 +61,14 @@ def require_ours(*names: str) -> None:
 
 
 def overwritten_packages() -> list[str]:
-    """One line for each of the packages into whose folder another distribution has installed files; reads all metadata."""
+    """One line for each of the packages into whose folder another distribution has installed files;
+    reads all metadata.
+    """
     owners = packages_distributions()
     return [
         f"distribution {other!r} has files in package {name!r} of {DISTRIBUTION};"
-        f" run: python -m pip uninstall {other}, then install {DISTRIBUTION} from its checkout again"
+        f" run: python -m pip uninstall {other}, then install {DISTRIBUTION} from its checkout"
+        f" again"
         for name in PACKAGES
         for other in sorted(set(owners.get(name, ())) - {DISTRIBUTION})
     ]

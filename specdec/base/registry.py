@@ -1,4 +1,6 @@
-"""Names of what can be chosen, and where it lives: the core names the other packages only here, as strings."""
+"""Names of what can be chosen, and where it lives: the core names the other packages only here, as
+strings.
+"""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -62,10 +64,13 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "domino": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
-"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`."""
+"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`.
+"""
 
 WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
-"""Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what checkpoints store."""
+"""Functions `(tensors, quantization_config, dtype) -> tensors` that make plain numbers of what
+checkpoints store.
+"""
 
 COMPOSITION = "drafters.composed.drafter:ComposedDrafter"
 """Makes one drafter of several: `(parts) -> Drafter`."""
@@ -83,7 +88,9 @@ VERIFIERS = {
 TOKENIZERS = {
     "hf": "verifiers.weights.tokenizer:load_tokenizer",
 }
-"""Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above loads."""
+"""Functions `(name_or_path) -> tokenizer`, of targets that the function of the same name above
+loads.
+"""
 
 PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
@@ -93,7 +100,8 @@ PARTS = {
     "quantization": "verifiers.formats.method:check_quantization",  # the same
     "drafter": "drafters.algorithms:drafter_and_target",  # --model, which must not be one
     "gguf": "verifiers.gguf.folder:unpacked",  # a GGUF file wherever a checkpoint is named
-    "prediction": "verifiers.prediction:read_prediction",  # --drafter mtp, whose layers are like those of the target
+    # --drafter mtp, whose layers are like those of the target
+    "prediction": "verifiers.prediction:read_prediction",
 }
 """What the command line and drafters take from a package that they do not import."""
 
@@ -114,21 +122,42 @@ class Verb(NamedTuple):
 
 
 VERBS = (
-    Verb("generate", "complete prompts, or compare the speed with plain decoding", "specdec.cli.generate"),
+    Verb(
+        "generate",
+        "complete prompts, or compare the speed with plain decoding",
+        "specdec.cli.generate",
+    ),
     Verb("serve", "answer requests over HTTP, as OpenAI's API has them", "specdec.serve.command"),
     Verb("eval", "score tasks of lm-eval with and without drafts", "evals.accuracy.command"),
     Verb("bench", "measure acceptance and speed over prompt sets", "evals.bench.command"),
-    Verb("profile", "show which kernels a decoding step spends its time in, and write a trace", "evals.profile.command"),
+    Verb(
+        "profile",
+        "show which kernels a decoding step spends its time in, and write a trace",
+        "evals.profile.command",
+    ),
     Verb("train", "train a drafter on the target's own answers", "drafters.training.command"),
-    Verb("couple", "fit how far a drafter trusts its probabilities and the target's noise", "drafters.training.couple"),
+    Verb(
+        "couple",
+        "fit how far a drafter trusts its probabilities and the target's noise",
+        "drafters.training.couple",
+    ),
     Verb("convert", "write a drafter's checkpoint in another layout", "drafters.convert"),
-    Verb("warmup", "compile what a configuration will need, before a request waits for it", "specdec.cli.warmup"),
-    Verb("doctor", "show the device, what is installed, and which attention backends work", "specdec.cli.doctor.doctor"),
+    Verb(
+        "warmup",
+        "compile what a configuration will need, before a request waits for it",
+        "specdec.cli.warmup",
+    ),
+    Verb(
+        "doctor",
+        "show the device, what is installed, and which attention backends work",
+        "specdec.cli.doctor.doctor",
+    ),
 )
 
 
 def drafter_name(name: str | None, target: str) -> str:
-    """The drafter that `name` stands for beside a target: "auto" is the embedded model's own, and n-gram lookup for all others.
+    """The drafter that `name` stands for beside a target: "auto" is the embedded model's own, and
+    n-gram lookup for all others.
 
     >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model"), drafter_name("ngram", "embedded")
     ('smollm2-dflash', 'ngram', 'ngram')
@@ -157,7 +186,8 @@ def parts_of(name: str) -> list[str]:
 
 
 def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
-    """Gives a drafter a name that `--drafter`, `SpecDecoder.from_pretrained` and the `config.json` of a checkpoint may use.
+    """Gives a drafter a name that `--drafter`, `SpecDecoder.from_pretrained` and the `config.json`
+    of a checkpoint may use.
 
     Args:
         name: of the drafter, or of its algorithm.
@@ -169,7 +199,9 @@ def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
     if name in DRAFTERS or name in ("auto", "none"):
         raise InvalidInputError(f"there is a drafter {name!r} already; choose another name")
     if not name or any(mark in name for mark in "/:+"):
-        raise InvalidInputError(f"{name!r} is no name for a drafter; choose a word without /, : and +")
+        raise InvalidInputError(
+            f"{name!r} is no name for a drafter; choose a word without /, : and +"
+        )
     DRAFTERS[name] = loader
 
 
@@ -194,13 +226,18 @@ def import_attribute(home: str) -> Any:
     """
     module, _, attribute = home.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
-        raise InvalidInputError(f"{home!r} names nothing that can be imported; write module:function, such as my.drafters:load")
+        raise InvalidInputError(
+            f"{home!r} names nothing that can be imported; write module:function, such as"
+            f" my.drafters:load"
+        )
     try:
         return getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and something that it imports is not
-        raise InvalidInputError(f"{home!r} cannot be imported: there is no module {error.name!r} on Python's path") from error
+        raise InvalidInputError(
+            f"{home!r} cannot be imported: there is no module {error.name!r} on Python's path"
+        ) from error
     except AttributeError as error:
         raise InvalidInputError(f"{home!r} cannot be imported: {error}") from error
 

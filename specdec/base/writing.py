@@ -1,6 +1,8 @@
-"""The one way to write a user's file: whole or not at all, behind its links, and never in place of what is no regular file.
+"""The one way to write a user's file: whole or not at all, behind its links, and never in place of
+what is no regular file.
 
-Nothing else opens a file for writing, moves or removes one; `tests/test_writing.py` reads the sources for that.
+Nothing else opens a file for writing, moves or removes one; `tests/test_writing.py` reads the
+sources for that.
 """
 
 import errno
@@ -25,9 +27,16 @@ Write = Callable[[Path], object]
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IN_PLACE = {errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS}
-"""Why a file cannot be replaced that may be written all the same: it is mounted by itself, or its folder is closed."""
+"""Why a file cannot be replaced that may be written all the same: it is mounted by itself, or its
+folder is closed.
+"""
 
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a block device"}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a block device",
+}
 _MOST_LINKS = 40  # as Linux has it
 _OF_TORCH = ("PytorchStreamWriter", "unexpected pos")
 """Of the RuntimeError by which torch.save reports a full disk."""
@@ -39,7 +48,8 @@ class Place(NamedTuple):
     Attributes:
         path: a regular file, a character device, or the name of a file to be made.
         found: what stands there.
-        descriptor: an open file of this process that the path is another name of, as /dev/stdout is.
+        descriptor: an open file of this process that the path is another name of, as /dev/stdout
+            is.
     """
 
     path: Path
@@ -49,7 +59,9 @@ class Place(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """Whether what is written there passes by, and is neither read back nor replaced."""
-        return self.descriptor is not None or (self.found is not None and stat.S_ISCHR(self.found.st_mode))
+        return self.descriptor is not None or (
+            self.found is not None and stat.S_ISCHR(self.found.st_mode)
+        )
 
 
 @contextmanager
@@ -69,18 +81,26 @@ def disk_errors(path: Path) -> Iterator[None]:
             full, reason = True, str(error).splitlines()[0]
         else:
             raise
-        kind, way_out = (CapacityError, "make room") if full else (InvalidInputError, "choose another place")
-        raise kind(f"cannot write {str(path)!r} ({reason}); what was written before is kept, so {way_out} and run again") from error
+        kind, way_out = (
+            (CapacityError, "make room") if full else (InvalidInputError, "choose another place")
+        )
+        raise kind(
+            f"cannot write {str(path)!r} ({reason}); what was written before is kept, so {way_out}"
+            f" and run again"
+        ) from error
 
 
 def place_of(path: Path) -> Place:
     """Where writing to `path` leads.
 
     Raises:
-        InvalidInputError: to a folder, a FIFO, a socket or a disk; or the system does not let it be seen.
+        InvalidInputError: to a folder, a FIFO, a socket or a disk; or the system does not let it be
+            seen.
     """
     if "\0" in str(path):
-        raise InvalidInputError(f"cannot write {str(path)!r}: a name holds no NUL character; choose another")
+        raise InvalidInputError(
+            f"cannot write {str(path)!r}: a name holds no NUL character; choose another"
+        )
     descriptors = re.compile(rf"(/proc/(self|{os.getpid()})(/task/\d+)?|/dev)/fd")
     end = path
     with disk_errors(path):
@@ -106,7 +126,8 @@ def check_writable(*paths: str | Path | None) -> None:
     """Refuses output files that could not be written, before hours of work and not after.
 
     Raises:
-        InvalidInputError: see `place_of`; or the file or its folder is closed, or the folder is missing.
+        InvalidInputError: see `place_of`; or the file or its folder is closed, or the folder is
+            missing.
     """
     for path in [Path(path) for path in paths if path]:
         place = place_of(path)
@@ -116,19 +137,26 @@ def check_writable(*paths: str | Path | None) -> None:
         else:
             closed = place.found is not None and not os.access(place.path, os.W_OK)
         if closed:
-            raise InvalidInputError(f"cannot write {str(path)!r}: it is open for reading alone; choose another place")
+            raise InvalidInputError(
+                f"cannot write {str(path)!r}: it is open for reading alone; choose another place"
+            )
         if place.found is None:
             if not _is_open(folder):
-                raise InvalidInputError(f"cannot write {str(path)!r}: folder {str(folder)!r} is missing or closed; make it first")
+                raise InvalidInputError(
+                    f"cannot write {str(path)!r}: folder {str(folder)!r} is missing or closed; make"
+                    f" it first"
+                )
             with disk_errors(path), _unfinished(place):  # the system alone knows all its reasons
                 pass
 
 
 def write_atomically(path: Path, write: Write) -> None:
-    """Calls `write(temporary path)` and puts the result in the place of `path`; what stood there survives any failure.
+    """Calls `write(temporary path)` and puts the result in the place of `path`; what stood there
+    survives any failure.
 
-    Links stay, and the file they lead to is written, with the rights it had. A device or a descriptor is told the result. A file
-    that cannot be replaced, as one that a container has mounted, is written in place, and gets its content back where that fails.
+    Links stay, and the file they lead to is written, with the rights it had. A device or a
+    descriptor is told the result. A file that cannot be replaced, as one that a container has
+    mounted, is written in place, and gets its content back where that fails.
 
     Raises:
         CapacityError, InvalidInputError: see `place_of` and `disk_errors`.
@@ -153,11 +181,14 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CapacityError, InvalidInputError: see `write_atomically`.
     """
-    write_atomically(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8", newline=""))
+    write_atomically(
+        path, lambda unfinished: unfinished.write_text(text, encoding="utf-8", newline="")
+    )
 
 
 def append(path: Path, text: str, *, head: str = "") -> None:
-    """Adds `text` to a file, behind `head` where the file is empty: all of it or nothing, whoever else adds to it.
+    """Adds `text` to a file, behind `head` where the file is empty: all of it or nothing, whoever
+    else adds to it.
 
     A device or a descriptor is told `text` alone.
 
@@ -169,7 +200,9 @@ def append(path: Path, text: str, *, head: str = "") -> None:
         if place.is_stream:
             _send(place, text.encode())
             return
-        with _alone(FileIO(os.open(place.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), "a")) as file:
+        with _alone(
+            FileIO(os.open(place.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), "a")
+        ) as file:
             size = os.fstat(file.fileno()).st_size
             try:
                 _write_all(file, (text if size else head + text).encode())
@@ -215,17 +248,20 @@ def make_folder(name: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        raise InvalidInputError(f"cannot make folder {str(name)!r}: {reason}; choose another with --out") from error
+        raise InvalidInputError(
+            f"cannot make folder {str(name)!r}: {reason}; choose another with --out"
+        ) from error
     if not _is_open(folder):
         raise InvalidInputError(f"cannot write to folder {str(name)!r}; choose another with --out")
     return folder
 
 
 def fill_folder(path: Path, files: Mapping[str, Write]) -> None:
-    """Writes files into a folder, in order: a reader takes the folder for whole by the last of them.
+    """Writes files into a folder, in order: a reader takes the folder for whole by the last of
+    them.
 
-    A folder that is new appears with all of them or not at all. One that exists, and may be mounted, is filled file by file;
-    where that fails, files that were not there before go again.
+    A folder that is new appears with all of them or not at all. One that exists, and may be
+    mounted, is filled file by file; where that fails, files that were not there before go again.
 
     Raises:
         CapacityError, InvalidInputError: see `write_atomically`.
@@ -267,7 +303,8 @@ def _alone(file: FileIO) -> Iterator[FileIO]:
 def _names(path: Path) -> Iterator[list[Path]]:
     """Names beside `path` for what is not finished, in order of preference.
 
-    The first is always the same, so that kills leave no more than one; while somebody else writes in the folder, it is his.
+    The first is always the same, so that kills leave no more than one; while somebody else writes
+    in the folder, it is his.
     """
     end = path.name[-40:]  # with its suffix, which tells some writers what to write
     own = path.with_name(f".unfinished-{secrets.token_hex(4)}-{end}")
@@ -289,7 +326,9 @@ def _names(path: Path) -> Iterator[list[Path]]:
 
 @contextmanager
 def _unfinished(place: Place) -> Iterator[Path]:
-    """An empty file for new content: beside the place where that can be, else among the temporary ones."""
+    """An empty file for new content: beside the place where that can be, else among the temporary
+    ones.
+    """
     if place.is_stream or (place.found is not None and not _is_open(place.path.parent)):
         with TemporaryDirectory(prefix="specdec-") as scratch:
             yield Path(scratch, f"content{place.path.suffix}")
@@ -320,7 +359,9 @@ def _unfinished_folder(path: Path) -> Iterator[Path]:
 
 
 def _put(unfinished: Path, place: Place) -> None:
-    """Moves what is finished to its place; where the file there has to stay, it takes the content over."""
+    """Moves what is finished to its place; where the file there has to stay, it takes the content
+    over.
+    """
     if place.found is not None:
         with suppress(OSError):
             os.chown(unfinished, place.found.st_uid, place.found.st_gid)
@@ -360,7 +401,9 @@ def _fill(file: FileIO, content: bytes) -> None:
 def _send(place: Place, content: bytes) -> None:
     """Writes to a device, or to an open file of this process where that stands."""
     if place.descriptor is None:
-        number = os.open(place.path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)  # a line that is down would wait
+        number = os.open(
+            place.path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
+        )  # a line that is down would wait
         os.set_blocking(number, True)
     else:
         for printed in (sys.stdout, sys.stderr):

@@ -1,4 +1,6 @@
-"""Where the answers of `specdec generate` come from: an engine here or those of a cluster, and what an earlier run has left."""
+"""Where the answers of `specdec generate` come from: an engine here or those of a cluster, and what
+an earlier run has left.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,13 @@ class LocalAnswers:
         SpecDecError: the model, the drafter or the journal is wrong.
     """
 
-    def __init__(self, args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: EngineConfig) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        engine: EngineConfig,
+    ) -> None:
         from specdec.base.journal import Journal
         from specdec.cluster.origin import origin
 
@@ -64,10 +72,16 @@ class LocalAnswers:
                 missing.append(index)
         if not missing:
             return
-        inputs, samplings = [self._inputs[index] for index in missing], [self._samplings[index] for index in missing]
-        # One input alone raises what is wrong with it; among several, it fails without stopping the others.
+        inputs, samplings = (
+            [self._inputs[index] for index in missing],
+            [self._samplings[index] for index in missing],
+        )
+        # One input alone raises what is wrong with it; among several, it fails without stopping the
+        # others.
         alone = len(self._inputs) == 1
-        for chunk in self._decoder.stream(inputs[0] if alone else inputs, samplings[0] if alone else samplings):
+        for chunk in self._decoder.stream(
+            inputs[0] if alone else inputs, samplings[0] if alone else samplings
+        ):
             chunk.index = missing[chunk.index]
             if chunk.result is not None and chunk.result.error is None:
                 self._journal.add(self._keys[chunk.index], {"results": [asdict(chunk.result)]})
@@ -79,7 +93,13 @@ class ClusterAnswers:
 
     timer = None
 
-    def __init__(self, args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: EngineConfig) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        engine: EngineConfig,
+    ) -> None:
         from specdec.cluster.journal import ClusterJournal
         from specdec.cluster.rows import Row
 
@@ -88,16 +108,22 @@ class ClusterAnswers:
         inputs = model_inputs(prompts, reader.tokenizer, raw=args.raw, system=args.system)
         samplings = [sampled(prompt.asked, sampling, prompt.source) for prompt in prompts]
         keyed = zip(_keys(inputs, samplings), inputs, samplings, prompts, strict=True)
-        self._rows = {index: Row(*row) for index, (*row, prompt) in enumerate(keyed) if prompt.label}
+        self._rows = {
+            index: Row(*row) for index, (*row, prompt) in enumerate(keyed) if prompt.label
+        }
         self._num_prompts = len(prompts)
-        self._journal = ClusterJournal(Path(args.out) if args.out else None, _asked(args), command=COMMAND)
+        self._journal = ClusterJournal(
+            Path(args.out) if args.out else None, _asked(args), command=COMMAND
+        )
         self._pool = load_pool(args, args.drafter, engine)
         engines = counted(self._pool.config.engines or 0, "engine")
         self.drafts = f"drafter {drafter_name(args.drafter, args.model)}, {engines}"
 
     def __iter__(self) -> Iterator[StreamChunk]:
         """Answers as they come."""
-        yield from (_refused(index) for index in range(self._num_prompts) if index not in self._rows)
+        yield from (
+            _refused(index) for index in range(self._num_prompts) if index not in self._rows
+        )
         index_of = {row.key: index for index, row in self._rows.items()}
         for key, index in index_of.items():
             if record := self._journal.get(key):
@@ -108,13 +134,19 @@ class ClusterAnswers:
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
     """What answers depend on beside their keys, as far as the command says it."""
-    return {"model": args.model, "drafter": drafter_name(args.drafter, args.model), "tree_nodes": args.tree_nodes}
+    return {
+        "model": args.model,
+        "drafter": drafter_name(args.drafter, args.model),
+        "tree_nodes": args.tree_nodes,
+    }
 
 
 def _refused(index: int) -> StreamChunk:
     from specdec.session.outputs import GenerationResult
 
-    return _chunk(index, GenerationResult.refused(InvalidInputError("the prompt is empty; give it some text")))
+    return _chunk(
+        index, GenerationResult.refused(InvalidInputError("the prompt is empty; give it some text"))
+    )
 
 
 def _keys(inputs: Sequence[Any], samplings: Sequence[SamplingParams]) -> list[str]:

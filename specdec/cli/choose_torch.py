@@ -1,9 +1,11 @@
-"""Which build of torch an environment gets; run by the Makefile before anything is installed, so on the standard library alone.
+"""Which build of torch an environment gets; run by the Makefile before anything is installed, so on
+the standard library alone.
 
     PYTHON -m specdec.cli.choose_torch --link .venv    lets a new environment use the ROCm build that PYTHON has
     .venv/bin/python -m specdec.cli.choose_torch       prints the versions to install, which keep the build that is there
 
-pip's own choice is a build for CUDA, and a later installation would put it, or its Triton, over one for ROCm.
+pip's own choice is a build for CUDA, and a later installation would put it, or its Triton, over one
+for ROCm.
 """
 
 import argparse
@@ -40,7 +42,9 @@ class TorchBuild(NamedTuple):
 
 
 def installed_torch() -> TorchBuild | None:
-    """Torch on this Python's path, without importing it: that takes seconds, and fails where a driver is missing."""
+    """Torch on this Python's path, without importing it: that takes seconds, and fails where a
+    driver is missing.
+    """
     found = find_spec("torch")
     if found is None or found.origin is None:
         return None
@@ -50,14 +54,24 @@ def installed_torch() -> TorchBuild | None:
 
 
 def link(environment: Path, build: TorchBuild | None) -> None:
-    """Makes a ROCm build of the Python that made `environment` importable there, behind what the environment has itself."""
+    """Makes a ROCm build of the Python that made `environment` importable there, behind what the
+    environment has itself.
+    """
     if build is not None and build.hip:
-        packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
+        packages = Path(
+            sysconfig.get_path(
+                "purelib", "venv", {"base": str(environment), "platbase": str(environment)}
+            )
+        )
         # As a folder of packages in its own right, since a ROCm build may come with path files.
-        write_text(packages / "rocm_torch.pth", f"import site; site.addsitedir({str(build.folder)!r})\n")
+        write_text(
+            packages / "rocm_torch.pth", f"import site; site.addsitedir({str(build.folder)!r})\n"
+        )
 
 
-def pins(constraints: str, build: TorchBuild | None, *, named: bool, needed: str, gpus: list[str]) -> str:
+def pins(
+    constraints: str, build: TorchBuild | None, *, named: bool, needed: str, gpus: list[str]
+) -> str:
     """Versions for pip, as lines of a constraints file.
 
     Args:
@@ -68,22 +82,28 @@ def pins(constraints: str, build: TorchBuild | None, *, named: bool, needed: str
         gpus: see `amd_gpus.wanting_rocm`.
 
     Raises:
-        InvalidInputError: the build that is to stay is too old, or an AMD GPU would get one for CUDA.
+        InvalidInputError: the build that is to stay is too old, or an AMD GPU would get one for
+            CUDA.
     """
     if build is None and gpus:
         raise InvalidInputError(
-            f"an AMD GPU is here ({', '.join(sorted(set(gpus)))}), and pip's own torch is built for CUDA; name the index that"
-            " PyTorch's install page gives for ROCm: make demo TORCH_INDEX=...; or a Python that has a ROCm build: make demo"
+            f"an AMD GPU is here ({', '.join(sorted(set(gpus)))}), and pip's own torch is built for"
+            f" CUDA; name the index that"
+            " PyTorch's install page gives for ROCm: make demo TORCH_INDEX=...; or a Python that"
+            " has a ROCm build: make demo"
             " PYTHON=...; or leave the GPU alone: make demo TORCH=torch (docs/rocm.md)"
         )
     if build is None or not (build.hip or named):
         return constraints
     if _numbers(build.version) < _numbers(needed):
         raise InvalidInputError(
-            f"torch {build.version} in {build.folder} is older than {needed}, the oldest that works: install a newer build there,"
+            f"torch {build.version} in {build.folder} is older than {needed}, the oldest that"
+            f" works: install a newer build there,"
             " or name one: make demo TORCH_INDEX=... (docs/rocm.md)"
         )
-    others = "".join(line for line in constraints.splitlines(keepends=True) if not line.startswith(_OF_TORCH))
+    others = "".join(
+        line for line in constraints.splitlines(keepends=True) if not line.startswith(_OF_TORCH)
+    )
     return f"{others}torch=={build.version}\n"
 
 
@@ -94,8 +114,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; 1 with a line on standard error when there is nothing to install."""
     parser = argparse.ArgumentParser(prog="python -m specdec.cli.choose_torch")
-    parser.add_argument("--link", type=Path, metavar="FOLDER", help="the environment that this Python has made")
-    parser.add_argument("--named", action="store_true", help="the torch that is there was named by hand")
+    parser.add_argument(
+        "--link", type=Path, metavar="FOLDER", help="the environment that this Python has made"
+    )
+    parser.add_argument(
+        "--named", action="store_true", help="the torch that is there was named by hand"
+    )
     args = parser.parse_args(argv)
     build = installed_torch()
     if args.link:
@@ -105,12 +129,20 @@ def main(argv: list[str] | None = None) -> int:
     assert needed is not None
     try:
         constraints = (_ROOT / "constraints.txt").read_text()
-        print(pins(constraints, build, named=args.named, needed=needed[1], gpus=amd_gpus.wanting_rocm()), end="")
+        print(
+            pins(
+                constraints, build, named=args.named, needed=needed[1], gpus=amd_gpus.wanting_rocm()
+            ),
+            end="",
+        )
     except InvalidInputError as error:
         print(error, file=sys.stderr)
         return 1
     if build is not None and build.hip and not args.named:
-        print(f"  torch {build.version} in {build.folder} is built for ROCm, and is kept", file=sys.stderr)
+        print(
+            f"  torch {build.version} in {build.folder} is built for ROCm, and is kept",
+            file=sys.stderr,
+        )
     return 0
 
 

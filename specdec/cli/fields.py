@@ -1,7 +1,8 @@
 """Options of the command line and keys of config files, made from the fields of a dataclass.
 
-A field's name, type, default and description stand in its dataclass alone. The description is the field's `metadata["help"]`,
-or the first sentence about it under `Attributes` in the docstring of the class.
+A field's name, type, default and description stand in its dataclass alone. The description is the
+field's `metadata["help"]`, or the first sentence about it under `Attributes` in the docstring of
+the class.
 """
 
 import argparse
@@ -19,7 +20,11 @@ from specdec.base.validation import is_number
 
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
 
-_FLAGS = {"num_draft_tokens": ("-k", "--num-draft-tokens"), "memory_bytes": ("--kv-memory",), "tree_nodes": ("--tree",)}
+_FLAGS = {
+    "num_draft_tokens": ("-k", "--num-draft-tokens"),
+    "memory_bytes": ("--kv-memory",),
+    "tree_nodes": ("--tree",),
+}
 """Of the fields whose options are not called as they are."""
 
 _SIZES = {"memory_bytes", "kv_memory"}
@@ -47,7 +52,13 @@ class Kind:
     @property
     def metavar(self) -> str:
         """What help shows in place of the value."""
-        name = "SIZE" if self.size else "TEXT" if self.many and self.type is str else _METAVARS[self.type]
+        name = (
+            "SIZE"
+            if self.size
+            else "TEXT"
+            if self.many and self.type is str
+            else _METAVARS[self.type]
+        )
         return "|".join([name, *self.words]) if self.type is not str else name
 
     def parse(self, text: str) -> Any:
@@ -60,7 +71,9 @@ class Kind:
             return self.type(text)
         except ValueError:
             name = "a whole number" if self.type is int else "a number"
-            expected = f"neither {name} nor {' or '.join(self.words)}" if self.words else f"not {name}"
+            expected = (
+                f"neither {name} nor {' or '.join(self.words)}" if self.words else f"not {name}"
+            )
             raise argparse.ArgumentTypeError(f"{text!r} is {expected}") from None
 
     def check(self, value: Any, place: str) -> Any:
@@ -71,7 +84,9 @@ class Kind:
         """
         if self.many:
             one = Kind(self.type, words=self.words)
-            return tuple(one.check(item, place) for item in (value if isinstance(value, list) else [value]))
+            return tuple(
+                one.check(item, place) for item in (value if isinstance(value, list) else [value])
+            )
         if self.size and isinstance(value, str):
             try:
                 return byte_size(value)
@@ -79,8 +94,12 @@ class Kind:
                 raise InvalidInputError(f"{place}: {error}") from error
         if self.type is float and isinstance(value, int) and is_number(value):
             return float(value)
-        if value not in self.words and (not isinstance(value, self.type) or (self.type is not bool and isinstance(value, bool))):
-            raise InvalidInputError(f"{place} is {reprlib.repr(value)}; it must be a {self.type.__name__}")
+        if value not in self.words and (
+            not isinstance(value, self.type) or (self.type is not bool and isinstance(value, bool))
+        ):
+            raise InvalidInputError(
+                f"{place} is {reprlib.repr(value)}; it must be a {self.type.__name__}"
+            )
         return value
 
 
@@ -116,10 +135,12 @@ def add_options(
         group: where they go.
         config: a dataclass.
         names: fields; None takes all.
-        defaults: in place of the dataclass's own; `argparse.SUPPRESS` leaves no trace of an option that is not given.
+        defaults: in place of the dataclass's own; `argparse.SUPPRESS` leaves no trace of an option
+            that is not given.
         several: fields that take one or more values here.
         old: by field, an earlier name of its option, which still works and which no help shows.
-        nargs: how a tuple is given: "+" takes its values after one option, None one value per option.
+        nargs: how a tuple is given: "+" takes its values after one option, None one value per
+            option.
     """
     kinds, docs = kinds_of(config), _field_docs(config)
     for field in fields(config):
@@ -139,9 +160,15 @@ def add_options(
                 options["nargs"] = nargs or "+"
             elif kind.many:
                 options |= {"action": "append", "default": []}
-        text, none = (field.metadata["help"], "") if "help" in field.metadata else docs.get(field.name, ("", ""))
+        text, none = (
+            (field.metadata["help"], "")
+            if "help" in field.metadata
+            else docs.get(field.name, ("", ""))
+        )
         text += ", such as 512M or 2G" if kind.size else ""
-        text += "; may be several" if "nargs" in options else "; may be repeated" if kind.many else ""
+        text += (
+            "; may be several" if "nargs" in options else "; may be repeated" if kind.many else ""
+        )
         if shown is None and own is None and none:
             text += f" (default: {none})"
         elif shown not in ((), "") and shown is not None and shown is not False:
@@ -149,10 +176,14 @@ def add_options(
         flags = _FLAGS.get(field.name, ("--" + field.name.replace("_", "-"),))
         group.add_argument(*flags, help=text.replace("%", "%%"), **options)
         if old and field.name in old:
-            group.add_argument(old[field.name], help=argparse.SUPPRESS, **{**options, "default": argparse.SUPPRESS})
+            group.add_argument(
+                old[field.name], help=argparse.SUPPRESS, **{**options, "default": argparse.SUPPRESS}
+            )
 
 
-def from_options(config: type, args: argparse.Namespace, names: Collection[str] | None = None) -> dict[str, Any]:
+def from_options(
+    config: type, args: argparse.Namespace, names: Collection[str] | None = None
+) -> dict[str, Any]:
     """The values of those fields, or of those among `names`, that the command has options for."""
     return {
         name: tuple(getattr(args, name)) if kind.many else getattr(args, name)
@@ -175,7 +206,9 @@ def byte_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T as in 512M")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write bytes, or a number with K, M, G or T as in 512M"
+        )
     return int(Decimal(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 

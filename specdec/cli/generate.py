@@ -47,27 +47,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--file",
         metavar="FILE",
-        help="one prompt per line; a .jsonl line has a prompt, messages or question, and may say how it is decoded",
+        help="one prompt per line; a .jsonl line has a prompt, messages or question, and may say"
+        " how it is decoded",
     )
     add("--system", metavar="TEXT", help="system message before every prompt")
-    add("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
+    add(
+        "--raw",
+        action="store_true",
+        help="continue the prompts as they are, without the chat template",
+    )
 
     model_options(parser)
     engine_options(parser)
     sampling_options(parser)
-    for option, k in (("--adaptive", "auto"), ("--no-adaptive", None)):  # names of an earlier version
+    for option, k in (
+        ("--adaptive", "auto"),
+        ("--no-adaptive", None),
+    ):  # names of an earlier version
         parser.add_argument(
-            option, dest="num_draft_tokens", action="store_const", const=k, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            option,
+            dest="num_draft_tokens",
+            action="store_const",
+            const=k,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
         )
 
     ray_options(parser)
 
     add = parser.add_argument_group("output").add_argument
-    add("--out", metavar="FILE", help="keep every finished answer there; the same command after a kill goes on with what is left")
+    add(
+        "--out",
+        metavar="FILE",
+        help="keep every finished answer there; the same command after a kill goes on with what is"
+        " left",
+    )
     add("--stream", action="store_true", help="show the text while it is decoded")
     add("--json", action="store_true", help="print one JSON object per prompt")
-    add("--compare", action="store_true", help="measure the speed with and without drafts, and compare the outputs")
-    add("--repeats", type=whole_number, metavar="N", help="timed runs of each side for --compare (default 1)")
+    add(
+        "--compare",
+        action="store_true",
+        help="measure the speed with and without drafts, and compare the outputs",
+    )
+    add(
+        "--repeats",
+        type=whole_number,
+        metavar="N",
+        help="timed runs of each side for --compare (default 1)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +109,11 @@ def run(args: argparse.Namespace) -> int:
         status: int = resolve(PARTS, "compare", "part")(args)
         return status
     check_writable(args.out)
-    prompts, sampling, engine = read_prompts(args.prompts, args.file), sampling_params(args), engine_config(args)
+    prompts, sampling, engine = (
+        read_prompts(args.prompts, args.file),
+        sampling_params(args),
+        engine_config(args),
+    )
     for prompt in prompts:  # told before a model is loaded
         sampled(prompt.asked, sampling, prompt.source)
     _say_carried(prompts, as_json=args.json)
@@ -105,14 +136,22 @@ def _say_carried(prompts: Sequence[Prompt], *, as_json: bool) -> None:
     """One line about fields of a file that change no answer."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.carried)
     if names:
-        way = "are carried along to the answers" if as_json else "are left out, and carried along with --json"
+        way = (
+            "are carried along to the answers"
+            if as_json
+            else "are left out, and carried along with --json"
+        )
         print(f"specdec: fields that change no answer {way}: {', '.join(names)}", file=sys.stderr)
 
 
 def _check_combination(args: argparse.Namespace) -> None:
     if args.json and args.stream:
         raise InvalidInputError("--stream shows text and --json prints objects; drop one of them")
-    if args.ray is not None and (option := next((name for name in ("stream", "timing", "compare") if getattr(args, name)), None)):
+    if args.ray is not None and (
+        option := next(
+            (name for name in ("stream", "timing", "compare") if getattr(args, name)), None
+        )
+    ):
         raise InvalidInputError(f"--{option} looks at one engine of this process; drop it or --ray")
     if args.out is not None and (args.stream or args.compare):
         raise InvalidInputError("--out keeps whole answers; drop it, or --stream and --compare")

@@ -1,4 +1,6 @@
-"""What a line of a .jsonl file says beside its prompt: how to decode it, and what is carried along to its answer."""
+"""What a line of a .jsonl file says beside its prompt: how to decode it, and what is carried along
+to its answer.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
     body = record.get("body")
     if not isinstance(body, Mapping) or "custom_id" not in record:
         return dict(record)
-    return {name: value for name, value in record.items() if name not in ("body", "url", "method")} | dict(body)
+    return {
+        name: value for name, value in record.items() if name not in ("body", "url", "method")
+    } | dict(body)
 
 
 def parted(line: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -45,9 +49,15 @@ def sampled(asked: Mapping[str, Any], sampling: SamplingParams, source: str) -> 
         InvalidInputError: a value is wrong, or cannot be honored here.
     """
     try:
-        values = {_ALIASES.get(name, name): value for name, value in asked.items() if name not in (*_GRAMMAR, "n")}
+        values = {
+            _ALIASES.get(name, name): value
+            for name, value in asked.items()
+            if name not in (*_GRAMMAR, "n")
+        }
         if asked.get("n", 1) != 1:
-            raise InvalidInputError(f"n is {asked['n']}; a line has one answer, so write it several times")
+            raise InvalidInputError(
+                f"n is {asked['n']}; a line has one answer, so write it several times"
+            )
         grammar = grammar_of({name: asked[name] for name in _GRAMMAR if name in asked})
         return replace(sampling, **values, grammar=grammar or sampling.grammar)
     except SpecDecError as error:

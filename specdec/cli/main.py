@@ -1,4 +1,5 @@
-"""The `specdec` command: finds the verb, runs it, and turns what goes wrong into one line and an exit status.
+"""The `specdec` command: finds the verb, runs it, and turns what goes wrong into one line and an
+exit status.
 
 `specdec.base.registry.VERBS` says where each verb lives.
 """
@@ -23,7 +24,14 @@ from specdec.base.registry import VERBS, unknown_name
 from specdec.base.version import __version__
 from specdec.base.writing import NO_ROOM
 
-_SMALLER = ("--max-num-seqs", "--max-model-len", "--kv-memory", "--batch-size", "--anchors", "--loss-rows")
+_SMALLER = (
+    "--max-num-seqs",
+    "--max-model-len",
+    "--kv-memory",
+    "--batch-size",
+    "--anchors",
+    "--loss-rows",
+)
 """Options that save memory by smaller values, as far as a command has them."""
 
 _OF_OUTPUT = NO_ROOM | {errno.EBADF, errno.EIO}
@@ -40,12 +48,16 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `specdec` with `argv` (default: the arguments of the process) and returns the exit status."""
+    """Runs `specdec` with `argv` (default: the arguments of the process) and returns the exit
+    status.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     _show_notes()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?", not a traceback
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal that lacks a character shows "?", not a traceback
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()
@@ -73,12 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         way_out = "make room" if error.errno in NO_ROOM else "send it elsewhere"
-        _complain(f"error: cannot write standard output: {reason_of(error)}; {way_out} and run again")
+        _complain(
+            f"error: cannot write standard output: {reason_of(error)}; {way_out} and run again"
+        )
         return EXIT_USAGE
 
 
 def _open_closed_streams() -> None:
-    """Gives standard streams that the caller has closed to the null device; else the next file takes a stream's place."""
+    """Gives standard streams that the caller has closed to the null device; else the next file
+    takes a stream's place.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
@@ -107,7 +123,11 @@ def _drop_output() -> None:
 
 def _out_of_memory(error: Exception) -> bool:
     """Whether Python, the CPU's allocator or an accelerator's says that memory is at its end."""
-    return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or "OutOfMemory" in type(error).__name__
+        or "can't allocate memory" in str(error)
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -115,7 +135,9 @@ def _first_line(error: Exception) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes as `InvalidInputError`, and takes prompts before, between and after the options."""
+    """Reports mistakes as `InvalidInputError`, and takes prompts before, between and after the
+    options.
+    """
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, allow_abbrev=False, formatter_class=_help_formatter, **options)
@@ -127,7 +149,8 @@ class Parser(argparse.ArgumentParser):
         """Parses the arguments of the verb.
 
         Raises:
-            InvalidInputError: an option is unknown (the message names the nearest one) or its value is malformed.
+            InvalidInputError: an option is unknown (the message names the nearest one) or its value
+                is malformed.
         """
         namespace, unknown = self.parse_known_intermixed_args(arguments)
         if unknown:
@@ -175,7 +198,9 @@ def _dispatch(arguments: list[str]) -> int:
         return EXIT_OK
     if getattr(namespace, "revision", None) is not None:
         _pin(namespace)
-    if hasattr(namespace, "tensor_parallel") and not getattr(namespace, "dummy_weights", None):  # whose ranks all measure
+    if hasattr(namespace, "tensor_parallel") and not getattr(
+        namespace, "dummy_weights", None
+    ):  # whose ranks all measure
         _join_torchrun(namespace)
     status: int = home.run(namespace)
     return status
@@ -197,17 +222,29 @@ def _pin(namespace: argparse.Namespace) -> None:
 
 
 def _check_torchrun() -> None:
-    """Takes variables of `torchrun` that are empty for missing ones, as everything that reads them does.
+    """Takes variables of `torchrun` that are empty for missing ones, as everything that reads them
+    does.
 
     Raises:
         InvalidInputError: one of a rank is no number.
     """
-    given = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in os.environ}
+    given = {
+        name: os.environ[name]
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+        if name in os.environ
+    }
     for name, text in given.items():
         if not text:
             del os.environ[name]
-        elif given.get("RANK") and given.get("WORLD_SIZE") and not (text.isascii() and text.isdigit()):
-            raise InvalidInputError(f"{name} is {text!r}; torchrun sets it to a number, so start with torchrun, or unset it")
+        elif (
+            given.get("RANK")
+            and given.get("WORLD_SIZE")
+            and not (text.isascii() and text.isdigit())
+        ):
+            raise InvalidInputError(
+                f"{name} is {text!r}; torchrun sets it to a number, so start with torchrun, or"
+                f" unset it"
+            )
 
 
 def _join_torchrun(namespace: argparse.Namespace) -> None:
@@ -217,7 +254,9 @@ def _join_torchrun(namespace: argparse.Namespace) -> None:
     from specdec.device.device import resolve_device
     from specdec.parallel.launch import follow_torchrun
 
-    namespace.tensor_parallel = follow_torchrun(namespace.tensor_parallel, resolve_device(namespace.device))
+    namespace.tensor_parallel = follow_torchrun(
+        namespace.tensor_parallel, resolve_device(namespace.device)
+    )
 
 
 def _overview() -> Parser:
@@ -227,9 +266,16 @@ def _overview() -> Parser:
         "specdec",
         usage="specdec COMMAND ...",
         description="Speculative decoding: exactly the output of the target model, sooner.",
-        epilog="\n".join(["commands:", *lines, "", "specdec COMMAND --help lists the options of a command."]),
+        epilog="\n".join(
+            ["commands:", *lines, "", "specdec COMMAND --help lists the options of a command."]
+        ),
     )
-    parser.add_argument("--version", action="version", version=f"specdec {__version__}", help="show the version and exit")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"specdec {__version__}",
+        help="show the version and exit",
+    )
     return parser
 
 

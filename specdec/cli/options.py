@@ -1,4 +1,6 @@
-"""The options that several commands share: which models, which engine, which sampling; and what they make."""
+"""The options that several commands share: which models, which engine, which sampling; and what
+they make.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from specdec.session.prompts import PromptReader
 
 GRAMMAR_HELP = (
-    "what the output must look like: json_object, json_schema:SCHEMA, regex:PATTERN, choice:A|B or ebnf:RULES; @FILE in place of"
+    "what the output must look like: json_object, json_schema:SCHEMA, regex:PATTERN, choice:A|B or"
+    " ebnf:RULES; @FILE in place of"
     " the text reads it from a file"
 )
 
@@ -34,9 +37,11 @@ class ModelConfig:
     """Which models take part.
 
     Attributes:
-        model: the target: embedded, a folder, or a hub name (owner/name, owner/name:folder, with @revision at its end).
-        drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, suffix, mtp, a checkpoint of a
-            drafter or a small language model (folder or hub name), several of these with + between them, or none.
+        model: the target: embedded, a folder, or a hub name (owner/name, owner/name:folder, with
+            @revision at its end).
+        drafter: auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram,
+            suffix, mtp, a checkpoint of a drafter or a small language model (folder or hub name),
+            several of these with + between them, or none.
     """
 
     model: str = "embedded"
@@ -52,19 +57,38 @@ def model_options(parser: argparse.ArgumentParser, *, several: Collection[str] =
 
 
 def revision_option(group: argparse._ActionsContainer) -> None:
-    """The option for what may stand behind the target's name as well; `specdec.cli.main` puts it there."""
-    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the target on the hub, as in owner/name@NAME")
+    """The option for what may stand behind the target's name as well; `specdec.cli.main` puts it
+    there.
+    """
+    group.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of the target on the hub, as in owner/name@NAME",
+    )
 
 
-def engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any) -> None:
-    """The group of options of engine and cache; `names` and `options` as `add_options` takes them."""
+def engine_options(
+    parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
+) -> None:
+    """The group of options of engine and cache;
+    `names` and `options` as `add_options` takes them.
+    """
     group = parser.add_argument_group("engine")
     for config in (EngineConfig, CacheConfig):
-        add_options(group, config, [name for name in _own(config) if names is None or name in names], **options)
+        add_options(
+            group,
+            config,
+            [name for name in _own(config) if names is None or name in names],
+            **options,
+        )
 
 
-def sampling_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any) -> None:
-    """The group of options that say how requests are decoded; `names` and `options` as `add_options` takes them."""
+def sampling_options(
+    parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
+) -> None:
+    """The group of options that say how requests are decoded; `names` and `options` as
+    `add_options` takes them.
+    """
     group = parser.add_argument_group("sampling")
     add_options(group, SamplingParams, names, **options)
     if names is None:
@@ -85,7 +109,8 @@ def ray_option(group: argparse._ArgumentGroup, purpose: str) -> None:
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help=f"{purpose}: the one at ADDRESS, else that of this machine or of RAY_ADDRESS, else a new one here",
+        help=f"{purpose}: the one at ADDRESS, else that of this machine or of RAY_ADDRESS, else a"
+        f" new one here",
     )
 
 
@@ -97,12 +122,15 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     """
     config = ClusterConfig(**from_options(ClusterConfig, args))
     if args.ray is None and config != ClusterConfig():
-        raise InvalidInputError("--engines, --gpus-per-engine and --cpus-per-engine are about a cluster; add --ray")
+        raise InvalidInputError(
+            "--engines, --gpus-per-engine and --cpus-per-engine are about a cluster; add --ray"
+        )
     return config
 
 
 def load_pool(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> Pool:
-    """The engines of a cluster that decode as the options say; each loads when it has something to do.
+    """The engines of a cluster that decode as the options say; each loads when it has something to
+    do.
 
     Raises:
         SpecDecError: see `Pool.of`.
@@ -116,7 +144,9 @@ def load_pool(args: argparse.Namespace, drafter: str | None, engine: EngineConfi
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine that the options describe."""
-    engine, cache = (from_options(config, args, _own(config)) for config in (EngineConfig, CacheConfig))
+    engine, cache = (
+        from_options(config, args, _own(config)) for config in (EngineConfig, CacheConfig)
+    )
     return EngineConfig(**engine, cache=CacheConfig(**cache))
 
 
@@ -130,14 +160,17 @@ def grammar_of(option: str) -> Grammar:
     """The grammar that an option describes, such as "regex:[0-9]+".
 
     Raises:
-        SpecDecError: there is none of this kind, its text is wrong, or the file that should hold it cannot be read.
+        SpecDecError: there is none of this kind, its text is wrong, or the file that should hold it
+            cannot be read.
     """
     kind, _, text = option.partition(":")
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
-            raise InvalidInputError(f"the grammar's file {text[1:]!r} cannot be read: {error}") from error
+            raise InvalidInputError(
+                f"the grammar's file {text[1:]!r} cannot be read: {error}"
+            ) from error
     kind = {"json": "json_schema", "grammar": "ebnf"}.get(kind, kind)
     if kind == "json_object" and text:
         kind = "json_schema"
@@ -158,7 +191,9 @@ def prompt_reader(args: argparse.Namespace) -> PromptReader:
     return PromptReader.of(resolve(TOKENIZERS, "hf", "tokenizer")(args.model), args.model, load)
 
 
-def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineConfig) -> SpecDecoder:
+def load_decoder(
+    args: argparse.Namespace, drafter: str | None, engine: EngineConfig
+) -> SpecDecoder:
     """The target that the options name, with a drafter and an engine.
 
     Raises:
@@ -177,7 +212,9 @@ def load_decoder(args: argparse.Namespace, drafter: str | None, engine: EngineCo
 
 
 def say_gpu(name: str) -> None:
-    """One line on standard error about the GPU that `--device` stands for, or why there is none although the machine has one."""
+    """One line on standard error about the GPU that `--device` stands for, or why there is none
+    although the machine has one.
+    """
     from specdec.device.device import describe_device, resolve_device
 
     device = resolve_device(name)
@@ -195,5 +232,7 @@ def say_unseen(name: str) -> None:
 
 
 def _own(config: type) -> list[str]:
-    """Fields with an option of their own; the seed of a request is `--seed`, and that of an engine is not asked for."""
+    """Fields with an option of their own; the seed of a request is `--seed`, and that of an engine
+    is not asked for.
+    """
     return [name for name in kinds_of(config) if (config, name) != (EngineConfig, "seed")]

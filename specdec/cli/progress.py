@@ -10,7 +10,8 @@ INTERVAL = 0.2
 
 
 class ProgressBar(tqdm):
-    """tqdm's bar with a note at its end: redrawn on a terminal, and one line when it is closed elsewhere.
+    """tqdm's bar with a note at its end: redrawn on a terminal, and one line when it is closed
+    elsewhere.
 
     Args:
         title: what is running.

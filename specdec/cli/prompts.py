@@ -46,12 +46,18 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     Without either, standard input is the one prompt.
 
     Raises:
-        InvalidInputError: there is no prompt, an argument is empty, or a file cannot be read or understood.
+        InvalidInputError: there is no prompt, an argument is empty, or a file cannot be read or
+            understood.
     """
-    prompts = [_read_stdin() if text == "-" else _prompt(f"prompt {number}", text) for number, text in enumerate(texts, start=1)]
+    prompts = [
+        _read_stdin() if text == "-" else _prompt(f"prompt {number}", text)
+        for number, text in enumerate(texts, start=1)
+    ]
     if file is None and not prompts:
         if sys.stdin.isatty():
-            raise InvalidInputError("no prompt given; write one in quotes, name a file with --file, or pipe text in")
+            raise InvalidInputError(
+                "no prompt given; write one in quotes, name a file with --file, or pipe text in"
+            )
         prompts = [_read_stdin()]
     for prompt in prompts:
         if not prompt.label:
@@ -59,27 +65,41 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return prompts if file is None else prompts + _read_file(Path(file))
 
 
-def model_inputs(prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool, system: str | None) -> list[Any]:
-    """What the decoder is given: chat messages if the tokenizer has a chat template and `raw` is off, else text.
+def model_inputs(
+    prompts: Sequence[Prompt], tokenizer: Any, *, raw: bool, system: str | None
+) -> list[Any]:
+    """What the decoder is given: chat messages if the tokenizer has a chat template and `raw` is
+    off, else text.
 
     Raises:
-        InvalidInputError: messages or a system message without a chat template, or two system messages for one prompt.
+        InvalidInputError: messages or a system message without a chat template, or two system
+            messages for one prompt.
     """
     if not raw and getattr(tokenizer, "chat_template", None):
         return [_as_chat(prompt, system) for prompt in prompts]
-    reason = "--raw turns it off; drop --raw" if raw else "the tokenizer of this model has none; give plain text"
+    reason = (
+        "--raw turns it off; drop --raw"
+        if raw
+        else "the tokenizer of this model has none; give plain text"
+    )
     if system is not None:
         raise InvalidInputError(f"--system needs a chat template, but {reason}")
     texts: list[str | Messages] = []
     for prompt in prompts:
         if not isinstance(prompt.content, str):
-            raise InvalidInputError(f"{prompt.source} holds chat messages, which need a chat template, but {reason}")
+            raise InvalidInputError(
+                f"{prompt.source} holds chat messages, which need a chat template, but {reason}"
+            )
         texts.append(prompt.content)
     return texts
 
 
 def _as_chat(prompt: Prompt, system: str | None) -> Messages:
-    messages = [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
+    messages = (
+        [{"role": "user", "content": prompt.content}]
+        if isinstance(prompt.content, str)
+        else prompt.content
+    )
     if system is None:
         return messages
     if messages[0]["role"] == "system":
@@ -91,13 +111,19 @@ def _read_stdin() -> Prompt:
     try:
         return _prompt("standard input", sys.stdin.read().rstrip("\n"))
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start}); convert it") from error
+        raise InvalidInputError(
+            f"standard input is not UTF-8 text (byte {error.start}); convert it"
+        ) from error
     except OSError as error:
-        raise InvalidInputError(f"cannot read standard input: {reason_of(error)}; pipe text in, or name a file") from error
+        raise InvalidInputError(
+            f"cannot read standard input: {reason_of(error)}; pipe text in, or name a file"
+        ) from error
 
 
 def _prompt(source: str, text: str) -> Prompt:
-    """Text of the outside world: what Python could not decode in the user's locale is read as UTF-8."""
+    """Text of the outside world: what Python could not decode in the user's locale is read as
+    UTF-8.
+    """
     try:
         return Prompt(source, text.encode(errors="surrogateescape").decode())
     except UnicodeError as error:
@@ -106,9 +132,13 @@ def _prompt(source: str, text: str) -> Prompt:
 
 
 def _read_file(path: Path) -> list[Prompt]:
-    lines = read_lines(path, what="prompt", way_out="--file takes a text file with one prompt per line")
+    lines = read_lines(
+        path, what="prompt", way_out="--file takes a text file with one prompt per line"
+    )
     as_json = path.suffix.lower() == ".jsonl"
-    return [_parse(line, source) if as_json else Prompt(source, line.strip()) for source, line in lines]
+    return [
+        _parse(line, source) if as_json else Prompt(source, line.strip()) for source, line in lines
+    ]
 
 
 def _parse(line: str, source: str) -> Prompt:
@@ -116,15 +146,23 @@ def _parse(line: str, source: str) -> Prompt:
     given = [name for name in JSON_FIELDS if name in record]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
-        raise InvalidInputError(f"{source} must have exactly one of the fields {', '.join(JSON_FIELDS)}, but has {found}")
+        raise InvalidInputError(
+            f"{source} must have exactly one of the fields {', '.join(JSON_FIELDS)}, but has"
+            f" {found}"
+        )
     content = record.pop(given[0])
     if given[0] == "messages":
         if not isinstance(content, list) or not content:
-            raise InvalidInputError(f"{source}: messages must be a list of at least one object with a role and a content")
+            raise InvalidInputError(
+                f"{source}: messages must be a list of at least one object with a role and a"
+                f" content"
+            )
         try:
             content = readable(content)
         except InvalidInputError as error:
             raise InvalidInputError(f"{source}: {error}") from error
     elif not isinstance(content, str):
-        raise InvalidInputError(f"{source}: {given[0]} is a JSON {type(content).__name__}; it must be a string")
+        raise InvalidInputError(
+            f"{source}: {given[0]} is a JSON {type(content).__name__}; it must be a string"
+        )
     return Prompt(source, content, *parted(record))

@@ -15,10 +15,22 @@ if TYPE_CHECKING:
 
 
 _OWN = {
-    *("index", "prompt", "messages", "text", "finish_reason", "error", "token_ids", "logprobs", "top_logprobs"),
+    *(
+        "index",
+        "prompt",
+        "messages",
+        "text",
+        "finish_reason",
+        "error",
+        "token_ids",
+        "logprobs",
+        "top_logprobs",
+    ),
     *("prompt_logprobs", "prompt_top_logprobs", "num_prompt_tokens", "seed", "stats"),
 }
-"""Names in a record that are its own; a field of the prompt's line that has one of them gets another."""
+"""Names in a record that are its own; a field of the prompt's line that has one of them gets
+another.
+"""
 
 
 class ResultWriter:
@@ -33,7 +45,9 @@ class ResultWriter:
         results: finished results by index of the prompt.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, as_json: bool = False, live: bool = False) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, as_json: bool = False, live: bool = False
+    ) -> None:
         self.results: dict[int, GenerationResult] = {}
         self._prompts = prompts
         self._as_json = as_json
@@ -49,7 +63,9 @@ class ResultWriter:
         return sum(result.error is not None for result in self.results.values())
 
     def write(self, chunks: Iterable[StreamChunk]) -> None:
-        """Prints chunks as they arrive; on an interrupt also the text that unfinished prompts have so far."""
+        """Prints chunks as they arrive; on an interrupt also the text that unfinished prompts have
+        so far.
+        """
         try:
             for chunk in chunks:
                 self._texts[chunk.index] += chunk.text
@@ -79,7 +95,10 @@ class ResultWriter:
             self._print_text()
             print(flush=True)
         if result is not None and result.error is not None:
-            print(f"specdec: error: {self._prompts[self._current].source}: {result.error}", file=sys.stderr)
+            print(
+                f"specdec: error: {self._prompts[self._current].source}: {result.error}",
+                file=sys.stderr,
+            )
         self._current += 1
         self._num_shown, self._titled = 0, False
 
@@ -92,7 +111,9 @@ class ResultWriter:
 
     def _title(self) -> str:
         place = f"[{self._current + 1}/{len(self._prompts)}] "
-        return place + shorten(self._prompts[self._current].label, shutil.get_terminal_size().columns - len(place))
+        return place + shorten(
+            self._prompts[self._current].label, shutil.get_terminal_size().columns - len(place)
+        )
 
     def _record(self, result: GenerationResult | None) -> dict[str, Any]:
         content = self._prompts[self._current].content
@@ -102,7 +123,9 @@ class ResultWriter:
             "text": self._texts[self._current],
         }
         carried = self._prompts[self._current].carried
-        record |= {f"given_{name}" if name in _OWN else name: value for name, value in carried.items()}
+        record |= {
+            f"given_{name}" if name in _OWN else name: value for name, value in carried.items()
+        }
         if result is None:
             return record | {"finish_reason": "cancelled"}
         return record | {

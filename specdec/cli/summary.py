@@ -29,7 +29,10 @@ def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
         drafter: its name, see `specdec.base.registry.drafter_name`.
     """
     shapes = decoder.engine.shapes
-    chains, trees = ([shape.drafts for shape in shapes if shape.is_tree == of_trees] for of_trees in (False, True))
+    chains, trees = (
+        [shape.drafts for shape in shapes if shape.is_tree == of_trees]
+        for of_trees in (False, True)
+    )
     at_most = "up to " if len(shapes) > 1 else ""
     parts = [f"k {at_most or '= '}{max(chains)}"] if any(chains) else []
     parts += [f"trees of {at_most}{max(trees)} drafts"] if trees else []
@@ -59,7 +62,10 @@ def format_timing(timer: StepTimer) -> str:
 
 
 def _by_shape(timer: StepTimer) -> str:
-    return ", ".join(f"{shape} in {counted(count, 'step')}" for shape, count in sorted(timer.steps_by_shape.items()))
+    return ", ".join(
+        f"{shape} in {counted(count, 'step')}"
+        for shape, count in sorted(timer.steps_by_shape.items())
+    )
 
 
 def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts: str) -> str:
@@ -80,8 +86,12 @@ def format_summary(by_index: dict[int, GenerationResult], seconds: float, drafts
         parts.append(f"{stats.tau:.2f} tokens per verify step ({drafts})")
     num_cut = sum(result.finish_reason == "length" for result in results)
     if num_cut:
-        parts.append("cut at the length limit" if len(results) == 1 else f"{num_cut} cut at the length limit")
+        parts.append(
+            "cut at the length limit" if len(results) == 1 else f"{num_cut} cut at the length limit"
+        )
     logprobs = [value for result in results for value in result.logprobs or ()]
     if logprobs:
-        parts.append(f"log-probability {sum(logprobs):.3f}, {sum(logprobs) / len(logprobs):.3f} per token")
+        parts.append(
+            f"log-probability {sum(logprobs):.3f}, {sum(logprobs) / len(logprobs):.3f} per token"
+        )
     return ", ".join(parts)

@@ -1,4 +1,6 @@
-"""`specdec warmup`: compiles what a configuration will need, so that no request waits for a compiler."""
+"""`specdec warmup`: compiles what a configuration will need, so that no request waits for a
+compiler.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import argparse
 import sys
 import time
 
-from specdec.cli.options import engine_config, engine_options, load_decoder, model_options, sampling_options, sampling_params
+from specdec.cli.options import (
+    engine_config,
+    engine_options,
+    load_decoder,
+    model_options,
+    sampling_options,
+    sampling_params,
+)
 
 SLOW = 1.0
 """Seconds from which a shape is named: something was compiled for it."""
@@ -48,11 +57,18 @@ def run(args: argparse.Namespace) -> int:
             launch_shape(decoder.engine, sampling, index)
         except KeyboardInterrupt:
             bar.close()
-            print(f"specdec: {index} of {len(shapes)} shapes are warm; the same command goes on from there", file=sys.stderr)
+            print(
+                f"specdec: {index} of {len(shapes)} shapes are warm; the same command goes on from"
+                f" there",
+                file=sys.stderr,
+            )
             raise
         except Exception as error:  # whatever a compiler or a kernel raises: the others may work
             num_failed += 1
-            bar.say(f"  failed: {shape.title}: {' '.join(str(error).split())[:300] or type(error).__name__}")
+            bar.say(
+                f"  failed: {shape.title}:"
+                f" {' '.join(str(error).split())[:300] or type(error).__name__}"
+            )
             continue
         seconds = time.perf_counter() - before
         if seconds >= SLOW:

@@ -14,7 +14,8 @@ class ClusterConfig:
     """Engines of a cluster.
 
     Attributes:
-        engines: how many; None takes as many as the GPUs of the cluster give, and one per machine where there are none.
+        engines: how many; None takes as many as the GPUs of the cluster give, and one per machine
+            where there are none.
         gpus_per_engine: GPUs of each, all on one machine; None takes 1 where the cluster has GPUs.
         cpus_per_engine: CPU cores of each.
     """
@@ -27,15 +28,20 @@ class ClusterConfig:
         if self.engines is not None and self.engines < 1:
             raise InvalidInputError(f"engines is {self.engines}; it must be at least 1")
         if self.gpus_per_engine is not None and self.gpus_per_engine < 0:
-            raise InvalidInputError(f"gpus_per_engine is {self.gpus_per_engine}; it must be 0 (CPUs alone) or more")
+            raise InvalidInputError(
+                f"gpus_per_engine is {self.gpus_per_engine}; it must be 0 (CPUs alone) or more"
+            )
         if not self.cpus_per_engine > 0:
-            raise InvalidInputError(f"cpus_per_engine is {self.cpus_per_engine:g}; it must be above 0")
+            raise InvalidInputError(
+                f"cpus_per_engine is {self.cpus_per_engine:g}; it must be above 0"
+            )
 
     def placed(self, *, gpus: float, cpus: float, machines: int) -> ClusterConfig:
         """The same with every number, for a cluster that has so much.
 
         Raises:
-            InvalidInputError: the cluster does not have what is asked for, so an engine would wait for ever.
+            InvalidInputError: the cluster does not have what is asked for, so an engine would wait
+                for ever.
 
         >>> ClusterConfig().placed(gpus=8, cpus=64, machines=1).engines
         8
@@ -46,7 +52,10 @@ class ClusterConfig:
         """
         each = min(1, int(gpus)) if self.gpus_per_engine is None else self.gpus_per_engine
         engines = self.engines or (max(1, int(gpus) // each) if each else machines)
-        for name, needed, there in (("GPUs", engines * each, gpus), ("CPU cores", engines * self.cpus_per_engine, cpus)):
+        for name, needed, there in (
+            ("GPUs", engines * each, gpus),
+            ("CPU cores", engines * self.cpus_per_engine, cpus),
+        ):
             if needed > there:
                 raise InvalidInputError(
                     f"{engines} engines need {needed:g} {name} and the cluster has {there:g};"
@@ -60,10 +69,12 @@ class EngineSpec:
     """What every engine of a run loads.
 
     Attributes:
-        model, drafter: names as `SpecDecoder.from_pretrained` takes them, which every machine can resolve.
+        model, drafter: names as `SpecDecoder.from_pretrained` takes them, which every machine can
+            resolve.
         load: how the target is loaded.
         engine: limits and choices.
-        warm_up: on an accelerator, launch beforehand all that requests decoded like this may need; None launches a little.
+        warm_up: on an accelerator, launch beforehand all that requests decoded like this may need;
+            None launches a little.
     """
 
     model: str
@@ -74,4 +85,6 @@ class EngineSpec:
 
     def plain(self) -> EngineSpec:
         """The same without drafts, see `SpecDecoder.plain`."""
-        return replace(self, drafter=None, engine=replace(self.engine, num_draft_tokens=0, tree_nodes=0))
+        return replace(
+            self, drafter=None, engine=replace(self.engine, num_draft_tokens=0, tree_nodes=0)
+        )

@@ -25,7 +25,10 @@ from specdec.session.outputs import GenerationResult
 WARMUP_TOKENS = 8
 """Decoded before the first row, outside every clock."""
 
-_DIED_TWICE = "its engine died while it decoded this prompt among others, and again while it decoded it alone; see Ray's logs"
+_DIED_TWICE = (
+    "its engine died while it decoded this prompt among others, and again while it"
+    " decoded it alone; see Ray's logs"
+)
 
 
 class Engine:
@@ -61,7 +64,9 @@ class Engine:
         if self._refused is not None:
             return {"answer": [refusal_to_json(self._refused) for _ in batch["row"]]}
         call = asyncio.current_task()
-        self._calls.add(call)  # neither Ray nor the loop holds a task that waits, and what it waits for is held by it alone
+        self._calls.add(
+            call
+        )  # neither Ray nor the loop holds a task that waits, and what it waits for is held by it alone
         try:
             rows = [Row.from_json(str(text)) for text in batch["row"]]
             answers = await asyncio.gather(*(self._answer(row) for row in rows))
@@ -72,15 +77,25 @@ class Engine:
     async def _answer(self, row: Row) -> Answer:
         verdict = await self._ledger.verdict.remote(row.key)
         if verdict is Verdict.NEVER:
-            return Answer(row.key, [GenerationResult.refused(SpecDecError(_DIED_TWICE))], 0.0, self._origin, self._node)
+            return Answer(
+                row.key,
+                [GenerationResult.refused(SpecDecError(_DIED_TWICE))],
+                0.0,
+                self._origin,
+                self._node,
+            )
         alone = verdict is Verdict.ALONE
         async with self._place(alone=alone):
             if self._broken:
-                os._exit(1)  # before this row has begun, so that the next engine takes it among others
+                os._exit(
+                    1
+                )  # before this row has begun, so that the next engine takes it among others
             await self._ledger.begin.remote(row.key, alone=alone)
             try:
                 results = await self._converse(row)
-            except RuntimeError as error:  # the engine failed, and no request may trust the device any more
+            except (
+                RuntimeError
+            ) as error:  # the engine failed, and no request may trust the device any more
                 print(f"specdec: {error}", file=sys.stderr, flush=True)
                 if not alone:
                     os._exit(1)
@@ -117,21 +132,29 @@ class Engine:
             self._quiet.set()
 
     async def _converse(self, row: Row) -> list[GenerationResult]:
-        """Results of all turns; what cannot be served ends the conversation as a result with an error."""
+        """Results of all turns; what cannot be served ends the conversation as a result with an
+        error.
+        """
         decoder, results = self._decoder, list[GenerationResult]()
         prompt: Any = row.prompt
         chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
         sampling = row.sampling.for_chat() if chat else row.sampling
         for follow_up in (*row.follow_ups, None):
             try:
-                handle = decoder.session.submit(decoder.tokenize(prompt), sampling, incremental=False)
+                handle = decoder.session.submit(
+                    decoder.tokenize(prompt), sampling, incremental=False
+                )
             except SpecDecError as error:
                 return [*results, GenerationResult.refused(error)]
             results.append(await handle)
             if follow_up is None or results[-1].error is not None:
                 break
             text = decoder.tokenizer.decode(results[-1].token_ids, skip_special_tokens=True)
-            prompt = [*prompt, {"role": "assistant", "content": text}, {"role": "user", "content": follow_up}]
+            prompt = [
+                *prompt,
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": follow_up},
+            ]
         return results
 
 
@@ -142,7 +165,9 @@ def load(spec: EngineSpec) -> SpecDecoder:
         SpecDecError: see `SpecDecoder.from_pretrained`.
     """
     require_ours("drafters", "verifiers")
-    return SpecDecoder.from_pretrained(spec.model, drafter=spec.drafter, **asdict(spec.load), engine=spec.engine)
+    return SpecDecoder.from_pretrained(
+        spec.model, drafter=spec.drafter, **asdict(spec.load), engine=spec.engine
+    )
 
 
 def _address() -> str:

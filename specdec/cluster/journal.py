@@ -1,4 +1,6 @@
-"""Finished answers of a cluster's run on disk: the driver writes them, and they are left out of the next run."""
+"""Finished answers of a cluster's run on disk: the driver writes them, and they are left out of the
+next run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from specdec.session.outputs import GenerationResult
 
 
 class ClusterJournal:
-    """A journal whose settings name what the engines say of themselves, which the driver hears with the first answer.
+    """A journal whose settings name what the engines say of themselves, which the driver hears with
+    the first answer.
 
     Args:
         path: the file; None keeps nothing.
@@ -26,7 +29,9 @@ class ClusterJournal:
 
     def __init__(self, path: Path | None, asked: dict[str, Any], *, command: str) -> None:
         self._path, self._asked, self._command = path, asked, command
-        self.origin = {name: value for name, value in settings_of(path).items() if name not in asked}
+        self.origin = {
+            name: value for name, value in settings_of(path).items() if name not in asked
+        }
         self._journal = Journal(path, asked | self.origin, command=command)
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -34,7 +39,8 @@ class ClusterJournal:
         return self._journal.read(key, _with_results)
 
     def run(self, pool: Pool, rows: Sequence[Row]) -> Iterator[Answer]:
-        """Answers of the rows that have no record, stored at once; one with an error is not, so the next run asks it again.
+        """Answers of the rows that have no record, stored at once; one with an error is not, so the
+        next run asks it again.
 
         Raises:
             SpecDecError: see `Pool.answers`; an engine unlike those that began the journal as well.
@@ -43,7 +49,9 @@ class ClusterJournal:
         for answer in pool.answers(missing, self.origin or None):
             if not self.origin:
                 self.origin = answer.origin
-                self._journal = Journal(self._path, self._asked | self.origin, command=self._command)
+                self._journal = Journal(
+                    self._path, self._asked | self.origin, command=self._command
+                )
             if answer.error is None:
                 self._journal.add(answer.key, answer.record)
             yield answer

@@ -16,8 +16,9 @@ class Verdict(Enum):
 class Ledger:
     """Rows that have begun and not ended; an actor on the driver's machine, whose end is the run's.
 
-    An engine that dies takes all its rows with it, and any of them may be why. Ray gives them to an engine again, where each now
-    runs alone. One that was alone when its engine died is not tried a third time.
+    An engine that dies takes all its rows with it, and any of them may be why. Ray gives them to an
+    engine again, where each now runs alone. One that was alone when its engine died is not tried a
+    third time.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,11 @@ def origin(decoder: SpecDecoder) -> dict[str, Any]:
     every = origin_of_run(decoder.verifier, decoder.reader)
     found = {name: value for name, value in every.items() if name not in _OF_ONE_RUN}
     found["versions"].pop("lm_eval", None)  # scores on the driver alone
-    return found | {"k": engine.k, "max_num_seqs": engine.config.max_num_seqs, "max_model_len": engine.max_model_len}
+    return found | {
+        "k": engine.k,
+        "max_num_seqs": engine.config.max_num_seqs,
+        "max_model_len": engine.max_model_len,
+    }
 
 
 SIZES = ("k", "max_num_seqs", "max_model_len")

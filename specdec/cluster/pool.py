@@ -29,26 +29,39 @@ def connect(address: str) -> None:
     """Joins a Ray cluster, once.
 
     Args:
-        address: of its head, as `ray.init` takes it; "" takes the one of this machine or of RAY_ADDRESS, and starts one where there
-            is none.
+        address: of its head, as `ray.init` takes it; "" takes the one of this machine or of
+            RAY_ADDRESS, and starts one where there is none.
 
     Raises:
         InvalidInputError: Ray is not installed.
         SpecDecError: there is no cluster at the address.
     """
     if find_spec("ray") is None:
-        raise InvalidInputError(f"--ray needs Ray, which is not installed; run: {install_command('ray')}")
+        raise InvalidInputError(
+            f"--ray needs Ray, which is not installed; run: {install_command('ray')}"
+        )
     import ray
     import ray.data
 
     if not ray.is_initialized():
         try:
-            ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
+            ray.init(
+                address=address or None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                include_dashboard=None,
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise SpecDecError(f"no Ray cluster answers at {address or 'this machine'!r}: {named_line(error)}") from error
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is told in one line below
+            raise SpecDecError(
+                f"no Ray cluster answers at {address or 'this machine'!r}: {named_line(error)}"
+            ) from error
+    logging.getLogger("ray.data").setLevel(
+        logging.CRITICAL
+    )  # what goes wrong is told in one line below
     context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = context.enable_operator_progress_bars = context.print_on_execution_start = False
+    context.enable_progress_bars = context.enable_operator_progress_bars = (
+        context.print_on_execution_start
+    ) = False
     context.execution_no_progress_timeout_s = -1  # an answer may take as long as it takes
     context.max_errored_blocks = 0
 
@@ -76,7 +89,10 @@ class Pool:
         import ray
 
         there, machines = ray.cluster_resources(), sum(node["Alive"] for node in ray.nodes())
-        return cls(config.placed(gpus=there.get("GPU", 0), cpus=there.get("CPU", 0), machines=machines), spec)
+        return cls(
+            config.placed(gpus=there.get("GPU", 0), cpus=there.get("CPU", 0), machines=machines),
+            spec,
+        )
 
     @property
     def _resources(self) -> dict[str, Any]:
@@ -96,12 +112,15 @@ class Pool:
             found: Found = ray.get(task.remote(self.spec, function, *args))
         return found
 
-    def answers(self, rows: Sequence[Row], expected: dict[str, Any] | None = None) -> Iterator[Answer]:
+    def answers(
+        self, rows: Sequence[Row], expected: dict[str, Any] | None = None
+    ) -> Iterator[Answer]:
         """Answers of rows in any order, each once.
 
         Args:
             rows: with keys of their own.
-            expected: what every engine has to say of itself, or a part of that; the first one's answer says the rest.
+            expected: what every engine has to say of itself, or a part of that; the first one's
+                answer says the rest.
 
         Raises:
             SpecDecError: an engine cannot be made, or is unlike the others.
@@ -118,12 +137,15 @@ class Pool:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ledger = ray.remote(Ledger).options(num_cpus=0, scheduling_strategy=here).remote()
         per_call = min(MOST_ROWS, ceil(len(rows) / MOST_BLOCKS))
-        calls = ceil(2 * self.spec.engine.max_num_seqs / per_call)  # enough that no engine waits for rows
+        calls = ceil(
+            2 * self.spec.engine.max_num_seqs / per_call
+        )  # enough that no engine waits for rows
         waiting = {row.key for row in rows}
         assert len(waiting) == len(rows), "keys are unique"
         with _ray_errors():
             data = ray.data.from_items(
-                [{"row": row.to_json()} for row in rows], override_num_blocks=ceil(len(rows) / per_call)
+                [{"row": row.to_json()} for row in rows],
+                override_num_blocks=ceil(len(rows) / per_call),
             ).map_batches(
                 Engine,
                 fn_constructor_args=(self.spec, ledger),
@@ -135,7 +157,9 @@ class Pool:
                 ),
                 **self._resources,
             )
-            with closing(iter(data.iter_rows())) as texts:  # else its threads outlive an error, which holds this frame
+            with closing(
+                iter(data.iter_rows())
+            ) as texts:  # else its threads outlive an error, which holds this frame
                 for text in texts:
                     answer = Answer.from_json(text["answer"])
                     check_same(expected or {}, answer.origin, answer.node)
@@ -143,7 +167,10 @@ class Pool:
                     waiting.remove(answer.key)
                     yield answer
         if waiting:
-            raise SpecDecError(f"Ray ended the run and {len(waiting)} of {len(rows)} prompts have no answer; run again")
+            raise SpecDecError(
+                f"Ray ended the run and {len(waiting)} of {len(rows)} prompts have no answer; run"
+                f" again"
+            )
 
 
 def _with_decoder(spec: EngineSpec, function: Callable[..., Found], *args: Any) -> Found:
@@ -163,16 +190,21 @@ def _ray_errors() -> Iterator[None]:
     except RayError as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, SpecDecError) and not isinstance(cause, RayError):  # Ray makes an error that is both
+            if isinstance(cause, SpecDecError) and not isinstance(
+                cause, RayError
+            ):  # Ray makes an error that is both
                 raise cause from error
             cause = getattr(cause, "cause", None) or cause.__cause__
         raise SpecDecError(
-            f"Ray ended the run: {named_line(error)}; what is finished is kept, and the same command goes on"
+            f"Ray ended the run: {named_line(error)}; what is finished is kept, and the same"
+            f" command goes on"
         ) from error
 
 
 def named_line(error: BaseException) -> str:
-    """The line of an error that names it, without the traceback and the advice that Ray puts around it."""
+    """The line of an error that names it, without the traceback and the advice that Ray puts around
+    it.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*: ", line)]
     return (named or lines or [type(error).__name__])[-1][:300]

@@ -1,4 +1,6 @@
-"""What travels between the driver and the engines, as JSON text: lists of any length, and no types of a table format."""
+"""What travels between the driver and the engines, as JSON text: lists of any length, and no types
+of a table format.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Row:
         key: names it in a journal; no two rows of a run share one.
         prompt: text, token ids or chat messages.
         sampling: how to decode every turn.
-        follow_ups: what the user says next, each behind the answer before it; only after chat messages.
+        follow_ups: what the user says next, each behind the answer before it; only after chat
+            messages.
     """
 
     key: str
@@ -36,7 +39,12 @@ class Row:
     def from_json(cls, text: str) -> Row:
         """The row of a line."""
         given = json.loads(text)
-        return cls(given["key"], given["prompt"], SamplingParams.from_plain(given["sampling"]), tuple(given["follow_ups"]))
+        return cls(
+            given["key"],
+            given["prompt"],
+            SamplingParams.from_plain(given["sampling"]),
+            tuple(given["follow_ups"]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +54,10 @@ class Answer:
     Attributes:
         key: of the row.
         results: one per turn; the last one has an `error` where the row could not be served.
-        seconds: for which its engine was busy since the answer before it, or since it was idle; the sum over all answers is the
-            time of all engines together.
-        origin: settings of its engine, see `specdec.cluster.origin`; the same for all answers of a run.
+        seconds: for which its engine was busy since the answer before it, or since it was idle; the
+            sum over all answers is the time of all engines together.
+        origin: settings of its engine, see `specdec.cluster.origin`; the same for all answers of a
+            run.
         node: address of the machine.
     """
 
@@ -77,7 +86,9 @@ class Answer:
         given = json.loads(text)
         if "refusal" in given:
             raise SpecDecError(given["refusal"])
-        return cls(**{**given, "results": [GenerationResult.from_dict(one) for one in given["results"]]})
+        return cls(
+            **{**given, "results": [GenerationResult.from_dict(one) for one in given["results"]]}
+        )
 
     @property
     def record(self) -> dict[str, Any]:

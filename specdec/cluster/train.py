@@ -10,12 +10,16 @@ from specdec.base.errors import SpecDecError
 from specdec.cluster.pool import connect, named_line
 
 
-def run_workers(address: str, function: Callable[..., bool], *args: Any, workers: int | None, folder: Path) -> bool:
-    """Runs `function(*args)` in every process of a torch process group, each with a GPU where the cluster has GPUs.
+def run_workers(
+    address: str, function: Callable[..., bool], *args: Any, workers: int | None, folder: Path
+) -> bool:
+    """Runs `function(*args)` in every process of a torch process group, each with a GPU where the
+    cluster has GPUs.
 
     Args:
         address: see `connect`.
-        function: may use `torch.distributed`; what it needs to go on after the loss of a machine, it keeps in files.
+        function: may use `torch.distributed`; what it needs to go on after the loss of a machine,
+            it keeps in files.
         workers: processes; None takes the GPUs of the cluster, or one process where there are none.
         folder: which all machines see, for Ray's own records.
 
@@ -35,13 +39,22 @@ def run_workers(address: str, function: Callable[..., bool], *args: Any, workers
     trainer = TorchTrainer(
         lambda: function(*args),
         scaling_config=ScalingConfig(num_workers=workers or max(1, gpus), use_gpu=gpus > 0),
-        run_config=RunConfig(storage_path=str(folder.resolve()), name="ray", failure_config=FailureConfig(max_failures=0)),
+        run_config=RunConfig(
+            storage_path=str(folder.resolve()),
+            name="ray",
+            failure_config=FailureConfig(max_failures=0),
+        ),
     )
     try:
         return bool(trainer.fit().return_value)
     except TrainingFailedError as error:
-        failures = [getattr(one, "_base_exc", one) for one in getattr(error, "worker_failures", {}).values()]
+        failures = [
+            getattr(one, "_base_exc", one) for one in getattr(error, "worker_failures", {}).values()
+        ]
         own = next((one for one in failures if isinstance(one, SpecDecError)), None)
         if own is not None:
             raise own from error
-        raise SpecDecError(f"Ray ended the training: {named_line(error)}; the same command goes on from the saved state") from error
+        raise SpecDecError(
+            f"Ray ended the training: {named_line(error)}; the same command goes on from the saved"
+            f" state"
+        ) from error

@@ -1,6 +1,7 @@
 """AMD GPUs as the kernel's driver shows them: which there are, and why torch finds none.
 
-Imports the standard library alone, since set-up asks before torch is installed, and needs none of ROCm's tools.
+Imports the standard library alone, since set-up asks before torch is installed, and needs none of
+ROCm's tools.
 """
 
 import os
@@ -19,7 +20,8 @@ _ROOT = Path("/")
 
 
 def architectures(root: Path = _ROOT) -> list[str]:
-    """Architecture of every AMD GPU whose driver is loaded, such as "gfx942"; graphics within a processor are among them.
+    """Architecture of every AMD GPU whose driver is loaded, such as "gfx942"; graphics within a
+    processor are among them.
 
     Args:
         root: of the file system.
@@ -31,7 +33,9 @@ def architectures(root: Path = _ROOT) -> list[str]:
         except OSError:  # the driver tells a container nothing of the GPUs that it was not given
             found.append(UNKNOWN)
             continue
-        version = next((int(line.split()[1]) for line in lines if line.startswith("gfx_target_version ")), 0)
+        version = next(
+            (int(line.split()[1]) for line in lines if line.startswith("gfx_target_version ")), 0
+        )
         if version:  # processors are nodes, too
             found.append(architecture_name(version))
     return found
@@ -47,13 +51,21 @@ def architecture_name(version: int) -> str:
 
 
 def wanting_rocm(root: Path = _ROOT) -> list[str]:
-    """Architectures of the GPUs that set-up should get a ROCm build of torch for; none beside an NVIDIA GPU."""
+    """Architectures of the GPUs that set-up should get a ROCm build of torch for; none beside an
+    NVIDIA GPU.
+    """
     if not (root / "dev/kfd").exists() or (root / "proc/driver/nvidia/version").exists():
         return []
-    return [name for name in architectures(root) or [UNKNOWN] if name == UNKNOWN or name.startswith(SERVED)]
+    return [
+        name
+        for name in architectures(root) or [UNKNOWN]
+        if name == UNKNOWN or name.startswith(SERVED)
+    ]
 
 
-def why_unseen(build: str, *, rocm: bool, root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> str | None:
+def why_unseen(
+    build: str, *, rocm: bool, root: Path = _ROOT, environ: Mapping[str, str] = os.environ
+) -> str | None:
     """Why torch finds no GPU although an AMD GPU is here, with the way out; None when none is.
 
     Args:
@@ -68,26 +80,40 @@ def why_unseen(build: str, *, rocm: bool, root: Path = _ROOT, environ: Mapping[s
     here = f"an AMD GPU is here ({', '.join(sorted(set(names)))}), but "
     if not rocm:
         return f"{here}{build} finds none: install a ROCm build of torch (docs/rocm.md)"
-    hidden = next((name for name in _HIDING if name in environ and _hides_all(environ[name], len(names))), None)
+    hidden = next(
+        (name for name in _HIDING if name in environ and _hides_all(environ[name], len(names))),
+        None,
+    )
     if hidden:
-        return f"{here}{hidden} is {environ[hidden]!r} and hides every GPU: unset it, or name one that exists"
+        return (
+            f"{here}{hidden} is {environ[hidden]!r} and hides every GPU: unset it, or name one"
+            f" that exists"
+        )
     if not (root / "dev/kfd").exists():
-        return f"{here}/dev/kfd is missing: start the container with --device /dev/kfd --device /dev/dri"
+        return (
+            f"{here}/dev/kfd is missing: start the container with --device /dev/kfd --device"
+            f" /dev/dri"
+        )
     for path in [root / "dev/kfd", *sorted((root / "dev/dri").glob("renderD*"))]:
         if not os.access(path, os.R_OK | os.W_OK):
             group = _group(path)
             name = f"/{path.relative_to(root)}"
             return (
-                f"{here}you may not open {name}: join its group, sudo usermod -aG {group} $USER, and log in again;"
+                f"{here}you may not open {name}: join its group, sudo usermod -aG {group} $USER,"
+                f" and log in again;"
                 f" for a container --group-add {group}"
             )
     return f"{here}{build} finds none: see whether rocminfo lists it, and docs/rocm.md"
 
 
 def _hides_all(value: str, count: int) -> bool:
-    """Whether a list of GPUs names none of the first `count`; one named by its identifier may exist."""
+    """Whether a list of GPUs names none of the first `count`; one named by its identifier may
+    exist.
+    """
     names = [name.strip() for name in value.split(",")]
-    return all(name == "" or (name.lstrip("-").isdigit() and not 0 <= int(name) < count) for name in names)
+    return all(
+        name == "" or (name.lstrip("-").isdigit() and not 0 <= int(name) < count) for name in names
+    )
 
 
 def _group(path: Path) -> str:

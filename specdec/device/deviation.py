@@ -1,4 +1,6 @@
-"""How far a kernel is from the right answer, and how far it may be: by what plain torch is off, on the same numbers."""
+"""How far a kernel is from the right answer, and how far it may be: by what plain torch is off, on
+the same numbers.
+"""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +18,8 @@ class Deviation(NamedTuple):
 
 
 def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
-    """Root mean square error of `actual`, which may be twice that of `plain` and one unit in the last place.
+    """Root mean square error of `actual`, which may be twice that of `plain` and one unit in the
+    last place.
 
     Args:
         actual: what is checked, on any device.
@@ -30,7 +33,9 @@ def deviation(actual: Tensor, plain: Tensor, exact: Tensor) -> Deviation:
     _alike(actual, plain)
     _alike(plain.double(), exact)
     unit = torch.finfo(actual.dtype).eps
-    error, usual, size = (_size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0)))
+    error, usual, size = (
+        _size(x.cpu().double() - e) for x, e in ((actual, exact), (plain, exact), (exact, 0))
+    )
     if not usual <= unit**0.5 * size:
         raise ArithmeticError(f"plain torch is off by {usual:.1e} at numbers of about {size:.2g}")
     return Deviation(error, 2 * usual + unit * size)
@@ -57,7 +62,9 @@ def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
 
 
 def normal(*shape: int) -> Tensor:
-    """Standard normal numbers in float32 on the CPU, always the same for a shape: what a kernel's check computes from."""
+    """Standard normal numbers in float32 on the CPU, always the same for a shape: what a kernel's
+    check computes from.
+    """
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 

@@ -15,9 +15,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto" is the first accelerator (ROCm devices answer to "cuda"), else the CPU.
+    """The device called `name`; "auto" is the first accelerator (ROCm devices answer to "cuda"),
+    else the CPU.
 
-    For a CPU, torch is kept from starting more threads than the process may use at once; `OMP_NUM_THREADS` overrules that.
+    For a CPU, torch is kept from starting more threads than the process may use at once;
+    `OMP_NUM_THREADS` overrules that.
 
     Raises:
         InvalidInputError: torch does not know the device, or this machine does not have it.
@@ -31,18 +33,24 @@ def resolve_device(name: str = "auto") -> torch.device:
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may keep busy, at least 1.
 
-    Torch counts the cores it may run on and does not see a container's quota of time on them. Threads beyond the quota are stopped
-    in turn while the others wait for them at the end of every operation.
+    Torch counts the cores it may run on and does not see a container's quota of time on them.
+    Threads beyond the quota are stopped in turn while the others wait for them at the end of every
+    operation.
 
     Args:
         cgroup: where the kernel shows the limits of the process's control group, version 2 or 1.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
         else:
-            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text().strip()
+                for name in ("quota", "period")
+            )
     except (OSError, ValueError):
         return cores  # no control groups, or none that can be read: no limit is known
     if quota in ("max", "-1"):
@@ -56,11 +64,16 @@ def _find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidInputError(f"unknown device {name!r}; choose auto, cpu, cuda or cuda:N") from None
+        raise InvalidInputError(
+            f"unknown device {name!r}; choose auto, cpu, cuda or cuda:N"
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise InvalidInputError(f"device {name!r} is not served; choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidInputError(f"device {name!r} is not on this machine ({torch.cuda.device_count()} accelerators found); try cpu")
+        raise InvalidInputError(
+            f"device {name!r} is not on this machine ({torch.cuda.device_count()} accelerators"
+            f" found); try cpu"
+        )
     return device
 
 
@@ -72,20 +85,27 @@ def torch_build() -> str:
 
 
 def unseen_gpu() -> str | None:
-    """Why torch finds no GPU although an AMD GPU is here, with the way out; None when it finds one, or none is here."""
+    """Why torch finds no GPU although an AMD GPU is here, with the way out; None when it finds one,
+    or none is here.
+    """
     if torch.cuda.is_available():
         return None
-    return why_unseen(f"torch {torch.__version__}, built for {torch_build()},", rocm=torch.version.hip is not None)
+    return why_unseen(
+        f"torch {torch.__version__}, built for {torch_build()},", rocm=torch.version.hip is not None
+    )
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type called `name`; "auto" is bfloat16, or float32 on a CPU without bfloat16 instructions.
+    """The type called `name`; "auto" is bfloat16, or float32 on a CPU without bfloat16
+    instructions.
 
     Raises:
         InvalidInputError: the name is not float32, bfloat16 or float16.
     """
     if name == "auto":
-        slow_bfloat16 = device.type == "cpu" and not (uses_avx512() and torch.cpu._is_avx512_bf16_supported())
+        slow_bfloat16 = device.type == "cpu" and not (
+            uses_avx512() and torch.cpu._is_avx512_bf16_supported()
+        )
         return torch.float32 if slow_bfloat16 else torch.bfloat16
     if name not in _DTYPES:
         raise InvalidInputError(f"unknown dtype {name!r}; choose auto, {', '.join(_DTYPES)}")
@@ -93,12 +113,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def uses_avx512() -> bool:
-    """Whether torch's own CPU kernels use AVX-512: the CPU has it, and `ATEN_CPU_CAPABILITY` does not ask for less."""
+    """Whether torch's own CPU kernels use AVX-512: the CPU has it, and `ATEN_CPU_CAPABILITY` does
+    not ask for less.
+    """
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def rocm_architecture(device: torch.device) -> str | None:
-    """AMD architecture of a device, such as "gfx942"; None for anything that is not a ROCm device."""
+    """AMD architecture of a device, such as "gfx942";
+    None for anything that is not a ROCm device.
+    """
     if device.type != "cuda" or torch.version.hip is None:
         return None
     return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
@@ -110,14 +134,18 @@ def float8_dtype(device: torch.device) -> torch.dtype:
 
 
 def cache_dtype(name: CacheDtype, device: torch.device) -> torch.dtype | None:
-    """Type of the KV cache when it is not the model's: for "fp8" the flavor of e4m3 that the device computes with."""
+    """Type of the KV cache when it is not the model's: for "fp8" the flavor of e4m3 that the device
+    computes with.
+    """
     if name == "auto":
         return None
     return float8_dtype(device)
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """Budget of the KV cache when none is stated: half of the free memory of an accelerator, a quarter of a CPU's memory."""
+    """Budget of the KV cache when none is stated: half of the free memory of an accelerator, a
+    quarter of a CPU's memory.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

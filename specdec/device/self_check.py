@@ -1,13 +1,16 @@
-"""Self-checks: what has never been run on a card is used there once it has agreed with plain torch on that very card.
+"""Self-checks: what has never been run on a card is used there once it has agreed with plain torch
+on that very card.
 
-A check runs one kind of kernel at tiny size and measures how far it is off. Its verdict is kept in the user's cache for this card,
-its driver and these versions, so that the next start reads it and runs nothing.
+A check runs one kind of kernel at tiny size and measures how far it is off. Its verdict is kept in
+the user's cache for this card, its driver and these versions, so that the next start reads it and
+runs nothing.
 
 On every one of AMD's GPUs a check decides. A kernel that spills registers is slow, not wrong, and
-where two ways are right, `times_of` tells the faster. NVIDIA's GPUs, where the tests run, need none.
+where two ways are right, `times_of` tells the faster. NVIDIA's GPUs, where the tests run, need
+none.
 
-The variable `SPECDEC_KERNELS` overrules all that: "argmax,-fused_layers" takes the one and leaves out the other, unchecked.
-What is in `BY_NAME` is checked nevertheless.
+The variable `SPECDEC_KERNELS` overrules all that: "argmax,-fused_layers" takes the one and leaves
+out the other, unchecked. What is in `BY_NAME` is checked nevertheless.
 """
 
 import json
@@ -46,12 +49,16 @@ NAMES = ("rocm_aiter_fa", "triton_fa", *LATENT, *KERNELS, "captured_step")
 """What has a check."""
 
 BY_NAME = ("aiter_layers",)
-"""What is used only if `SPECDEC_KERNELS` names it, and after its check all the same: nobody has measured yet whether it pays."""
+"""What is used only if `SPECDEC_KERNELS` names it, and after its check all the same: nobody has
+measured yet whether it pays.
+"""
 
 VARIABLE = "SPECDEC_KERNELS"
 
 PATIENCE = 900.0
-"""Seconds to wait for another process that is in the midst of the same check; a first one compiles its kernels."""
+"""Seconds to wait for another process that is in the midst of the same check; a first one compiles
+its kernels.
+"""
 
 REPEATS = 15
 """Launches of which the median is taken."""
@@ -132,7 +139,8 @@ def times_of(
 ) -> dict[str, float]:
     """Microseconds of each way, measured once per machine and kept as verdicts are.
 
-    Empty where nothing is timed (`races`), if `SPECDEC_KERNELS` names it, and where measuring failed.
+    Empty where nothing is timed (`races`), if `SPECDEC_KERNELS` names it, and where measuring
+    failed.
     """
     if not races(device) or named(name):
         return {}
@@ -203,8 +211,12 @@ _known: dict[Path, Verdict] = {}
 _one_at_a_time = RLock()  # a check may ask for another
 
 
-def verdict_of(name: str, device: torch.device, check: Check, *variant: Variant, again: bool = False) -> Verdict:
-    """The verdict that is kept, or else that of `check`, run now; `again` runs it anyway. A failure is logged once per process."""
+def verdict_of(
+    name: str, device: torch.device, check: Check, *variant: Variant, again: bool = False
+) -> Verdict:
+    """The verdict that is kept, or else that of `check`, run now; `again` runs it anyway. A failure
+    is logged once per process.
+    """
     path = _folder(device) / f"{title(name, *variant)}.json"
     with _one_at_a_time:
         if again or path not in _known:
@@ -243,7 +255,12 @@ def run(check: Check) -> Verdict:
         return Verdict(f"{type(problem).__name__}{': ' if reason else ''}{reason}")
     spent = round((time.perf_counter() - start) * 1e3, 1)
     right = error <= bound  # false for NaN, too
-    return Verdict(None if right else f"its error is {error:.2g}, where {bound:.2g} is allowed", error, bound, spent)
+    return Verdict(
+        None if right else f"its error is {error:.2g}, where {bound:.2g} is allowed",
+        error,
+        bound,
+        spent,
+    )
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -283,7 +300,9 @@ def _asked_for() -> dict[str, bool]:
     for name in asked:
         if name not in NAMES:
             known = ", ".join(NAMES)
-            raise InvalidInputError(f"{VARIABLE} names {name!r}; known are {known}, and a - before a name leaves it out")
+            raise InvalidInputError(
+                f"{VARIABLE} names {name!r}; known are {known}, and a - before a name leaves it out"
+            )
     return asked
 
 
@@ -322,7 +341,9 @@ def _kept_or_run(
 
 
 def _decided(path: Path, make: Callable[[], Verdict], device: torch.device, again: bool) -> Verdict:
-    """The same under the lock: nobody else is in the midst of this check, so one that was begun ended with its process."""
+    """The same under the lock: nobody else is in the midst of this check, so one that was begun
+    ended with its process.
+    """
     kept = _read(path)
     if isinstance(kept, Verdict) and not again:
         return kept
@@ -346,7 +367,8 @@ def _decided(path: Path, make: Callable[[], Verdict], device: torch.device, agai
 def _say_once(device: torch.device, folder: Path) -> None:
     """Before the first check of a process whose verdicts lie there."""
     logger.info(
-        "on %s: compiling and checking kernels, once, up to %d kinds of 10 s to a minute each; verdicts go to %s",
+        "on %s: compiling and checking kernels, once, up to %d kinds of 10 s to a minute each;"
+        " verdicts go to %s",
         specdec.device.device.describe_device(device),
         len(NAMES),
         folder,
@@ -354,7 +376,9 @@ def _say_once(device: torch.device, folder: Path) -> None:
 
 
 def _read(path: Path) -> Verdict | str | None:
-    """What a file holds: a verdict, "started" of a check that has not come to an end, or nothing that can be read."""
+    """What a file holds: a verdict, "started" of a check that has not come to an end, or nothing
+    that can be read.
+    """
     try:
         content = parse_json(path.read_bytes(), strict=False)
         return "started" if content == STARTED else Verdict(**content)

@@ -2,12 +2,14 @@
 
 Both rules leave the target's distribution exactly as it is:
 
-- A draft that is a point mass is compared with the token the target chooses at its position. The output is then the target's
-  own choices, token for token those of plain decoding. In a tree the walk goes on in the child that has this token; whatever the
-  tree was chosen by, the target has not seen it (DDTree, arXiv 2604.12989).
-- Drafts drawn from known distributions q are judged as a block (Sun et al. 2024, arXiv 2403.10444): as many are kept as have
-  been likely enough together, and what follows them is drawn from what they leave of p. That keeps no fewer than a test of each by
-  min(1, p/q) (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+- A draft that is a point mass is compared with the token the target chooses at its position. The
+  output is then the target's own choices, token for token those of plain decoding. In a tree the
+  walk goes on in the child that has this token; whatever the tree was chosen by, the target has not
+  seen it (DDTree, arXiv 2604.12989).
+- Drafts drawn from known distributions q are judged as a block (Sun et al. 2024, arXiv 2403.10444):
+  as many are kept as have been likely enough together, and what follows them is drawn from what
+  they leave of p. That keeps no fewer than a test of each by min(1, p/q) (Leviathan et al. 2022,
+  arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 """
 
 import torch
@@ -41,8 +43,9 @@ def accept(
 ) -> AcceptOutput:
     """Decides one step for every request; shapes are static and the host never waits.
 
-    Row `j` of a request was fed `tokens[:, j]` at `positions[:, j]`. It judges the drafts that continue it, or yields the request's
-    last token of the step, with the random numbers of position `positions[:, j] + 1`.
+    Row `j` of a request was fed `tokens[:, j]` at `positions[:, j]`. It judges the drafts that
+    continue it, or yields the request's last token of the step, with the random numbers of position
+    `positions[:, j] + 1`.
 
     Args:
         tokens: int64 [num_reqs, k + 1], the anchor, then the drafts; k may be 0.
@@ -51,13 +54,14 @@ def accept(
         sampling: sampling state of the requests.
         positions: int64 [num_reqs, k + 1].
         depth: most drafts of a path of a tree, see `specdec.base.blocks.BlockShape`.
-        masks: what the grammars of requests allow; applied to `logits` in place, or to a copy where log-probabilities are wanted.
+        masks: what the grammars of requests allow; applied to `logits` in place, or to a copy where
+            log-probabilities are wanted.
         forced: int64 [num_reqs], how many drafts are accepted whatever the target chooses, see
             `StepRunner.force`; None accepts what it agrees with.
 
     Returns:
-        The outcome. A request whose logits are not finite says so in `finite`; its tokens are valid ids without meaning, and
-        no other request is affected.
+        The outcome. A request whose logits are not finite says so in `finite`; its tokens are valid
+        ids without meaning, and no other request is affected.
     """
     drafts = tokens[:, 1:]
     k = drafts.shape[1]
@@ -71,20 +75,28 @@ def accept(
         mask_logits(logits, masks)
     scores = scored(logits, sampling, tokens, positions, tree)
     if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
-        token_ids, finite = argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
+        token_ids, finite = (
+            argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
+        )
         if forced is not None and k:
             tokens, token_ids = _forced(tokens, token_ids, forced[:, None], num_drafts, tree)
         if draft is not None and tree is not None:
             proposed = draft.token_ids if forced is None else tokens[:, 1:].contiguous()
             path, num_accepted = walk(proposed, tree, token_ids, depth or k, num_drafts)
-            return _along(path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling))
+            return _along(
+                path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling)
+            )
         num_accepted, next_anchors, whole = _of_chain(tokens, token_ids, num_drafts, finite)
     else:
         assert forced is None, "only point masses are accepted whatever the target chooses"
-        assert tree is None, "what is rejected on another branch would have to leave the residual, too"
+        assert tree is None, (
+            "what is rejected on another branch would have to leave the residual, too"
+        )
         _, finite = argmax(scores)
         probs = processed_probs(scores, sampling)
-        token_ids, num_accepted, looked_at = _block_verification(drafts, num_drafts, probs, draft, sampling.seeds, positions)
+        token_ids, num_accepted, looked_at = _block_verification(
+            drafts, num_drafts, probs, draft, sampling.seeds, positions
+        )
         next_anchors, whole = _last(token_ids, num_accepted), (finite | ~looked_at).all(dim=1)
 
     return AcceptOutput(
@@ -143,8 +155,12 @@ def _forced(
     return tokens, behind[:, :-1].contiguous()
 
 
-def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logprobs: Logprobs | None) -> AcceptOutput:
-    """What the target chose along a path through a tree, from its choices `token_ids` [num_reqs, k + 1] behind all rows."""
+def _along(
+    path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor, logprobs: Logprobs | None
+) -> AcceptOutput:
+    """What the target chose along a path through a tree, from its choices `token_ids` [num_reqs, k
+    + 1] behind all rows.
+    """
     chosen, next_anchors, whole = _of_path(path, num_accepted, token_ids, finite)
     return AcceptOutput(
         token_ids=chosen,
@@ -156,7 +172,9 @@ def _along(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor
     )
 
 
-def _of_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_chain(
+    tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `specdec.engine.triton_acceptance.chain_outcome`."""
     if KERNEL.runs_on(tokens.device):
         from specdec.engine.triton_acceptance import chain_outcome  # it imports Triton
@@ -165,12 +183,16 @@ def _of_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, fini
     return _plain_chain(tokens, token_ids, num_drafts, finite)
 
 
-def _plain_chain(tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_chain(
+    tokens: Tensor, token_ids: Tensor, num_drafts: Tensor | None, finite: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     num_accepted = _prefix_length(token_ids[:, :-1] == tokens[:, 1:], num_drafts)
     return num_accepted, _last(token_ids, num_accepted), _prefix_length(finite) > num_accepted
 
 
-def _of_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_path(
+    path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `specdec.engine.triton_acceptance.path_outcome`."""
     if KERNEL.runs_on(path.device):
         from specdec.engine.triton_acceptance import path_outcome  # it imports Triton
@@ -179,12 +201,20 @@ def _of_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tens
     return _plain_path(path, num_accepted, token_ids, finite)
 
 
-def _plain_path(path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_path(
+    path: Tensor, num_accepted: Tensor, token_ids: Tensor, finite: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     chosen = token_ids.gather(1, path)
-    return chosen, _last(chosen, num_accepted), _prefix_length(finite.gather(1, path)) > num_accepted
+    return (
+        chosen,
+        _last(chosen, num_accepted),
+        _prefix_length(finite.gather(1, path)) > num_accepted,
+    )
 
 
-def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def follow(
+    path: Tensor, token_ids: Tensor, features: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The rows of paths through trees.
 
     Args:
@@ -202,7 +232,9 @@ def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Te
     return _plainly_follow(path, token_ids, features)
 
 
-def _plainly_follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _plainly_follow(
+    path: Tensor, token_ids: Tensor, features: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     first = torch.arange(0, token_ids.numel(), token_ids.shape[1], device=path.device)
     kept = None if features is None else features.index_select(0, (first[:, None] + path).flatten())
     return token_ids.gather(1, path), kept
@@ -214,7 +246,9 @@ def _last(token_ids: Tensor, num_accepted: Tensor) -> Tensor:
 
 
 def check_acceptance(device: torch.device) -> Deviation:
-    """Chains and paths of two tokens, some of whose drafts do not count, and some rows are not finite; features along paths."""
+    """Chains and paths of two tokens, some of whose drafts do not count, and some rows are not
+    finite; features along paths.
+    """
     from specdec.engine import triton_acceptance
 
     generator = torch.Generator().manual_seed(0)
@@ -223,7 +257,10 @@ def check_acceptance(device: torch.device) -> Deviation:
         tokens, target_ids = torch.randint(2, (2, 9, rows), generator=generator)
         finite = torch.rand(9, rows, generator=generator) < 0.8
         num_drafts = torch.randint(rows, (9,), generator=generator)
-        chain, path = (tokens, target_ids, num_drafts, finite), torch.randint(rows, (9, 4), generator=generator)
+        chain, path = (
+            (tokens, target_ids, num_drafts, finite),
+            torch.randint(rows, (9, 4), generator=generator),
+        )
         paths = path, torch.randint(4, (9,), generator=generator), target_ids, finite
         for ours, plain, given in (
             (triton_acceptance.chain_outcome, _plain_chain, chain),
@@ -233,7 +270,9 @@ def check_acceptance(device: torch.device) -> Deviation:
             found += [mismatches(*pair) for pair in zip(*sides, strict=True)]
         of_paths = path, tokens, torch.rand(9 * rows, 1100, generator=generator)
         for one, other in zip(
-            triton_acceptance.follow(*(tensor.to(device) for tensor in of_paths)), _plainly_follow(*of_paths), strict=True
+            triton_acceptance.follow(*(tensor.to(device) for tensor in of_paths)),
+            _plainly_follow(*of_paths),
+            strict=True,
         ):
             assert one is not None and other is not None
             found.append(mismatches(one, other))
@@ -244,7 +283,9 @@ KERNEL = Kernel("acceptance", check_acceptance)
 
 
 def _prefix_length(kept: Tensor, most: Tensor | None = None) -> Tensor:
-    """int64 [num_reqs]: leading True entries of `kept` [num_reqs, n], but not more than `most` int64 [num_reqs]."""
+    """int64 [num_reqs]: leading True entries of `kept` [num_reqs, n], but not more than `most`
+    int64 [num_reqs].
+    """
     n = kept.shape[1]
     if n == 0:
         return kept.new_zeros(kept.shape[0], dtype=torch.int64)
@@ -254,18 +295,29 @@ def _prefix_length(kept: Tensor, most: Tensor | None = None) -> Tensor:
 
 
 def _block_verification(
-    drafts: Tensor, num_drafts: Tensor | None, probs: Tensor, draft: DraftOutput, seeds: Tensor, positions: Tensor
+    drafts: Tensor,
+    num_drafts: Tensor | None,
+    probs: Tensor,
+    draft: DraftOutput,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output tokens int64 [num_reqs, k + 1], the number of accepted drafts int64 [num_reqs], and bool [num_reqs, k + 1]: the rows
-    that had a part in both.
+    """Output tokens int64 [num_reqs, k + 1], the number of accepted drafts int64 [num_reqs], and
+    bool [num_reqs, k + 1]: the rows that had a part in both.
 
-    `probs` float32 [num_reqs, k + 1, V] are the target's; `positions` int64 [num_reqs, k + 1] those of the rows.
+    `probs` float32 [num_reqs, k + 1, V] are the target's; `positions` int64 [num_reqs, k + 1] those
+    of the rows.
     """
     k = drafts.shape[1]
     q = _draft_distributions(draft, probs)
-    ratio = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1) / q.gather(-1, drafts[..., None]).squeeze(-1)
-    ratio = torch.where(ratio >= 0, ratio, 0.0)  # behind a row that is not finite nothing is looked at
-    # The paper's p_i: how far the first i drafts are as likely for the target as for their drafter, from 1 for none of them.
+    ratio = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1) / q.gather(
+        -1, drafts[..., None]
+    ).squeeze(-1)
+    ratio = torch.where(
+        ratio >= 0, ratio, 0.0
+    )  # behind a row that is not finite nothing is looked at
+    # The paper's p_i: how far the first i drafts are as likely for the target as for their drafter,
+    # from 1 for none of them.
     trust = [torch.ones_like(ratio[:, 0])]
     for place in range(k):
         trust.append((trust[-1] * ratio[:, place]).clamp(max=1))
@@ -302,5 +354,11 @@ def _draft_distributions(draft: DraftOutput, like: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, sampling: SamplingTensors) -> Logprobs | None:
-    """Those of `token_ids` int64 [num_reqs, k + 1], under the unprocessed logits; None when nobody asked."""
-    return logprobs_of(logits, token_ids, sampling.plan.top_logprobs) if sampling.plan.logprobs else None
+    """Those of `token_ids` int64 [num_reqs, k + 1], under the unprocessed logits; None when nobody
+    asked.
+    """
+    return (
+        logprobs_of(logits, token_ids, sampling.plan.top_logprobs)
+        if sampling.plan.logprobs
+        else None
+    )

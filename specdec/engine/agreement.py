@@ -1,8 +1,9 @@
 """All ranks of a group go on from rank 0's choice of tokens.
 
-Ranks have the same logits to the bit, and choose tokens from them in the same way; so they agree, unless a library adds up in no
-fixed order. Then one rank's next collective would not be another's, and all would wait for ever. So the outcome of every step is
-rank 0's: a few hundred bytes, sent from device to device, in a captured step as well.
+Ranks have the same logits to the bit, and choose tokens from them in the same way; so they agree,
+unless a library adds up in no fixed order. Then one rank's next collective would not be another's,
+and all would wait for ever. So the outcome of every step is rank 0's: a few hundred bytes, sent
+from device to device, in a captured step as well.
 """
 
 import os
@@ -19,10 +20,17 @@ VARIABLE = "SPECDEC_AGREEMENT"
 
 
 def agreed(accepted: AcceptOutput, group: Group | None) -> AcceptOutput:
-    """A step's outcome as rank 0 has it; log-probabilities, on which nothing depends, stay each rank's own."""
+    """A step's outcome as rank 0 has it; log-probabilities, on which nothing depends, stay each
+    rank's own.
+    """
     if group is None or os.environ.get(VARIABLE) == "0":
         return accepted
-    parts = [accepted.num_accepted, accepted.next_anchors, accepted.finite.long(), accepted.token_ids]
+    parts = [
+        accepted.num_accepted,
+        accepted.next_anchors,
+        accepted.finite.long(),
+        accepted.token_ids,
+    ]
     parts += [] if accepted.path is None else [accepted.path]
     # One part behind the other, so that each is contiguous, as kernels read them.
     flat = broadcast(torch.cat([part.flatten() for part in parts]), group)

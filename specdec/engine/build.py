@@ -20,7 +20,12 @@ from specdec.engine.capture.captured import capture_steps
 from specdec.engine.capture.graph_check import check_captured_step
 from specdec.engine.capture.prefill_graphs import most_prefill_rows
 from specdec.engine.memory import plan_cache
-from specdec.engine.policy.block_choice import MOST_TREE_ROWS, checked_draft_tokens, shapes, tree_shape
+from specdec.engine.policy.block_choice import (
+    MOST_TREE_ROWS,
+    checked_draft_tokens,
+    shapes,
+    tree_shape,
+)
 from specdec.engine.policy.timing import StepTimer
 from specdec.engine.requests.prefix import PrefixCache
 from specdec.engine.requests.scheduler import Scheduler
@@ -36,23 +41,26 @@ from specdec.parallel.group import group_of
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS_BESIDE = 2048
-"""Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their steps with a model of 8 B on an
-H200."""
+"""Prompt tokens of a step beside requests that decode: they wait for the chunk, about ten of their
+steps with a model of 8 B on an H200."""
 
 
 SNAPSHOT_TOKENS = 256
-"""Prompt tokens for which a snapshot of recurrent states is worth the step that ends a prompt at a block's end."""
+"""Prompt tokens for which a snapshot of recurrent states is worth the step that ends a prompt at a
+block's end.
+"""
 
 
 class EngineParts(NamedTuple):
     """The parts of one engine.
 
     Attributes:
-        shapes: of the blocks that steps may have. There are several where they are chosen step by step; a chain may be shorter
-            where nothing is left to decode.
+        shapes: of the blocks that steps may have. There are several where they are chosen step by
+            step; a chain may be shorter where nothing is left to decode.
         max_model_len: most tokens of prompt and output together.
         pipeline_depth: steps launched before the oldest result is read.
-        overshoot: positions past the last token a request may have for which there must be room, since launched steps write there.
+        overshoot: positions past the last token a request may have for which there must be room,
+            since launched steps write there.
         timer, kv_cache, pool, scheduler, slots, runner: see their classes.
     """
 
@@ -68,14 +76,17 @@ class EngineParts(NamedTuple):
     runner: StepRunner
 
 
-def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConfig, engine: Callable[..., Any]) -> EngineParts:
+def build_engine(
+    verifier: Verifier, drafter: Drafter | None, config: EngineConfig, engine: Callable[..., Any]
+) -> EngineParts:
     """Sizes everything, allocates it, and binds the drafter; `engine` makes those that check
     captured steps.
 
     Raises:
-        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or a context that goes on where
-            the target's positions end.
-        CheckpointError, BackendError: the drafter does not fit the target, or no attention backend can serve it.
+        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter,
+            or a context that goes on where the target's positions end.
+        CheckpointError, BackendError: the drafter does not fit the target, or no attention backend
+            can serve it.
         CapacityError: the cache budget does not pay for two blocks, or the device does not have it.
     """
     device, block_size = verifier.device, verifier.attention.spec.block_size
@@ -86,11 +97,15 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     if most_drafts == 0:
         drafter = None
     num_lookahead_tokens = drafter.num_lookahead_tokens if drafter else 0
-    pipeline_depth = config.pipeline_depth if config.pipeline_depth is not None else int(device.type == "cuda")
+    pipeline_depth = (
+        config.pipeline_depth if config.pipeline_depth is not None else int(device.type == "cuda")
+    )
     max_model_len = _max_model_len(verifier, config.max_model_len)
     in_flight = pipeline_depth * (depth + 1)
     overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
-    max_blocks = blocks_for(max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size)
+    max_blocks = blocks_for(
+        max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size
+    )
 
     if not unavailable_reasons(device) and os.environ.get("TRITON_INTERPRET") != "1":
         from specdec.kernels.triton_compile import say_when_compiling  # it imports Triton
@@ -99,13 +114,25 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
     check_all(device)
     group, wanted = group_of(verifier), config.graphs
     if group is not None and wanted is None and torch.version.hip:
-        wanted = False  # the check would have one rank wait for another's lock, and that one for its collectives
-    captures = captures_graphs(device, wanted, partial(check_captured_step, engine, verifier), verifier.attention.name)
-    graph_rows = max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
-    prefill_rows = most_prefill_rows(verifier, config.max_num_seqs) if captures and verifier.attention.captures_prefill else 0
+        # the check would have one rank wait for another's lock, and that one for its collectives
+        wanted = False
+    captures = captures_graphs(
+        device, wanted, partial(check_captured_step, engine, verifier), verifier.attention.name
+    )
+    graph_rows = (
+        max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks)
+        if captures
+        else 0
+    )
+    prefill_rows = (
+        most_prefill_rows(verifier, config.max_num_seqs)
+        if captures and verifier.attention.captures_prefill
+        else 0
+    )
     target_specs, drafter_specs = verifier.kv_specs, drafter.kv_specs if drafter else []
     recurrent = bytes_per_slot(target_specs, 1) > 0
-    # The slot after the last pads batches; as many snapshots as there may be requests come behind it.
+    # The slot after the last pads batches; as many snapshots as there may be requests come behind
+    # it.
     num_snapshots = config.max_num_seqs if recurrent and config.cache.prefix_caching else 0
     snapshots = range(config.max_num_seqs + 1, config.max_num_seqs + 1 + num_snapshots)
     states = {"num_slots": snapshots.stop, "most_rows": most_drafts + 1}
@@ -127,7 +154,10 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         device=device,
         **states,
     )
-    target_caches, drafter_caches = kv_cache.layers[: len(target_specs)], kv_cache.layers[len(target_specs) :]
+    target_caches, drafter_caches = (
+        kv_cache.layers[: len(target_specs)],
+        kv_cache.layers[len(target_specs) :],
+    )
 
     pool = BlockPool(num_blocks, snapshots if recurrent else None)
     prefix = PrefixCache(
@@ -142,7 +172,8 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         pool,
         block_size=block_size,
         max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_prefill_tokens or (512 if device.type == "cpu" else verifier.attention.prefill_tokens),
+        max_prefill_tokens=config.max_prefill_tokens
+        or (512 if device.type == "cpu" else verifier.attention.prefill_tokens),
         max_tokens_beside=config.max_prefill_tokens or PREFILL_TOKENS_BESIDE,
         prefix=prefix,
         num_draft_tokens=reserved,
@@ -181,8 +212,21 @@ def build_engine(verifier: Verifier, drafter: Drafter | None, config: EngineConf
         trees=any(shape.is_tree for shape in blocks),
     )
     if captures:
-        capture_steps(runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs))
-    return EngineParts(blocks, max_model_len, pipeline_depth, overshoot, timer, kv_cache, pool, scheduler, slots, runner)
+        capture_steps(
+            runner, slots, CudaCapture(device), prefill_rows, required=bool(config.graphs)
+        )
+    return EngineParts(
+        blocks,
+        max_model_len,
+        pipeline_depth,
+        overshoot,
+        timer,
+        kv_cache,
+        pool,
+        scheduler,
+        slots,
+        runner,
+    )
 
 
 def _max_model_len(verifier: Verifier, asked: int | None) -> int:
@@ -196,7 +240,8 @@ def _max_model_len(verifier: Verifier, asked: int | None) -> int:
         return usual
     if most is not None and asked > most:
         raise InvalidInputError(
-            f"max_model_len is {asked:,} and the positions of {verifier.name!r} end at {most:,}; ask for no more"
+            f"max_model_len is {asked:,} and the positions of {verifier.name!r} end at {most:,};"
+            f" ask for no more"
         )
     if asked > extended:
         logger.warning(
@@ -208,22 +253,35 @@ def _max_model_len(verifier: Verifier, asked: int | None) -> int:
     return asked
 
 
-def _shapes(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -> tuple[BlockShape, ...]:
+def _shapes(
+    verifier: Verifier, drafter: Drafter | None, config: EngineConfig
+) -> tuple[BlockShape, ...]:
     """What the configuration asks for.
 
     Raises:
-        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter, or trees that are not served.
+        InvalidInputError: more drafts per step than the drafter can give, drafts without a drafter,
+            or trees that are not served.
     """
     most = checked_draft_tokens("auto" if config.tree_nodes else config.num_draft_tokens, drafter)
     reasons = tree_reasons(verifier, drafter, config) if config.tree_nodes != 0 else []
     if config.tree_nodes:
         if reasons:
-            raise InvalidInputError(f"tree_nodes is {config.tree_nodes}, but {'; '.join(reasons)}; leave it out for chains")
+            raise InvalidInputError(
+                f"tree_nodes is {config.tree_nodes}, but {'; '.join(reasons)}; leave it out for"
+                f" chains"
+            )
         assert drafter is not None
         return (tree_shape(config.tree_nodes, most, forward_for_each=drafter.forward_for_each),)
     if config.num_draft_tokens == "auto" and most:
-        # On a CPU a row costs time, and more rows than the longest chain has may see weights that were rounded otherwise.
-        served = 0 if reasons or config.tree_nodes == 0 else MOST_NODES if verifier.device.type == "cuda" else most
+        # On a CPU a row costs time, and more rows than the longest chain has may see weights that
+        # were rounded otherwise.
+        served = (
+            0
+            if reasons or config.tree_nodes == 0
+            else MOST_NODES
+            if verifier.device.type == "cuda"
+            else most
+        )
         assert drafter is not None
         return shapes(most, trees=served, forward_for_each=drafter.forward_for_each)
     return (BlockShape(most),)
@@ -242,11 +300,17 @@ def tree_reasons(verifier: Verifier, drafter: Drafter | None, config: EngineConf
 def target_tree_reasons(verifier: Verifier) -> list[str]:
     """Those that lie in the target, whatever the drafter."""
     recurrent = bytes_per_slot(verifier.kv_specs, 1) > 0
-    reasons = [f"{verifier.name!r} has recurrent layers, whose states follow a chain"] if recurrent else []
+    reasons = (
+        [f"{verifier.name!r} has recurrent layers, whose states follow a chain"]
+        if recurrent
+        else []
+    )
     return reasons + selector.tree_reasons(verifier.attention)
 
 
 def _most_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
-    """Rows of a captured step; a tree that is `chosen` is not chosen for more than `MOST_TREE_ROWS`."""
+    """Rows of a captured step; a tree that is `chosen` is not chosen for more than
+    `MOST_TREE_ROWS`.
+    """
     rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * shape.rows
     return min(rows, MOST_TREE_ROWS) if shape.is_tree and chosen else rows

@@ -1,6 +1,7 @@
 """The decoding step: schedule, draft, verify, accept, commit.
 
-Invariant: before a step, a request has L tokens whose KV is in the cache and one *anchor* token at position L whose KV is not.
+Invariant: before a step, a request has L tokens whose KV is in the cache and one *anchor* token at
+position L whose KV is not.
 
     prefill  target scores the prompt in chunks   -> KV of L tokens, features for the drafter, the first anchor
     draft    drafter proposes                     -> a block: a chain or a tree of k drafts (`base.blocks`)
@@ -8,9 +9,10 @@ Invariant: before a step, a request has L tokens whose KV is in the cache and on
     accept   longest acceptable path, a drafts    -> then one recovered or bonus token, the next anchor
     commit   the path's KV lie at L .. L+a        -> L += a + 1; rows of other drafts lie where the next step writes
 
-Plain decoding is a block without drafts. From draft to commit every value stays on the device and every shape is known beforehand,
-so the host never waits, and an accelerator can replay the step as one graph. One copy per step brings the results back; on an
-accelerator they are read while the next step runs.
+Plain decoding is a block without drafts. From draft to commit every value stays on the device and
+every shape is known beforehand, so the host never waits, and an accelerator can replay the step as
+one graph. One copy per step brings the results back; on an accelerator they are read while the next
+step runs.
 """
 
 from collections import deque
@@ -39,17 +41,21 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 
 IDLE_SECONDS = 0.02
-"""How long a step without work waits for a grammar to be compiled, before it looks for new requests."""
+"""How long a step without work waits for a grammar to be compiled, before it looks for new
+requests.
+"""
 
 
 class SpecEngine:
-    """Continuous batching of requests through one target and at most one drafter. One thread at a time; see `Session`.
+    """Continuous batching of requests through one target and at most one drafter. One thread at a
+    time; see `Session`.
 
     Args:
         verifier: the target.
         drafter: proposes drafts; None decodes plainly.
         config: limits and choices.
-        grammars: compiles those of requests, for the target's tokenizer; None refuses requests with a grammar.
+        grammars: compiles those of requests, for the target's tokenizer; None refuses requests with
+            a grammar.
 
     Raises:
         SpecDecError: see `specdec.engine.build.build_engine`.
@@ -57,7 +63,8 @@ class SpecEngine:
     Attributes:
         shapes: of the blocks that steps may have.
         block_choice: chooses the shape of every step; None when it is fixed.
-        guided_choice: the same for batches in which an output follows a grammar, whose steps take longer and accept otherwise.
+        guided_choice: the same for batches in which an output follows a grammar, whose steps take
+            longer and accept otherwise.
         admission: makes and checks requests.
         runner: launches the work of a step; holds what is captured.
         second_tries: of requests whose logits were not finite.
@@ -118,7 +125,9 @@ class SpecEngine:
 
     @property
     def k(self) -> int | str:
-        """Drafts per step: a number of a chain, "tree N", or "auto" where their shape is chosen step by step."""
+        """Drafts per step: a number of a chain, "tree N", or "auto" where their shape is chosen
+        step by step.
+        """
         if self.block_choice:
             return "auto"
         return str(self.shapes[0]) if self.shapes[0].is_tree else self.num_draft_tokens
@@ -134,7 +143,11 @@ class SpecEngine:
         return bool(self.scheduler.waiting or self.scheduler.working or len(self.results))
 
     def add_request(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Request:
         """Queues a request; `step` works on it. See `new_request`."""
         request = self.new_request(prompt_token_ids, sampling, on_tokens=on_tokens)
@@ -148,7 +161,11 @@ class SpecEngine:
             self._compiling.append(request)
 
     def new_request(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> Request:
         """A request that is not queued yet; see `Admission.new_request`."""
         return self.admission.new_request(prompt_token_ids, sampling or SamplingParams(), on_tokens)
@@ -159,7 +176,9 @@ class SpecEngine:
             self._finish(request, "cancelled")
 
     def reset(self) -> None:
-        """Forgets all requests, results, cached prefixes and past outputs, as after an error in the midst of a step."""
+        """Forgets all requests, results, cached prefixes and past outputs, as after an error in the
+        midst of a step.
+        """
         for request in [*self.scheduler.waiting, *self.scheduler.working]:
             request.status, request.finish_reason = Status.FINISHED, "error"
             if request.grammar is not None:
@@ -222,7 +241,9 @@ class SpecEngine:
         return self.slots.select(self.scheduler.decoding)
 
     def _shape(self, batch: Selection) -> BlockShape:
-        """Shape of blocks for a step of a batch: fixed or what pays most; a chain is shorter when none has room for it."""
+        """Shape of blocks for a step of a batch: fixed or what pays most; a chain is shorter when
+        none has room for it.
+        """
         requests, shape, choice = batch.requests, self.shapes[-1], self._choice(batch)
         if self.second_tries.concern(requests):
             return BlockShape(0)
@@ -234,12 +255,18 @@ class SpecEngine:
                 outlook=self._outlook,
                 ready=partial(self.runner.ready, batch),
             )
-        if shape.is_tree and (not self.block_choice or self.scheduler.has_room(requests, shape.drafts)):
+        if shape.is_tree and (
+            not self.block_choice or self.scheduler.has_room(requests, shape.drafts)
+        ):
             return shape  # what reaches too far is cut off
         k = shape.depth
-        if not any(request.num_left >= k for request in requests):  # the first one has, nearly always
+        if not any(
+            request.num_left >= k for request in requests
+        ):  # the first one has, nearly always
             k = max((request.num_left for request in requests), default=0)
-        if self.block_choice or self.runner.graphs:  # few values, so that each is measured and captured
+        if (
+            self.block_choice or self.runner.graphs
+        ):  # few values, so that each is measured and captured
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
         return BlockShape(k)
 
@@ -248,9 +275,16 @@ class SpecEngine:
         return self.guided_choice if batch.plan.guided else self.block_choice
 
     def _look_at_grammars(self) -> None:
-        """Lets requests begin whose grammars are compiled; waits a moment for one when there is nothing else to do."""
-        if not self.scheduler.working and all(not request.may_start for request in self.scheduler.waiting):
-            wait_for([request.grammar.compiled for request in self._compiling if request.grammar], IDLE_SECONDS)
+        """Lets requests begin whose grammars are compiled; waits a moment for one when there is
+        nothing else to do.
+        """
+        if not self.scheduler.working and all(
+            not request.may_start for request in self.scheduler.waiting
+        ):
+            wait_for(
+                [request.grammar.compiled for request in self._compiling if request.grammar],
+                IDLE_SECONDS,
+            )
         waiting = [request for request in self._compiling if request.grammar]  # others have ended
         self._compiling = [request for request in waiting if not request.may_start]
         for request in waiting:
@@ -259,7 +293,9 @@ class SpecEngine:
                 self._finish(request, "error")
 
     def _prefill(self, chunks: list[Chunk]) -> None:
-        """Launches the prefill of prompt chunks, and the first token of every prompt that ends among them."""
+        """Launches the prefill of prompt chunks, and the first token of every prompt that ends
+        among them.
+        """
         for request in self.runner.begin([chunk.request for chunk in chunks if chunk.admitted]):
             self._finish(request, "error")
         chunks = [chunk for chunk in chunks if chunk.request.status is not Status.FINISHED]
@@ -285,7 +321,9 @@ class SpecEngine:
             request.num_unread += 1
             request.num_in_flight += most
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(batch, shape, table, start, context=context, outlook=self._outlook)
+            self._previous_end = self.results.send(
+                batch, shape, table, start, context=context, outlook=self._outlook
+            )
         self.timer.count_step(shape)
         self.second_tries.launched(batch.requests)
 
@@ -296,12 +334,16 @@ class SpecEngine:
             if step.scored:
                 step.scored.take_over()
                 for request, _ in step.scored.requests:
-                    if request.error and request.status is Status.PREFILLING:  # others are in a batch, see `take_over`
+                    if (
+                        request.error and request.status is Status.PREFILLING
+                    ):  # others are in a batch, see `take_over`
                         self._finish(request, "error")
             outcome = take_over(step)
             self._touched.update(dict.fromkeys(outcome.requests))
             for request, start in zip(outcome.filled, outcome.starts, strict=True):
-                self.scheduler.prefix.committed(request, start, step.context, plain=step.shape == BlockShape(0))
+                self.scheduler.prefix.committed(
+                    request, start, step.context, plain=step.shape == BlockShape(0)
+                )
             for request, reason in outcome.ended:
                 self._finish(request, reason)
             for request in outcome.spoiled:
@@ -324,7 +366,9 @@ class SpecEngine:
             self._read_results()
 
     def _finish(self, request: Request, reason: str, *, spoiled: bool = False) -> None:
-        """Takes a request out; what it has written to the cache is of no use where it is `spoiled`."""
+        """Takes a request out; what it has written to the cache is of no use where it is
+        `spoiled`.
+        """
         if request.grammar is not None:
             request.grammar.leave()
         request.finish_reason, request.grammar = reason, None

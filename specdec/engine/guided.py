@@ -1,14 +1,17 @@
 """Steps of batches in which outputs follow a grammar.
 
-Which tokens may follow a row depends on the drafts before it, and these exist only on the device. So such a step is launched in
-three parts, each a graph of its own where steps are captured, and the host works while the target does:
+Which tokens may follow a row depends on the drafts before it, and these exist only on the device.
+So such a step is launched in three parts, each a graph of its own where steps are captured, and the
+host works while the target does:
 
     draft    -> drafts, which start on their way to the host
-                drafts that a grammar refuses give way to the likeliest token of the drafter's that it allows, if there are some
+                drafts that a grammar refuses give way to the likeliest token of the drafter's that
+                it allows, if there are some
     verify      the host meanwhile follows the drafts in each request's grammar, and masks start on their way back
     accept   -> the masks are applied to the target's logits before anything else
 
-The state of a grammar is that of the tokens read, so the results of one step are read before the next is launched.
+The state of a grammar is that of the tokens read, so the results of one step are read before the
+next is launched.
 """
 
 from __future__ import annotations
@@ -43,12 +46,19 @@ class Parts(Protocol):
     def verify(self, batch: DecodeBatch, block: Block) -> VerifyOutput:
         """The target's forward over the block."""
 
-    def accept(self, batch: DecodeBatch, block: Block, verify: VerifyOutput, masks: TokenMasks | None = None) -> AcceptOutput:
+    def accept(
+        self,
+        batch: DecodeBatch,
+        block: Block,
+        verify: VerifyOutput,
+        masks: TokenMasks | None = None,
+    ) -> AcceptOutput:
         """Acceptance, and the commit."""
 
 
 class GuidedStep:
-    """One step in parts, which hand on their results through it. Each may be launched several times, as a capture does.
+    """One step in parts, which hand on their results through it. Each may be launched several
+    times, as a capture does.
 
     Args:
         parts: launches them.
@@ -57,8 +67,9 @@ class GuidedStep:
         table: where the results go; None makes a new one.
 
     Attributes:
-        told: int64 [num_reqs, N], the drafts; [num_reqs, 2 N] with the parents of a tree behind them, [num_reqs, N (C + 1)] with
-            the alternatives of every slot. It is what the host has to know.
+        told: int64 [num_reqs, N], the drafts; [num_reqs, 2 N] with the parents of a tree behind
+            them, [num_reqs, N (C + 1)] with the alternatives of every slot. It is what the host has
+            to know.
         mends: whether there are alternatives.
         table: see `specdec.engine.step_table.result_table`.
     """
@@ -67,7 +78,13 @@ class GuidedStep:
     table: Tensor
     mends = False
 
-    def __init__(self, parts: Parts, gather: Callable[[], DecodeBatch], masks: TokenMasks, table: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        gather: Callable[[], DecodeBatch],
+        masks: TokenMasks,
+        table: Tensor | None = None,
+    ) -> None:
         self.masks = masks
         self._parts, self._gather, self._out = parts, gather, table
 
@@ -79,15 +96,22 @@ class GuidedStep:
         if block.draft and block.draft.tree:
             self.told = torch.cat([self.told, block.draft.tree.parents], dim=1)
         elif block.draft and block.draft.alternatives is not None:
-            self.told, self.mends = torch.cat([self.told, block.draft.alternatives.flatten(1)], dim=1), True
+            self.told, self.mends = (
+                torch.cat([self.told, block.draft.alternatives.flatten(1)], dim=1),
+                True,
+            )
 
     def replace(self, drafts: Tensor) -> None:
-        """Puts other drafts int64 [n, N], on the host, in the place of those of the first n requests, before `verify`."""
+        """Puts other drafts int64 [n, N], on the host, in the place of those of the first n
+        requests, before `verify`.
+        """
         self._block.token_ids[: len(drafts), 1:].copy_(drafts, non_blocking=True)
 
     def verify(self) -> None:
         """The second part."""
-        self._verified = self._parts.verify(replace(self._batch), self._block)  # what is derived is derived anew in each part
+        self._verified = self._parts.verify(
+            replace(self._batch), self._block
+        )  # what is derived is derived anew in each part
 
     def accept(self) -> None:
         """The last part."""
@@ -133,9 +157,13 @@ class GuidedGraphs(CapturedSteps[GuidedGraph]):
         self._parts = parts
         self._words = torch.empty(0, dtype=torch.int32, device=state.device)
 
-    def _capture_step(self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable) -> GuidedGraph:
+    def _capture_step(
+        self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable
+    ) -> GuidedGraph:
         """See `CapturedSteps`. Masks of all steps share memory, since only one runs at a time."""
-        masks = TokenMasks.empty(shape.num_reqs, shape.block.rows, self._state.vocab_size, self._words)
+        masks = TokenMasks.empty(
+            shape.num_reqs, shape.block.rows, self._state.vocab_size, self._words
+        )
         self._words = max(self._words, masks.words.flatten(), key=len)
         step = GuidedStep(self._parts, gather, masks, table)
 
@@ -143,19 +171,32 @@ class GuidedGraphs(CapturedSteps[GuidedGraph]):
             step.accept()
             self._state.rest_padding()
 
-        replays = [self._capture.capture(launch, (place, kind)) for place, launch in enumerate((step.draft, step.verify, accept))]
+        replays = [
+            self._capture.capture(launch, (place, kind))
+            for place, launch in enumerate((step.draft, step.verify, accept))
+        ]
         return GuidedGraph(step, *replays)
 
 
-def run_guided(launches: GuidedStep | GuidedGraph, requests: Sequence[Request], shape: BlockShape, timer: StepTimer) -> Tensor:
-    """Launches a step of `requests`, all of whose results have been read, and makes its masks meanwhile; gives its table."""
+def run_guided(
+    launches: GuidedStep | GuidedGraph,
+    requests: Sequence[Request],
+    shape: BlockShape,
+    timer: StepTimer,
+) -> Tensor:
+    """Launches a step of `requests`, all of whose results have been read, and makes its masks
+    meanwhile; gives its table.
+    """
     step = launches if isinstance(launches, GuidedStep) else launches.step
     launches.draft()
     coming = OnItsWay(step.told[: len(requests)]) if shape.drafts else None
     told: list[list[int]] = [[] for _ in requests]
     if coming and step.mends:
         with timer.phase("grammar"):
-            told = [_mended(request, row, shape.drafts) for request, row in zip(requests, coming.read(), strict=True)]
+            told = [
+                _mended(request, row, shape.drafts)
+                for request, row in zip(requests, coming.read(), strict=True)
+            ]
             step.replace(torch.tensor(told, pin_memory=step.told.is_cuda))
     launches.verify()
     with timer.phase("grammar"):
@@ -171,7 +212,9 @@ def _mended(request: Request, told: list[int], count: int) -> list[int]:
     drafts, most = told[:count], len(told) // count - 1
     if request.grammar is not None and not request.error:
         try:
-            return request.grammar.mended(drafts, [told[start : start + most] for start in range(count, len(told), most)])
+            return request.grammar.mended(
+                drafts, [told[start : start + most] for start in range(count, len(told), most)]
+            )
         except Exception as error:  # it ends when the step's results are read
             request.fail(error)
     return drafts
@@ -184,7 +227,9 @@ class OnItsWay:
         self._event: torch.cuda.Event | None = None
         self._host = tensor
         if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
+                tensor, non_blocking=True
+            )
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
 
@@ -196,7 +241,9 @@ class OnItsWay:
         return rows
 
 
-def fill(requests: Sequence[Request], rows: int, drafts: Sequence[Sequence[int]], like: TokenMasks) -> TokenMasks:
+def fill(
+    requests: Sequence[Request], rows: int, drafts: Sequence[Sequence[int]], like: TokenMasks
+) -> TokenMasks:
     """Masks on the host of the requests that have a grammar, in their order, as wide as `like`.
 
     Args:
@@ -205,16 +252,24 @@ def fill(requests: Sequence[Request], rows: int, drafts: Sequence[Sequence[int]]
         drafts: of each request, with the parents of a tree behind them.
         like: where they will go.
     """
-    guided = [(index, request.grammar) for index, request in enumerate(requests) if request.grammar is not None]
+    guided = [
+        (index, request.grammar)
+        for index, request in enumerate(requests)
+        if request.grammar is not None
+    ]
     device = like.words.device
-    words = torch.empty(len(guided), rows, like.words.shape[2], dtype=torch.int32, pin_memory=device.type == "cuda")
+    words = torch.empty(
+        len(guided), rows, like.words.shape[2], dtype=torch.int32, pin_memory=device.type == "cuda"
+    )
     places = [-1] * len(like.places)
     for place, (index, grammar) in enumerate(guided):
         tokens, parents = drafts[index][: rows - 1], drafts[index][rows - 1 :]
         try:
             grammar.fill(words[place], tokens, parents or None)
             places[index] = place
-        except Exception as error:  # it goes without a mask, and ends when the step's results are read
+        except (
+            Exception
+        ) as error:  # it goes without a mask, and ends when the step's results are read
             requests[index].fail(error)
     return TokenMasks(words, torch.tensor(places, pin_memory=device.type == "cuda"))
 

@@ -1,10 +1,12 @@
 """One engine on all ranks of a group: rank 0's decides, and the others' do the same.
 
-Every rank has the same scheduler, fed with the same requests and the same results, so hosts agree on blocks, prefixes and
-preemptions without a word. What only rank 0 can know goes with the message that begins a step: requests that have come or are
-cancelled, outputs that end at a stop string, and the shape of blocks, which is chosen by measured times. Most steps need no more
-than the numbers of one small message. The others read the results of a step when the next message comes, since only that says
-where an output ends at a stop string; on an accelerator the device has the next step to do meanwhile, so nothing waits.
+Every rank has the same scheduler, fed with the same requests and the same results, so hosts agree
+on blocks, prefixes and preemptions without a word. What only rank 0 can know goes with the message
+that begins a step: requests that have come or are cancelled, outputs that end at a stop string, and
+the shape of blocks, which is chosen by measured times. Most steps need no more than the numbers of
+one small message. The others read the results of a step when the next message comes, since only
+that says where an output ends at a stop string; on an accelerator the device has the next step to
+do meanwhile, so nothing waits.
 """
 
 from __future__ import annotations
@@ -58,15 +60,22 @@ def make_engine(
 
 @on_ranks
 def _on_this_rank(
-    verifier: Verifier, drafter: Drafter | None, config: EngineConfig | None, tokenizer: PreTrainedTokenizerBase | None
+    verifier: Verifier,
+    drafter: Drafter | None,
+    config: EngineConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> SpecEngine:
     mirror, grammars = mirror_of(verifier), None
     if tokenizer is not None:  # ranks have to have a grammar ready in the same step
         options = {"in_threads": mirror is None, "limited": mirror is None or mirror.leads}
-        grammars = GrammarCompiler(tokenizer, verifier.vocab_size, verifier.eos_token_ids, **options)
+        grammars = GrammarCompiler(
+            tokenizer, verifier.vocab_size, verifier.eos_token_ids, **options
+        )
     if mirror is None:
         return SpecEngine(verifier, drafter, config, grammars)
-    return (LeadingEngine if mirror.leads else FollowingEngine)(mirror, verifier, drafter, config, grammars)
+    return (LeadingEngine if mirror.leads else FollowingEngine)(
+        mirror, verifier, drafter, config, grammars
+    )
 
 
 class _RankEngine(SpecEngine):
@@ -80,7 +89,9 @@ class _RankEngine(SpecEngine):
     def __init__(self, mirror: Mirror, *about: Any) -> None:
         super().__init__(*about)
         self._mirror = mirror
-        self._cuts: dict[tuple[int, int], int] = {}  # where outputs end at stop strings, by `_place`
+        self._cuts: dict[
+            tuple[int, int], int
+        ] = {}  # where outputs end at stop strings, by `_place`
 
 
 class LeadingEngine(_RankEngine):
@@ -120,7 +131,14 @@ class LeadingEngine(_RankEngine):
     def _shape(self, batch: Selection) -> BlockShape:
         shape = super()._shape(batch)
         number = self._mirror.number_of(self)
-        numbers = [STEP, number, shape.drafts, shape.tree_depth, self.timer.enabled, *state_of(self)]
+        numbers = [
+            STEP,
+            number,
+            shape.drafts,
+            shape.tree_depth,
+            self.timer.enabled,
+            *state_of(self),
+        ]
         cuts = [[*place, keep] for place, keep in self._cuts.items()]
         payload = pack([cuts, list(self._news)], {}) if cuts or self._news else b""
         self._mirror.say(numbers, payload)
@@ -150,18 +168,26 @@ class FollowingEngine(_RankEngine):
 
     @torch.inference_mode()
     def follow(self, message: Message) -> None:
-        """Reads what rank 0 has read since its last step, hears its news, and launches the step that the message tells of."""
+        """Reads what rank 0 has read since its last step, hears its news, and launches the step
+        that the message tells of.
+        """
         news = self._take(message)
         if self._reads:
             self._read_results(leave=self._unread)
         for kind, *told in news:
             self._hear(kind, told)
         self._unread, self._reads = self._launch(), True
-        self._requests = {number: one for number, one in self._requests.items() if one.status is not Status.FINISHED}
+        self._requests = {
+            number: one
+            for number, one in self._requests.items()
+            if one.status is not Status.FINISHED
+        }
         self._touched.clear()
 
     def _schedule(self) -> tuple[BlockShape, Schedule]:
-        """The same work as rank 0 has, which says so each time that it has read results before it goes on."""
+        """The same work as rank 0 has, which says so each time that it has read results before it
+        goes on.
+        """
         while True:
             batch, shape = self._ready_batch(), self._block
             self._check()
@@ -172,7 +198,9 @@ class FollowingEngine(_RankEngine):
             self._read_results()
 
     def _take(self, message: Message) -> Sequence[list[Any]]:
-        """Takes over the numbers of a message, and where outputs end; gives the rest of the news."""
+        """Takes over the numbers of a message, and where outputs end;
+        gives the rest of the news.
+        """
         _, _, drafts, tree_depth, timed, *state = message.numbers
         self._block, self._state = BlockShape(drafts, tree_depth), state
         self.timer.enabled = bool(timed)
@@ -198,16 +226,28 @@ class FollowingEngine(_RankEngine):
             self._reads = False
 
     def _check(self) -> None:
-        """Raises where this rank's schedule is not rank 0's, before their collectives are taken for each other."""
+        """Raises where this rank's schedule is not rank 0's, before their collectives are taken for
+        each other.
+        """
         own = state_of(self)
         if own != self._state[: len(own)]:
-            raise RuntimeError(f"this rank's schedule {own} is not rank 0's {self._state[: len(own)]}: a defect of specdec")
+            raise RuntimeError(
+                f"this rank's schedule {own} is not rank 0's {self._state[: len(own)]}: a defect of"
+                f" specdec"
+            )
 
 
 def state_of(engine: SpecEngine) -> list[int]:
-    """What a schedule depends on, in short: free blocks, requests that wait and that work, preemptions, unread steps."""
+    """What a schedule depends on, in short: free blocks, requests that wait and that work,
+    preemptions, unread steps.
+    """
     scheduler = engine.scheduler
-    counts = (engine.pool.num_free, len(scheduler.waiting), len(scheduler.working), scheduler.num_preemptions)
+    counts = (
+        engine.pool.num_free,
+        len(scheduler.waiting),
+        len(scheduler.working),
+        scheduler.num_preemptions,
+    )
     return [*counts, len(engine.results)]
 
 
@@ -215,11 +255,15 @@ def _told(request: Request) -> list[Any]:
     """A request that is new, for `_request`."""
     asks = request.on_tokens is not None
     numbers = [request.request_id, request.seed, request.max_total_len, request.rope_len]
-    prompt = b64encode(array("i", request.prompt_token_ids).tobytes()).decode()  # long ones would take JSON milliseconds
+    prompt = b64encode(
+        array("i", request.prompt_token_ids).tobytes()
+    ).decode()  # long ones would take JSON milliseconds
     return [numbers, prompt, sorted(request.stop_ids), request.sampling, asks]
 
 
-def _request(numbers: list[int], prompt: str, stop_ids: list[int], sampling: SamplingParams, asks: bool) -> tuple[Request, bool]:
+def _request(
+    numbers: list[int], prompt: str, stop_ids: list[int], sampling: SamplingParams, asks: bool
+) -> tuple[Request, bool]:
     """What rank 0 tells of a request, and whether it looks for stop strings.
 
     Raises:
@@ -230,7 +274,9 @@ def _request(numbers: list[int], prompt: str, stop_ids: list[int], sampling: Sam
         raise RuntimeError("a message between ranks tells of no request")
     number, seed, total, rope_len = numbers
     tokens = array("i", b64decode(prompt)).tolist()
-    request = Request(number, tokens, sampling, seed, total, stop_ids=frozenset(stop_ids), rope_len=rope_len)
+    request = Request(
+        number, tokens, sampling, seed, total, stop_ids=frozenset(stop_ids), rope_len=rope_len
+    )
     return request, asks
 
 

@@ -15,7 +15,9 @@ from specdec.model.core import Verifier
 logger = logging.getLogger(__name__)
 
 WIDTHS_PER_ROW = 20
-"""Hidden widths that a row of prefill takes at once: residual, taps, and a layer's products, gate and up above all."""
+"""Hidden widths that a row of prefill takes at once: residual, taps, and a layer's products, gate
+and up above all.
+"""
 
 
 def plan_cache(
@@ -39,16 +41,22 @@ def plan_cache(
         config: the budget.
         most_tokens: tokens that can be in the cache at once.
         num_slots, most_rows: see `PagedKVCache`.
-        graph_rows, prefill_rows: most rows of a captured step and of a captured prefill; 0 when none is captured.
+        graph_rows, prefill_rows: most rows of a captured step and of a captured prefill; 0 when
+            none is captured.
 
     Raises:
         CapacityError: the budget does not pay for two blocks, or the device does not have it.
     """
     if verifier.device.type == "cuda":
-        # An engine and its captured steps refer to each other: what the last one took is free only after a collection.
+        # An engine and its captured steps refer to each other: what the last one took is free only
+        # after a collection.
         gc.collect()
         torch.cuda.empty_cache()
-    device, dtype, block_size = verifier.device, verifier.attention.spec.kv_dtype, verifier.attention.spec.block_size
+    device, dtype, block_size = (
+        verifier.device,
+        verifier.attention.spec.kv_dtype,
+        verifier.attention.spec.block_size,
+    )
     num_blocks = num_blocks_in_budget(
         specs,
         memory_bytes=config.memory_bytes or default_cache_bytes(device),
@@ -58,11 +66,23 @@ def plan_cache(
         num_slots=num_slots,
         most_rows=most_rows,
     )
-    reach = min((spec.max_tokens for spec in specs if isinstance(spec, LatentLayerSpec) and spec.max_tokens), default=None)
+    reach = min(
+        (
+            spec.max_tokens
+            for spec in specs
+            if isinstance(spec, LatentLayerSpec) and spec.max_tokens
+        ),
+        default=None,
+    )
     if reach is not None and num_blocks * block_size > reach:
         logger.warning(
-            "the KV cache is kept to %s tokens, as many as the kernels of %s address; the budget pays for %s",
-            *(f"{reach // block_size * block_size:,}", verifier.attention.name, f"{num_blocks * block_size:,}"),
+            "the KV cache is kept to %s tokens, as many as the kernels of %s address; the budget"
+            " pays for %s",
+            *(
+                f"{reach // block_size * block_size:,}",
+                verifier.attention.name,
+                f"{num_blocks * block_size:,}",
+            ),
         )
         num_blocks = reach // block_size
     if device.type == "cuda":
@@ -75,8 +95,9 @@ def plan_cache(
 def graph_bytes(verifier: Verifier, num_rows: int, prefill_rows: int = 0) -> int:
     """Rough prediction of the memory that all captured graphs share.
 
-    Graphs take turns, so they share one pool, which is as large as the largest needs: a step the logits of its rows, with one
-    copy in float32; a prefill, which has few logits, what a layer computes.
+    Graphs take turns, so they share one pool, which is as large as the largest needs: a step the
+    logits of its rows, with one copy in float32; a prefill, which has few logits, what a layer
+    computes.
     """
     step = num_rows * verifier.vocab_size * (verifier.dtype.itemsize + torch.float32.itemsize)
     return max(step, prefill_rows * WIDTHS_PER_ROW * verifier.hidden_size * verifier.dtype.itemsize)
@@ -84,16 +105,29 @@ def graph_bytes(verifier: Verifier, num_rows: int, prefill_rows: int = 0) -> int
 
 def _check(device: torch.device, cache_bytes: int, state_bytes: int, for_graphs: int) -> None:
     """Logs the demand, or refuses it."""
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.memory_allocated(device)
+    )
     states = f", states of requests {_gib(state_bytes)}" if state_bytes else ""
-    demand = f"the KV cache takes {_gib(cache_bytes)}{states} and captured steps about {_gib(for_graphs)}"
+    demand = (
+        f"the KV cache takes {_gib(cache_bytes)}{states} and captured steps about"
+        f" {_gib(for_graphs)}"
+    )
     if cache_bytes + state_bytes + for_graphs > free:
         raise CapacityError(
             f"{demand}, and {device} has {_gib(free)} free;"
             " give the cache less memory, decode fewer requests at once, or turn graphs off"
         )
     in_use = torch.cuda.memory_allocated(device)
-    logger.info("%s: weights and what else is loaded take %s, %s, of %s free", device, _gib(in_use), demand, _gib(free))
+    logger.info(
+        "%s: weights and what else is loaded take %s, %s, of %s free",
+        device,
+        _gib(in_use),
+        demand,
+        _gib(free),
+    )
 
 
 def _gib(num_bytes: int) -> str:

@@ -25,7 +25,8 @@ class ScoredPrompts:
     """Log-probabilities of prompt tokens, from the rows before them.
 
     Attributes:
-        requests: whose they are, each with the number of its rows; those of a request follow each other, as do its chunks.
+        requests: whose they are, each with the number of its rows; those of a request follow each
+            other, as do its chunks.
         table: int64 [rows, columns], see `specdec.sampling.logprobs.Logprobs.packed`.
     """
 
@@ -33,7 +34,9 @@ class ScoredPrompts:
     table: Tensor
 
     def take_over(self) -> None:
-        """Adds them to their requests; `table` is on the host. A request for which that raises has failed."""
+        """Adds them to their requests; `table` is on the host. A request for which that raises has
+        failed.
+        """
         rows = iter(Unpacked(self.table, self.table.shape[1]))
         for request, count in self.requests:
             own = list(islice(rows, count))
@@ -43,11 +46,15 @@ class ScoredPrompts:
                 request.fail(error)
 
 
-def _add_prompt(request: Request, rows: Iterable[tuple[float, Sequence[int], Sequence[float]]]) -> None:
+def _add_prompt(
+    request: Request, rows: Iterable[tuple[float, Sequence[int], Sequence[float]]]
+) -> None:
     for token_logprobs in rows:
         token = request.prompt_token_ids[len(request.prompt_logprobs) + 1]
         request.prompt_logprobs.append(token_logprobs[0])
-        request.prompt_top_logprobs.append(top_of(token, *token_logprobs, request.sampling.prompt_logprobs or 0))
+        request.prompt_top_logprobs.append(
+            top_of(token, *token_logprobs, request.sampling.prompt_logprobs or 0)
+        )
 
 
 @dataclass(slots=True)
@@ -58,7 +65,8 @@ class FinishedStep:
         shape: of its blocks; None for first tokens, which come from a prefill.
         selection: its batch.
         table: int64 [num_reqs, columns], on the host; see `result_table`.
-        seconds: from the stamp that `send` was given to the arrival of the results; None without a stamp.
+        seconds: from the stamp that `send` was given to the arrival of the results; None without a
+            stamp.
         scored: of a prefill, whose prompt tokens it scored; see `ScoredPrompts`.
         context: which the drafter took over.
         outlook: on which its shape was chosen, see `BlockChoice.choose`.
@@ -118,12 +126,14 @@ class ResultQueue:
         context: Context = "now",
         outlook: float = 0.0,
     ) -> Any:
-        """Starts the copy of a step's results to the host, into pinned memory when they come from an accelerator.
+        """Starts the copy of a step's results to the host, into pinned memory when they come from
+        an accelerator.
 
         Args:
             selection: the batch.
             shape: of the step's blocks; None for first tokens.
-            table: from `result_table`, one row per request; further rows belong to nobody. None without requests.
+            table: from `result_table`, one row per request; further rows belong to nobody. None
+                without requests.
             start: stamp of the step's beginning, when its time is wanted.
             scored: prompt tokens that a prefill has scored.
             context: which the drafter takes over.
@@ -132,20 +142,36 @@ class ResultQueue:
         Returns:
             Stamp of its end.
         """
-        table = _on_its_way(table[: len(selection.requests)]) if table is not None else torch.empty(0, num_columns(BlockShape(0)))
+        table = (
+            _on_its_way(table[: len(selection.requests)])
+            if table is not None
+            else torch.empty(0, num_columns(BlockShape(0)))
+        )
         if scored is not None:
             scored.table = _on_its_way(scored.table)
         end = self._clock.stamp()
-        self._launched.append(_Launched(selection, shape, table, scored, start, end, context, outlook))
+        self._launched.append(
+            _Launched(selection, shape, table, scored, start, end, context, outlook)
+        )
         return end
 
     def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
-        """The oldest steps, until only `leave` are unread; waits for a copy that is still under way."""
+        """The oldest steps, until only `leave` are unread; waits for a copy that is still under
+        way.
+        """
         while len(self._launched) > leave:
             step = self._launched.popleft()
             self._clock.wait(step.end)
             seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
-            yield FinishedStep(step.shape, step.selection, step.table, seconds, step.scored, step.context, step.outlook)
+            yield FinishedStep(
+                step.shape,
+                step.selection,
+                step.table,
+                seconds,
+                step.scored,
+                step.context,
+                step.outlook,
+            )
 
 
 def _on_its_way(table: Tensor) -> Tensor:

@@ -9,13 +9,15 @@ from specdec.sampling.tensors import SamplingPlan, SamplingTensors
 
 
 class Selection:
-    """The requests of a batch in their slots. Stays the same object from step to step while the batch has the same requests.
+    """The requests of a batch in their slots. Stays the same object from step to step while the
+    batch has the same requests.
 
     Attributes:
         requests: the batch.
         slots: theirs.
         plan: what their sampling needs.
-        tensors: their slots, int64 [num_reqs], and their sampling on the device; None until a step gathers them.
+        tensors: their slots, int64 [num_reqs], and their sampling on the device; None until a step
+            gathers them.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -35,10 +37,14 @@ class Selection:
 
     @property
     def longest(self) -> int:
-        """Tokens that each request has in the cache at most, whatever the steps in flight accept."""
+        """Tokens that each request has in the cache at most,
+        whatever the steps in flight accept.
+        """
         return max([request.num_kv_tokens + request.num_in_flight for request in self.requests])
 
     @property
     def shortest(self) -> int:
-        """Tokens that each request has in the cache at least, whatever the steps in flight accept."""
+        """Tokens that each request has in the cache at least,
+        whatever the steps in flight accept.
+        """
         return min([request.num_kv_tokens for request in self.requests])

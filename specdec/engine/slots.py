@@ -19,16 +19,19 @@ from specdec.sampling.tensors import SamplingTensors
 
 
 class SlotState:
-    """Tensors with one row per slot. The host writes rows between steps; within a step only device operations touch them.
+    """Tensors with one row per slot. The host writes rows between steps; within a step only device
+    operations touch them.
 
-    The slot after the last is nobody's. Rows that pad a batch point at it: it decodes greedily on the null block, from position 0.
+    The slot after the last is nobody's. Rows that pad a batch point at it: it decodes greedily on
+    the null block, from position 0.
 
     Args:
         max_num_seqs: number of slots for requests.
         max_blocks: entries of a block table row.
         block_size: tokens per block.
         max_model_len: position ids stay below it.
-        vocab_size: width of the table of tokens seen, which exists once a request has a repetition penalty.
+        vocab_size: width of the table of tokens seen, which exists once a request has a repetition
+            penalty.
         device: where the tensors live.
         num_lookahead_tokens: see `specdec.model.core.Drafter.num_lookahead_tokens`.
         rotates_by_length: the target asks, see `specdec.model.batch.ForwardInput.rope_lens`.
@@ -54,9 +57,15 @@ class SlotState:
         # In one, since a step begins by gathering both.
         self._progress = torch.zeros(2, self.num_slots, dtype=torch.int64, device=device)
         self.seq_lens, self.anchors = self._progress[0], self._progress[1]
-        self.block_table = torch.full((self.num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device)
+        self.block_table = torch.full(
+            (self.num_slots, max_blocks), NULL_BLOCK, dtype=torch.int32, device=device
+        )
         self.sampling = SamplingTensors.neutral(self.num_slots, device)
-        self.rope_lens = torch.zeros(self.num_slots, dtype=torch.int64, device=device) if rotates_by_length else None
+        self.rope_lens = (
+            torch.zeros(self.num_slots, dtype=torch.int64, device=device)
+            if rotates_by_length
+            else None
+        )
         self._num_blocks = [0] * max_num_seqs  # entries of each row that are the request's own
         self._selection = Selection([])
 
@@ -64,9 +73,14 @@ class SlotState:
         """Writes the rows of requests that have just got their slots."""
         if not requests:
             return
-        slots, first_blocks = self.tensor([[request.slot for request in requests], [request.block_ids[0] for request in requests]])
-        # Entries past its own blocks repeat a request's first block, so that no request ever reads another's values.
-        self.block_table.index_copy_(0, slots, first_blocks.int()[:, None].expand(-1, self.block_table.shape[1]))
+        slots, first_blocks = self.tensor(
+            [[request.slot for request in requests], [request.block_ids[0] for request in requests]]
+        )
+        # Entries past its own blocks repeat a request's first block, so that no request ever reads
+        # another's values.
+        self.block_table.index_copy_(
+            0, slots, first_blocks.int()[:, None].expand(-1, self.block_table.shape[1])
+        )
         rows = SamplingTensors.of(
             [request.sampling for request in requests],
             [request.seed for request in requests],
@@ -76,23 +90,37 @@ class SlotState:
         self.sampling.put(slots, rows)
         self._begin_edits(requests, slots)
         if self.rope_lens is not None:
-            self.rope_lens.index_copy_(0, slots, self.tensor([request.rope_len for request in requests]))
+            self.rope_lens.index_copy_(
+                0, slots, self.tensor([request.rope_len for request in requests])
+            )
         for request in requests:
             self._num_blocks[request.slot] = 0
             if request.sampling.penalized:
                 if self.sampling.seen is None:
-                    self.sampling.seen = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.bool, device=self.device)
+                    self.sampling.seen = torch.zeros(
+                        self.num_slots, self.vocab_size, dtype=torch.bool, device=self.device
+                    )
                 self.sampling.seen[request.slot] = False
-                self.sampling.seen[request.slot].index_fill_(0, self.tensor(prefill_tokens(request)), True)
+                self.sampling.seen[request.slot].index_fill_(
+                    0, self.tensor(prefill_tokens(request)), True
+                )
             if request.sampling.presence_penalty != 0 or request.sampling.frequency_penalty != 0:
                 if self.sampling.counts is None:
-                    self.sampling.counts = torch.zeros(self.num_slots, self.vocab_size, dtype=torch.int32, device=self.device)
+                    self.sampling.counts = torch.zeros(
+                        self.num_slots, self.vocab_size, dtype=torch.int32, device=self.device
+                    )
                 self.sampling.counts[request.slot] = 0
-                known = self.tensor(request.output_token_ids[:-1])  # after a preemption; the last one is the anchor
-                self.sampling.counts[request.slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
+                known = self.tensor(
+                    request.output_token_ids[:-1]
+                )  # after a preemption; the last one is the anchor
+                self.sampling.counts[request.slot].index_add_(
+                    0, known, torch.ones_like(known, dtype=torch.int32)
+                )
 
     def _begin_edits(self, requests: Sequence[Request], slots: Tensor) -> None:
-        """Writes what these requests change of single logits; from the first one that does on, also that others change none."""
+        """Writes what these requests change of single logits; from the first one that does on, also
+        that others change none.
+        """
         params = [request.sampling for request in requests]
         if self.sampling.edits is None and any(map(num_edits, params)):
             self.sampling.edits = Edits.none(self.num_slots, self.device)
@@ -105,7 +133,9 @@ class SlotState:
         cells: list[int] = []
         blocks: list[int] = []
         num_blocks = self._num_blocks
-        for request in [request for request in requests if num_blocks[request.slot] < len(request.block_ids)]:
+        for request in [
+            request for request in requests if num_blocks[request.slot] < len(request.block_ids)
+        ]:
             known, count = num_blocks[request.slot], len(request.block_ids)
             row = request.slot * self.block_table.shape[1]
             cells += range(row + known, row + count)
@@ -116,7 +146,9 @@ class SlotState:
             self.block_table.view(-1).index_copy_(0, places, values.int())
 
     def end_prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Sets L, and the last known token as anchor, of the requests whose prefill ends with these chunks."""
+        """Sets L, and the last known token as anchor, of the requests whose prefill ends with these
+        chunks.
+        """
         ended = [chunk for chunk in chunks if chunk.last]
         if ended:
             slots, seq_lens, anchors = self.tensor(
@@ -130,8 +162,8 @@ class SlotState:
             self.anchors.index_copy_(0, slots, anchors)
 
     def prefill_batch(self, chunks: Sequence[Chunk]) -> PrefillBatch:
-        """Packs chunks. Logits are asked for the last row of every prompt that ends here and has no known anchor, and behind these
-        for those of `Chunk.rows_to_score`.
+        """Packs chunks. Logits are asked for the last row of every prompt that ends here and has no
+        known anchor, and behind these for those of `Chunk.rows_to_score`.
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -141,7 +173,9 @@ class SlotState:
         rope_lens: list[int] = []
         for chunk in chunks:
             rope_lens += [chunk.request.rope_len] * (chunk.end - chunk.start)
-            scored_rows += [len(tokens) + position - chunk.start for position in chunk.rows_to_score]
+            scored_rows += [
+                len(tokens) + position - chunk.start for position in chunk.rows_to_score
+            ]
             tokens += prefill_tokens(chunk.request)[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             slots += cache_slots(chunk, self.block_size)
@@ -164,7 +198,11 @@ class SlotState:
             slots=slot_rows,
             max_pending=most_pending(chunks),
         )
-        return PrefillBatch(forward=rows, slots=slot_rows, next_token_ids=self.tensor([next_token(chunk) for chunk in chunks]))
+        return PrefillBatch(
+            forward=rows,
+            slots=slot_rows,
+            next_token_ids=self.tensor([next_token(chunk) for chunk in chunks]),
+        )
 
     def select(self, requests: Sequence[Request]) -> Selection:
         """The batch of these requests, with what is known of it from the step before."""
@@ -172,18 +210,25 @@ class SlotState:
             self._selection = Selection(requests)
         return self._selection
 
-    def decode_batch(self, selection: Selection, shape: BlockShape, context: Context = "now") -> DecodeBatch:
+    def decode_batch(
+        self, selection: Selection, shape: BlockShape, context: Context = "now"
+    ) -> DecodeBatch:
         """Gathers the rows of a batch for a step of blocks of one shape."""
         if selection.tensors is None:
             slots = self.tensor(selection.slots)
             selection.tensors = slots, self.sampling.select(slots, selection.plan)
         slots, sampling = selection.tensors
         sampling.select_past(slots, self.sampling)
-        bounds = {"max_seq_len": self.max_seq_len(selection, shape.drafts), "min_seq_len": selection.shortest}
+        bounds = {
+            "max_seq_len": self.max_seq_len(selection, shape.drafts),
+            "min_seq_len": selection.shortest,
+        }
         return self.gather(slots, sampling, shape=shape, context=context, **bounds)
 
     def max_seq_len(self, selection: Selection, k: int) -> int:
-        """Bound on the positions that a step of `k` drafts writes for any request, whatever those in flight accept."""
+        """Bound on the positions that a step of `k` drafts writes for any request, whatever those
+        in flight accept.
+        """
         return selection.longest + self.step_rows(k)
 
     def step_rows(self, k: int) -> int:
@@ -218,11 +263,14 @@ class SlotState:
         )
 
     def rope_lens_of(self, slots: Tensor) -> Tensor | None:
-        """int64 [num_reqs]: those of the requests in `slots`; None where the target does not ask."""
+        """int64 [num_reqs]: those of the requests in `slots`;
+        None where the target does not ask.
+        """
         return None if self.rope_lens is None else self.rope_lens.index_select(0, slots)
 
     def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput) -> None:
-        """Moves the requests of a step on: L grows by the accepted drafts and the old anchor, the next anchor takes its place.
+        """Moves the requests of a step on: L grows by the accepted drafts and the old anchor, the
+        next anchor takes its place.
 
         Args:
             batch: the step.
@@ -233,21 +281,28 @@ class SlotState:
         self.anchors.index_copy_(0, batch.slots, accept.next_anchors)
         plan, seen, counts = batch.sampling.plan, self.sampling.seen, self.sampling.counts
         if plan.penalized or plan.counted:
-            kept = torch.arange(token_ids.shape[1], device=self.device) <= accept.num_accepted[:, None]
+            kept = (
+                torch.arange(token_ids.shape[1], device=self.device) <= accept.num_accepted[:, None]
+            )
             tokens = torch.where(kept, token_ids, token_ids[:, :1])
             cells = (batch.slots[:, None] * self.vocab_size + tokens).view(-1)
             if plan.penalized and seen is not None:
-                # Not `seen[...] = True`: a number assigned through an index tensor is copied from the host, which waits.
+                # Not `seen[...] = True`: a number assigned through an index tensor is copied from
+                # the host, which waits.
                 seen.view(-1).index_fill_(0, cells, True)
             if plan.counted and counts is not None:
                 counts.view(-1).scatter_add_(0, cells, kept.int().view(-1))
 
     def rest_padding(self) -> None:
-        """Takes the padding slot back to where it began, so that it never outgrows its block table."""
+        """Takes the padding slot back to where it began,
+        so that it never outgrows its block table.
+        """
         self._progress[:, self.padding_slot].zero_()
 
     def slot_indices(self, requests: Sequence[Request], count: int | None = None) -> Tensor:
-        """int64 [count]: the slots of `requests`, then the padding slot; `count` is their number when left out."""
+        """int64 [count]: the slots of `requests`, then the padding slot; `count` is their number
+        when left out.
+        """
         slots = [request.slot for request in requests]
         return self.tensor(slots + [self.padding_slot] * ((count or len(slots)) - len(slots)))
 
@@ -256,14 +311,19 @@ class SlotState:
         return self.host_tensor(values).to(self.device, non_blocking=True)
 
     def host_tensor(self, values: Sequence[Any]) -> Tensor:
-        """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would wait for any other copy."""
+        """Integers, or rows of them, as int64 in pinned memory for an accelerator: the host would
+        wait for any other copy.
+        """
         return torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
 
 def cache_slots(chunk: Chunk, block_size: int) -> list[int]:
     """Where the keys and values of a chunk's tokens go, see `AttentionMetadata.slot_mapping`."""
     blocks = chunk.request.block_ids
-    return [blocks[position // block_size] * block_size + position % block_size for position in range(chunk.start, chunk.end)]
+    return [
+        blocks[position // block_size] * block_size + position % block_size
+        for position in range(chunk.start, chunk.end)
+    ]
 
 
 def next_token(chunk: Chunk) -> int:
@@ -274,7 +334,14 @@ def next_token(chunk: Chunk) -> int:
 
 def most_pending(chunks: Sequence[Chunk]) -> int:
     """See `ForwardInput.max_pending`: those of the snapshots that prefills go on from."""
-    return max((chunk.request.snapshot.pending for chunk in chunks if chunk.admitted and chunk.request.snapshot), default=0)
+    return max(
+        (
+            chunk.request.snapshot.pending
+            for chunk in chunks
+            if chunk.admitted and chunk.request.snapshot
+        ),
+        default=0,
+    )
 
 
 def samples_first_token(chunk: Chunk) -> bool:

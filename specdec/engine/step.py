@@ -1,4 +1,6 @@
-"""The work of a step on the device: what `specdec.engine.engine` describes, launched whole or replayed as a graph."""
+"""The work of a step on the device: what `specdec.engine.engine` describes, launched whole or
+replayed as a graph.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,12 @@ class StepRunner:
         trees: blocks may be trees.
 
     Attributes:
-        host_may_look: the device is the host, see `BoundDrafter.host_may_look`; not where steps are captured, which go one way.
+        host_may_look: the device is the host, see `BoundDrafter.host_may_look`; not where steps are
+            captured, which go one way.
         graphs: the captured steps; None where steps are launched operation by operation.
         guided_graphs: the same of batches in which outputs follow a grammar.
-        prefill_graphs: the captured prefills of short chunks; None where all are launched operation by operation.
+        prefill_graphs: the captured prefills of short chunks; None where all are launched operation
+            by operation.
     """
 
     def __init__(
@@ -120,8 +124,16 @@ class StepRunner:
             rows = batch.verification(block.token_ids, tree, max_pending=self._max_pending)
             return self.verifier.forward(rows, self._caches, self._aux_layer_ids)
 
-    def accept(self, batch: DecodeBatch, block: Block, verify: VerifyOutput, masks: TokenMasks | None = None) -> AcceptOutput:
-        """Acceptance, and the commit. `masks` say which tokens are allowed; the logits are overwritten then."""
+    def accept(
+        self,
+        batch: DecodeBatch,
+        block: Block,
+        verify: VerifyOutput,
+        masks: TokenMasks | None = None,
+    ) -> AcceptOutput:
+        """Acceptance, and the commit. `masks` say which tokens are allowed; the logits are
+        overwritten then.
+        """
         token_ids = block.token_ids
         with self._timer.phase("accept"):
             logits = verify.logits.view(*token_ids.shape, -1)
@@ -148,8 +160,11 @@ class StepRunner:
                 self.drafter.commit(batch, token_ids, accepted, verify)
         return accepted
 
-    def _follow(self, batch: DecodeBatch, path: Tensor, token_ids: Tensor, verify: VerifyOutput) -> tuple[Tensor, VerifyOutput]:
-        """Makes a chain of the path through a tree: cached rows move to where those of a chain lie, and others are left behind.
+    def _follow(
+        self, batch: DecodeBatch, path: Tensor, token_ids: Tensor, verify: VerifyOutput
+    ) -> tuple[Tensor, VerifyOutput]:
+        """Makes a chain of the path through a tree: cached rows move to where those of a chain lie,
+        and others are left behind.
 
         Returns:
             Tokens [num_reqs, depth + 1] of the path, and what the target put out for them.
@@ -160,7 +175,9 @@ class StepRunner:
         return token_ids, VerifyOutput(verify.logits, hidden)
 
     def prefill_step(self, batch: PrefillBatch) -> Tensor:
-        """Writes what the target and the drafter keep of prompt chunks; logits of the rows that the batch asks for."""
+        """Writes what the target and the drafter keep of prompt chunks; logits of the rows that the
+        batch asks for.
+        """
         with self._timer.phase("prefill"):
             verify = self.verifier.forward(batch.forward, self._caches, self._aux_layer_ids)
         if self.drafter:
@@ -169,7 +186,9 @@ class StepRunner:
         return verify.logits
 
     def step_table(self, batch: DecodeBatch, out: Tensor | None = None) -> Tensor:
-        """A step, and what the host wants to know about it; see `specdec.engine.step_table.result_table`."""
+        """A step, and what the host wants to know about it; see
+        `specdec.engine.step_table.result_table`.
+        """
         draft, accepted = self.step(batch)
         return result_table(batch.shape, accepted, draft, out)
 
@@ -186,7 +205,9 @@ class StepRunner:
         return self.drafter.most_deferred if self.drafter else 0
 
     def outlook(self, selection: Selection, k: int) -> float:
-        """Drafts that a request is expected to accept of a chain of `k`, on average, where the drafter can tell; else 0."""
+        """Drafts that a request is expected to accept of a chain of `k`, on average, where the
+        drafter can tell; else 0.
+        """
         if not self.drafter or not self.drafter.has_outlook or not self._looks:
             return 0.0
         with self._timer.phase("draft"):
@@ -204,13 +225,20 @@ class StepRunner:
         Before drafts can be made again, one step without any brings the context up to date.
         """
         most = self.most_deferred
-        deferred = max((request.num_deferred for request in selection.requests), default=0) if most else 0
+        deferred = (
+            max((request.num_deferred for request in selection.requests), default=0) if most else 0
+        )
         if not most or (shape.drafts and not deferred):
             return shape, "now"
         return BlockShape(0), "all" if shape.drafts or deferred + 1 >= most else "later"
 
     def decode(
-        self, selection: Selection, shape: BlockShape, clock: StepClock, since: Any = None, context: Context = "now"
+        self,
+        selection: Selection,
+        shape: BlockShape,
+        clock: StepClock,
+        since: Any = None,
+        context: Context = "now",
     ) -> tuple[Tensor, Any]:
         """Launches a step.
 
@@ -218,7 +246,8 @@ class StepRunner:
             selection: the batch.
             shape: of the block of each request.
             clock: stamps the step's beginning.
-            since: stamp of the end of the step before, if nothing came in between: the host's time then counts where it is longer.
+            since: stamp of the end of the step before, if nothing came in between: the host's time
+                then counts where it is longer.
             context: see `due`.
 
         Returns:
@@ -239,7 +268,11 @@ class StepRunner:
             request.num_deferred = request.num_deferred + 1 if context == "later" else 0
         start = clock.stamp() if since is None else since
         if selection.plan.guided:
-            launches = graph if isinstance(graph, GuidedGraph) else self._guided_step(selection, shape, context)
+            launches = (
+                graph
+                if isinstance(graph, GuidedGraph)
+                else self._guided_step(selection, shape, context)
+            )
             return run_guided(launches, selection.requests, shape, self._timer), start
         if graph:
             assert not isinstance(graph, GuidedGraph)
@@ -250,11 +283,15 @@ class StepRunner:
     def _guided_step(self, selection: Selection, shape: BlockShape, context: Context) -> GuidedStep:
         """A step in parts, launched operation by operation."""
         memory = torch.empty(0, dtype=torch.int32, device=self._slots.device)
-        masks = TokenMasks.empty(len(selection.requests), shape.rows, self._slots.vocab_size, memory)
+        masks = TokenMasks.empty(
+            len(selection.requests), shape.rows, self._slots.vocab_size, memory
+        )
         return GuidedStep(self, partial(self._slots.decode_batch, selection, shape, context), masks)
 
     def begin(self, newcomers: Sequence[Request]) -> list[Request]:
-        """Writes the rows of requests that have just got their slots; gives those for which that raises, which have failed."""
+        """Writes the rows of requests that have just got their slots; gives those for which that
+        raises, which have failed.
+        """
         with self._timer.phase("schedule"):
             try:
                 self._begin(newcomers)
@@ -267,17 +304,25 @@ class StepRunner:
 
     def _begin(self, newcomers: Sequence[Request]) -> None:
         self._slots.begin(newcomers)
-        self.copy_states([(request.snapshot.row, request.slot) for request in newcomers if request.snapshot is not None])
+        self.copy_states(
+            [
+                (request.snapshot.row, request.slot)
+                for request in newcomers
+                if request.snapshot is not None
+            ]
+        )
         if self.drafter:
             for request in newcomers:
                 self.drafter.begin(request.slot, request.token_ids)
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor | None, ScoredPrompts | None]:
-        """Writes the KV of prompt chunks and chooses the first token of every prompt that ends among them.
+        """Writes the KV of prompt chunks and chooses the first token of every prompt that ends
+        among them.
 
         Returns:
-            The table of those prompts, whose requests are those of the chunks that `samples_first_token`; None without any. And
-            what is told of prompt tokens; None where nobody asks.
+            The table of those prompts, whose requests are those of the chunks that
+            `samples_first_token`; None without any. And what is told of prompt tokens; None where
+            nobody asks.
         """
         with self._timer.phase("schedule"):
             self._slots.extend_block_tables([chunk.request for chunk in chunks])
@@ -291,7 +336,9 @@ class StepRunner:
         with self._timer.phase("accept"):
             self._slots.end_prefill(chunks)
             ended = [chunk.request for chunk in chunks if samples_first_token(chunk)]
-            return self._first_tokens(ended, logits[: len(ended)]), self._scores(chunks, logits[len(ended) :])
+            return self._first_tokens(ended, logits[: len(ended)]), self._scores(
+                chunks, logits[len(ended) :]
+            )
 
     def _scores(self, chunks: Sequence[Chunk], logits: Tensor) -> ScoredPrompts | None:
         """Log-probabilities of prompt tokens from the logits [n, V] of the rows before them."""
@@ -299,11 +346,18 @@ class StepRunner:
         scored = [(request, len(some)) for request, some in rows if some]
         if not scored:
             return None
-        tokens = [token for request, some in rows for token in request.prompt_token_ids[some.start + 1 : some.stop + 1]]
+        tokens = [
+            token
+            for request, some in rows
+            for token in request.prompt_token_ids[some.start + 1 : some.stop + 1]
+        ]
         for request, count in scored:
             request.num_scored += count
         top = power_of_two(max(request.sampling.prompt_logprobs or 0 for request, _ in scored))
-        return ScoredPrompts(scored, logprobs_of(logits, self._slots.tensor(tokens), top).packed().view(len(tokens), -1))
+        return ScoredPrompts(
+            scored,
+            logprobs_of(logits, self._slots.tensor(tokens), top).packed().view(len(tokens), -1),
+        )
 
     def copy_states(self, rows: Sequence[tuple[int, int]]) -> None:
         """Copies recurrent states, of all layers, from the first row of each pair to the second."""
@@ -316,7 +370,9 @@ class StepRunner:
             return None
         state = self._slots
         slots = state.slot_indices(requests)
-        sampling = state.sampling.select(slots, SamplingPlan.of([request.sampling for request in requests]))
+        sampling = state.sampling.select(
+            slots, SamplingPlan.of([request.sampling for request in requests])
+        )
         last_tokens = state.anchors.index_select(0, slots)[:, None]
         last_positions = state.seq_lens.index_select(0, slots)[:, None] - 1
         masks = None
@@ -325,6 +381,9 @@ class StepRunner:
                 memory = torch.empty(0, dtype=torch.int32, device=state.device)
                 masks = TokenMasks.empty(len(requests), 1, state.vocab_size, memory)
                 put(masks, fill(requests, 1, [[] for _ in requests], masks))
-        accepted = agreed(accept(last_tokens, logits[:, None], None, sampling, last_positions, masks=masks), self._group)
+        accepted = agreed(
+            accept(last_tokens, logits[:, None], None, sampling, last_positions, masks=masks),
+            self._group,
+        )
         state.anchors.index_copy_(0, slots, accepted.next_anchors)
         return result_table(BlockShape(0), accepted)

@@ -1,4 +1,6 @@
-"""The table of a step: all that the host wants to know about it, in one tensor, and how the host reads it."""
+"""The table of a step: all that the host wants to know about it, in one tensor, and how the host
+reads it.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,28 @@ from specdec.model.core import AcceptOutput, DraftOutput
 from specdec.sampling.logprobs import Unpacked, num_packed
 from specdec.sampling.tensors import SamplingPlan
 
-_COUNTS = 3  # columns before the tokens: accepted drafts, offered drafts, and whether the logits were finite with twice the part
+# columns before the tokens: accepted drafts, offered drafts, and whether the logits were finite
+# with twice the part
+_COUNTS = 3
 
 
 @dataclass(slots=True)
 class StepColumns:
     """What one step gave its requests, request by request in flat lists.
 
-    Not an object for each of them: thousands of small objects alive at once would set off Python's garbage collector in every few
-    steps, and that takes longer than all else that the host does.
+    Not an object for each of them: thousands of small objects alive at once would set off Python's
+    garbage collector in every few steps, and that takes longer than all else that the host does.
 
     Attributes:
         num_accepted: drafts kept.
         num_drafts: positions for which drafts were offered, at most the block's depth.
-        told: 1 where the logits behind the tokens were finite, else 0, and twice the part of a composition of drafters whose drafts
-            they were, 0 for any other.
+        told: 1 where the logits behind the tokens were finite, else 0, and twice the part of a
+            composition of drafters whose drafts they were, 0 for any other.
         token_ids: depth + 1 of each request, of which the first `num_accepted + 1` are its output.
-        rows: of trees, the rows that were kept, from the anchor's child on: the first `num_accepted` of depth.
-        ranks: of trees, the places of these drafts among the candidates of their positions, likewise.
+        rows: of trees, the rows that were kept, from the anchor's child on: the first
+            `num_accepted` of depth.
+        ranks: of trees, the places of these drafts among the candidates of their positions,
+            likewise.
         logprobs: of all `token_ids`; None when nobody in the batch asked.
     """
 
@@ -53,7 +59,12 @@ class StepColumns:
         return cls(num_accepted, num_drafts, told, flat[0], flat[1], flat[2], of_tokens)
 
 
-def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None = None, out: Tensor | None = None) -> Tensor:
+def result_table(
+    shape: BlockShape,
+    accept: AcceptOutput,
+    draft: DraftOutput | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """One tensor with all that the host wants to know about a step of blocks of one shape.
 
     Returns:
@@ -73,7 +84,9 @@ def result_table(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | N
     return torch.cat(columns, dim=1, out=out)
 
 
-def _positions_offered(shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None) -> Tensor:
+def _positions_offered(
+    shape: BlockShape, accept: AcceptOutput, draft: DraftOutput | None
+) -> Tensor:
     """int64 [num_reqs]: positions for which drafts count, of a tree those of its longest path."""
     if draft is None or draft.num_drafts is None:
         return torch.full_like(accept.num_accepted, shape.depth)
@@ -84,6 +97,8 @@ def _positions_offered(shape: BlockShape, accept: AcceptOutput, draft: DraftOutp
 
 
 def num_columns(shape: BlockShape, plan: SamplingPlan | None = None) -> int:
-    """Width of the table of a step of blocks of one shape; without a plan, that of requests that want no log-probabilities."""
+    """Width of the table of a step of blocks of one shape; without a plan, that of requests that
+    want no log-probabilities.
+    """
     of_token = num_packed(plan.top_logprobs) if plan and plan.logprobs else 0
     return _COUNTS + (shape.depth + 1) * (1 + of_token) + 2 * shape.tree_depth

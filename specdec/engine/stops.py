@@ -7,7 +7,8 @@ from functools import lru_cache
 
 
 class StopStrings:
-    """The automaton of Aho and Corasick (1975). A node stands for the longest ending of a text that begins a string; 0 for none.
+    """The automaton of Aho and Corasick (1975). A node stands for the longest ending of a text that
+    begins a string; 0 for none.
 
     Attributes:
         depth: length of that ending, by node.
@@ -33,8 +34,9 @@ class StopStrings:
         """Goes on from a node.
 
         Returns:
-            The node after the text, or after the string that was completed first, of those the longest; where that one ends in the
-            text, and its length, which is 0 where there is none.
+            The node after the text, or after the string that was completed first, of those the
+            longest; where that one ends in the text, and its length, which is 0 where there is
+            none.
 
         >>> StopStrings(["ab", "cab"]).search(0, "acab")
         (5, 4, 3)

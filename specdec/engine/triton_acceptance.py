@@ -1,6 +1,7 @@
 """What a step comes to where drafts are point masses, in Triton; see `specdec.engine.acceptance`.
 
-One program per request tells the outcome; one per row of a path, and piece of its features, copies what goes on from there.
+One program per request tells the outcome; one per row of a path, and piece of its features, copies
+what goes on from there.
 """
 
 import torch
@@ -42,7 +43,9 @@ def _outcome_kernel(
     token = tl.load(target_ids + row, mask=within, other=0)
     if path is None:
         draft = tl.load(tokens + request * ROWS + place + 1, mask=place + 1 < ROWS, other=-1)
-        count = tl.min(tl.where((token == draft) & (place + 1 < ROWS), WIDTH, place), 0).to(tl.int64)
+        count = tl.min(tl.where((token == draft) & (place + 1 < ROWS), WIDTH, place), 0).to(
+            tl.int64
+        )
         if num_drafts is not None:
             count = tl.minimum(count, tl.load(num_drafts + request))
         tl.store(num_accepted + request, count)
@@ -78,7 +81,9 @@ def _follow_kernel(
         tl.store(kept + place * FEATURES + column, numbers, mask=column < FEATURES)
 
 
-def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def follow(
+    path: Tensor, token_ids: Tensor, features: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Tokens int64 [num_reqs, depth + 1] and features [num_reqs * (depth + 1), F] of a path's rows.
 
     Args:
@@ -107,8 +112,11 @@ def follow(path: Tensor, token_ids: Tensor, features: Tensor | None) -> tuple[Te
     return kept_ids, kept
 
 
-def chain_outcome(tokens: Tensor, target_ids: Tensor, num_drafts: Tensor | None, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Accepted drafts int64, next anchors int64, and whether all is finite that counts, bool, each [num_reqs].
+def chain_outcome(
+    tokens: Tensor, target_ids: Tensor, num_drafts: Tensor | None, finite: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepted drafts int64, next anchors int64, and whether all is finite that counts, bool, each
+    [num_reqs].
 
     Args:
         tokens: int64 [num_reqs, k + 1], the anchor and the drafts.
@@ -117,11 +125,16 @@ def chain_outcome(tokens: Tensor, target_ids: Tensor, num_drafts: Tensor | None,
         finite: bool [num_reqs, k + 1].
     """
     num_accepted = torch.empty(len(tokens), dtype=torch.int64, device=tokens.device)
-    return num_accepted, *_launch(target_ids, finite, tokens.contiguous(), num_drafts, None, num_accepted, None)
+    return num_accepted, *_launch(
+        target_ids, finite, tokens.contiguous(), num_drafts, None, num_accepted, None
+    )
 
 
-def path_outcome(path: Tensor, num_accepted: Tensor, target_ids: Tensor, finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The target's tokens along a path through a tree, int64 [num_reqs, depth + 1], then as `chain_outcome`.
+def path_outcome(
+    path: Tensor, num_accepted: Tensor, target_ids: Tensor, finite: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The target's tokens along a path through a tree, int64 [num_reqs, depth + 1], then as
+    `chain_outcome`.
 
     Args:
         path: int64 [num_reqs, depth + 1], rows.

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CACHE_BYTES = 2**29
-"""Of compiled grammars that are kept for the next request; those of unfinished requests come on top. A schema takes a few MB."""
+"""Of compiled grammars that are kept for the next request; those of unfinished requests come on
+top. A schema takes a few MB.
+"""
 
 
 class GrammarCompiler:
@@ -41,8 +43,10 @@ class GrammarCompiler:
         tokenizer: of the target.
         vocab_size: V, numbers in a row of the target's logits.
         eos_token_ids: what may follow a complete output, and ends it.
-        in_threads: compile beside the engine's steps; otherwise at once, so that engines that are to do the same can.
-        limited: keep to the limits, for which most are compiled in a process of their own first; otherwise another rank has.
+        in_threads: compile beside the engine's steps; otherwise at once, so that engines that are
+            to do the same can.
+        limited: keep to the limits, for which most are compiled in a process of their own first;
+            otherwise another rank has.
     """
 
     def __init__(
@@ -54,7 +58,11 @@ class GrammarCompiler:
         in_threads: bool = True,
         limited: bool = True,
     ) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._tokenizer, self._vocab_size, self._eos_token_ids = (
+            tokenizer,
+            vocab_size,
+            tuple(eos_token_ids),
+        )
         self._in_threads, self._limited = in_threads, limited
         self._vocabulary = Vocabulary(lambda: self._info.serialize_json())
         self._jobs: dict[Grammar, Job] = {}
@@ -64,12 +72,19 @@ class GrammarCompiler:
         """Whether there can be grammars.
 
         Raises:
-            InvalidInputError: xgrammar is not installed, or the target has no end-of-sequence token.
+            InvalidInputError: xgrammar is not installed, or the target has no end-of-sequence
+                token.
         """
         if find_spec("xgrammar") is None:
-            raise InvalidInputError(f"a grammar needs xgrammar, which is not installed; run: {install_command('grammar')}")
+            raise InvalidInputError(
+                f"a grammar needs xgrammar, which is not installed; run:"
+                f" {install_command('grammar')}"
+            )
         if not self._eos_token_ids:
-            raise InvalidInputError("a grammar needs an end-of-sequence token and the target has none; decode without a grammar")
+            raise InvalidInputError(
+                "a grammar needs an end-of-sequence token and the target has none; decode without a"
+                " grammar"
+            )
 
     def start(self, grammar: Grammar) -> GrammarProgress:
         """Where an output stands before its first token. Its grammar may be ready only later.
@@ -118,8 +133,9 @@ class GrammarCompiler:
         return ThinkingProgress(thinking, place, budget, answer, self._eos_token_ids)
 
     def compiled(self, grammar: Grammar) -> Future[xgrammar.CompiledGrammar]:
-        """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`, or where that is not who asked's
-        fault another. Who cancels this waits no longer, and a grammar for which nobody waits is not compiled.
+        """The grammar as soon as it is compiled, or why it cannot be: an `InvalidInputError`, or
+        where that is not who asked's fault another. Who cancels this waits no longer, and a grammar
+        for which nobody waits is not compiled.
 
         Raises:
             CapacityError: too many wait to be compiled.
@@ -135,7 +151,9 @@ class GrammarCompiler:
         return own
 
     def after_fork(self) -> None:
-        """In a child process: no thread of the parent's compiles anything here, and no lock is held."""
+        """In a child process: no thread of the parent's compiles anything here, and no lock is
+        held.
+        """
         self._lock = Lock()
         self._jobs = {grammar: job for grammar, job in self._jobs.items() if job.result.done()}
 
@@ -148,8 +166,8 @@ class GrammarCompiler:
         return job
 
     def _forget(self) -> None:
-        """Lets go of those that were not asked for the longest, as far as they take too much, and of what tells of no grammar;
-        under the lock.
+        """Lets go of those that were not asked for the longest, as far as they take too much, and
+        of what tells of no grammar; under the lock.
         """
         done = {grammar: job.result for grammar, job in self._jobs.items() if job.result.done()}
         sizes = {grammar: 4 * len(grammar.text) for grammar in done}
@@ -167,7 +185,9 @@ class GrammarCompiler:
 
     @cached_property
     def _special_token_ids(self) -> frozenset[int]:
-        return frozenset(token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special)
+        return frozenset(
+            token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special
+        )
 
     @cached_property
     def _info(self) -> xgrammar.TokenizerInfo:
@@ -175,9 +195,15 @@ class GrammarCompiler:
         import xgrammar
 
         stop = list(self._eos_token_ids)
-        read = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop)
-        # Special tokens would pass as the text that they are written with, such as <s> in a string, and decoding leaves them out.
-        texts = [b"" if token in self._special_token_ids else text for token, text in enumerate(read.decoded_vocab)]
+        read = xgrammar.TokenizerInfo.from_huggingface(
+            self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop
+        )
+        # Special tokens would pass as the text that they are written with, such as <s> in a string,
+        # and decoding leaves them out.
+        texts = [
+            b"" if token in self._special_token_ids else text
+            for token, text in enumerate(read.decoded_vocab)
+        ]
         return xgrammar.TokenizerInfo(
             texts,
             xgrammar.VocabType.RAW,
@@ -223,7 +249,9 @@ class GrammarCompiler:
                     return ask(link, self._vocabulary, grammar, seconds)
             if job.stopped:
                 raise CancelledError
-        raise RuntimeError("the process that compiles grammars has ended twice; is there memory for it?")
+        raise RuntimeError(
+            "the process that compiles grammars has ended twice; is there memory for it?"
+        )
 
 
 def _shut(link: socket.socket) -> None:

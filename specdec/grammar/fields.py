@@ -16,12 +16,21 @@ MAKERS: dict[str, Callable[[Any], Grammar]] = {
     "choice": Grammar.choice,
     "grammar": Grammar.ebnf,
 }
-"""By the keys of vLLM's `structured_outputs`; with `guided_` before it each is a field of its own."""
+"""By the keys of vLLM's `structured_outputs`; with `guided_` before it each is a field of its own.
+"""
 
-TYPES: dict[str, tuple[type, ...]] = {"json": (str, Mapping), "json_object": (bool,), "choice": (list, tuple)}
+TYPES: dict[str, tuple[type, ...]] = {
+    "json": (str, Mapping),
+    "json_object": (bool,),
+    "choice": (list, tuple),
+}
 """What each is made of; others of a string."""
 
-FIELDS = {f"guided_{name}": name for name in MAKERS} | {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+FIELDS = {f"guided_{name}": name for name in MAKERS} | {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 """Fields of a request that are a grammar's text: vLLM's, then llama.cpp's and SGLang's."""
 
 GRAMMAR_FIELDS = (*FIELDS, "response_format", "structured_outputs", "grammar", "format")
@@ -47,7 +56,8 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     """The grammar of a completion or a chat; None where its fields ask for none.
 
     Args:
-        fields: of the request, of which those of `GRAMMAR_FIELDS` are looked at. What is null or False is not asked for.
+        fields: of the request, of which those of `GRAMMAR_FIELDS` are looked at. What is null or
+            False is not asked for.
 
     Raises:
         InvalidInputError: two are asked for, or one is not of its form.
@@ -55,7 +65,11 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     >>> grammar_of({"guided_regex": "a+", "temperature": 0})
     Grammar(kind='regex', text='a+')
     """
-    made = [_made(kind, fields[name], name) for name, kind in FIELDS.items() if _is_given(fields.get(name))]
+    made = [
+        _made(kind, fields[name], name)
+        for name, kind in FIELDS.items()
+        if _is_given(fields.get(name))
+    ]
     made += _structured(fields.get("structured_outputs"))
     rules, answer = fields.get("grammar"), fields.get("format")
     if isinstance(rules, Mapping):  # in the words of text-generation-inference
@@ -71,7 +85,8 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     made += _formatted(fields.get("response_format"), "response_format")
     if len(made) > 1:
         raise InvalidInputError(
-            "the request asks for several grammars; give one of response_format, structured_outputs and guided_*"
+            "the request asks for several grammars; give one of response_format, structured_outputs"
+            " and guided_*"
         )
     return made[0] if made else None
 
@@ -82,10 +97,14 @@ def unknown_keys(fields: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(given, Mapping):
         return
     _, places = FORMATS.get(str(given.get("type")), ("", ()))
-    yield from (f"response_format.{name}" for name in given if name not in {"type", "strict", *places})
+    yield from (
+        f"response_format.{name}" for name in given if name not in {"type", "strict", *places}
+    )
     described = given.get("json_schema")
     if isinstance(described, Mapping) and "schema" in described:
-        yield from (f"response_format.json_schema.{name}" for name in described if name not in SCHEMA_WORDS)
+        yield from (
+            f"response_format.json_schema.{name}" for name in described if name not in SCHEMA_WORDS
+        )
 
 
 def _is_given(value: Any) -> bool:
@@ -94,9 +113,15 @@ def _is_given(value: Any) -> bool:
 
 def _made(kind: str, value: Any, name: str) -> Grammar:
     if kind == "json" and isinstance(value, Mapping) and value and value.keys() <= SCHEMA_WORDS:
-        name, value = f"{name}.schema", value.get("schema")  # OpenAI puts it into an object that has a name as well
+        name, value = (
+            f"{name}.schema",
+            value.get("schema"),
+        )  # OpenAI puts it into an object that has a name as well
     if not isinstance(value, TYPES.get(kind, (str,))):
-        raise InvalidInputError(f"{name} is {reprlib.repr(value)}, which has the wrong type for a grammar of kind {kind!r}")
+        raise InvalidInputError(
+            f"{name} is {reprlib.repr(value)}, which has the wrong type for a grammar of kind"
+            f" {kind!r}"
+        )
     return MAKERS[kind](value)
 
 
@@ -105,11 +130,16 @@ def _structured(outputs: Any) -> list[Grammar]:
     if outputs is None:
         return []
     if not isinstance(outputs, Mapping):
-        raise InvalidInputError(f"structured_outputs is a {type(outputs).__name__}; it must be an object")
+        raise InvalidInputError(
+            f"structured_outputs is a {type(outputs).__name__}; it must be an object"
+        )
     given = {name: value for name, value in outputs.items() if _is_given(value)}
     unknown = next((name for name in given if name not in MAKERS), None)
     if unknown is not None:
-        raise InvalidInputError(f"structured_outputs asks for {reprlib.repr(unknown)}; choose one of {', '.join(MAKERS)}")
+        raise InvalidInputError(
+            f"structured_outputs asks for {reprlib.repr(unknown)}; choose one of"
+            f" {', '.join(MAKERS)}"
+        )
     return [_made(name, value, f"structured_outputs.{name}") for name, value in given.items()]
 
 
@@ -121,7 +151,9 @@ def _formatted(given: Any, field: str) -> list[Grammar]:
     if kind == "text":
         return []
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise InvalidInputError(f"the type of {field} is {reprlib.repr(kind)}; choose text, {', '.join(FORMATS)}")
+        raise InvalidInputError(
+            f"the type of {field} is {reprlib.repr(kind)}; choose text, {', '.join(FORMATS)}"
+        )
     maker, places = FORMATS[kind]
     found = {name: given[name] for name in places if _is_given(given.get(name))}
     if len(found) > 1:

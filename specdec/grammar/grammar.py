@@ -17,12 +17,15 @@ from specdec.grammar.schema.text_rules import Text
 Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
 
 QUICK_CHARACTERS = 8192
-"""Of a schema without counts or patterns of its own, or of choices: fuzzed ones of this length compile in a fifth of a second."""
+"""Of a schema without counts or patterns of its own, or of choices: fuzzed ones of this length
+compile in a fifth of a second.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form of one output; make it with one of the functions below. Equal grammars are compiled once.
+    """The form of one output; make it with one of the functions below. Equal grammars are compiled
+    once.
 
     Attributes:
         kind: how `text` is read.
@@ -42,28 +45,46 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise InvalidInputError(f"the grammar's kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}")
+            raise InvalidInputError(
+                f"the grammar's kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}"
+            )
         if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
-            raise InvalidInputError(f"the text of a grammar of kind {self.kind} is {reprlib.repr(self.text)}; it must be a string")
+            raise InvalidInputError(
+                f"the text of a grammar of kind {self.kind} is {reprlib.repr(self.text)}; it must"
+                f" be a string"
+            )
         check_size(f"the grammar of kind {self.kind}", len(self.text), MOST_CHARACTERS)
         if self.kind == "choice":
             choices = _parsed("the list of choices", self.text)
-            if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+            if (
+                not isinstance(choices, list)
+                or not choices
+                or not all(isinstance(one, str) and one for one in choices)
+            ):
                 raise InvalidInputError(
-                    f"choices are {reprlib.repr(choices)}; give a list of at least one string, none of them empty"
+                    f"choices are {reprlib.repr(choices)}; give a list of at least one string, none"
+                    f" of them empty"
                 )
         plain = "".join(choices) if self.kind == "choice" else self.text
         if self.kind != "json_schema" and NO_TEXT.search(plain):
-            raise InvalidInputError(f"the text of a grammar of kind {self.kind} holds NUL or half a character; leave that out")
+            raise InvalidInputError(
+                f"the text of a grammar of kind {self.kind} holds NUL or half a character; leave"
+                f" that out"
+            )
         if self.kind == "regex":
             check_size("the regular expression", len(self.text), MOST_PATTERN_CHARACTERS)
             Text((self.text,)).check()
         if self.kind == "json_schema" and (reasons := _said(self.text)[0]):
-            raise InvalidInputError(f"the JSON schema asks for what cannot be held to: {'; '.join(reasons)}; leave that out")
+            raise InvalidInputError(
+                f"the JSON schema asks for what cannot be held to: {'; '.join(reasons)}; leave that"
+                f" out"
+            )
 
     @property
     def notes(self) -> list[str]:
-        """What a JSON schema says that the standard lets be, and that the output need not follow; said to who asked."""
+        """What a JSON schema says that the standard lets be, and that the output need not follow;
+        said to who asked.
+        """
         return list(_said(self.text)[1]) if self.kind == "json_schema" else []
 
     @property
@@ -71,7 +92,9 @@ class Grammar:
         """Whether it plainly takes little to compile."""
         if self.kind == "json_schema" and len(self.text) <= QUICK_CHARACTERS:
             return not _said(self.text)[2]
-        return self.kind == "json_object" or (self.kind == "choice" and len(self.text) <= QUICK_CHARACTERS)
+        return self.kind == "json_object" or (
+            self.kind == "choice" and len(self.text) <= QUICK_CHARACTERS
+        )
 
     @classmethod
     def known(cls, kind: Kind, text: str) -> Grammar:
@@ -83,8 +106,13 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Grammar:
-        """JSON that a schema describes. Keys come in the order of `properties`, and none that the schema does not name."""
-        return cls("json_schema", schema if isinstance(schema, str) else _written("the JSON schema", schema))
+        """JSON that a schema describes. Keys come in the order of `properties`, and none that the
+        schema does not name.
+        """
+        return cls(
+            "json_schema",
+            schema if isinstance(schema, str) else _written("the JSON schema", schema),
+        )
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -101,7 +129,10 @@ class Grammar:
         """One of some strings."""
         if not isinstance(choices, Iterable):
             raise InvalidInputError(f"choices are {reprlib.repr(choices)}; give a list of strings")
-        return cls("choice", _written("the list of choices", choices if isinstance(choices, str) else [*choices]))
+        return cls(
+            "choice",
+            _written("the list of choices", choices if isinstance(choices, str) else [*choices]),
+        )
 
     @classmethod
     def ebnf(cls, rules: str) -> Grammar:

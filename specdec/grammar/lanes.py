@@ -1,6 +1,7 @@
 """In which order grammars are compiled: those that take little never wait for those that take much.
 
-See `specdec.grammar.limits.LANES`. In each lane long texts let shorter ones pass, though not for ever.
+See `specdec.grammar.limits.LANES`. In each lane long texts let shorter ones pass, though not for
+ever.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Job:
         return self.result.cancelled()
 
     def join(self) -> Future[Any] | None:
-        """The result, for one more who waits, and who leaves by cancelling it; None where it has stopped."""
+        """The result, for one more who waits, and who leaves by cancelling it; None where it has
+        stopped.
+        """
         own: Future[Any] = Future()
         with self._lock:
             if self.stopped:
@@ -127,9 +130,16 @@ class Lanes:
         with self._changed:
             waiting = sum(not one.stopped for queue in self._queues.values() for _, _, one in queue)
             if waiting >= MOST_WAITING:
-                raise CapacityError(f"{waiting:,} grammars wait to be compiled and the limit is {MOST_WAITING:,}; try again later")
+                raise CapacityError(
+                    f"{waiting:,} grammars wait to be compiled and the limit is {MOST_WAITING:,};"
+                    f" try again later"
+                )
             self._put(job, QUICK_SECONDS)
-            for lane in () if self._started else [lane for lane, count in LANES.items() for _ in range(count)]:
+            for lane in (
+                ()
+                if self._started
+                else [lane for lane, count in LANES.items() for _ in range(count)]
+            ):
                 threading.Thread(target=self._work, args=(lane,), name="specdec grammar").start()
             self._started = True
 
@@ -137,7 +147,10 @@ class Lanes:
         """Ends all work; what waits for it is told that it was cancelled."""
         with self._changed:
             self._closed = True
-            jobs = [*self._running, *(job for queue in self._queues.values() for _, _, job in queue)]
+            jobs = [
+                *self._running,
+                *(job for queue in self._queues.values() for _, _, job in queue),
+            ]
             self._changed.notify_all()
         for job in jobs:
             job.stop()

@@ -1,8 +1,9 @@
-"""Texts that meet several conditions at once, as rules in GBNF: the automaton of a regular expression's derivatives.
+"""Texts that meet several conditions at once, as rules in GBNF: the automaton of a regular
+expression's derivatives.
 
-Expressions are numbers of an `Algebra`. The derivative of one by a character is what may follow that character. See Brzozowski,
-"Derivatives of Regular Expressions" (1964); with Owens, Reppy and Turon (2009) characters that lead
-to the same go as one.
+Expressions are numbers of an `Algebra`. The derivative of one by a character is what may follow
+that character. See Brzozowski, "Derivatives of Regular Expressions" (1964); with Owens, Reppy and
+Turon (2009) characters that lead to the same go as one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from typing import Any
 
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.limits import MOST_EXPRESSIONS, MOST_STATES
-from specdec.grammar.schema.characters import LAST, NOT_TEXT, Characters, Ranges, both, others, ranges
+from specdec.grammar.schema.characters import (
+    LAST,
+    NOT_TEXT,
+    Characters,
+    Ranges,
+    both,
+    others,
+    ranges,
+)
 from specdec.grammar.schema.pattern import Both, Node, Options, Repeat, Row
 
 Expression = int
@@ -80,7 +89,11 @@ class Algebra:
         """One so many times."""
         if most == 0 or part == self.empty or (part == self.nothing and not least):
             return self.empty
-        return part if (least, most) == (1, 1) or part == self.nothing else self._kept("repeat", part, least, most)
+        return (
+            part
+            if (least, most) == (1, 1) or part == self.nothing
+            else self._kept("repeat", part, least, most)
+        )
 
     def _flat(self, kind: str, parts: Iterable[Expression]) -> set[Expression]:
         found: set[Expression] = set()
@@ -95,7 +108,9 @@ class Algebra:
         return self._kept(kind, tuple(sorted(some)))
 
     def of(self, node: Node, *, inverted: bool = False) -> Expression:
-        """A pattern; where it is not wanted, whatever it may match for one of its readers counts."""
+        """A pattern; where it is not wanted, whatever it may match for one of its readers
+        counts.
+        """
         match node:
             case Characters(sure, possible):
                 return self.characters(possible if inverted else sure)
@@ -110,7 +125,9 @@ class Algebra:
                 return whole
             case Both(first, wanted, second):
                 look = self.of(first, inverted=inverted == wanted)
-                return self.all([look if wanted else self.but(look), self.of(second, inverted=inverted)])
+                return self.all(
+                    [look if wanted else self.but(look), self.of(second, inverted=inverted)]
+                )
         raise AssertionError(f"{node} is not settled")
 
     def ends(self, part: Expression) -> bool:
@@ -134,7 +151,9 @@ class Algebra:
         if part not in self._firsts:
             match self._forms[part]:
                 case ("row", first, second):
-                    found = self.firsts(first) | (self.firsts(second) if self.ends(first) else frozenset())
+                    found = self.firsts(first) | (
+                        self.firsts(second) if self.ends(first) else frozenset()
+                    )
                 case ("any" | "all", parts):
                     found = frozenset().union(*map(self.firsts, parts))
                 case ("but" | "repeat", inner, *_):
@@ -165,7 +184,11 @@ class Algebra:
                     rest = self.repeat(inner, max(0, least - 1), None if most is None else most - 1)
                     found = self.row(self.after(inner, code), rest)
                 case ("characters", some):
-                    found = self.empty if any(first <= code <= last for first, last in some) else self.nothing
+                    found = (
+                        self.empty
+                        if any(first <= code <= last for first, last in some)
+                        else self.nothing
+                    )
                 case _:
                     found = self.nothing
             self._derived[key] = found
@@ -177,7 +200,8 @@ class TooManyStates(InvalidInputError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"patterns, lookaheads and lengths of a string come to more than {MOST_STATES:,} states together, or to too many on the"
+            f"patterns, lookaheads and lengths of a string come to more than {MOST_STATES:,} states"
+            f" together, or to too many on the"
             " way there; make them simpler"
         )
 
@@ -187,7 +211,8 @@ Steps = dict[Expression, Ranges]
 
 
 def automaton(algebra: Algebra, start: Expression) -> dict[Expression, Steps]:
-    """By expression, beginning with the first, where characters lead; dead ends are left out, so it may be empty.
+    """By expression, beginning with the first, where characters lead; dead ends are left out, so it
+    may be empty.
 
     Raises:
         TooManyStates: there are more than `MOST_STATES`.

@@ -14,7 +14,9 @@ DEEPEST = 100
 """Schemas within schemas, and groups within groups of a pattern."""
 
 MOST_COMPARISONS = 200_000
-"""Parts of a schema that are looked at to tell options and types apart, and references from each other."""
+"""Parts of a schema that are looked at to tell options and types apart, and references from each
+other.
+"""
 
 MOST_STATES = 1000
 """Of the automaton of a string with lookaheads, lengths or several patterns."""
@@ -26,8 +28,8 @@ MOST_REASONS = 8
 """Reasons that one refusal names."""
 
 LANES = {0.25: 2, 4.0: 1, 20.0: 1}
-"""By seconds of a processor that one grammar may take to compile, how many are compiled at once. What takes more
-begins again in the next lane, behind its like; in the last it is refused.
+"""By seconds of a processor that one grammar may take to compile, how many are compiled at once.
+What takes more begins again in the next lane, behind its like; in the last it is refused.
 """
 
 QUICK_SECONDS, MOST_SECONDS = min(LANES), max(LANES)
@@ -47,7 +49,9 @@ def check_size(what: str, size: int, most: int) -> None:
     InvalidInputError: a text is too long.
     """
     if size > most:
-        raise InvalidInputError(f"{what} has {size:,} characters and the limit is {most:,}; make it smaller")
+        raise InvalidInputError(
+            f"{what} has {size:,} characters and the limit is {most:,}; make it smaller"
+        )
 
 
 def shown(text: object, most: int = 120) -> str:

@@ -21,7 +21,9 @@ from specdec.grammar.limits import MOST_MEMORY, MOST_SECONDS
 TOKENIZER, GRAMMAR = b"t", b"g"
 """Kinds of messages."""
 
-START = "import sys; sys.path[:] = {path!r}; from specdec.grammar.worker import main; main({number})"
+START = (
+    "import sys; sys.path[:] = {path!r}; from specdec.grammar.worker import main; main({number})"
+)
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """The process uses no accelerator."""
@@ -52,7 +54,8 @@ class Answer:
     """What a grammar was compiled to.
 
     Attributes:
-        again: it is `text` that is to be compiled, rules in GBNF, of which that is known to be quick; else it is done.
+        again: it is `text` that is to be compiled, rules in GBNF, of which that is known to be
+            quick; else it is done.
         notes: what there is to say.
     """
 
@@ -143,9 +146,15 @@ def reason_of(kind: str, error: BaseException) -> str:
     """Why a grammar cannot be compiled, on one line, whatever the library raises."""
     if isinstance(error, MemoryError) or "bad_alloc" in str(error):
         limit = f"{MOST_MEMORY // 2**20:,} MiB"
-        return f"the grammar of kind {kind} takes too much memory to compile (the limit is {limit}); make it simpler"
+        return (
+            f"the grammar of kind {kind} takes too much memory to compile (the limit is"
+            f" {limit}); make it simpler"
+        )
     if isinstance(error, RecursionError):
-        return f"the grammar of kind {kind} is nested too deeply, or has too many parts in a row; make it simpler"
+        return (
+            f"the grammar of kind {kind} is nested too deeply, or has too many parts in a row;"
+            f" make it simpler"
+        )
     if isinstance(error, SpecDecError):
         return one_line(error, 1000)
     said = (str(error).strip().splitlines() or [""])[-1]
@@ -161,9 +170,14 @@ def ask(link: socket.socket, vocabulary: Vocabulary, grammar: Grammar, seconds: 
         TooSlow: not in these seconds of a processor.
         Ended: the process has ended meanwhile, or somebody has shut the link.
     """
-    what, text = f"the grammar of kind {grammar.kind}", grammar.text.encode("utf-8", "surrogatepass")
+    what, text = (
+        f"the grammar of kind {grammar.kind}",
+        grammar.text.encode("utf-8", "surrogatepass"),
+    )
     try:
-        link.sendall(json.dumps([vocabulary.key, grammar.kind, seconds, len(text)]).encode() + b"\n" + text)
+        link.sendall(
+            json.dumps([vocabulary.key, grammar.kind, seconds, len(text)]).encode() + b"\n" + text
+        )
         parts = list(iter(lambda: link.recv(2**20), b""))
     except OSError as error:
         raise Ended from error
@@ -171,7 +185,10 @@ def ask(link: socket.socket, vocabulary: Vocabulary, grammar: Grammar, seconds: 
     if not re.fullmatch(rb"-?\d+", status):
         raise Ended
     if int(status) == -signal.SIGPROF:
-        raise TooSlow(f"{what} takes more than {MOST_SECONDS:g} seconds of a processor to compile; make it simpler")
+        raise TooSlow(
+            f"{what} takes more than {MOST_SECONDS:g} seconds of a processor to compile; make it"
+            f" simpler"
+        )
     if int(status):
         raise InvalidInputError(f"{what} ended the process that compiled it; make it simpler")
     head, _, made = answer.partition(b"\n")

@@ -18,17 +18,22 @@ PERMISSIVE = -1
 
 
 class GrammarProgress:
-    """State of one output on the host. Its tokens are those that were read; drafts pass by without a trace.
+    """State of one output on the host. Its tokens are those that were read; drafts pass by without
+    a trace.
 
     Args:
         compiled: the grammar, which may still be compiled.
-        eos_token_ids: tokens that end the output; of those that are no text the grammar allows them alone.
+        eos_token_ids: tokens that end the output; of those that are no text the grammar allows them
+            alone.
 
     Attributes:
-        dead_ends: rows of the last masks behind which no token may follow, though the grammar allows the row itself.
+        dead_ends: rows of the last masks behind which no token may follow, though the grammar
+            allows the row itself.
     """
 
-    def __init__(self, compiled: Future[xgrammar.CompiledGrammar], eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, compiled: Future[xgrammar.CompiledGrammar], eos_token_ids: Sequence[int]
+    ) -> None:
         self.compiled = compiled
         self.dead_ends: frozenset[int] = frozenset()
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -51,13 +56,17 @@ class GrammarProgress:
         """Takes over output tokens; False if the grammar does not allow one of them."""
         return all(self._matcher.accept_token(token) for token in token_ids)
 
-    def fill(self, masks: Tensor, drafts: Sequence[int] = (), parents: Sequence[int] | None = None) -> None:
+    def fill(
+        self, masks: Tensor, drafts: Sequence[int] = (), parents: Sequence[int] | None = None
+    ) -> None:
         """Writes which tokens may follow each row of a block.
 
-        Rows that no output can come to, such as those behind a draft that the grammar refuses, allow everything: nobody asks them.
+        Rows that no output can come to, such as those behind a draft that the grammar refuses,
+        allow everything: nobody asks them.
 
         Args:
-            masks: int32 [N + 1, ceil(V / 32)], on the host and contiguous. Bit b of word w is token 32 w + b.
+            masks: int32 [N + 1, ceil(V / 32)], on the host and contiguous. Bit b of word w is token
+                32 w + b.
             drafts: N tokens behind the anchor, in a chain unless `parents` says otherwise.
             parents: of each draft the row that it continues, see `specdec.base.blocks.DraftTree`.
         """
@@ -78,9 +87,11 @@ class GrammarProgress:
         self.dead_ends = frozenset(dead)
 
     def mended(self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]) -> list[int]:
-        """The drafts of a chain, and in the place of those that the grammar refuses the first alternative that it allows.
+        """The drafts of a chain, and in the place of those that the grammar refuses the first
+        alternative that it allows.
 
-        From a slot on that has none they stay as they are: no more than those before can be accepted.
+        From a slot on that has none they stay as they are: no more than those before can be
+        accepted.
         """
         kept: list[int] = []
         for draft, others in zip(drafts, alternatives, strict=True):
@@ -96,13 +107,23 @@ class GrammarProgress:
         return [*kept, *drafts[len(kept) :]]
 
     def _refused_or_last(self, mask: Tensor, token: int) -> bool:
-        """Whether a row of `token` needs no mask: `mask`, of the row before it, does not allow it, or the output ends with it."""
-        return token in self._eos_token_ids or token >= 32 * len(mask) or not int(mask[token // 32]) >> token % 32 & 1
+        """Whether a row of `token` needs no mask: `mask`, of the row before it, does not allow it,
+        or the output ends with it.
+        """
+        return (
+            token in self._eos_token_ids
+            or token >= 32 * len(mask)
+            or not int(mask[token // 32]) >> token % 32 & 1
+        )
 
     @cached_property
     def _never(self) -> frozenset[int]:
-        """Tokens without a text, of which the library would warn each time: special ones, and those that pad the vocabulary."""
-        return frozenset(self.compiled.result().tokenizer_info.special_token_ids) - self._eos_token_ids
+        """Tokens without a text, of which the library would warn each time: special ones, and those
+        that pad the vocabulary.
+        """
+        return (
+            frozenset(self.compiled.result().tokenizer_info.special_token_ids) - self._eos_token_ids
+        )
 
     @cached_property
     def _matcher(self) -> xgrammar.GrammarMatcher:
@@ -112,7 +133,8 @@ class GrammarProgress:
 
 
 def _links(parents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """int64 [N + 1] twice, of each row its first child and its next sibling, -1 where there is none.
+    """int64 [N + 1] twice, of each row its first child and its next sibling, -1 where there is
+    none.
 
     >>> [links.tolist() for links in _links([0, 1, 0])]
     [[1, 2, -1, -1], [-1, 3, -1, -1]]

@@ -1,9 +1,21 @@
-"""A pattern for the whole of a text: anchors at its edges are met, and lookaheads become languages that it is in, or is not."""
+"""A pattern for the whole of a text: anchors at its edges are met, and lookaheads become languages
+that it is in, or is not.
+"""
 
 from __future__ import annotations
 
 from specdec.grammar.schema.characters import LAST, Characters
-from specdec.grammar.schema.pattern import Anchor, Both, Look, Node, Options, Repeat, Row, read_pattern, refusal
+from specdec.grammar.schema.pattern import (
+    Anchor,
+    Both,
+    Look,
+    Node,
+    Options,
+    Repeat,
+    Row,
+    read_pattern,
+    refusal,
+)
 
 EVERYTHING = Repeat(Characters.span(0, LAST), 0, None)
 """Any text."""
@@ -54,7 +66,10 @@ class _Settler:
                 return self._row((node,), start=start, end=end)
 
     def _row(self, parts: tuple[Node, ...], *, start: bool, end: bool) -> Node:
-        num_leading = next((place for place, part in enumerate(parts) if not isinstance(part, Anchor | Look)), len(parts))
+        num_leading = next(
+            (place for place, part in enumerate(parts) if not isinstance(part, Anchor | Look)),
+            len(parts),
+        )
         behind: list[Node] = []  # the last one first
         for place in reversed(range(len(parts))):
             part = parts[place]
@@ -66,7 +81,9 @@ class _Settler:
             elif isinstance(part, Look):
                 if not end:
                     raise refusal(self._pattern, "a lookahead within a group that text can follow")
-                behind = [Both(self._ahead(part.part, start=first), part.wanted, Row(tuple(behind[::-1])))]
+                behind = [
+                    Both(self._ahead(part.part, start=first), part.wanted, Row(tuple(behind[::-1])))
+                ]
             else:
                 behind.append(self.part(part, start=first, end=last))
         return behind[0] if len(behind) == 1 else Row(tuple(behind[::-1]))
@@ -80,7 +97,12 @@ class _Settler:
                 return self._row(tuple(before), start=start, end=False)
             case Row((*before, (Row() | Options()) as last)):
                 first = start and all(one == Anchor("^") for one in before)
-                return Row((self._row(tuple(before), start=start, end=False), self._ahead(last, start=first)))
+                return Row(
+                    (
+                        self._row(tuple(before), start=start, end=False),
+                        self._ahead(last, start=first),
+                    )
+                )
             case Anchor("$"):
                 return Row(())
         return Row((self.part(node, start=start, end=False), EVERYTHING))

@@ -1,8 +1,10 @@
-"""The process that compiles grammars: it imports xgrammar once, and forks for every grammar, so that each has limits of its own.
+"""The process that compiles grammars: it imports xgrammar once, and forks for every grammar, so
+that each has limits of its own.
 
-Every message comes with a socket of its own. A tokenizer's lists what the vocabulary reads. A grammar's is answered there, and
-its end of the socket is watched as well: who lets go of the other end ends the compiling. A process of its own waits for the one
-that compiles, since a signal, or memory that runs out, leaves no answer.
+Every message comes with a socket of its own. A tokenizer's lists what the vocabulary reads. A
+grammar's is answered there, and its end of the socket is watched as well: who lets go of the other
+end ends the compiling. A process of its own waits for the one that compiles, since a signal, or
+memory that runs out, leaves no answer.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from specdec.grammar.process import TOKENIZER, reason_of
 from specdec.grammar.rules import rules_of
 
 AGAIN_SECONDS, AGAIN_BYTES = 2.0, 2**27
-"""What took no more is compiled again where it is needed, from rules: to write what was compiled takes longer than that."""
+"""What took no more is compiled again where it is needed, from rules: to write what was compiled
+takes longer than that.
+"""
 
 
 def main(number: int) -> None:
@@ -38,7 +42,11 @@ def main(number: int) -> None:
     """
     xgrammar = _library()
     gc.freeze()  # a fork that looks for garbage would copy all of it
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for who started this, and who says when it ends
+    for one in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # meant for who started this, and who says when it ends
         signal.signal(one, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
     compilers: dict[int, Any] = {}
@@ -51,7 +59,9 @@ def main(number: int) -> None:
                 if message == TOKENIZER:
                     key, _, text = _everything(link).partition(b"\n")
                     info = xgrammar.TokenizerInfo.deserialize_json(text.decode())
-                    compilers[int(key)] = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+                    compilers[int(key)] = xgrammar.GrammarCompiler(
+                        info, max_threads=1, cache_enabled=False
+                    )
                 elif os.fork() == 0:
                     try:
                         control.close()
@@ -76,7 +86,9 @@ class _Absent:
 
 
 def _library() -> Any:
-    """xgrammar, without torch and transformers if it can be: they take seconds, and make a fork take four times as long."""
+    """xgrammar, without torch and transformers if it can be: they take seconds, and make a fork
+    take four times as long.
+    """
     absent: dict[str, Any] = {"torch": _Absent(), "transformers": _Absent()}
     try:
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -94,7 +106,9 @@ def _everything(link: socket.socket) -> bytes:
 
 
 def _watch(link: socket.socket, compilers: dict[int, Any]) -> None:
-    """In a process of its own: has a grammar compiled in another, ends that with its asker, and says at last how it ended."""
+    """In a process of its own: has a grammar compiled in another, ends that with its asker, and
+    says at last how it ended.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     alive, end = os.pipe()
     child = os.fork()
@@ -132,7 +146,9 @@ def _answer(link: socket.socket, compilers: dict[int, Any]) -> bytes:
     os.nice(min(10, int(5 * seconds)))  # others go first, and engines before all
     _listen(notes)
     try:
-        again, made = _compiled(compilers[key], Grammar.known(kind, b"".join(parts).decode("utf-8", "surrogatepass")))
+        again, made = _compiled(
+            compilers[key], Grammar.known(kind, b"".join(parts).decode("utf-8", "surrogatepass"))
+        )
         head: dict[str, Any] = {"again": again, "notes": notes}
     except Exception as error:
         head, made = {"reason": reason_of(kind, error)}, ""
@@ -158,10 +174,15 @@ def _peak() -> int:
 
 
 def _limit(seconds: float) -> None:
-    """Has this process end after so many seconds of a processor, and find no more memory than it may take."""
+    """Has this process end after so many seconds of a processor, and find no more memory than it
+    may take.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends it by SIGPROF
-    with suppress(FileNotFoundError), open("/proc/self/statm") as file:  # other systems have no such limit
+    with (
+        suppress(FileNotFoundError),
+        open("/proc/self/statm") as file,
+    ):  # other systems have no such limit
         most = int(file.read().split()[0]) * resource.getpagesize() + MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 

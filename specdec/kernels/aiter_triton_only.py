@@ -1,7 +1,9 @@
-"""AITER's Triton kernels without the rest of AITER, for GPUs that its C++ and assembly kernels are not built for.
+"""AITER's Triton kernels without the rest of AITER, for GPUs that its C++ and assembly kernels are
+not built for.
 
-AITER imports without its compiled part when `AITER_TRITON_ONLY` is 1 at that moment. Of what attention needs, two functions are
-left then. They are written for AMD's Triton, which takes scheduling options that other builds of Triton do not know.
+AITER imports without its compiled part when `AITER_TRITON_ONLY` is 1 at that moment. Of what
+attention needs, two functions are left then. They are written for AMD's Triton, which takes
+scheduling options that other builds of Triton do not know.
 """
 
 import os
@@ -39,14 +41,18 @@ def unavailable_reasons() -> list[str]:
         return aiter.unavailable_reasons(AiterTriton)
     if aiter.known_numbers(text) < TRITON_ONLY_VERSION:
         oldest = aiter.dotted(TRITON_ONLY_VERSION)
-        return [f"amd-aiter {text} does not import without its C++ kernels: install {oldest} or newer"]
+        return [
+            f"amd-aiter {text} does not import without its C++ kernels: install {oldest} or newer"
+        ]
     with _triton_only():
         why = aiter.loading_error(AiterTriton)
     return [f"the Triton kernels of amd-aiter {text} cannot be used: {why}"] if why else []
 
 
 def load() -> AiterTriton:
-    """Imports AITER's Triton functions, and makes them run on a Triton that is not AMD's; raises as `aiter.load` does."""
+    """Imports AITER's Triton functions, and makes them run on a Triton that is not AMD's; raises as
+    `aiter.load` does.
+    """
     with _triton_only():
         functions = aiter.load(AiterTriton)
     if torch.version.hip is None:
@@ -69,15 +75,23 @@ def _triton_only() -> Iterator[None]:
 
 
 def _drop_amd_options() -> None:
-    """Lets AITER's kernels be launched with AMD's options, leaving out those that a kernel does not declare itself.
+    """Lets AITER's kernels be launched with AMD's options, leaving out those that a kernel does not
+    declare itself.
 
-    Stock Triton refuses a launch with an option it does not know. Nothing else about the kernels changes.
+    Stock Triton refuses a launch with an option it does not know. Nothing else about the kernels
+    changes.
     """
     for name, module in list(sys.modules.items()):
         for kernel in list(vars(module).values()) if name.startswith(_KERNELS) else ():
-            while hasattr(getattr(kernel, "fn", None), "run"):  # an autotuner passes its configurations to the kernel inside
+            while hasattr(
+                getattr(kernel, "fn", None), "run"
+            ):  # an autotuner passes its configurations to the kernel inside
                 kernel = kernel.fn
-            if hasattr(kernel, "arg_names") and hasattr(kernel, "run") and not hasattr(kernel.run, "without_amd_options"):
+            if (
+                hasattr(kernel, "arg_names")
+                and hasattr(kernel, "run")
+                and not hasattr(kernel.run, "without_amd_options")
+            ):
                 kernel.run = _without_amd_options(kernel.run, frozenset(kernel.arg_names))
 
 

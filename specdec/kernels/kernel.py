@@ -26,7 +26,8 @@ class Kernel:
     Args:
         name: of its verdicts, in messages and in `SPECDEC_KERNELS`.
         check: compares it with plain torch: `check(device)`, or `check(device, dtype)`.
-        dtypes: types of rows that it takes, each of which has a verdict of its own; none: one for all.
+        dtypes: types of rows that it takes, each of which has a verdict of its own; none: one for
+            all.
         reasons: why it cannot run, `reasons(device)` or `reasons(device, dtype)`; that of Triton's.
         ways: of a kernel that may be slower than torch, `ways(device, dtype)`: both launches, as
             `OURS` and `TORCH`; see `specdec.device.self_check.times_of`.
@@ -65,11 +66,15 @@ class Kernel:
     def reasons(self, device: torch.device, *dtype: torch.dtype) -> list[str]:
         """Why it cannot run there, whatever its check says; empty when it can."""
         if dtype and dtype[0] not in self.dtypes:
-            return [f"it takes {' and '.join(str(one).removeprefix('torch.') for one in self.dtypes)}"]
+            return [
+                f"it takes {' and '.join(str(one).removeprefix('torch.') for one in self.dtypes)}"
+            ]
         return self._reasons(device, *dtype) if self._reasons else unavailable_reasons(device)
 
     def variant(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """What tells its verdict for a model of that type; of one that it does not take, float16's."""
+        """What tells its verdict for a model of that type; of one that it does not take,
+        float16's.
+        """
         return () if not self.dtypes else (dtype if dtype in self.dtypes else torch.float16,)
 
     def check_on(self, device: torch.device, *dtype: torch.dtype) -> Check:

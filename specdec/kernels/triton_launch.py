@@ -20,13 +20,18 @@ AMD_SHARED_MEMORY = {"gfx950": 160 * 1024}
 def unavailable_reasons(device: torch.device) -> list[str]:
     """Why Triton kernels cannot run on `device`; empty when they can.
 
-    A CPU counts when Triton interprets its kernels there, for tests: `TRITON_INTERPRET=1`, set before Triton is imported.
+    A CPU counts when Triton interprets its kernels there, for tests: `TRITON_INTERPRET=1`, set
+    before Triton is imported.
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return [f"{device} is not a CUDA or ROCm device"]
     if find_spec("triton") is None:
         return [f"triton is not installed ({install_command('triton')})"]
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         major, minor = torch.cuda.get_device_capability(device)
         return [f"compute capability {major}.{minor} (the kernels need 8.0)"]
     return []
@@ -34,12 +39,18 @@ def unavailable_reasons(device: torch.device) -> list[str]:
 
 def num_processors(device: torch.device) -> int:
     """Multiprocessors or compute units of `device`; 1 for an interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of a processor's fast memory that one program can have; an interpreter has no such limit."""
+    """Bytes of a processor's fast memory that one program can have; an interpreter has no such
+    limit.
+    """
     if device.type != "cuda":
         return HOPPER_SHARED_MEMORY
     if architecture := specdec.device.device.rocm_architecture(device):
@@ -48,7 +59,8 @@ def shared_memory(device: torch.device) -> int:
 
 
 def num_stages(stage_bytes: int, memory: int, *, most: int) -> int:
-    """Iterations whose loads can be under way at once, given what each loads and what there is; a little is left for the compiler.
+    """Iterations whose loads can be under way at once, given what each loads and what there is; a
+    little is left for the compiler.
 
     >>> num_stages(32768, HOPPER_SHARED_MEMORY, most=3), num_stages(32768, 99 * 1024, most=3), num_stages(32768, 64 * 1024, most=3)
     (3, 2, 1)
@@ -58,11 +70,17 @@ def num_stages(stage_bytes: int, memory: int, *, most: int) -> int:
 
 @lru_cache(maxsize=16)
 def overlap_options(device: torch.device) -> dict[str, Any]:
-    """Options of every launch: on Hopper and later a kernel may be set up while the one before it comes to its end.
+    """Options of every launch: on Hopper and later a kernel may be set up while the one before it
+    comes to its end.
 
-    It then waits for that one itself (`specdec.kernels.triton_overlap`), and the pause between the two is shorter.
+    It then waits for that one itself (`specdec.kernels.triton_overlap`), and the pause between the
+    two is shorter.
     """
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    ):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
 

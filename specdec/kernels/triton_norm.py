@@ -1,8 +1,10 @@
-"""Root mean square norms in Triton, with what surrounds them in a decoder layer: sums of parts and ranks, a residual, hints.
+"""Root mean square norms in Triton, with what surrounds them in a decoder layer: sums of parts and
+ranks, a residual, hints.
 
-Between the matrix products of a verify forward a plain torch layer launches some twenty small kernels, each of which costs more to
-start than to run. All arithmetic is float32; a norm rounds to the model's type before its weight, as transformers does, unless
-that weight is in float32: then their product is what is rounded.
+Between the matrix products of a verify forward a plain torch layer launches some twenty small
+kernels, each of which costs more to start than to run. All arithmetic is float32; a norm rounds to
+the model's type before its weight, as transformers does, unless that weight is in float32: then
+their product is what is rounded.
 """
 
 import torch
@@ -21,7 +23,9 @@ MANY_ROWS = 512
 
 
 @triton.jit
-def weighted(scaled: tl.tensor, gain: tl.tensor, dtype: tl.constexpr, LATE: tl.constexpr) -> tl.tensor:
+def weighted(
+    scaled: tl.tensor, gain: tl.tensor, dtype: tl.constexpr, LATE: tl.constexpr
+) -> tl.tensor:
     """Float32 numbers times a norm's weight, rounded to `dtype` before it too unless LATE."""
     if not LATE:
         scaled = scaled.to(dtype).to(tl.float32)
@@ -71,30 +75,44 @@ def _rms_norm_kernel(
     rows = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
     if PARTS > 1:
         for part in tl.static_range(1, PARTS):
-            rows += tl.load(x + part * part_stride + row * x_stride + column, mask=exists, other=0.0)
+            rows += tl.load(
+                x + part * part_stride + row * x_stride + column, mask=exists, other=0.0
+            )
         rows = rows.to(dtype).to(tl.float32)  # as a whole product would be
     if places is not None:
-        rows = sum_over_ranks(rows, row, column, exists, places, epochs, most_tries, WIDTH, MOST, RANK, SIZE, dtype)
+        rows = sum_over_ranks(
+            rows, row, column, exists, places, epochs, most_tries, WIDTH, MOST, RANK, SIZE, dtype
+        )
     if after is not None:
         after_gain = tl.load(after + column, mask=exists, other=0.0).to(tl.float32)
         scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
-        rows = weighted(scaled, after_gain, dtype, after.dtype.element_ty == tl.float32).to(tl.float32)
+        rows = weighted(scaled, after_gain, dtype, after.dtype.element_ty == tl.float32).to(
+            tl.float32
+        )
     if SCALED:
         rows = (rows * scale).to(dtype).to(tl.float32)
     if residual is not None:
         rows += tl.load(residual + row * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
         stored = rows.to(added.dtype.element_ty)
         if factor is not None:
-            stored = (stored.to(tl.float32) * tl.load(factor).to(tl.float32)).to(added.dtype.element_ty)
+            stored = (stored.to(tl.float32) * tl.load(factor).to(tl.float32)).to(
+                added.dtype.element_ty
+            )
         tl.store(added + row * WIDTH + column, stored, mask=exists)
         rows = stored.to(tl.float32)
     if weight is not None:
         scaled = rows * tl.rsqrt(tl.sum(rows * rows, 0) / WIDTH + epsilon)
-        tl.store(normed + row * WIDTH + column, weighted(scaled, gain, dtype, weight.dtype.element_ty == tl.float32), mask=exists)
+        tl.store(
+            normed + row * WIDTH + column,
+            weighted(scaled, gain, dtype, weight.dtype.element_ty == tl.float32),
+            mask=exists,
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:
-    """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `ahead` are sent."""
+    """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `ahead` are
+    sent.
+    """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, None, ahead)
     return normed
@@ -113,10 +131,12 @@ def add_rms_norm(
     ranks: SharedRows | None = None,
     most_tries: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `factor * (scale * x + residual)`, and that stream itself; the sum is rounded once.
+    """The norm of `factor * (scale * x + residual)`, and that stream itself; the sum is rounded
+    once.
 
     Args:
-        x: [rows, H], or float32 [parts, rows, H]: its sum over the parts counts, rounded to the type of `residual`.
+        x: [rows, H], or float32 [parts, rows, H]: its sum over the parts counts, rounded to the
+            type of `residual`.
         residual: [rows, H].
         weight: [H], of the norm; None gives the sum in its place.
         epsilon: of both norms.
@@ -124,12 +144,15 @@ def add_rms_norm(
         scale: factor of `x` in the sum.
         factor: [1], of the sum, or None.
         ahead: a weight to send hints about meanwhile.
-        ranks: `x` is what this rank gives to a sum over all ranks, of at most `MOST_ROWS` rows; each part is rounded before.
+        ranks: `x` is what this rank gives to a sum over all ranks, of at most `MOST_ROWS` rows;
+            each part is rounded before.
         most_tries: see `specdec.kernels.triton_exchange`; then the sum may be wrong.
     """
     added = torch.empty_like(residual)
     normed = added if weight is None else torch.empty_like(residual)
-    _launch_norm(x, residual, after, weight, normed, added, epsilon, scale, factor, ahead, ranks, most_tries)
+    _launch_norm(
+        x, residual, after, weight, normed, added, epsilon, scale, factor, ahead, ranks, most_tries
+    )
     return normed, added
 
 
@@ -148,7 +171,9 @@ def _launch_norm(
     most_tries: int = -1,
 ) -> None:
     rows, width = x.shape[-2:]
-    assert ranks is None or (rows <= MOST_ROWS and width == ranks.width and normed.dtype == ranks.dtype)
+    assert ranks is None or (
+        rows <= MOST_ROWS and width == ranks.width and normed.dtype == ranks.dtype
+    )
     parts = len(x) if x.ndim == 3 else 1
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     block = triton.next_power_of_2(width)

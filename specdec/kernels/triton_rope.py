@@ -1,4 +1,5 @@
-"""Rotary position embedding in Triton, in one launch with the norms of heads before it and the cache write after it.
+"""Rotary position embedding in Triton, in one launch with the norms of heads before it and the
+cache write after it.
 
 Inputs may be views of a joined product. All arithmetic is float32.
 """
@@ -41,7 +42,9 @@ def _move_heads(
     low = tl.load(source + place, mask=exists, other=0.0).to(tl.float32)
     high = tl.load(source + place + HALF, mask=exists, other=0.0).to(tl.float32)
     if norm is not None:
-        root = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + epsilon)[:, None]
+        root = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + epsilon)[
+            :, None
+        ]
         low_gain = tl.load(norm + half, mask=in_half, other=0.0).to(tl.float32)
         high_gain = tl.load(norm + HALF + half, mask=in_half, other=0.0).to(tl.float32)
         LATE: tl.constexpr = norm.dtype.element_ty == tl.float32
@@ -102,13 +105,27 @@ def _rope_store_kernel(
             rows, kept = query + token * query_stride, rotated + token * (NUM_HEADS * HEAD_DIM)
             _move_heads(rows, kept, query_norm, cos, sin, epsilon, limit, NUM_HEADS, HEAD_DIM)
     else:
-        place = (token if slot_mapping is None else tl.load(slot_mapping + token)) * (NUM_KV_HEADS * HEAD_DIM)
+        place = (token if slot_mapping is None else tl.load(slot_mapping + token)) * (
+            NUM_KV_HEADS * HEAD_DIM
+        )
         if part == 0:
             keys = key + token * key_stride
-            _move_heads(keys, key_cache + place, key_norm, cos, sin, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
+            _move_heads(
+                keys, key_cache + place, key_norm, cos, sin, epsilon, limit, NUM_KV_HEADS, HEAD_DIM
+            )
         else:
             values = value + token * value_stride
-            _move_heads(values, value_cache + place, value_norm, None, None, epsilon, limit, NUM_KV_HEADS, HEAD_DIM)
+            _move_heads(
+                values,
+                value_cache + place,
+                value_norm,
+                None,
+                None,
+                epsilon,
+                limit,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+            )
 
 
 def rope_store(
@@ -129,12 +146,14 @@ def rope_store(
     """Norms and rotates query and key, and writes key and value to the cache.
 
     Args:
-        query: [num_tokens, num_heads, head_dim]; None has nothing to rotate. Heads are adjacent, as in a joined product.
+        query: [num_tokens, num_heads, head_dim]; None has nothing to rotate. Heads are adjacent, as
+            in a joined product.
         key, value: [num_tokens, num_kv_heads, head_dim], likewise.
         cache: contiguous, in the model's type or 8-bit floats.
         slot_mapping: int64 [num_tokens]; None writes the rows in their order.
         cos, sin: [num_tokens, head_dim / 2] with equal strides; None does not rotate.
-        query_norm, key_norm, value_norm: [head_dim], weights of a norm, of queries and keys before the rotation, or None.
+        query_norm, key_norm, value_norm: [head_dim], weights of a norm, of queries and keys before
+            the rotation, or None.
         epsilon: of those norms.
         ahead: a weight to send hints about.
 
@@ -145,8 +164,11 @@ def rope_store(
     num_heads = 0 if query is None else query.shape[1]
     rotated = key.new_empty(num_tokens, num_heads, head_dim)
     for rows in (key, value) if query is None else (query, key, value):
-        # The stride of an only head means nothing, and transformers' views leave there what they like.
-        assert rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == head_dim), "heads are adjacent"
+        # The stride of an only head means nothing, and transformers' views leave there what they
+        # like.
+        assert rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == head_dim), (
+            "heads are adjacent"
+        )
     assert head_dim % 2 == 0 and all(tensor.is_contiguous() for tensor in cache)
     assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
     with on_device(key):
@@ -179,18 +201,29 @@ def rope_store(
     return rotated
 
 
-def rotated_rows(query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What `rope_store` would write, and the query, each as contiguous rows of their own, in the model's type."""
+def rotated_rows(
+    query: Tensor | None, key: Tensor, value: Tensor, **rotation: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `rope_store` would write, and the query, each as contiguous rows of their own, in the
+    model's type.
+    """
     rows = LayerCache(*(torch.empty(key.shape, dtype=key.dtype, device=key.device) for _ in "kv"))
     return rope_store(query, key, value, rows, None, **rotation), rows.key, rows.value
 
 
 def rope(
-    query: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None, query_norm: Tensor | None = None, epsilon: float = 0.0
+    query: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> Tensor:
     """What `rope_store` makes of a query alone."""
     num_tokens, num_heads, head_dim = query.shape
-    assert query.stride(2) == 1 and (num_heads == 1 or query.stride(1) == head_dim), "heads are adjacent"
+    assert query.stride(2) == 1 and (num_heads == 1 or query.stride(1) == head_dim), (
+        "heads are adjacent"
+    )
     assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
     rotated = query.new_empty(query.shape)
     with on_device(query):

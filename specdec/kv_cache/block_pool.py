@@ -22,7 +22,8 @@ class Snapshot(NamedTuple):
 
     Attributes:
         row: of the state caches.
-        pending: tokens before the block's end that the states have not taken in; their inputs lie in the row's ring.
+        pending: tokens before the block's end that the states have not taken in; their inputs lie
+            in the row's ring.
     """
 
     row: int
@@ -32,15 +33,17 @@ class Snapshot(NamedTuple):
 class BlockPool:
     """Hands out blocks `1 .. num_blocks - 1`; block 0 is the null block.
 
-    A block is *used* while its reference count is above 0. A free block keeps its content, and its digest if it was published,
-    until `allocate` gives it to someone else: first those that nobody can find, then the least recently freed.
+    A block is *used* while its reference count is above 0. A free block keeps its content, and its
+    digest if it was published, until `allocate` gives it to someone else: first those that nobody
+    can find, then the least recently freed.
 
-    Recurrent layers can go on behind a block only where their states at its end were kept, as a *snapshot*; there are few of
-    those, and the least recently used goes first.
+    Recurrent layers can go on behind a block only where their states at its end were kept, as a
+    *snapshot*; there are few of those, and the least recently used goes first.
 
     Args:
         num_blocks: blocks in the cache, the null block included; at least 2.
-        snapshots: rows of the state caches that snapshots may take; None where no layer is recurrent.
+        snapshots: rows of the state caches that snapshots may take; None where no layer is
+            recurrent.
     """
 
     def __init__(self, num_blocks: int, snapshots: Sequence[int] | None = None) -> None:
@@ -54,12 +57,18 @@ class BlockPool:
         """Takes all blocks back and forgets what they hold."""
         num_blocks = self.num_blocks
         self._ref_counts = [0] * num_blocks
-        self._unpublished: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))  # free ones
-        self._published: OrderedDict[int, None] = OrderedDict()  # free ones, the least recently freed first
+        self._unpublished: OrderedDict[int, None] = OrderedDict(
+            (block, None) for block in range(1, num_blocks)
+        )  # free ones
+        self._published: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # free ones, the least recently freed first
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._free_rows = list(self._snapshots or ())
-        self._snapshot_of: OrderedDict[int, Snapshot] = OrderedDict()  # by block, the least recently used first
+        self._snapshot_of: OrderedDict[int, Snapshot] = (
+            OrderedDict()
+        )  # by block, the least recently used first
 
     @property
     def num_free(self) -> int:
@@ -79,14 +88,18 @@ class BlockPool:
         """
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free")
-        taken = [(self._unpublished or self._published).popitem(last=False)[0] for _ in range(count)]
+        taken = [
+            (self._unpublished or self._published).popitem(last=False)[0] for _ in range(count)
+        ]
         for block in taken:
             self._forget(block)
             self._ref_counts[block] = 1
         return taken
 
     def release(self, blocks: Sequence[int]) -> list[int]:
-        """Drops one reference of each block and returns those now free; the last block of a sequence is reused first."""
+        """Drops one reference of each block and returns those now free; the last block of a
+        sequence is reused first.
+        """
         freed = []
         for block in reversed(blocks):
             if self._ref_counts[block] <= 0:
@@ -98,13 +111,16 @@ class BlockPool:
         return freed
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Offers a full, written block in use for reuse under `digest`; a second block with the same content is not offered."""
+        """Offers a full, written block in use for reuse under `digest`; a second block with the
+        same content is not offered.
+        """
         if digest not in self._block_of and block not in self._digest_of:
             self._digest_of[block] = digest
             self._block_of[digest] = block
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
-        """Takes a reference on the blocks that hold the longest published prefix of `digests`, and returns them in order.
+        """Takes a reference on the blocks that hold the longest published prefix of `digests`, and
+        returns them in order.
 
         With recurrent layers, the longest that ends in a snapshot.
         """
@@ -122,7 +138,9 @@ class BlockPool:
         return found
 
     def num_known(self, digests: Sequence[bytes], first: int = 0) -> int:
-        """How many of the first `digests` are published, where those before `first` are known to be."""
+        """How many of the first `digests` are published, where those before `first` are known to
+        be.
+        """
         count = first
         while count < len(digests) and digests[count] in self._block_of:
             count += 1
@@ -147,7 +165,9 @@ class BlockPool:
         return bool(self._free_rows)
 
     def take_row(self) -> int | None:
-        """A row for a snapshot, that of the least recently used one if there is no other; None where all are taken."""
+        """A row for a snapshot, that of the least recently used one if there is no other; None
+        where all are taken.
+        """
         if self._free_rows:
             return self._free_rows.pop()
         return self._snapshot_of.popitem(last=False)[1].row if self._snapshot_of else None
@@ -171,7 +191,9 @@ class BlockPool:
             self._free_rows.append(self._snapshot_of.pop(block).row)
 
     def discard(self, blocks: Sequence[int]) -> None:
-        """Withdraws blocks from reuse by content, for example after their request produced non-finite values."""
+        """Withdraws blocks from reuse by content, for example after their request produced
+        non-finite values.
+        """
         for block in blocks:
             self._forget(block)
             if block in self._published:

@@ -24,9 +24,16 @@ class PagedLayerSpec(Protocol):
         """Bytes of one token in a cache of `dtype`."""
 
     def allocate(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, memory: "Memory | None" = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: "Memory | None" = None,
     ) -> Any:
-        """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`, from `memory` or of its own."""
+        """The layer's cache, zeroed: a named tuple of tensors `[num_blocks, block_size, ...]`, from
+        `memory` or of its own.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,9 @@ LayerSpec = PagedLayerSpec | StateLayerSpec | SharedLayerSpec
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """What one attention layer stores per token: `num_kv_heads` keys and values of `head_dim` numbers each."""
+    """What one attention layer stores per token: `num_kv_heads` keys and values of `head_dim`
+    numbers each.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -64,7 +73,12 @@ class KVLayerSpec:
         return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def allocate(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, memory: "Memory | None" = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: "Memory | None" = None,
     ) -> "LayerCache":
         """See `PagedLayerSpec.allocate`."""
         memory = memory or Memory([self], num_blocks * block_size, dtype, device)
@@ -74,11 +88,13 @@ class KVLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayerSpec:
-    """What one layer of latent attention stores per token: one vector for all heads, and what its indexer needs.
+    """What one layer of latent attention stores per token: one vector for all heads, and what its
+    indexer needs.
 
     Attributes:
         width: numbers of the vector, the compressed key and value followed by the rotated key.
-        index_bytes: bytes of the indexer's key in whatever form the backend keeps it; 0 without an indexer.
+        index_bytes: bytes of the indexer's key in whatever form the backend keeps it; 0 without an
+            indexer.
         max_tokens: slots that the backend's kernels can address; None is no limit.
     """
 
@@ -95,7 +111,12 @@ class LatentLayerSpec:
         return self.width * dtype.itemsize + self.index_bytes
 
     def allocate(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, memory: "Memory | None" = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: "Memory | None" = None,
     ) -> "LatentCache":
         """See `PagedLayerSpec.allocate`."""
         memory = memory or Memory([self], num_blocks * block_size, dtype, device)
@@ -106,25 +127,31 @@ class LatentLayerSpec:
 
 
 class LayerCache(NamedTuple):
-    """Cache of one layer in the plain layout; slot `s` lies at `[s // block_size, s % block_size]`."""
+    """Cache of one layer in the plain layout; slot `s` lies at
+    `[s // block_size, s % block_size]`.
+    """
 
     key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
 
 
 class LatentCache(NamedTuple):
-    """Cache of one layer of latent attention; slot `s` lies at `[s // block_size, s % block_size]`."""
+    """Cache of one layer of latent attention; slot `s` lies at
+    `[s // block_size, s % block_size]`.
+    """
 
     latent: Tensor  # [num_blocks, block_size, width]
-    index_key: Tensor  # uint8 [num_blocks, block_size, index_bytes]; within a block, laid out as the backend likes
+    # uint8 [num_blocks, block_size, index_bytes]; within a block, laid out as the backend likes
+    index_key: Tensor
 
 
 class PagedKVCache:
     """The caches of the layers of the target, then of the drafter.
 
-    A block id means the same tokens in every layer, so one block table per request serves all of them, and a block shared
-    between requests carries the drafter's context along with the target's. Recurrent layers have no blocks; a slot is theirs. The
-    cache of a layer that reads another's is that very one.
+    A block id means the same tokens in every layer, so one block table per request serves all of
+    them, and a block shared between requests carries the drafter's context along with the target's.
+    Recurrent layers have no blocks; a slot is theirs. The cache of a layer that reads another's is
+    that very one.
 
     Args:
         specs: one per layer.
@@ -169,15 +196,18 @@ class PagedKVCache:
         for layer in self.layers:
             # A state is never read by another request: every sequence begins with nothing.
             for tensor in () if isinstance(layer, StateCache) else layer:
-                tensor.view(torch.uint8).index_fill_(0, index, 0)  # as bytes, since 8-bit floats have no index_fill_
+                tensor.view(torch.uint8).index_fill_(
+                    0, index, 0
+                )  # as bytes, since 8-bit floats have no index_fill_
 
 
 class Memory:
-    """Where tensors of caches come from: zeros, not uninitialized memory, as a masked key weighs 0, and 0 times NaN is still NaN.
+    """Where tensors of caches come from: zeros, not uninitialized memory, as a masked key weighs 0,
+    and 0 times NaN is still NaN.
 
-    On a CPU all are pieces of one, in the order in which they are asked for, so that one operation can move rows of many layers.
-    Its pages come from the system as zeros when they are first touched, so a large cache costs neither time nor memory before it is
-    used.
+    On a CPU all are pieces of one, in the order in which they are asked for, so that one operation
+    can move rows of many layers. Its pages come from the system as zeros when they are first
+    touched, so a large cache costs neither time nor memory before it is used.
 
     Args:
         specs: of the layers, with up to two tensors each.
@@ -187,7 +217,11 @@ class Memory:
     """
 
     def __init__(
-        self, specs: Sequence[PagedLayerSpec | SharedLayerSpec], num_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        specs: Sequence[PagedLayerSpec | SharedLayerSpec],
+        num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._device, self._free = device, torch.empty(0)
         if device.type == "cpu":
@@ -214,8 +248,8 @@ def num_blocks_in_budget(
     num_slots: int = 0,
     most_rows: int = 1,
 ) -> int:
-    """Blocks that `memory_bytes` pays for beside the states of requests, never more than `most_tokens` can fill, the null block
-    included.
+    """Blocks that `memory_bytes` pays for beside the states of requests, never more than
+    `most_tokens` can fill, the null block included.
 
     Raises:
         CapacityError: the budget does not pay for two blocks.
@@ -228,15 +262,22 @@ def num_blocks_in_budget(
     state_bytes = num_slots * bytes_per_slot(specs, most_rows)
     affordable = max(memory_bytes - state_bytes, 0) // max(block_bytes, 1)
     if affordable < 2:
-        beside = f" beside {num_slots} states of {bytes_per_slot(specs, most_rows):,} bytes" if state_bytes else ""
+        beside = (
+            f" beside {num_slots} states of {bytes_per_slot(specs, most_rows):,} bytes"
+            if state_bytes
+            else ""
+        )
         fewer = " or decode fewer requests at once" if state_bytes else ""
         raise CapacityError(
-            f"the KV cache budget of {memory_bytes:,} bytes pays for {affordable} blocks of {block_bytes:,} bytes{beside};"
+            f"the KV cache budget of {memory_bytes:,} bytes pays for {affordable} blocks of"
+            f" {block_bytes:,} bytes{beside};"
             f" give it at least {2 * block_bytes + state_bytes:,} bytes{fewer}"
         )
     return min(affordable, blocks_for(most_tokens, block_size) + 1)
 
 
 def bytes_per_slot(specs: Sequence[LayerSpec], most_rows: int) -> int:
-    """Bytes that recurrent layers among `specs` keep of one request, whose steps have at most so many rows."""
+    """Bytes that recurrent layers among `specs` keep of one request, whose steps have at most so
+    many rows.
+    """
     return sum(spec.bytes_per_slot(most_rows) for spec in specs if isinstance(spec, StateLayerSpec))

@@ -1,4 +1,6 @@
-"""Beginnings of sequences by content: one digest per full block, chained, so that equal ones mean equal tokens from the start."""
+"""Beginnings of sequences by content: one digest per full block, chained, so that equal ones mean
+equal tokens from the start.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -8,14 +10,17 @@ from hashlib import blake2b
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """How much of what requests began with was found in the cache, in tokens; requests that do not read it count nowhere."""
+    """How much of what requests began with was found in the cache, in tokens; requests that do not
+    read it count nowhere.
+    """
 
     queried: int = 0
     found: int = 0
 
 
 def prefix_root(*, rope_len: int, salt: str | None) -> bytes:
-    """What the first digest is chained to: all that changes keys and values beside the tokens, and whose blocks they are.
+    """What the first digest is chained to: all that changes keys and values beside the tokens, and
+    whose blocks they are.
 
     Args:
         rope_len: see `specdec.model.batch.ForwardInput.rope_lens`.
@@ -30,9 +35,15 @@ def prefix_root(*, rope_len: int, salt: str | None) -> bytes:
 
 
 def prefix_hashes(
-    token_ids: Sequence[int], block_size: int, *, root: bytes = b"", ahead: int = 0, known: Sequence[bytes] = ()
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    root: bytes = b"",
+    ahead: int = 0,
+    known: Sequence[bytes] = (),
 ) -> list[bytes]:
-    """One digest per full block with `ahead` tokens behind it; a digest covers `root` and all tokens up to the last of those.
+    """One digest per full block with `ahead` tokens behind it; a digest covers `root` and all
+    tokens up to the last of those.
 
     Args:
         token_ids: below 2**31.

@@ -1,4 +1,6 @@
-"""Rows of the paged caches: what one token has in a layer, and where a token of an accepted path has to go."""
+"""Rows of the paged caches: what one token has in a layer, and where a token of an accepted path
+has to go.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,18 +15,24 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def rows_of(caches: Iterable[object]) -> list[Tensor]:
     """Every tensor of paged caches once, as bytes: uint8 [num_slots, bytes of a token].
 
-    A token's bytes must lie at its slot, so the shuffled layout and an indexer's keys that a backend lays out in its own way do not
-    qualify, and recurrent layers have no rows at all.
+    A token's bytes must lie at its slot, so the shuffled layout and an indexer's keys that a
+    backend lays out in its own way do not qualify, and recurrent layers have no rows at all.
     """
     tensors: dict[int, Tensor] = {}  # a layer that reads another's cache has that very one
     for cache in caches:
-        assert isinstance(cache, tuple) and not isinstance(cache, StateCache), "a recurrent layer has no rows that could be moved"
+        assert isinstance(cache, tuple) and not isinstance(cache, StateCache), (
+            "a recurrent layer has no rows that could be moved"
+        )
         tensors |= {tensor.data_ptr(): tensor for tensor in cache if tensor.numel()}
-    return [tensor.view(torch.uint8).view(tensor.shape[0] * tensor.shape[1], -1) for tensor in tensors.values()]
+    return [
+        tensor.view(torch.uint8).view(tensor.shape[0] * tensor.shape[1], -1)
+        for tensor in tensors.values()
+    ]
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory in fewer tensors: those of `rows_of` that follow each other at equal distances are one.
+    """The same memory in fewer tensors: those of `rows_of` that follow each other at equal
+    distances are one.
 
     Returns:
         [n, num_slots, words], in the largest words that fit.
@@ -34,13 +42,23 @@ def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
         if not (runs and _continues(runs[-1], tensor)):
             runs.append([])
         runs[-1].append(tensor)
-    return [_in_words(torch.as_strided(run[0], (len(run), *run[0].shape), (_distance(run), *run[0].stride()))) for run in runs]
+    return [
+        _in_words(
+            torch.as_strided(run[0], (len(run), *run[0].shape), (_distance(run), *run[0].stride()))
+        )
+        for run in runs
+    ]
 
 
 def _continues(run: Sequence[Tensor], tensor: Tensor) -> bool:
-    """Whether `tensor` lies in the same memory, as far behind the last of a run as that one behind the one before."""
+    """Whether `tensor` lies in the same memory, as far behind the last of a run as that one behind
+    the one before.
+    """
     last = run[-1]
-    if tensor.shape != last.shape or tensor.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+    if (
+        tensor.shape != last.shape
+        or tensor.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
+    ):
         return False
     apart = tensor.data_ptr() - last.data_ptr()
     return apart == _distance(run) if len(run) > 1 else apart > 0
@@ -52,13 +70,18 @@ def _distance(run: Sequence[Tensor]) -> int:
 
 
 def _in_words(rows: Tensor) -> Tensor:
-    """uint8 [n, num_slots, bytes] in words of up to 8 bytes; one by one bytes take four times as long."""
+    """uint8 [n, num_slots, bytes] in words of up to 8 bytes; one by one bytes take four times as
+    long.
+    """
     sizes = (rows.shape[-1], rows.stride(0), rows.storage_offset())
-    return rows.view(next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes)))
+    return rows.view(
+        next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))
+    )
 
 
 def move_rows(tensors: Iterable[Tensor], slots: Tensor, path: Tensor) -> None:
-    """Moves the rows of each request's path to where those of a chain lie; all are read before any is written.
+    """Moves the rows of each request's path to where those of a chain lie; all are read before any
+    is written.
 
     Args:
         tensors: of `side_by_side`.

@@ -1,4 +1,6 @@
-"""What a recurrent layer keeps per request instead of keys and values per token: a state, and the inputs of its last rows."""
+"""What a recurrent layer keeps per request instead of keys and values per token: a state, and the
+inputs of its last rows.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from torch import Tensor
 
 
 class StateCache(NamedTuple):
-    """Cache of one recurrent layer, one row per slot of a request. Rejected rows leave no trace in it, and nothing is copied back.
+    """Cache of one recurrent layer, one row per slot of a request. Rejected rows leave no trace in
+    it, and nothing is copied back.
 
-    The state of a slot has taken in its first `lengths` tokens. The inputs of tokens that came after those, and of as many before
-    as a convolution looks back to, lie in a ring by their positions, like keys and values in a paged cache: rows that were
-    rejected are overwritten by those that the next step puts at the same positions. What was accepted is taken in when the next
-    step begins (replay, as in TensorRT-LLM and vLLM's ReplaySSM), so a step reads and writes a state once however many drafts it
-    has. A sequence begins with nothing whatever lies in its slot.
+    The state of a slot has taken in its first `lengths` tokens. The inputs of tokens that came
+    after those, and of as many before as a convolution looks back to, lie in a ring by their
+    positions, like keys and values in a paged cache: rows that were rejected are overwritten by
+    those that the next step puts at the same positions. What was accepted is taken in when the next
+    step begins (replay, as in TensorRT-LLM and vLLM's ReplaySSM), so a step reads and writes a
+    state once however many drafts it has. A sequence begins with nothing whatever lies in its slot.
     """
 
     state: Tensor  # float32 [num_slots, heads, key_dim, value_dim]
@@ -64,7 +68,9 @@ class StateLayerSpec:
         return self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
 
     def columns(self, most_rows: int) -> int:
-        """Of the ring: what a step may have to take in with what its convolution looks back to, and its own rows beside that."""
+        """Of the ring: what a step may have to take in with what its convolution looks back to, and
+        its own rows beside that.
+        """
         return self.taps - 1 + 2 * most_rows
 
     def bytes_per_slot(self, most_rows: int) -> int:
@@ -79,5 +85,7 @@ class StateLayerSpec:
         """The layer's cache; `lengths` int64 [num_slots] are those of all layers."""
         num_slots, device = len(lengths), lengths.device
         state = torch.zeros(num_slots, self.heads, self.key_dim, self.value_dim, device=device)
-        inputs = torch.zeros(num_slots, self.columns(most_rows), self.width, dtype=self.dtype, device=device)
+        inputs = torch.zeros(
+            num_slots, self.columns(most_rows), self.width, dtype=self.dtype, device=device
+        )
         return StateCache(state, inputs, lengths)

@@ -1,4 +1,6 @@
-"""Attention of one decoder layer: what a layer asks of its attention, and the kind with heads of their own keys and values."""
+"""Attention of one decoder layer: what a layer asks of its attention, and the kind with heads of
+their own keys and values.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,11 +54,13 @@ class HeadAttention:
         qkv: to [num_heads + 2 * num_kv_heads] heads.
         heads: norms of single heads, scale, window, softcap and sinks.
         rope: rotation of queries and keys.
-        wide_norms: norms of all query heads together and of all key heads together, as in OLMo 2 (arXiv 2501.00656).
-        gate: behind keys and values `qkv` has gates, of each number that attention puts out (arXiv 2505.06708) or of each head,
-            and this function of them scales it; None where there are none.
-        value_dim: numbers of a value head where they are fewer than of a key head. The cache holds zeros behind them, so that to a
-            backend keys and values are alike. None for as many.
+        wide_norms: norms of all query heads together and of all key heads together, as in OLMo 2
+            (arXiv 2501.00656).
+        gate: behind keys and values `qkv` has gates, of each number that attention puts out (arXiv
+            2505.06708) or of each head, and this function of them scales it; None where there are
+            none.
+        value_dim: numbers of a value head where they are fewer than of a key head. The cache holds
+            zeros behind them, so that to a backend keys and values are alike. None for as many.
         value_scale: factor of values.
         group: ranks that the heads are divided among; None for one that has them all.
     """
@@ -85,8 +89,12 @@ class HeadAttention:
             width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
             qkv, gate = qkv[:, :width], qkv[:, width:]
         if self.value_dim is not None:
-            rotated, value = qkv.tensor_split([(spec.num_heads + spec.num_kv_heads) * spec.head_dim], dim=1)
-            value = F.pad(value.unflatten(1, (spec.num_kv_heads, -1)), (0, spec.head_dim - self.value_dim))
+            rotated, value = qkv.tensor_split(
+                [(spec.num_heads + spec.num_kv_heads) * spec.head_dim], dim=1
+            )
+            value = F.pad(
+                value.unflatten(1, (spec.num_kv_heads, -1)), (0, spec.head_dim - self.value_dim)
+            )
             qkv = torch.cat([rotated, value.flatten(1)], dim=1)
         if self.wide_norms is not None:
             widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
@@ -102,7 +110,9 @@ class HeadAttention:
         heads = qkv.view(len(hidden), -1, spec.head_dim)
         out = ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)
         if self.value_dim is not None or self.value_scale != 1:
-            out = (out.unflatten(1, (spec.num_heads, -1))[..., : self.value_dim] * self.value_scale).flatten(1)
+            out = (
+                out.unflatten(1, (spec.num_heads, -1))[..., : self.value_dim] * self.value_scale
+            ).flatten(1)
         if gate is None:
             return out
         if self.gate == "sigmoid":

@@ -1,4 +1,6 @@
-"""A stack of decoder layers on the paged cache: the forward of targets and of drafters, whatever their families."""
+"""A stack of decoder layers on the paged cache: the forward of targets and of drafters, whatever
+their families.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,15 +24,20 @@ from specdec.layers.shared_block import EMBEDDINGS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer: attention, then a feed-forward sublayer, each of which joins the residual stream. One of them may be missing.
+    """One layer: attention, then a feed-forward sublayer, each of which joins the residual stream.
+    One of them may be missing.
 
     Attributes:
-        input_norm, mlp_norm: before attention and before the feed-forward sublayer; None where there is none.
-        attention_norm, output_norm: of what they put out, before it joins the stream; None where there is none.
+        input_norm, mlp_norm: before attention and before the feed-forward sublayer; None where
+            there is none.
+        attention_norm, output_norm: of what they put out, before it joins the stream; None where
+            there is none.
         output: projection of what attention gives.
-        input_gate: a third sublayer, which adds what the layer has of the token itself; None where there is none.
+        input_gate: a third sublayer, which adds what the layer has of the token itself; None where
+            there is none.
         factor: [1], of the stream after the layer; None is 1.
-        convolution: of what attention is given, and of what its projection puts out; None where there is none.
+        convolution: of what attention is given, and of what its projection puts out; None where
+            there is none.
     """
 
     input_norm: Norm | None
@@ -56,7 +63,13 @@ class DecoderLayer:
         attention = () if self.attention is None else self.attention.linears
         output = () if self.output is None else (self.output,)
         mlp = () if self.mlp is None else self.mlp.linears
-        return (*convolution, *attention, *output, *mlp, *(() if self.input_gate is None else self.input_gate.linears))
+        return (
+            *convolution,
+            *attention,
+            *output,
+            *mlp,
+            *(() if self.input_gate is None else self.input_gate.linears),
+        )
 
 
 class Decoder:
@@ -85,15 +98,22 @@ class Decoder:
         self._ropes = {attention.rope for attention in attentions if attention.rope is not None}
         # The norm after a layer is the one that the next layer, or the head, begins with.
         next_norms = [*(layer.first_norm for layer in self.layers[1:]), final_norm]
-        self._attention_joins, self._mlp_joins, self._gate_joins = list[Join](), list[Join](), list[Join]()
+        self._attention_joins, self._mlp_joins, self._gate_joins = (
+            list[Join](),
+            list[Join](),
+            list[Join](),
+        )
         for layer, norm in zip(self.layers, next_norms, strict=True):
             within = norm if layer.mlp is None else layer.mlp_norm
             self._attention_joins.append(Join(within, layer.attention_norm, residual_scale))
             after = None if layer.input_gate is None else layer.input_gate.norm
             last = Join(norm, after or layer.output_norm, residual_scale, layer.factor)
-            self._mlp_joins.append(last if after is None else Join(None, layer.output_norm, residual_scale))
+            self._mlp_joins.append(
+                last if after is None else Join(None, layer.output_norm, residual_scale)
+            )
             self._gate_joins.append(last)
-        # Weights that a kernel may ask for ahead: of a layer's first sublayer, and of what comes after its attention.
+        # Weights that a kernel may ask for ahead: of a layer's first sublayer, and of what comes
+        # after its attention.
         self._first_weights = [layer.linears[0] for layer in self.layers] + [None]
         self._second_weights = [
             after if layer.mlp is None else layer.mlp.linears[0]
@@ -104,14 +124,20 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of all weights, experts included."""
         linears = (one for layer in self.layers for one in layer.linears)
-        experts = (layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts | MlpBesideExperts))
+        experts = (
+            layer.mlp.experts
+            for layer in self.layers
+            if isinstance(layer.mlp, MixtureOfExperts | MlpBesideExperts)
+        )
         return sum(one.nbytes for one in linears) + sum(one.nbytes for one in experts)
 
     def keep_layers(self, count: int) -> None:
         """Drops the layers from `count` on; what comes after the norm means nothing any more."""
         del self.layers[count:]
 
-    def angles(self, position_ids: Tensor, dtype: torch.dtype, rope_lens: Tensor | None = None) -> dict[Rope, Angles]:
+    def angles(
+        self, position_ids: Tensor, dtype: torch.dtype, rope_lens: Tensor | None = None
+    ) -> dict[Rope, Angles]:
         """Of positions int64 [T], once for every kind of rotation; for `rope_lens` see
         `specdec.model.batch.ForwardInput`.
         """
@@ -137,18 +163,23 @@ class Decoder:
             backends: attention over the caches, one per layer.
             caches, plans: one per layer, the plans of its backend.
             taps: layers whose raw outputs are wanted; -1 is the embeddings.
-            keep: rows of [T, ...] that are wanted; they alone go on after the last attention, unless a convolution after it sees
-                others, too. None for all.
+            keep: rows of [T, ...] that are wanted; they alone go on after the last attention,
+                unless a convolution after it sees others, too. None for all.
             inputs: [T, layers, P], for layers with an `input_gate`.
             embeddings: [T, H], for layers that see them, where they are not `hidden`.
 
         Returns:
-            [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in `taps`.
+            [T or rows kept, H] after the final norm, and the raw outputs [T, H] of the layers in
+            `taps`.
         """
         ops, tapped, residual = self.ops, {-1: hidden}, hidden
         shared = {EMBEDDINGS: hidden if embeddings is None else embeddings}
         first = self.layers[0]
-        normed = hidden if first.first_norm is None else ops.norm(hidden, first.first_norm, self._first_weights[0])
+        normed = (
+            hidden
+            if first.first_norm is None
+            else ops.norm(hidden, first.first_norm, self._first_weights[0])
+        )
         for index, layer in enumerate(self.layers):
             following = self._first_weights[index + 1]
             if layer.attention is not None and layer.output is not None:
@@ -156,18 +187,28 @@ class Decoder:
                 join, second = self._attention_joins[index], self._second_weights[index]
                 if (convolution := layer.convolution) is not None:
                     dynamic = ops.project(convolution.projection, normed)
-                    attended = layer.attention(ops, ops.mix_rows(normed, dynamic, convolution, 0), rows, layer.output)
-                    output = ops.mix_rows(ops.project(layer.output, attended), dynamic, convolution, 1)
+                    attended = layer.attention(
+                        ops, ops.mix_rows(normed, dynamic, convolution, 0), rows, layer.output
+                    )
+                    output = ops.mix_rows(
+                        ops.project(layer.output, attended), dynamic, convolution, 1
+                    )
                     normed, residual = ops.add(output, residual, join, second)
                 else:
                     attended = layer.attention(ops, normed, rows, layer.output)
                     if keep is not None and following is None:
                         attended, residual, keep = keep(attended), keep(residual), None
-                    normed, residual = ops.project_add(layer.output, attended, residual, join, second)
+                    normed, residual = ops.project_add(
+                        layer.output, attended, residual, join, second
+                    )
             if layer.mlp is not None:
-                normed, residual = layer.mlp(ops, normed, residual, self._mlp_joins[index], following)
+                normed, residual = layer.mlp(
+                    ops, normed, residual, self._mlp_joins[index], following
+                )
             if layer.input_gate is not None and inputs is not None:
-                normed, residual = layer.input_gate(ops, residual, inputs[:, index], self._gate_joins[index], following)
+                normed, residual = layer.input_gate(
+                    ops, residual, inputs[:, index], self._gate_joins[index], following
+                )
             if index in taps:
                 tapped[index] = residual
         return normed if keep is None else keep(normed), [tapped[index] for index in taps]

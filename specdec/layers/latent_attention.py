@@ -1,4 +1,6 @@
-"""Latent attention of one decoder layer (DeepSeek-V2, arXiv 2405.04434), with an indexer or without (V3.2, arXiv 2512.02556)."""
+"""Latent attention of one decoder layer (DeepSeek-V2, arXiv 2405.04434), with an indexer or without
+(V3.2, arXiv 2512.02556).
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.attention.mla import IndexerRows, MlaBackend, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
+from specdec.attention.mla import (
+    IndexerRows,
+    MlaBackend,
+    MlaRows,
+    MlaSpec,
+    SparseMlaBackend,
+    UpProjection,
+)
 from specdec.layers.attention import Rows
 from specdec.layers.linear import Linear
 from specdec.layers.ops.norm import Norm
@@ -24,13 +33,15 @@ SELECTED = "selected"
 class Indexer:
     """Small queries and keys beside a layer's attention, which score positions for it.
 
-    The paper's kernels also turn both by a Hadamard matrix, to lose less in 8-bit floats; products, and so scores, stay the same.
+    The paper's kernels also turn both by a Hadamard matrix, to lose less in 8-bit floats; products,
+    and so scores, stay the same.
 
     Attributes:
         query: from the compressed query of the layer's attention.
         key: from the layer's input.
         key_norm: weight, bias and epsilon of a layer norm of the key.
-        weights: from the layer's input to one number per head. Its type may differ: transformers has it in float32 for float16.
+        weights: from the layer's input to one number per head. Its type may differ: transformers
+            has it in float32 for float16.
         rope_dim: numbers of a head that are rotated, the first ones.
     """
 
@@ -54,7 +65,10 @@ class Indexer:
         )
 
     def _rotate(self, heads: Tensor, angles: Angles) -> Tensor:
-        return torch.cat([rotate(heads[..., : self.rope_dim], *angles.doubled), heads[..., self.rope_dim :]], dim=-1)
+        return torch.cat(
+            [rotate(heads[..., : self.rope_dim], *angles.doubled), heads[..., self.rope_dim :]],
+            dim=-1,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,13 +76,16 @@ class LatentAttention:
     """Attention to latents that all heads share.
 
     Attributes:
-        down: joins the compressed query, or the query itself where it is not compressed, and the latent.
-        query: from the compressed query to the heads, and the norm before it; None where the query is not compressed.
+        down: joins the compressed query, or the query itself where it is not compressed, and the
+            latent.
+        query: from the compressed query to the heads, and the norm before it; None where the query
+            is not compressed.
         latent_norm: of the compressed key and value.
         up: from them to keys and values of the heads.
         rope: of the rotated part of queries and keys; None leaves that part as it is.
         scale: of the scores.
-        indexer: chooses the positions that rows attend to; None leaves that to an earlier layer, or takes all.
+        indexer: chooses the positions that rows attend to; None leaves that to an earlier layer, or
+            takes all.
     """
 
     down: Linear
@@ -82,7 +99,11 @@ class LatentAttention:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """See `specdec.layers.attention.Attention.linears`."""
-        indexer = () if self.indexer is None else (self.indexer.query, self.indexer.key, self.indexer.weights)
+        indexer = (
+            ()
+            if self.indexer is None
+            else (self.indexer.query, self.indexer.key, self.indexer.weights)
+        )
         return self.down, *(() if self.query is None else (self.query[1],)), *indexer
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
@@ -92,42 +113,61 @@ class LatentAttention:
         spec = backend.spec
         latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
         product = ops.project(self.down, hidden)
-        first, latent = product.split_with_sizes([product.shape[1] - latent_width, latent_width], dim=1)
+        first, latent = product.split_with_sizes(
+            [product.shape[1] - latent_width, latent_width], dim=1
+        )
         compressed_query = first if self.query is None else ops.norm(first, self.query[0])
         query = first if self.query is None else ops.project(self.query[1], compressed_query)
         angles = None if self.rope is None else rows.angles[self.rope]
         if angles is not None and angles.factors is not None:
             query.mul_(angles.factors)
-        compressed, key_rope = latent.split_with_sizes([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=1)
+        compressed, key_rope = latent.split_with_sizes(
+            [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=1
+        )
         heads = query.unflatten(-1, (spec.num_heads, -1))
-        query_nope, query_rope = heads.split_with_sizes([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2)
+        query_nope, query_rope = heads.split_with_sizes(
+            [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2
+        )
         if angles is not None:
-            query_rope, key_rope = rotate(query_rope, *angles.doubled), rotate(key_rope[:, None], *angles.doubled)[:, 0]
+            query_rope, key_rope = (
+                rotate(query_rope, *angles.doubled),
+                rotate(key_rope[:, None], *angles.doubled)[:, 0],
+            )
         new = MlaRows(query_nope, query_rope, ops.norm(compressed, self.latent_norm), key_rope)
         if self.indexer is not None:
             assert isinstance(backend, SparseMlaBackend) and angles is not None
             index = self.indexer(hidden, compressed_query, angles)
             rows.shared[SELECTED] = backend.select(index, rows.cache, rows.plan)
         selected = rows.shared.get(SELECTED)
-        return backend.run(new, self.up, rows.cache, rows.plan, scale=self.scale, selected=selected).flatten(1)
+        return backend.run(
+            new, self.up, rows.cache, rows.plan, scale=self.scale, selected=selected
+        ).flatten(1)
 
 
 def split_up(weight: Tensor, spec: MlaSpec) -> UpProjection:
-    """The maps of one layer from its projection out of the latent, [num_heads * (nope + value), kv_lora_rank]."""
+    """The maps of one layer from its projection out of the latent, [num_heads * (nope + value),
+    kv_lora_rank].
+    """
     up = weight.unflatten(0, (spec.num_heads, -1))
     key, value = up.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
     return UpProjection(key=key.contiguous(), value=value.transpose(1, 2).contiguous())
 
 
 def latent_scale(rope: Mapping[str, Any], head_dim: int) -> float:
-    """Factor of the scores, with the square of YaRN's amplitude where the RoPE parameters state `mscale_all_dim`."""
+    """Factor of the scores, with the square of YaRN's amplitude where the RoPE parameters state
+    `mscale_all_dim`.
+    """
     mscale = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
-    amplitude = 1 + 0.1 * mscale * math.log(rope["factor"]) if mscale and rope["factor"] > 1 else 1.0
+    amplitude = (
+        1 + 0.1 * mscale * math.log(rope["factor"]) if mscale and rope["factor"] > 1 else 1.0
+    )
     return float(head_dim**-0.5 * amplitude**2)
 
 
 def halves_first(width: int, start: int, size: int) -> Callable[[Tensor], Tensor]:
-    """In blocks of `width` rows, puts every second of the `size` from `start` on before the others between them."""
+    """In blocks of `width` rows, puts every second of the `size` from `start` on before the others
+    between them.
+    """
     numbers = torch.arange(width)
     turned = numbers[start : start + size].view(-1, 2).t().flatten()
     order = torch.cat([numbers[:start], turned, numbers[start + size :]])

@@ -1,4 +1,6 @@
-"""What every layer is given of the tokens themselves beside the residual stream: per-layer embeddings, as Gemma 4 has them."""
+"""What every layer is given of the tokens themselves beside the residual stream: per-layer
+embeddings, as Gemma 4 has them.
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +15,8 @@ from specdec.layers.ops.ops import Join, Ops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
-    """Makes the inputs of all layers at once: a row of a table for the token, and a projection of its embedding.
+    """Makes the inputs of all layers at once: a row of a table for the token, and a projection of
+    its embedding.
 
     Attributes:
         table: [V, layers * P].
@@ -30,9 +33,13 @@ class LayerInputs:
     norm: Norm
 
     def __call__(self, ops: Ops, token_ids: Tensor, embeddings: Tensor) -> Tensor:
-        """[T, layers, P] from ids int64 [T] and their embeddings [T, H] as the first layer is given them."""
+        """[T, layers, P] from ids int64 [T] and their embeddings [T, H] as the first layer is given
+        them.
+        """
         width = len(self.norm.weight)
-        projected = (ops.project(self.projection, embeddings) * self.projection_scale).view(-1, width)
+        projected = (ops.project(self.projection, embeddings) * self.projection_scale).view(
+            -1, width
+        )
         normed = ops.norm(projected, self.norm).view(len(token_ids), -1, width)
         return (normed + F.embedding(token_ids, self.table).view_as(normed) * self.scale) * 0.5**0.5
 
@@ -58,7 +65,9 @@ class InputGate:
         """Its weights."""
         return self.gate, self.projection
 
-    def __call__(self, ops: Ops, residual: Tensor, layer_input: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ops: Ops, residual: Tensor, layer_input: Tensor, join: Join, ahead: Linear | None
+    ) -> tuple[Tensor, Tensor]:
         """Its output for `layer_input` [T, P] joins the stream `residual` [T, H]; see `Ops.add`."""
         opened = gated(ops.project(self.gate, residual), layer_input, self.activation)
         return ops.project_add(self.projection, opened, residual, join, ahead)

@@ -1,4 +1,6 @@
-"""Linear layers: one interface, behind which weights differ in how they are stored and by which kernel they are read."""
+"""Linear layers: one interface, behind which weights differ in how they are stored and by which
+kernel they are read.
+"""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -8,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LONE_ROW_INPUTS = 1024
-"""oneDNN adds up more inputs than this in another order for one row than for several. One row is then run as two, so that a token
-decoded alone has the same bits as the same token verified among drafts. Of fewer inputs only some CPUs round it alike; there
-a second row would cost more than it is worth."""
+"""oneDNN adds up more inputs than this in another order for one row than for several. One row is
+then run as two, so that a token decoded alone has the same bits as the same token verified among
+drafts. Of fewer inputs only some CPUs round it alike; there a second row would cost more than it is
+worth."""
 
 
 class Linear(ABC):
@@ -38,11 +41,18 @@ class Linear(ABC):
 
     @property
     def prefetchable(self) -> Tensor | None:
-        """What a kernel before this product may ask the memory for; see `specdec.kernels.triton_prefetch`."""
+        """What a kernel before this product may ask the memory for; see
+        `specdec.kernels.triton_prefetch`.
+        """
         return None
 
     def few_rows(
-        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        activation: str | None = None,
+        may_split: bool = False,
+        ahead: Tensor | None = None,
     ) -> Tensor | None:
         """The product of few rows by our own kernel, see `specdec.layers.triton_linear.few_rows`;
         None where there is none.
@@ -80,17 +90,25 @@ class DenseLinear(Linear):
         return self.weight if worth_prefetching(self.weight) else None
 
     def few_rows(
-        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        activation: str | None = None,
+        may_split: bool = False,
+        ahead: Tensor | None = None,
     ) -> Tensor | None:
         from specdec.layers.triton_linear import few_rows  # it imports Triton
 
-        return few_rows(x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead)
+        return few_rows(
+            x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead
+        )
 
 
 class BlockedLinear(Linear):
     """A bfloat16 weight on a CPU, in oneDNN's blocked layout.
 
-    Otherwise every call would rearrange it, which for a few rows costs more than the product. The result is the same to the bit.
+    Otherwise every call would rearrange it, which for a few rows costs more than the product. The
+    result is the same to the bit.
 
     Args:
         weight: [out, in]; it may be released once the object exists.
@@ -113,12 +131,18 @@ class BlockedLinear(Linear):
 
     def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self._blocks, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._blocks, self.bias, "add")
+            return torch.ops.mkldnn._linear_pointwise.default(
+                x, self._blocks, self.bias, "none", [], ""
+            )
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            x, residual, self._blocks, self.bias, "add"
+        )
 
 
 def can_block(weight: Tensor) -> bool:
-    """Whether this machine has a blocked layout for `weight`: bfloat16 on a CPU that multiplies it, with oneDNN in the build."""
+    """Whether this machine has a blocked layout for `weight`: bfloat16 on a CPU that multiplies it,
+    with oneDNN in the build.
+    """
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16

@@ -1,4 +1,6 @@
-"""What decoder layers have in the place of attention, or beside it: a recurrence or a convolution instead of keys and values."""
+"""What decoder layers have in the place of attention, or beside it: a recurrence or a convolution
+instead of keys and values.
+"""
 
 from dataclasses import dataclass
 
@@ -20,11 +22,12 @@ class LinearAttention(Attention):
     """Linear attention whose output is normed by group and gated, as in Qwen3-Next and Mamba-2.
 
     Attributes:
-        inputs: to what the recurrence takes of a row, then the gates of the outputs [value heads * V].
+        inputs: to what the recurrence takes of a row, then the gates of the outputs [value heads *
+            V].
         recurrence: of the layer.
         norm: of groups of outputs, such as value heads; None gates them alone.
-        row_gates: to the gates `b` and `a` of the recurrence, if their weights are stored in another way than the others; `inputs`
-            then lack them. None where `inputs` give all.
+        row_gates: to the gates `b` and `a` of the recurrence, if their weights are stored in
+            another way than the others; `inputs` then lack them. None where `inputs` give all.
     """
 
     inputs: Linear
@@ -50,10 +53,12 @@ class LinearAttention(Attention):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyDecayAttention(Attention):
-    """Linear attention with a decay per key channel (Kimi Delta Attention, arXiv 2510.26692). Decays and gates come by few numbers.
+    """Linear attention with a decay per key channel (Kimi Delta Attention, arXiv 2510.26692).
+    Decays and gates come by few numbers.
 
     Attributes:
-        inputs: to channels and `b` of the recurrence, then the few numbers of decays, then as many of the gates of the outputs.
+        inputs: to channels and `b` of the recurrence, then the few numbers of decays, then as many
+            of the gates of the outputs.
         decays: from few numbers to `a` of the recurrence.
         gates: from few numbers to [value heads * V].
         recurrence: of the layer.
@@ -82,7 +87,8 @@ class KeyDecayAttention(Attention):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShortConvolution(Attention):
-    """A convolution over few rows between two gates, as in LFM2 (arXiv 2511.23404): `after * convolution(before * value)`.
+    """A convolution over few rows between two gates, as in LFM2 (arXiv 2511.23404):
+    `after * convolution(before * value)`.
 
     Attributes:
         inputs: to [before, after, value], each as wide as the layer.
@@ -100,12 +106,15 @@ class ShortConvolution(Attention):
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
-        return ops.convolve(ops.project(self.inputs, hidden), self.kernel, self.bias, rows.cache, rows.plan)
+        return ops.convolve(
+            ops.project(self.inputs, hidden), self.kernel, self.bias, rows.cache, rows.plan
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideBySide(Attention):
-    """Attention and linear attention of the same rows, as in Falcon-H1 (arXiv 2507.22448). One projection takes what both give.
+    """Attention and linear attention of the same rows, as in Falcon-H1 (arXiv 2507.22448). One
+    projection takes what both give.
 
     Each has a cache and a plan, in this order.
     """
@@ -122,5 +131,11 @@ class SideBySide(Attention):
         return (*self.attention.linears, *self.linear.linears)
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        first, second = (rows._replace(cache=cache, plan=plan) for cache, plan in zip(rows.cache, rows.plan, strict=True))
-        return torch.cat([self.attention(ops, hidden, first, ahead), self.linear(ops, hidden, second, ahead)], dim=1)
+        first, second = (
+            rows._replace(cache=cache, plan=plan)
+            for cache, plan in zip(rows.cache, rows.plan, strict=True)
+        )
+        return torch.cat(
+            [self.attention(ops, hidden, first, ahead), self.linear(ops, hidden, second, ahead)],
+            dim=1,
+        )

@@ -24,7 +24,9 @@ class FeedForward(Protocol):
     def linears(self) -> tuple[Linear, ...]:
         """Its weights that every token reads, the first product's first."""
 
-    def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+    ) -> tuple[Tensor, Tensor]:
         """Its output for `hidden` [T, H] joins the stream `residual` [T, H]; see `Ops.add`."""
 
 
@@ -50,8 +52,16 @@ class GatedMLP(FeedForward):
         """What it puts out [T, H] for `hidden` [T, H], before that joins anything."""
         return ops.project(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down))
 
-    def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
-        return ops.project_add(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down), residual, join, ahead)
+    def __call__(
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.project_add(
+            self.down,
+            ops.gated(self.gate_up, hidden, self.activation, self.down),
+            residual,
+            join,
+            ahead,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +80,9 @@ class ConvolvedMLP(FeedForward):
     def linears(self) -> tuple[Linear, ...]:
         return self.convolution.projection, *self.mlp.linears
 
-    def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+    ) -> tuple[Tensor, Tensor]:
         dynamic = ops.project(self.convolution.projection, hidden)
         product = self.mlp.product(ops, ops.mix_rows(hidden, dynamic, self.convolution, 0))
         return ops.add(ops.mix_rows(product, dynamic, self.convolution, 1), residual, join, ahead)
@@ -85,10 +97,14 @@ class MixtureOfExperts(FeedForward):
         experts: to choose from.
         shared: of all tokens, or None.
         shared_gate: to one number, whose sigmoid weighs what is shared, or None.
-        latent: to what the experts are given, and from what they give back to H; None where both are H.
-        weighs_inputs: weights are factors of what experts are given, not of what they put out, as in Llama 4.
-        group: ranks that have parts of every expert, and of what is shared; None for one that has them whole.
-        joined: `router`, `experts`, `shared` and `shared_gate` for kernels that have all at once; None where there are none.
+        latent: to what the experts are given, and from what they give back to H; None where both
+            are H.
+        weighs_inputs: weights are factors of what experts are given, not of what they put out, as
+            in Llama 4.
+        group: ranks that have parts of every expert, and of what is shared; None for one that has
+            them whole.
+        joined: `router`, `experts`, `shared` and `shared_gate` for kernels that have all at once;
+            None where there are none.
     """
 
     router: Router
@@ -103,35 +119,57 @@ class MixtureOfExperts(FeedForward):
     @property
     def linears(self) -> tuple[Linear, ...]:
         shared = () if self.shared is None else self.shared.linears
-        return self.router.gate, *shared, *(() if self.shared_gate is None else (self.shared_gate,)), *(self.latent or ())
+        return (
+            self.router.gate,
+            *shared,
+            *(() if self.shared_gate is None else (self.shared_gate,)),
+            *(self.latent or ()),
+        )
 
-    def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+    ) -> tuple[Tensor, Tensor]:
         output = None if self.joined is None else ops.joined_experts(self.joined, hidden)
-        return ops.add(self._apart(ops, hidden) if output is None else output, residual, join, ahead, self.group)
+        return ops.add(
+            self._apart(ops, hidden) if output is None else output,
+            residual,
+            join,
+            ahead,
+            self.group,
+        )
 
     def _apart(self, ops: Ops, hidden: Tensor) -> Tensor:
         """What it puts out, or parts of that, see `Ops.add`."""
         weights, ids = ops.route(self.router, hidden)
         if self.weighs_inputs:
             given = (hidden[:, None] * weights[..., None].to(hidden.dtype)).flatten(0, 1)
-            output = ops.experts(self.experts, given, torch.ones_like(weights).reshape(-1, 1), ids.reshape(-1, 1))
+            output = ops.experts(
+                self.experts, given, torch.ones_like(weights).reshape(-1, 1), ids.reshape(-1, 1)
+            )
             output = output.unflatten(-2, ids.shape).sum(-2)
         elif self.latent is None:
             output = ops.experts(self.experts, hidden, weights, ids)
         else:
             output = ops.experts(self.experts, ops.project(self.latent[0], hidden), weights, ids)
-            output = ops.project(self.latent[1], output.sum(0).to(hidden.dtype) if output.ndim == 3 else output)
+            output = ops.project(
+                self.latent[1], output.sum(0).to(hidden.dtype) if output.ndim == 3 else output
+            )
         if self.shared is not None:
             shared = self.shared.product(ops, hidden)
             if self.shared_gate is not None:
                 shared = shared * ops.project(self.shared_gate, hidden).sigmoid()
-            output = output + shared if output.ndim == 2 else torch.cat([output, shared[None].to(output.dtype)])
+            output = (
+                output + shared
+                if output.ndim == 2
+                else torch.cat([output, shared[None].to(output.dtype)])
+            )
         return output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpBesideExperts(FeedForward):
-    """A gated MLP and some experts for each token, both normed before they are added, as in Gemma 4.
+    """A gated MLP and some experts for each token, both normed before they are added, as in Gemma
+    4.
 
     Attributes:
         mlp: of all tokens.
@@ -159,7 +197,9 @@ class MlpBesideExperts(FeedForward):
     def linears(self) -> tuple[Linear, ...]:
         return *self.mlp.linears, self.router.gate
 
-    def __call__(self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+    ) -> tuple[Tensor, Tensor]:
         weights, ids = ops.route(self.router, ops.norm(residual, self.router_norm))
         weights = weights * self.expert_scale[ids]
         routed = ops.experts(self.experts, ops.norm(residual, self.experts_norm), weights, ids)
@@ -168,5 +208,9 @@ class MlpBesideExperts(FeedForward):
         elif routed.ndim == 3:
             routed = routed.sum(0).to(hidden.dtype)
         return ops.add(
-            ops.norm(self.mlp.product(ops, hidden), self.mlp_norm) + ops.norm(routed, self.output_norm), residual, join, ahead
+            ops.norm(self.mlp.product(ops, hidden), self.mlp_norm)
+            + ops.norm(routed, self.output_norm),
+            residual,
+            join,
+            ahead,
         )

@@ -1,11 +1,14 @@
-"""Layers that predict tokens beyond the next one (multi-token prediction, arXiv 2404.19737; as in DeepSeek-V3, arXiv 2412.19437).
+"""Layers that predict tokens beyond the next one (multi-token prediction, arXiv 2404.19737; as in
+DeepSeek-V3, arXiv 2412.19437).
 
-A row has the hidden state of a position of the target and the token after it, and predicts the token after that:
+A row has the hidden state of a position of the target and the token after it, and predicts the
+token after that:
 
-    out = norm(layers(projection([embedding_norm(embedding of the token) ; hidden_norm(hidden state)])))
-    logits = head(out)
+    out = norm(layers(projection([embedding_norm(embedding of the token) ; hidden_norm(hidden
+    state)]))) logits = head(out)
 
-The hidden state is what the target's own head is given, behind its final norm. The row that follows is given `out` in its place.
+The hidden state is what the target's own head is given, behind its final norm. The row that follows
+is given `out` in its place.
 """
 
 from collections.abc import Sequence
@@ -25,7 +28,8 @@ from specdec.layers.ops.norm import Norm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusteredHead:
-    """A head that scores the tokens of the likeliest clusters alone, as in Gemma 4's smaller assistants.
+    """A head that scores the tokens of the likeliest clusters alone, as in Gemma 4's smaller
+    assistants.
 
     Attributes:
         centroids: from a hidden state to a score of each cluster.
@@ -38,10 +42,16 @@ class ClusteredHead:
     chosen: int
 
     def mask(self, hidden: Tensor, logits: Tensor) -> Tensor:
-        """`logits` [n, V] of `hidden` [n, H], those of tokens in other clusters the lowest number."""
+        """`logits` [n, V] of `hidden` [n, H],
+        those of tokens in other clusters the lowest number.
+        """
         scores = self.centroids(hidden)
-        likeliest = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(self.chosen, dim=1).indices, True)
-        return logits.masked_fill(~likeliest.index_select(1, self.cluster_of), torch.finfo(logits.dtype).min)
+        likeliest = torch.zeros_like(scores, dtype=torch.bool).scatter_(
+            1, scores.topk(self.chosen, dim=1).indices, True
+        )
+        return logits.masked_fill(
+            ~likeliest.index_select(1, self.cluster_of), torch.finfo(logits.dtype).min
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +66,8 @@ class PredictionLayers:
         backends: attention over their caches, one per layer.
         places: of each layer which of `kv_specs` is its own; None where it has no attention.
         kv_specs: what they cache.
-        reads_target: they attend to keys and values of the target's, and have none of their own. All rows of a step have the
-            position of its anchor then, and see what lies before that.
+        reads_target: they attend to keys and values of the target's, and have none of their own.
+            All rows of a step have the position of its anchor then, and see what lies before that.
         head: of their own, without the target's softcap; None where it is the target's.
         clusters: what keeps that head from most tokens; None for nothing.
         back: from `out` to the target's width; None where the widths are the same.
@@ -78,12 +88,21 @@ class PredictionLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights that a forward of many rows reads, but for a head that is the target's."""
-        own = [self.projection, self.head, self.back, None if self.clusters is None else self.clusters.centroids]
+        """Bytes of the weights that a forward of many rows reads, but for a head that is the
+        target's.
+        """
+        own = [
+            self.projection,
+            self.head,
+            self.back,
+            None if self.clusters is None else self.clusters.centroids,
+        ]
         return self.decoder.nbytes + sum(one.nbytes for one in own if one is not None)
 
     def features(self, raw: Tensor) -> Tensor:
-        """Hidden states [T, Ht] as rows are given them, of raw outputs like them of the target's last layer."""
+        """Hidden states [T, Ht] as rows are given them, of raw outputs like them of the target's
+        last layer.
+        """
         return self.decoder.ops.norm(raw, self.target_norm)
 
     def __call__(
@@ -95,7 +114,8 @@ class PredictionLayers:
         caches: Sequence[Any],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """`out` [n, H] of the rows `wanted` int64 [n], or of all where it is None; writes the caches of all.
+        """`out` [n, H] of the rows `wanted` int64 [n], or of all where it is None; writes the
+        caches of all.
 
         Args:
             embeddings: [T, Ht], of the token of each row, as the target's layers are given them.
@@ -113,7 +133,9 @@ class PredictionLayers:
         joined = ops.project(self.projection, torch.cat([embeddings, hidden], dim=-1))
         plans = {backend: backend.plan(metadata) for backend in dict.fromkeys(self.backends)}
         held = [None if place is None else caches[place] for place in self.places]
-        drops = wanted is not None and decoder.layers[-1].attention is not None  # rows before the last feed-forward sublayer
+        drops = (
+            wanted is not None and decoder.layers[-1].attention is not None
+        )  # rows before the last feed-forward sublayer
 
         def keep(rows: Tensor) -> Tensor:
             assert wanted is not None

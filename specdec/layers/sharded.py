@@ -1,6 +1,8 @@
-"""Layers of which every rank of a group has a part: what the parts give is added up, or put side by side, once for a sublayer.
+"""Layers of which every rank of a group has a part: what the parts give is added up, or put side by
+side, once for a sublayer.
 
-A partial product is rounded to the model's type, then added to those of the other ranks; residual and norm come after that.
+A partial product is rounded to the model's type, then added to those of the other ranks; residual
+and norm come after that.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from specdec.parallel.group import Group
 
 
 class SummedLinear(Linear):
-    """A projection whose inputs are divided: every rank multiplies its own, and the products are added up.
+    """A projection whose inputs are divided: every rank multiplies its own, and the products are
+    added up.
 
     Args:
         part: this rank's. A bias is that of rank 0 alone.
@@ -26,7 +29,12 @@ class SummedLinear(Linear):
 
     def __init__(self, part: Linear, group: Group) -> None:
         self.part, self.group = part, group
-        self.in_features, self.out_features, self.bias, self.dtype = part.in_features, part.out_features, part.bias, part.dtype
+        self.in_features, self.out_features, self.bias, self.dtype = (
+            part.in_features,
+            part.out_features,
+            part.bias,
+            part.dtype,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -42,15 +50,23 @@ class SummedLinear(Linear):
         return out if residual is None else out.add_(residual)
 
     def few_rows(
-        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        activation: str | None = None,
+        may_split: bool = False,
+        ahead: Tensor | None = None,
     ) -> Tensor | None:
-        """See `Linear.few_rows`; never in partial sums, which would take a launch of their own to be added before ranks add."""
+        """See `Linear.few_rows`; never in partial sums, which would take a launch of their own to
+        be added before ranks add.
+        """
         product = self.part.few_rows(x, activation=activation, ahead=ahead)
         return None if product is None else all_reduce(product, self.group)
 
 
 class GatheredLinear(Linear):
-    """A projection whose outputs are divided evenly, with padding on the last rank: every rank gets them all, in order.
+    """A projection whose outputs are divided evenly, with padding on the last rank: every rank gets
+    them all, in order.
 
     Args:
         part: this rank's.
@@ -60,7 +76,12 @@ class GatheredLinear(Linear):
 
     def __init__(self, part: Linear, group: Group, out_features: int) -> None:
         self.part, self.group = part, group
-        self.in_features, self.out_features, self.bias, self.dtype = part.in_features, out_features, part.bias, part.dtype
+        self.in_features, self.out_features, self.bias, self.dtype = (
+            part.in_features,
+            out_features,
+            part.bias,
+            part.dtype,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +106,9 @@ class Embedding:
     group: Group | None = None
 
     def __call__(self, ops: Ops, token_ids: Tensor, scale: float = 1.0) -> Tensor:
-        """Rows [..., H] times `scale`, for int64 ids [...]; see `Ops.embed`. Of the terms of a sum one alone is not 0."""
+        """Rows [..., H] times `scale`, for int64 ids [...]; see `Ops.embed`. Of the terms of a sum
+        one alone is not 0.
+        """
         if self.group is None:
             return self._rows(ops, token_ids, scale)
         places = token_ids - self.group.rank * len(self.table)
@@ -114,5 +137,7 @@ def norm_divided(parts: tuple[Tensor, ...], norms: tuple[Norm, ...], group: Grou
     for part, norm, total in zip(parts, norms, sums, strict=True):
         scaled = part * (total / (part.shape[-1] * group.size) + norm.epsilon).rsqrt()
         early = norm.weight.dtype == part.dtype
-        normed.append(scaled.to(part.dtype) * norm.weight if early else (scaled * norm.weight).to(part.dtype))
+        normed.append(
+            scaled.to(part.dtype) * norm.weight if early else (scaled * norm.weight).to(part.dtype)
+        )
     return normed

@@ -1,4 +1,6 @@
-"""A block of attention and a feed-forward sublayer that several layers share, before a recurrence, as in Zamba2."""
+"""A block of attention and a feed-forward sublayer that several layers share, before a recurrence,
+as in Zamba2.
+"""
 
 from dataclasses import dataclass
 
@@ -18,7 +20,8 @@ EMBEDDINGS = "embeddings"
 
 
 class AdaptedLinear(Linear):
-    """A projection that several layers share, with what one layer adds to each part of its output through few numbers (LoRA).
+    """A projection that several layers share, with what one layer adds to each part of its output
+    through few numbers (LoRA).
 
     Args:
         base: what they share.
@@ -28,7 +31,12 @@ class AdaptedLinear(Linear):
 
     def __init__(self, base: Linear, down: Linear, up: tuple[Linear, ...]) -> None:
         self.base, self.down, self.up = base, down, up
-        self.in_features, self.out_features, self.bias, self.dtype = base.in_features, base.out_features, base.bias, base.dtype
+        self.in_features, self.out_features, self.bias, self.dtype = (
+            base.in_features,
+            base.out_features,
+            base.bias,
+            base.dtype,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -36,15 +44,19 @@ class AdaptedLinear(Linear):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         few = self.down(x).split_with_sizes([one.in_features for one in self.up], dim=-1)
-        added = torch.cat([one(part.contiguous()) for one, part in zip(self.up, few, strict=True)], dim=-1)
+        added = torch.cat(
+            [one(part.contiguous()) for one, part in zip(self.up, few, strict=True)], dim=-1
+        )
         return self.base(x, residual) + added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AfterSharedBlock(Attention):
-    """Linear attention to the stream and what a shared block makes of it (arXiv 2411.15242), which stays out of the stream itself.
+    """Linear attention to the stream and what a shared block makes of it (arXiv 2411.15242), which
+    stays out of the stream itself.
 
-    The block sees the stream and the embeddings side by side, and has no residuals. It is given the stream without a norm.
+    The block sees the stream and the embeddings side by side, and has no residuals. It is given the
+    stream without a norm.
 
     Attributes:
         block_norm: of stream and embeddings together.
@@ -71,11 +83,22 @@ class AfterSharedBlock(Attention):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return (*self.attention.linears, self.output, *self.mlp.linears, self.projection, *self.linear.linears)
+        return (
+            *self.attention.linears,
+            self.output,
+            *self.mlp.linears,
+            self.projection,
+            *self.linear.linears,
+        )
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        first, second = (rows._replace(cache=cache, plan=plan) for cache, plan in zip(rows.cache, rows.plan, strict=True))
+        first, second = (
+            rows._replace(cache=cache, plan=plan)
+            for cache, plan in zip(rows.cache, rows.plan, strict=True)
+        )
         seen = ops.norm(torch.cat([hidden, rows.shared[EMBEDDINGS]], dim=1), self.block_norm)
         attended = ops.project(self.output, self.attention(ops, seen, first, self.output))
-        added = hidden + ops.project(self.projection, self.mlp.product(ops, ops.norm(attended, self.mlp_norm)))
+        added = hidden + ops.project(
+            self.projection, self.mlp.product(ops, ops.norm(attended, self.mlp_norm))
+        )
         return self.linear(ops, ops.norm(added, self.norm), second, ahead)

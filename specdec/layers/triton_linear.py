@@ -1,8 +1,10 @@
-"""Products of few rows with a weight, in Triton: decoding reads every weight once per step, so its bytes are the whole cost.
+"""Products of few rows with a weight, in Triton: decoding reads every weight once per step, so its
+bytes are the whole cost.
 
-A program multiplies some columns of the output over a share of the inputs. Where columns are few, the inputs are split among
-programs too, or most of the chip would be idle; the partial sums stay in float32, for the kernel that reads them to add up. In
-which order a product is summed up depends on the weight's shape alone: a token decoded alone has the bits it has among drafts.
+A program multiplies some columns of the output over a share of the inputs. Where columns are few,
+the inputs are split among programs too, or most of the chip would be idle; the partial sums stay in
+float32, for the kernel that reads them to add up. In which order a product is summed up depends on
+the weight's shape alone: a token decoded alone has the bits it has among drafts.
 """
 
 from functools import lru_cache
@@ -13,9 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
+from specdec.kernels.triton_launch import (
+    num_processors,
+    num_stages,
+    on_device,
+    overlap_options,
+    shared_memory,
+)
 from specdec.kernels.triton_overlap import await_previous, release_next
-from specdec.kernels.triton_prefetch import MOST_BYTES, hint_options, hint_program, send_hints, surplus
+from specdec.kernels.triton_prefetch import (
+    MOST_BYTES,
+    hint_options,
+    hint_program,
+    send_hints,
+    surplus,
+)
 from specdec.layers.ops.triton_activation import activate
 
 MOST_ROWS = 64
@@ -82,7 +96,9 @@ def _few_rows_kernel(
     if ACTIVATION is not None:  # rounded where the product and the activation would be two kernels
         if bias is not None:
             up_total += tl.load(bias + WIDTH + column).to(tl.float32)[:, None]
-        total = activate(total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32), ACTIVATION)
+        total = activate(
+            total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32), ACTIVATION
+        )
     place = (split * num_rows + row[None, :]) * WIDTH + column[:, None]
     tl.store(output + place, total.to(dtype), mask=real)
 
@@ -93,8 +109,11 @@ def is_small(width: int, inputs: int, *, gated: bool) -> bool:
 
 
 @lru_cache(maxsize=256)
-def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors: int) -> Division | None:
-    """Division of a product over a chip of so many processors; None where the shape does not suit the kernel.
+def divide(
+    width: int, inputs: int, *, gated: bool, may_split: bool, processors: int
+) -> Division | None:
+    """Division of a product over a chip of so many processors; None where the shape does not suit
+    the kernel.
 
     >>> divide(4096, 4096, gated=False, may_split=True, processors=132)
     Division(columns=64, depth=128, splits=2)
@@ -109,11 +128,17 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
         return None
     possible = [n for n in range(1, MOST_SPLITS + 1) if may_split and inputs % (64 * n) == 0] or [1]
     tiles = [columns for columns in (64, 32, 16) if width % columns == 0]
-    # A small weight comes from the L2 cache, see `triton_prefetch`, where wide tiles are best; a large one takes all processors.
+    # A small weight comes from the L2 cache, see `triton_prefetch`, where wide tiles are best; a
+    # large one takes all processors.
     small = is_small(width, inputs, gated=gated)
-    columns = tiles[0] if small else next((n for n in tiles if 5 * width // n * possible[-1] >= 3 * processors), tiles[-1])
+    columns = (
+        tiles[0]
+        if small
+        else next((n for n in tiles if 5 * width // n * possible[-1] >= 3 * processors), tiles[-1])
+    )
     splits = next((n for n in possible if 4 * width // columns * n >= 3 * processors), possible[-1])
-    # Where a processor has one program, that one has to ask for more at a time; where it has several, they must fit side by side.
+    # Where a processor has one program, that one has to ask for more at a time; where it has
+    # several, they must fit side by side.
     deep = (256, 128) if columns <= 32 else (128,)
     alone = not small and width // columns * splits <= processors
     depth = next((n for n in deep if alone and inputs % (n * splits) == 0), 64)
@@ -121,7 +146,8 @@ def divide(width: int, inputs: int, *, gated: bool, may_split: bool, processors:
 
 
 def stages_of(plan: Division, rows: int, *, gated: bool, memory: int) -> int:
-    """Iterations under way at once, as measured to be best on Hopper, as far as `memory` goes; AMD's compiler plans otherwise.
+    """Iterations under way at once, as measured to be best on Hopper, as far as `memory` goes;
+    AMD's compiler plans otherwise.
 
     >>> stages_of(Division(64, 128, 2), 16, gated=False, memory=227 * 1024)
     5
@@ -154,15 +180,22 @@ def few_rows(
         ahead: a weight to send hints about.
 
     Returns:
-        [rows, out], or with an activation half as wide, in the type of `x`; with `may_split` perhaps float32 [splits, rows, out],
-        whose sum it is, not yet rounded; None for a product that is not this kernel's.
+        [rows, out], or with an activation half as wide, in the type of `x`; with `may_split`
+        perhaps float32 [splits, rows, out], whose sum it is, not yet rounded; None for a product
+        that is not this kernel's.
     """
     rows, inputs = x.shape
     gated = activation is not None
     width = len(weight) // 2 if gated else len(weight)
-    if rows > MOST_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or not weight.is_contiguous():
+    if (
+        rows > MOST_ROWS
+        or x.dtype not in (torch.bfloat16, torch.float16)
+        or not weight.is_contiguous()
+    ):
         return None
-    plan = divide(width, inputs, gated=gated, may_split=may_split, processors=num_processors(x.device))
+    plan = divide(
+        width, inputs, gated=gated, may_split=may_split, processors=num_processors(x.device)
+    )
     if plan is None:
         return None
     if plan.splits > 1:

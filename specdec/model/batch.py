@@ -1,7 +1,8 @@
-"""What the forwards of a step are given: packed rows, chunks of prompts, and the requests of the step.
+"""What the forwards of a step are given: packed rows, chunks of prompts, and the requests of the
+step.
 
-Shapes use `num_reqs` requests of a batch and `k` drafts per request. Token ids are int64. How drafts lie behind the anchor is told
-in `specdec.base.blocks`.
+Shapes use `num_reqs` requests of a batch and `k` drafts per request. Token ids are int64. How
+drafts lie behind the anchor is told in `specdec.base.blocks`.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class ForwardInput:
         position_ids: int64 [num_tokens].
         metadata: attention metadata of these rows.
         logit_rows: int64 [n], rows whose logits are wanted; None for all rows.
-        rope_lens: int64 [num_tokens], length that the rotations of a row's request are for at least; 0 for the usual ones, None for
-            all. See `specdec.model.core.LengthRule`.
+        rope_lens: int64 [num_tokens], length that the rotations of a row's request are for at
+            least; 0 for the usual ones, None for all. See `specdec.model.core.LengthRule`.
 
     What follows is for layers that keep a state per request, see `specdec.kv_cache.StateCache`:
 
         slots: int64 [num_reqs], where the states lie; None serves models without such layers.
-        row_counts: int64 [num_reqs], rows of each request that do not pad, the first ones; None for all.
-        final: no row will be rejected.
-        max_pending: host bound on accepted rows of the step before that the states have not taken in.
+        row_counts: int64 [num_reqs], rows of each request that do not pad, the first ones; None for
+        all. final: no row will be rejected.
+        max_pending: host bound on accepted rows of the step before that the states have not taken
+        in.
     """
 
     token_ids: Tensor
@@ -56,23 +58,29 @@ class PrefillBatch:
 
     forward: ForwardInput
     slots: Tensor  # int64 [num_reqs]
-    next_token_ids: Tensor  # int64 [num_reqs], tokens after the chunks; 0 where it is yet to be chosen
+    next_token_ids: (
+        Tensor  # int64 [num_reqs], tokens after the chunks; 0 where it is yet to be chosen
+    )
 
 
 Context = Literal["now", "later", "all"]
-"""Which context a drafter takes over after a step: "now" says that of the step; "later", after a step without drafts, lets it put
-that off, as long as such steps follow; and "all" has it take over what it has put off as well."""
+"""Which context a drafter takes over after a step: "now" says that of the step; "later", after a
+step without drafts, lets it put that off, as long as such steps follow; and "all" has it take over
+what it has put off as well."""
 
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """The requests of one step, as tensors on the device. Row `i` of every tensor belongs to the request in `slots[i]`.
+    """The requests of one step, as tensors on the device. Row `i` of every tensor belongs to the
+    request in `slots[i]`.
 
-    The invariant of the engine holds: `seq_lens` (L) tokens have their KV in the cache; `anchors` is the token at position L,
-    whose KV is not. The block tables reach position `L + k`, and as far as the drafter writes.
+    The invariant of the engine holds: `seq_lens` (L) tokens have their KV in the cache; `anchors`
+    is the token at position L, whose KV is not. The block tables reach position `L + k`, and as far
+    as the drafter writes.
 
     Attributes:
-        slots: int64 [num_reqs], where the request's device state lives; smaller than `max_num_seqs`.
+        slots: int64 [num_reqs], where the request's device state lives; smaller than
+            `max_num_seqs`.
         anchors: int64 [num_reqs].
         seq_lens: int64 [num_reqs], L.
         block_table: int32 [num_reqs, max_blocks].
@@ -81,11 +89,14 @@ class DecodeBatch:
         block_size: tokens per cache block.
         max_model_len: position ids never reach this, so that learned position tables are safe.
         sampling: sampling state of the requests.
-        min_seq_len: host bound, at most the smallest L; requests that only pad the batch may have less.
-        rope_lens: int64 [num_reqs], see `ForwardInput.rope_lens`; None where the target does not ask.
+        min_seq_len: host bound, at most the smallest L; requests that only pad the batch may have
+            less.
+        rope_lens: int64 [num_reqs], see `ForwardInput.rope_lens`; None where the target does not
+            ask.
         context: see `Context`.
 
-    What the models of a step are fed beside tokens depends on the rows per request alone. It is computed once for each width.
+    What the models of a step are fed beside tokens depends on the rows per request alone. It is
+    computed once for each width.
     """
 
     slots: Tensor
@@ -121,7 +132,9 @@ class DecodeBatch:
         if width not in self._positions:
             rows = self._rows_of(width)
             self._positions[width] = (
-                rows.positions if rows else self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
+                rows.positions
+                if rows
+                else self.seq_lens[:, None] + torch.arange(width, device=self.slots.device)
             )
         return self._positions[width]
 
@@ -134,9 +147,11 @@ class DecodeBatch:
         return self._rows[width]
 
     def position_ids(self, width: int) -> Tensor:
-        """int64 [num_reqs * width]: the same for a model; only surplus rows past the model's length are clamped.
+        """int64 [num_reqs * width]: the same for a model; only surplus rows past the model's length
+        are clamped.
 
-        Always the same tensor for a width, so that what follows from it need not be computed twice either.
+        Always the same tensor for a width, so that what follows from it need not be computed twice
+        either.
         """
         if width not in self._position_ids:
             positions = self.positions(width)
@@ -178,7 +193,13 @@ class DecodeBatch:
         return self.rows_from(first, positions, **bounds)
 
     def rows_from(
-        self, first: Tensor, positions: Tensor, *, max_seq_len: int, min_seq_len: int, written: Tensor | None = None
+        self,
+        first: Tensor,
+        positions: Tensor,
+        *,
+        max_seq_len: int,
+        min_seq_len: int,
+        written: Tensor | None = None,
     ) -> AttentionMetadata:
         """Causal attention metadata of rows that begin elsewhere than at the anchor.
 
@@ -186,7 +207,8 @@ class DecodeBatch:
             first: int64 [num_reqs], position of the first row of each request.
             positions: int64 [num_reqs, width], first, first + 1, ...
             max_seq_len, min_seq_len: see `AttentionMetadata`.
-            written: bool [num_reqs, width], rows whose keys and values belong in the cache; None for all.
+            written: bool [num_reqs, width], rows whose keys and values belong in the cache; None
+                for all.
         """
         width = positions.shape[1]
         blocks = self.block_table.gather(1, positions // self.block_size)
@@ -196,7 +218,12 @@ class DecodeBatch:
             slots = torch.where(written, slots, NULL_BLOCK * self.block_size)
         seq_lens = torch.add(first, width, out=torch.empty_like(first, dtype=torch.int32))
         return AttentionMetadata.uniform(
-            width, seq_lens, self.block_table, slots.reshape(-1), max_seq_len=max_seq_len, min_seq_len=min_seq_len
+            width,
+            seq_lens,
+            self.block_table,
+            slots.reshape(-1),
+            max_seq_len=max_seq_len,
+            min_seq_len=min_seq_len,
         )
 
     def row_positions(self, tree: DraftTree | None) -> Tensor:
@@ -208,15 +235,25 @@ class DecodeBatch:
             self._places = tree, tree_places(self.seq_lens, tree, self.max_model_len)
         return self._places[1]
 
-    def verification(self, token_ids: Tensor, tree: DraftTree | None, *, max_pending: int) -> ForwardInput:
-        """The forward of the target over the rows of the block: `token_ids` int64 [num_reqs, k + 1], at `row_positions`."""
+    def verification(
+        self, token_ids: Tensor, tree: DraftTree | None, *, max_pending: int
+    ) -> ForwardInput:
+        """The forward of the target over the rows of the block: `token_ids` int64 [num_reqs, k +
+        1], at `row_positions`.
+        """
         width = self.shape.rows
         if tree is None:
-            position_ids, metadata = self.position_ids(width), self.metadata(width, visibility="causal")
+            position_ids, metadata = (
+                self.position_ids(width),
+                self.metadata(width, visibility="causal"),
+            )
         else:
             places = self._places_of(tree)
             position_ids = places.position_ids
-            metadata = replace(self.metadata(width, visibility="ancestors"), tree=TreeRows(places.ancestors, places.depths))
+            metadata = replace(
+                self.metadata(width, visibility="ancestors"),
+                tree=TreeRows(places.ancestors, places.depths),
+            )
         return ForwardInput(
             token_ids.flatten(),
             position_ids,

@@ -1,4 +1,5 @@
-"""Where the rows of blocks stand, and which cache slots they have: on our kernels where they run, in plain torch elsewhere.
+"""Where the rows of blocks stand, and which cache slots they have: on our kernels where they run,
+in plain torch elsewhere.
 
 On a GPU plain torch takes eight small kernels for each width of a block, and seven more for a tree.
 """
@@ -48,7 +49,8 @@ class TreePlaces(NamedTuple):
 def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: int) -> BlockRows:
     """Rows behind int64 [num_reqs] tokens of each request, by our kernel.
 
-    Their blocks are int32 [num_reqs, max_blocks]; where there are none, slots are of the null block.
+    Their blocks are int32 [num_reqs, max_blocks]; where there are none, slots are of the null
+    block.
     """
     from specdec.model import triton_block_rows  # it imports Triton
 
@@ -56,11 +58,15 @@ def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: in
 
 
 def tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
-    """The rows of trees behind int64 [num_reqs] tokens of each request; position ids are below `most`."""
+    """The rows of trees behind int64 [num_reqs] tokens of each request; position ids are below
+    `most`.
+    """
     if KERNEL.runs_on(seq_lens.device):
         from specdec.model import triton_block_rows  # it imports Triton
 
-        return TreePlaces(*triton_block_rows.tree_places(seq_lens, tree.depths, tree.ancestors, most))
+        return TreePlaces(
+            *triton_block_rows.tree_places(seq_lens, tree.depths, tree.ancestors, most)
+        )
     return _tree_places(seq_lens, tree, most)
 
 
@@ -68,11 +74,15 @@ def _tree_places(seq_lens: Tensor, tree: DraftTree, most: int) -> TreePlaces:
     """`tree_places` in plain torch."""
     depths, ancestors = F.pad(tree.depths, (1, 0)), F.pad(tree.ancestors, (1, 0))
     positions = seq_lens[:, None] + depths
-    return TreePlaces(positions, positions.clamp(max=most - 1).flatten(), ancestors.flatten(), depths.flatten())
+    return TreePlaces(
+        positions, positions.clamp(max=most - 1).flatten(), ancestors.flatten(), depths.flatten()
+    )
 
 
 def check_block_rows(device: torch.device) -> Deviation:
-    """Rows of a few requests, some of which reach into a next block, and those of trees near the model's length."""
+    """Rows of a few requests, some of which reach into a next block, and those of trees near the
+    model's length.
+    """
     generator = torch.Generator().manual_seed(0)
     seq_lens, width = torch.tensor([0, 15, 16, 40]), 5
     table = torch.randperm(16, generator=generator).view(4, 4).int()
@@ -87,7 +97,9 @@ def check_block_rows(device: torch.device) -> Deviation:
     ours = [*block_rows(seq_lens.to(device), table.to(device), width, 16)]
     from specdec.model import triton_block_rows  # it imports Triton
 
-    ours += triton_block_rows.tree_places(seq_lens.to(device), tree.depths.to(device), tree.ancestors.to(device), 44)
+    ours += triton_block_rows.tree_places(
+        seq_lens.to(device), tree.depths.to(device), tree.ancestors.to(device), 44
+    )
     ours += block_rows(seq_lens.to(device), table[:, :0].to(device), width, 16)
     return worst(mismatches(one, other) for one, other in zip(ours, expected, strict=True))
 

@@ -1,4 +1,6 @@
-"""Putting the accepted path of a tree where a chain's rows would lie, in the paged caches of all layers."""
+"""Putting the accepted path of a tree where a chain's rows would lie, in the paged caches of all
+layers.
+"""
 
 from collections.abc import Iterable
 
@@ -11,7 +13,8 @@ from specdec.kv_cache.rows import move_rows, rows_of, side_by_side
 
 
 class CacheRows:
-    """The rows of an engine's caches. Made once, since the addresses of all tensors are copied to their device.
+    """The rows of an engine's caches. Made once, since the addresses of all tensors are copied to
+    their device.
 
     Args:
         caches: of the layers whose rows move, see `specdec.kv_cache.rows.rows_of`.
@@ -36,7 +39,9 @@ class CacheRows:
 
 
 def check_cache_rows(device: torch.device) -> Deviation:
-    """Rows of several lengths, whole words and odd bytes; of two requests one has nothing to move."""
+    """Rows of several lengths, whole words and odd bytes;
+    of two requests one has nothing to move.
+    """
     from specdec.model import triton_cache_rows
 
     generator = torch.Generator().manual_seed(0)
@@ -44,9 +49,13 @@ def check_cache_rows(device: torch.device) -> Deviation:
     slots = torch.randperm(40, generator=generator)[:14].view(2, 7)
     found = []
     for sizes in ([384, 4096 + 16], [24, 6], [7]):
-        tensors = [torch.randint(256, (40, size), dtype=torch.uint8, generator=generator) for size in sizes]
+        tensors = [
+            torch.randint(256, (40, size), dtype=torch.uint8, generator=generator) for size in sizes
+        ]
         moved = [tensor.to(device, copy=True) for tensor in tensors]
-        triton_cache_rows.move_rows(triton_cache_rows.row_table(moved), slots.to(device), path.to(device))
+        triton_cache_rows.move_rows(
+            triton_cache_rows.row_table(moved), slots.to(device), path.to(device)
+        )
         move_rows(side_by_side(tensors), slots, path)
         found += [mismatches(ours, expected) for ours, expected in zip(moved, tensors, strict=True)]
     return worst(found)

@@ -1,7 +1,8 @@
-"""The nouns of a step: what comes out of each of its parts, and the protocols of target and drafter.
+"""The nouns of a step: what comes out of each of its parts, and the protocols of target and
+drafter.
 
-Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width. Token ids are int64. What the
-parts are given is told in `specdec.model.batch`.
+Shapes use `num_reqs` requests of a batch, `k` drafts per request, `V` vocabulary, `H` hidden width.
+Token ids are int64. What the parts are given is told in `specdec.model.batch`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class VerifyOutput:
 
     Attributes:
         logits: [num_selected, V], in the model's dtype.
-        aux_hidden: [num_tokens, len(aux_layer_ids) * H], raw outputs of the tapped layers side by side; None without taps.
+        aux_hidden: [num_tokens, len(aux_layer_ids) * H], raw outputs of the tapped layers side by
+            side; None without taps.
     """
 
     logits: Tensor
@@ -45,21 +47,24 @@ class DraftOutput:
     Exactly one form of proposal:
         point mass: `probs` and `candidate_ids` are None; the draft has probability 1.
         dense: `probs` [num_reqs, k, V].
-        top-k supported: `candidate_ids` int64 [num_reqs, k, C] without repeats, `probs` [num_reqs, k, C].
+        top-k supported: `candidate_ids` int64 [num_reqs, k, C] without repeats, `probs` [num_reqs,
+        k, C].
 
-    Drafts with `probs` are judged as a block, so they must be drawn with numbers that no other step of the request draws with; see
-    `specdec.sampling.noise.of_step`.
+    Drafts with `probs` are judged as a block, so they must be drawn with numbers that no other step
+    of the request draws with; see `specdec.sampling.noise.of_step`.
 
     Attributes:
         token_ids: int64 [num_reqs, k]; every entry is a valid token id, also past `num_drafts`.
         num_drafts: int64 [num_reqs], drafts that count, the first ones; None means all k.
         tree: how the drafts hang together, when the block is a tree; None is a chain.
-        forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain or of the best path through a
-            tree; None unless `BoundDrafter.forecasts` asks for it.
-        scores: float32 [num_reqs, k], log-probabilities of a tree's paths in falling order; None unless forecasts are asked for.
+        forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain
+            or of the best path through a tree; None unless `BoundDrafter.forecasts` asks for it.
+        scores: float32 [num_reqs, k], log-probabilities of a tree's paths in falling order; None
+            unless forecasts are asked for.
         part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
-        alternatives: int64 [num_reqs, k, C], tokens of each slot of a chain of point masses, the likeliest first; None unless an
-            output follows a grammar (`SamplingPlan.guided`), which may refuse the draft, and the drafter has some.
+        alternatives: int64 [num_reqs, k, C], tokens of each slot of a chain of point masses, the
+            likeliest first; None unless an output follows a grammar (`SamplingPlan.guided`), which
+            may refuse the draft, and the drafter has some.
     """
 
     token_ids: Tensor
@@ -78,14 +83,16 @@ class AcceptOutput:
     """What a step adds to each request: `num_accepted` drafts, then one token of the target's own.
 
     Attributes:
-        token_ids: int64 [num_reqs, depth + 1], output tokens; the first `num_accepted + 1` count, and the last of those is the
-            recovered or bonus token. The depth is that of the block, k in a chain.
+        token_ids: int64 [num_reqs, depth + 1], output tokens; the first `num_accepted + 1` count,
+            and the last of those is the recovered or bonus token. The depth is that of the block, k
+            in a chain.
         num_accepted: int64 [num_reqs], in [0, depth].
         next_anchors: int64 [num_reqs], the recovered or bonus token.
         finite: bool [num_reqs], False when logits behind a counted token were NaN or infinite.
         logprobs: of `token_ids`, under the target's unprocessed logits; None when nobody asked.
-        path: int64 [num_reqs, depth + 1], rows of a tree that were accepted, that of the anchor first; entries past
-            `num_accepted` are rows that were not. None in a chain, whose rows follow each other.
+        path: int64 [num_reqs, depth + 1], rows of a tree that were accepted, that of the anchor
+            first; entries past `num_accepted` are rows that were not. None in a chain, whose rows
+            follow each other.
     """
 
     token_ids: Tensor
@@ -98,7 +105,8 @@ class AcceptOutput:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """Weights of which every row reads a part: `top_k` of `num_experts` experts in each layer that has them.
+    """Weights of which every row reads a part: `top_k` of `num_experts` experts in each layer that
+    has them.
 
     Attributes:
         num_experts: E, experts to choose from in a layer, shared ones left out.
@@ -111,10 +119,11 @@ class RoutedExperts:
     weight_bytes: int
 
     def expected(self, rows: int) -> float:
-        """Experts of a layer that `rows` rows meet, `E * (1 - (1 - top_k / E) ** rows)`: each is missed by all with that power.
+        """Experts of a layer that `rows` rows meet, `E * (1 - (1 - top_k / E) ** rows)`: each is
+        missed by all with that power.
 
-        Rows choose evenly and independently of each other here. Neighboring tokens of a trained model agree more, so it is an
-        upper bound there.
+        Rows choose evenly and independently of each other here. Neighboring tokens of a trained
+        model agree more, so it is an upper bound there.
 
         >>> [round(RoutedExperts(128, 8, 0).expected(rows), 1) for rows in (1, 8, 32)]
         [8.0, 51.6, 111.8]
@@ -143,7 +152,9 @@ class ContextLimits(NamedTuple):
         """What can be done about a prompt that `current` tokens do not hold."""
         if current < self.extended:
             return f"shorten it, or raise max_model_len, which may be {self.extended:,}"
-        return "shorten it" + ("" if self.most else ", or raise max_model_len beyond what the model was made for")
+        return "shorten it" + (
+            "" if self.most else ", or raise max_model_len beyond what the model was made for"
+        )
 
 
 class LengthRule(NamedTuple):
@@ -159,7 +170,9 @@ class LengthRule(NamedTuple):
     grows: bool
 
     def rope_len(self, prompt: int, total: int) -> int:
-        """`ForwardInput.rope_lens` of a request with so many tokens, and so many with its output; equal ones rotate alike."""
+        """`ForwardInput.rope_lens` of a request with so many tokens, and so many with its output;
+        equal ones rotate alike.
+        """
         length = prompt if self.grows else total - 1  # the last token is never read
         return 0 if length <= self.start else length if self.grows else self.start + 1
 
@@ -185,7 +198,9 @@ class Verifier(Protocol):
     final_softcap: float | None
     """Softcap the model applies to its logits, or None."""
     media_token_ids: Mapping[int, str]
-    """Tokens that stand for what a part of the checkpoint that is not here would have seen or heard, with that in words."""
+    """Tokens that stand for what a part of the checkpoint that is not here would have seen or
+    heard, with that in words.
+    """
 
     random_weights: bool
     """Its output means nothing: weights are random, to measure its shape."""
@@ -196,11 +211,15 @@ class Verifier(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a forward of many rows reads; of a mixture of experts, all of them."""
+        """Bytes of the weights that a forward of many rows reads; of a mixture of experts, all of
+        them.
+        """
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
-        """The part of `weight_bytes` of which a forward of few rows reads less; None where every row reads every weight."""
+        """The part of `weight_bytes` of which a forward of few rows reads less; None where every
+        row reads every weight.
+        """
 
     @property
     def kv_specs(self) -> Sequence[LayerSpec]:
@@ -212,10 +231,15 @@ class Verifier(Protocol):
 
     @property
     def attention(self) -> AttentionBackend | MlaBackend:
-        """Attention over those layers; where heads differ, over those like the first, see `AttentionBackend.each`."""
+        """Attention over those layers; where heads differ, over those like the first, see
+        `AttentionBackend.each`.
+        """
 
-    def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
-        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder layers `aux_layer_ids` (0-based).
+    def forward(
+        self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()
+    ) -> VerifyOutput:
+        """Scores packed rows, writing their KV to `caches`, one per layer, and tapping decoder
+        layers `aux_layer_ids` (0-based).
 
         -1 taps the scaled embeddings, which the first layer is given.
         """
@@ -228,7 +252,8 @@ class Verifier(Protocol):
 
 
 class Drafter(Protocol):
-    """A way to propose tokens: weights and choices, which no run changes. `bind` starts a run; any number of them may share it.
+    """A way to propose tokens: weights and choices, which no run changes. `bind` starts a run; any
+    number of them may share it.
 
     A subclass that needs nothing of the target but tokens gives `max_draft_tokens` and `bind`.
     """
@@ -238,20 +263,28 @@ class Drafter(Protocol):
     usual_draft_tokens: int | None = None
     """The k that its checkpoint recommends; None for the largest."""
     num_lookahead_tokens: int = 0
-    """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no more than k + 1."""
+    """Cache positions from L on that drafting writes whatever k is; 0 where it writes none, or no
+    more than k + 1.
+    """
     aux_layer_ids: tuple[int, ...] = ()
     """Decoder layers (0-based) of the target whose raw outputs are needed."""
     tokens_ahead: int = 0
-    """Tokens after a position that what drafting caches for the position depends on. A block of a cached prefix is reused by
-    requests that have them in common as well."""
+    """Tokens after a position that what drafting caches for the position depends on. A block of a
+    cached prefix is reused by requests that have them in common as well."""
     late_context: bool = False
-    """Whether drafting caches what belongs to a step's tokens when the next step drafts, and not when the step commits them."""
+    """Whether drafting caches what belongs to a step's tokens when the next step drafts, and not
+    when the step commits them.
+    """
     draws_trees: bool = False
-    """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to `max_draft_tokens` long."""
+    """Whether drafts form a tree where the shape of the block asks for one. Its paths are up to
+    `max_draft_tokens` long.
+    """
     forward_for_each: bool = False
     """Whether each drafted position takes a forward: the deeper a block, the longer its step."""
     likeliest_first: bool = False
-    """Whether a chain has the first candidate of every position, `DraftTree.ranks` of 0, so that a tree's path tells of it, too."""
+    """Whether a chain has the first candidate of every position, `DraftTree.ranks` of 0, so that a
+    tree's path tells of it, too.
+    """
 
     @property
     def weight_bytes(self) -> int:
@@ -264,7 +297,13 @@ class Drafter(Protocol):
         return ()
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[Any],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> BoundDrafter:
         """Starts a run.
 
@@ -286,25 +325,30 @@ class Drafter(Protocol):
 class BoundDrafter(Protocol):
     """A drafter in one engine, with the state of its requests.
 
-    The engine calls `begin` when a request gets a slot, `prefill` for each chunk of its prompt, and in every step `propose`, then
-    `commit`. Between `propose` and the end of `commit` nothing may make the host wait for the device. The next `begin` may
-    overwrite the state of a slot; there is no release. A subclass gives `propose`, and what else it needs.
+    The engine calls `begin` when a request gets a slot, `prefill` for each chunk of its prompt, and
+    in every step `propose`, then `commit`. Between `propose` and the end of `commit` nothing may
+    make the host wait for the device. The next `begin` may overwrite the state of a slot; there is
+    no release. A subclass gives `propose`, and what else it needs.
     """
 
     most_deferred: int = 0
     """Steps without drafts whose context may be put off, see `Context`; 0 where none is."""
     forecasts: bool = False
-    """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a drafter that has none leaves it
-    None."""
+    """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a
+    drafter that has none leaves it None."""
 
     host_may_look: bool = False
-    """Set before every step where the device is the host, which then waits for nothing when it looks at a tensor."""
+    """Set before every step where the device is the host, which then waits for nothing when it
+    looks at a tensor.
+    """
 
     has_outlook: bool = False
     """`outlook` tells something."""
 
     def allow(self, most_drafts: int) -> None:
-        """Told before the first request by who composes drafters: the drafts of a step may be another's, up to so many."""
+        """Told before the first request by who composes drafters: the drafts of a step may be
+        another's, up to so many.
+        """
         return
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -320,19 +364,23 @@ class BoundDrafter(Protocol):
         return
 
     def outlook(self, batch: DecodeBatch) -> Tensor | None:
-        """float32 [num_reqs], how many of `batch.k` drafts in a chain are expected to be accepted, as far as that shows before it
-        is known what the step's blocks will be; None where it does not. Called before `propose` where the host may look.
+        """float32 [num_reqs], how many of `batch.k` drafts in a chain are expected to be accepted,
+        as far as that shows before it is known what the step's blocks will be; None where it does
+        not. Called before `propose` where the host may look.
         """
         return None
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts `batch.k` tokens per request."""
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
-        """Takes over the context of a step: `token_ids` int64 [num_reqs, depth + 1] are the anchor and the drafts of a chain, or of
-        the path through a tree, and `verify` has the features of these rows.
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
+        """Takes over the context of a step: `token_ids` int64 [num_reqs, depth + 1] are the anchor
+        and the drafts of a chain, or of the path through a tree, and `verify` has the features of
+        these rows.
 
-        All depth + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that the next step overwrites.
-        `batch.context` is "now" unless `most_deferred` is set.
+        All depth + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that
+        the next step overwrites. `batch.context` is "now" unless `most_deferred` is set.
         """
         return

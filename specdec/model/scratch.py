@@ -27,10 +27,14 @@ class ScratchCache:
         layers: one cache per layer, as `Verifier.forward` takes them.
     """
 
-    def __init__(self, verifier: Verifier, lengths: Sequence[int], specs: Sequence[LayerSpec] | None = None) -> None:
+    def __init__(
+        self, verifier: Verifier, lengths: Sequence[int], specs: Sequence[LayerSpec] | None = None
+    ) -> None:
         attention = verifier.attention.spec
         rule = verifier.length_rule
-        self._rope_lens = None if rule is None else [rule.rope_len(length, length + 1) for length in lengths]
+        self._rope_lens = (
+            None if rule is None else [rule.rope_len(length, length + 1) for length in lengths]
+        )
         self._device, self._block_size = verifier.device, attention.block_size
         blocks = [blocks_for(length, self._block_size) for length in lengths]
         self._first_blocks = [0, *accumulate(blocks)]  # of every sequence, and the end
@@ -48,15 +52,22 @@ class ScratchCache:
         """Rows of one forward, whose logits are all wanted.
 
         Args:
-            pieces: number of the sequence, position of the first row, token ids. What stands before a piece has been forwarded.
+            pieces: number of the sequence, position of the first row, token ids. What stands before
+                a piece has been forwarded.
         """
         starts = [self._first_blocks[sequence] * self._block_size for sequence, _, _ in pieces]
         ends = [first + len(tokens) for _, first, tokens in pieces]
         positions = [range(first, end) for (_, first, _), end in zip(pieces, ends, strict=True)]
-        slots = [[start + position for position in some] for start, some in zip(starts, positions, strict=True)]
+        slots = [
+            [start + position for position in some]
+            for start, some in zip(starts, positions, strict=True)
+        ]
         # Entries past a sequence's own blocks only have to be valid.
         last = self._first_blocks[-1] - 1
-        table = [[min(self._first_blocks[sequence] + i, last) for i in range(self._widest)] for sequence, _, _ in pieces]
+        table = [
+            [min(self._first_blocks[sequence] + i, last) for i in range(self._widest)]
+            for sequence, _, _ in pieces
+        ]
         metadata = AttentionMetadata.packed(
             [len(tokens) for _, _, tokens in pieces],
             ends,
@@ -66,9 +77,15 @@ class ScratchCache:
         tokens = chain.from_iterable(tokens for _, _, tokens in pieces)
         owners = self._tensor(sequence for sequence, _, _ in pieces)
         lens = self._rope_lens
-        rope_lens = None if lens is None else self._tensor(lens[number] for number, _, some in pieces for _ in some)
+        rope_lens = (
+            None
+            if lens is None
+            else self._tensor(lens[number] for number, _, some in pieces for _ in some)
+        )
         position_ids = self._tensor(chain.from_iterable(positions))
-        return ForwardInput(self._tensor(tokens), position_ids, metadata, rope_lens=rope_lens, slots=owners)
+        return ForwardInput(
+            self._tensor(tokens), position_ids, metadata, rope_lens=rope_lens, slots=owners
+        )
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), device=self._device)

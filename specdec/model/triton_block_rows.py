@@ -66,7 +66,9 @@ def _tree_places_kernel(
     tl.store(places + 3 * stride, depth, mask=within)
 
 
-def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def block_rows(
+    seq_lens: Tensor, block_table: Tensor, width: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of `specdec.model.block_rows.BlockRows`, and what it is made of: see there."""
     num_reqs, device = len(seq_lens), seq_lens.device
     positions, slots = torch.empty(2, num_reqs, width, dtype=torch.int64, device=device)
@@ -91,7 +93,9 @@ def block_rows(seq_lens: Tensor, block_table: Tensor, width: int, block_size: in
     return positions, slots.flatten(), lengths, starts
 
 
-def tree_places(seq_lens: Tensor, depths: Tensor, ancestors: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tree_places(
+    seq_lens: Tensor, depths: Tensor, ancestors: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of `specdec.model.block_rows.TreePlaces`.
 
     Args:

@@ -1,7 +1,7 @@
 """Moving rows of paged caches in Triton, one launch for all layers; see `specdec.kv_cache.rows`.
 
-A program moves its piece of a request's rows one after the other. As no row moves down past one that is yet to be read, each thread
-may write before it reads the next.
+A program moves its piece of a request's rows one after the other. As no row moves down past one
+that is yet to be read, each thread may write before it reads the next.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,22 @@ class RowTable(NamedTuple):
 
 
 def row_table(tensors: Sequence[Tensor]) -> RowTable:
-    """The table of tensors uint8 [num_slots, bytes], which have to outlive it. It is copied to their device, so the host waits."""
+    """The table of tensors uint8 [num_slots, bytes], which have to outlive it. It is copied to
+    their device, so the host waits.
+    """
     assert all(tensor.is_contiguous() for tensor in tensors)
     sizes = [tensor.shape[1] for tensor in tensors]
     word = next(word for word in (8, 4, 2, 1) if all(size % word == 0 for size in sizes))
-    entries = [[tensor.data_ptr(), size // word] for tensor, size in zip(tensors, sizes, strict=True)]
-    aligned = all(size % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor, size in zip(tensors, sizes, strict=True))
-    return RowTable(torch.tensor(entries, device=tensors[0].device), word, max(sizes) // word, aligned)
+    entries = [
+        [tensor.data_ptr(), size // word] for tensor, size in zip(tensors, sizes, strict=True)
+    ]
+    aligned = all(
+        size % 16 == 0 and tensor.data_ptr() % 16 == 0
+        for tensor, size in zip(tensors, sizes, strict=True)
+    )
+    return RowTable(
+        torch.tensor(entries, device=tensors[0].device), word, max(sizes) // word, aligned
+    )
 
 
 @triton.jit
@@ -60,7 +69,9 @@ def _move_rows_kernel(
     request = tl.program_id(0).to(tl.int64)
     entry = entries + tl.program_id(1) * 2
     address, width = tl.load(entry), tl.load(entry + 1)
-    kind: tl.constexpr = tl.int64 if WORD == 8 else tl.int32 if WORD == 4 else tl.int16 if WORD == 2 else tl.int8
+    kind: tl.constexpr = (
+        tl.int64 if WORD == 8 else tl.int32 if WORD == 4 else tl.int16 if WORD == 2 else tl.int8
+    )
     base = address.to(tl.pointer_type(kind))
     if ALIGNED:
         base, width = tl.multiple_of(base, 16), tl.multiple_of(width, 16 // WORD)

@@ -10,13 +10,19 @@ logger = logging.getLogger(__name__)
 
 
 def made_by_all(
-    make: Callable[[], Made], is_right: Callable[[Made], bool], least: Callable[[int], int], instead: str
+    make: Callable[[], Made],
+    is_right: Callable[[Made], bool],
+    least: Callable[[int], int],
+    instead: str,
 ) -> Made | None:
-    """What `make` gives on this rank; None on all ranks where it failed on one, or was not right there, which the log says.
+    """What `make` gives on this rank; None on all ranks where it failed on one, or was not right
+    there, which the log says.
 
     Args:
-        make: fails with the errors of memory that devices do not share, or of a torch that knows none.
-        is_right: whether its sums have the bits of those in the order of ranks. All ranks are asked, or none.
+        make: fails with the errors of memory that devices do not share, or of a torch that knows
+            none.
+        is_right: whether its sums have the bits of those in the order of ranks. All ranks are
+            asked, or none.
         least: the smallest of all ranks' numbers.
         instead: what the ranks do without it.
     """

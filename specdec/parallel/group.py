@@ -1,4 +1,6 @@
-"""The processes that compute one target together, each with its share of the weights (tensor parallel, arXiv 1909.08053)."""
+"""The processes that compute one target together, each with its share of the weights (tensor
+parallel, arXiv 1909.08053).
+"""
 
 import os
 from dataclasses import dataclass, replace
@@ -16,7 +18,8 @@ WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""What keeps every library from NVLink multicast; each reads its own when the first group is made."""
+"""What keeps every library from NVLink multicast; each reads its own when the first group is made.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +29,12 @@ class Group:
     Attributes:
         rank: of this process, from 0.
         size: processes, at least 2.
-        device_group: exchanges tensors on the device, within captured graphs too: NCCL, RCCL, or gloo on a CPU.
+        device_group: exchanges tensors on the device, within captured graphs too: NCCL, RCCL, or
+            gloo on a CPU.
         host_group: exchanges what hosts have to say, always by gloo; nothing else goes over it.
-        ordered: sums add in the order of ranks whatever the size of a message, so that a row has the same bits alone and among
-            others. Otherwise large messages are added in the order that the backend likes.
+        ordered: sums add in the order of ranks whatever the size of a message, so that a row has
+            the same bits alone and among others. Otherwise large messages are added in the order
+            that the backend likes.
         one_shot: adds small messages up in one kernel, in order; None where the backend alone adds.
     """
 
@@ -54,15 +59,25 @@ class Group:
 
 
 def rank_device(device: torch.device) -> torch.device:
-    """The accelerator of this process: of several of that type the one that LOCAL_RANK names, as torchrun sets it."""
+    """The accelerator of this process: of several of that type the one that LOCAL_RANK names, as
+    torchrun sets it.
+    """
     local = os.environ.get("LOCAL_RANK")
-    return torch.device(device.type, int(local)) if local is not None and device.type == "cuda" and device.index is None else device
+    return (
+        torch.device(device.type, int(local))
+        if local is not None and device.type == "cuda" and device.index is None
+        else device
+    )
 
 
-def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelta = timedelta(minutes=10)) -> Group | None:
-    """The group that the variables of `torchrun` name: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+def join_group(
+    device: torch.device, *, ordered: bool = False, timeout: timedelta = timedelta(minutes=10)
+) -> Group | None:
+    """The group that the variables of `torchrun` name: RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT.
 
-    A process group that exists already is taken. All ranks call this, in the same order with other collectives.
+    A process group that exists already is taken. All ranks call this, in the same order with other
+    collectives.
 
     Args:
         device: where this rank computes; an accelerator becomes the current one.
@@ -80,13 +95,20 @@ def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelt
         return None
     os.environ.update(WITHOUT_MULTICAST)
     if begins:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
         if missing:
-            raise InvalidInputError(f"WORLD_SIZE is {size} and {', '.join(missing)} is not set; start the ranks with torchrun")
+            raise InvalidInputError(
+                f"WORLD_SIZE is {size} and {', '.join(missing)} is not set; start the ranks with"
+                f" torchrun"
+            )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"  # which on ROCm is RCCL
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(
+            backend, timeout=timeout, device_id=device if device.type == "cuda" else None
+        )
     if dist.get_world_size() == 1:
         return None
     world, host_group = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timeout)
@@ -95,6 +117,8 @@ def join_group(device: torch.device, *, ordered: bool = False, timeout: timedelt
 
 
 def group_of(target: object) -> Group | None:
-    """The ranks that compute a target together; None for a process alone, of whose targets not all know of groups."""
+    """The ranks that compute a target together; None for a process alone, of whose targets not all
+    know of groups.
+    """
     group: Group | None = getattr(target, "group", None)
     return group

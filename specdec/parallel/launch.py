@@ -26,16 +26,20 @@ from specdec.parallel.siblings import PATIENCE, Siblings
 from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
 
 MEETING = timedelta(minutes=5)
-"""How long ranks wait for each other at the start, where one may have to import more than another."""
+"""How long ranks wait for each other at the start, where one may have to import more than another.
+"""
 
 
 def torchrun_size() -> int:
-    """Processes that `torchrun` has started, this one among them; 1 where it has not started this one."""
+    """Processes that `torchrun` has started, this one among them; 1 where it has not started this
+    one.
+    """
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
-    """Where a rank computes: each on an accelerator of its own, all on the CPU if that is asked for.
+    """Where a rank computes: each on an accelerator of its own, all on the CPU if that is asked
+    for.
 
     Raises:
         InvalidInputError: one accelerator is asked for.
@@ -45,17 +49,22 @@ def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
         return device
     if device.index is not None:
         raise InvalidInputError(
-            f"device is '{device}' and tensor_parallel {size}, whose ranks take cuda:0 to cuda:{size - 1}; give cuda, and choose"
+            f"device is '{device}' and tensor_parallel {size}, whose ranks take cuda:0 to"
+            f" cuda:{size - 1}; give cuda, and choose"
             " among devices with CUDA_VISIBLE_DEVICES"
         )
     found = torch.cuda.device_count()
     if size > found:
-        raise CapacityError(f"tensor_parallel is {size} and this machine has {found} accelerators; start at most {found} ranks")
+        raise CapacityError(
+            f"tensor_parallel is {size} and this machine has {found} accelerators; start at most"
+            f" {found} ranks"
+        )
     return torch.device("cuda", rank)
 
 
 def open_ranks(size: int, device: torch.device) -> Mirror:
-    """The group of this process, which is rank 0: the one there is, that of `torchrun`, or one that is started now.
+    """The group of this process, which is rank 0: the one there is, that of `torchrun`, or one that
+    is started now.
 
     On the other ranks of `torchrun` this follows rank 0 and ends the process with it.
 
@@ -76,13 +85,15 @@ def open_ranks(size: int, device: torch.device) -> Mirror:
         return _join_torchrun(device)
     if dist.is_initialized():
         raise InvalidInputError(
-            f"tensor_parallel is {size} and this process is in a process group of its own; load the target in a process without one"
+            f"tensor_parallel is {size} and this process is in a process group of its own; load the"
+            f" target in a process without one"
         )
     return _start(size, device)
 
 
 def follow_torchrun(size: int | None, device: torch.device) -> int:
-    """Joins the group that `torchrun` has started for a command; on ranks but rank 0 this follows it and ends the process.
+    """Joins the group that `torchrun` has started for a command; on ranks but rank 0 this follows
+    it and ends the process.
 
     Args:
         size: ranks that the command asks for, if it does.
@@ -102,7 +113,9 @@ def join(settings: Settings) -> Mirror:
     """The end of another rank that rank 0 has started."""
     rank, size = settings["rank"], settings["size"]
     where = device_of_rank(torch.device(settings["device"]), rank, size)
-    return _meet(rank, size, Path(settings["folder"]), where, None, bytes.fromhex(settings["secret"]))
+    return _meet(
+        rank, size, Path(settings["folder"]), where, None, bytes.fromhex(settings["secret"])
+    )
 
 
 class Started(Ranks):
@@ -121,7 +134,9 @@ class Started(Ranks):
         """See `Ranks.end`."""
         self._siblings.end(kill=kill)
         torch.set_num_threads(self._threads)
-        if dist.get_backend() == "gloo":  # NCCL would wait for captured graphs, which refer to its communicator
+        if (
+            dist.get_backend() == "gloo"
+        ):  # NCCL would wait for captured graphs, which refer to its communicator
             dist.destroy_process_group()
             self._folder.remove()
 
@@ -132,7 +147,9 @@ class Started(Ranks):
 
 def _check_size(size: int, found: int, who: str) -> None:
     if size != found:
-        raise InvalidInputError(f"tensor_parallel is {size} and {who} {found} ranks; give {found}, or leave it out")
+        raise InvalidInputError(
+            f"tensor_parallel is {size} and {who} {found} ranks; give {found}, or leave it out"
+        )
 
 
 def _start(size: int, device: torch.device) -> Mirror:
@@ -140,7 +157,11 @@ def _start(size: int, device: torch.device) -> Mirror:
     check_loopback()
     folder, secret = MeetingPlace(), secrets.token_hex(16)
     threads = torch.get_num_threads()
-    each = threads if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ else max(1, threads // size)
+    each = (
+        threads
+        if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ
+        else max(1, threads // size)
+    )
     siblings = Siblings(
         {
             rank: Settings(
@@ -159,7 +180,9 @@ def _start(size: int, device: torch.device) -> Mirror:
     try:
         siblings.wait()
         torch.set_num_threads(each)
-        mirror = _meet(0, size, folder.path, where, Started(siblings, threads, folder), bytes.fromhex(secret))
+        mirror = _meet(
+            0, size, folder.path, where, Started(siblings, threads, folder), bytes.fromhex(secret)
+        )
     except BaseException:
         siblings.end(kill=True)
         folder.remove()
@@ -168,7 +191,9 @@ def _start(size: int, device: torch.device) -> Mirror:
     return _lead(mirror)
 
 
-def _meet(rank: int, size: int, folder: Path, device: torch.device, ranks: Ranks | None, secret: bytes) -> Mirror:
+def _meet(
+    rank: int, size: int, folder: Path, device: torch.device, ranks: Ranks | None, secret: bytes
+) -> Mirror:
     store = dist.FileStore(str(folder / "store"), size)
     store.set_timeout(MEETING)
     os.environ.update(WITHOUT_MULTICAST)
@@ -190,7 +215,9 @@ def _meet(rank: int, size: int, folder: Path, device: torch.device, ranks: Ranks
 def _join_torchrun(device: torch.device) -> Mirror:
     size = torchrun_size()
     with rank_sockets():
-        group = join_group(device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size))
+        group = join_group(
+            device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size)
+        )
         assert group is not None, "torchrun has started several ranks"
         mirror = mirrors.install(Mirror(group))
     processes = torch.zeros(size, dtype=torch.int64)
@@ -198,13 +225,19 @@ def _join_torchrun(device: torch.device) -> Mirror:
     dist.all_reduce(processes, group=group.host_group)
     if mirror.leads:
         if on_one_machine():
-            threading.Thread(target=_watch, args=(mirror, processes.tolist()), name="specdec ranks", daemon=True).start()
+            threading.Thread(
+                target=_watch, args=(mirror, processes.tolist()), name="specdec ranks", daemon=True
+            ).start()
         return _lead(mirror)
     quieten()
     try:
         mirror.follow()
     except BaseException as error:  # whatever it is, somebody has to be told
-        print(f"specdec: error: rank {group.rank} failed: {one_line(error)}", file=sys.stderr, flush=True)
+        print(
+            f"specdec: error: rank {group.rank} failed: {one_line(error)}",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
     os._exit(0)
 
@@ -215,14 +248,20 @@ def _lead(mirror: Mirror) -> Mirror:
 
 
 def _leave(mirror: Mirror) -> None:
-    """At the end of the program. A device that waits for a lost rank would keep the process for ever, which is ended then."""
+    """At the end of the program. A device that waits for a lost rank would keep the process for
+    ever, which is ended then.
+    """
     mirror.end()
     if mirror.failed and torch.cuda.is_initialized():
-        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY))  # with status 1
+        faulthandler.dump_traceback_later(
+            PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY)
+        )  # with status 1
 
 
 def _watch(mirror: Mirror, processes: Sequence[int]) -> None:
-    """Ends a rank of `torchrun` that is stopped, as `Siblings` does those of rank 0; `torchrun` ends the others then."""
+    """Ends a rank of `torchrun` that is stopped, as `Siblings` does those of rank 0; `torchrun`
+    ends the others then.
+    """
     looks = [0] * len(processes)
     while mirror.ended is None:
         time.sleep(watched.LOOK)
@@ -234,11 +273,15 @@ def _watch(mirror: Mirror, processes: Sequence[int]) -> None:
 
 
 def _lost(mirror: Mirror, line: str) -> None:
-    """A rank has ended unasked: whatever rank 0 waits for will not come. By the thread that has found out."""
+    """A rank has ended unasked: whatever rank 0 waits for will not come. By the thread that has
+    found out.
+    """
     mirror.lose(line)
     group = mirror.group.device_group
     if mirror.busy and dist.get_backend(group) == "nccl":
-        threading.Thread(target=group.abort, daemon=True).start()  # frees a host that waits for the device
+        threading.Thread(
+            target=group.abort, daemon=True
+        ).start()  # frees a host that waits for the device
     limit = time.monotonic() + PATIENCE
     while mirror.busy and time.monotonic() < limit:
         time.sleep(0.05)

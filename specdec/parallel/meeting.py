@@ -13,8 +13,8 @@ PREFIX = "specdec-ranks-"
 class MeetingPlace:
     """A folder in which ranks tell each other at which ports they listen; made by rank 0.
 
-    NCCL looks for its file until the process has ended, and waits minutes for one that is gone. So what earlier processes have
-    left is removed here: all folders that nobody holds any more.
+    NCCL looks for its file until the process has ended, and waits minutes for one that is gone. So
+    what earlier processes have left is removed here: all folders that nobody holds any more.
 
     Raises:
         CapacityError: there is no room for one.
@@ -37,7 +37,9 @@ class MeetingPlace:
             fcntl.flock(self._held, fcntl.LOCK_EX)
             (self.path / "new").rename(self.path / "held")
         except OSError as error:
-            raise CapacityError(f"ranks need a folder to meet in, and there is none: {error}; set TMPDIR to one") from error
+            raise CapacityError(
+                f"ranks need a folder to meet in, and there is none: {error}; set TMPDIR to one"
+            ) from error
 
     def remove(self) -> None:
         """Takes it away."""

@@ -1,10 +1,12 @@
 """What rank 0 does with a target, done by every rank of its group.
 
-Only rank 0 runs the user's program. The others wait for what it says, and call the same functions in the same order with the same
-arguments. What such a call has made, a target or an engine, is kept by all ranks under one number, and stands for itself in the
-arguments of later calls. Within such a call all ranks run the same code, so nothing has to be said there.
+Only rank 0 runs the user's program. The others wait for what it says, and call the same functions
+in the same order with the same arguments. What such a call has made, a target or an engine, is kept
+by all ranks under one number, and stands for itself in the arguments of later calls. Within such a
+call all ranks run the same code, so nothing has to be said there.
 
-An error on any rank in the midst of a call leaves others waiting in a collective, so it ends the group.
+An error on any rank in the midst of a call leaves others waiting in a collective, so it ends the
+group.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Ranks(Protocol):
         """Waits for them to end, or ends them."""
 
     def why_ended(self) -> str | None:
-        """One line about the rank that has ended though nobody asked it to, waiting a moment for it; None if there is none."""
+        """One line about the rank that has ended though nobody asked it to, waiting a moment for
+        it; None if there is none.
+        """
 
 
 class Mirror:
@@ -56,7 +60,8 @@ class Mirror:
     Args:
         group: the ranks.
         ranks: whom rank 0 has started; None where somebody else did.
-        secret: of the run, by which ranks know each other's messages; empty where they have none in common.
+        secret: of the run, by which ranks know each other's messages; empty where they have none in
+            common.
     """
 
     def __init__(self, group: Group, ranks: Ranks | None = None, secret: bytes = b"") -> None:
@@ -132,14 +137,17 @@ class Mirror:
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """What all ranks do at the same time; on rank 0 an error ends the group. Gives whether it is the outermost."""
+        """What all ranks do at the same time; on rank 0 an error ends the group. Gives whether it
+        is the outermost.
+        """
         with self._lock:
             if self._inside or not self.leads:
                 yield False
                 return
             if self._forked:
                 raise SpecDecError(
-                    "the ranks of this target follow another process, of which this one is a fork; load the target there"
+                    "the ranks of this target follow another process, of which this one is a fork;"
+                    " load the target there"
                 )
             if self._ended:
                 raise SpecDecError(f"{self._ended}; load the target again")
@@ -151,7 +159,9 @@ class Mirror:
             except Unsendable:
                 raise
             except BaseException as error:
-                self._ended = self._ended or _INTERRUPTED  # first, for another interrupt may come from here on
+                self._ended = (
+                    self._ended or _INTERRUPTED
+                )  # first, for another interrupt may come from here on
                 self._fail(error)
                 raise
             finally:
@@ -214,7 +224,9 @@ class Mirror:
         """
         line = self._why(error)
         if self._ended is _INTERRUPTED:
-            self._ended = line or f"the tensor-parallel group has ended after an error: {_first_line(error)}"
+            self._ended = (
+                line or f"the tensor-parallel group has ended after an error: {_first_line(error)}"
+            )
         self._release(kill=True)
         if line:
             raise SpecDecError(line) from error
@@ -227,8 +239,15 @@ class Mirror:
             return self._ranks.why_ended()
         if self._ended not in (None, _INTERRUPTED):
             return self._ended
-        lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
-        return "another rank of the tensor-parallel group has ended; torchrun says which" if lost else None
+        lost = any(
+            words in str(error)
+            for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+        )
+        return (
+            "another rank of the tensor-parallel group has ended; torchrun says which"
+            if lost
+            else None
+        )
 
     def _release(self, *, kill: bool) -> None:
         global _current
@@ -245,7 +264,8 @@ class Mirror:
         except TypeError as error:
             self._gone.extend(gone)
             raise Unsendable(
-                f"the other ranks cannot be told of this call: {_first_line(error)}; give names and numbers"
+                f"the other ranks cannot be told of this call: {_first_line(error)}; give names and"
+                f" numbers"
             ) from error
 
     def _obey(self, payload: bytes) -> None:
@@ -290,12 +310,16 @@ def install(mirror: Mirror) -> Mirror:
 
 
 def mirror_of(target: object) -> Mirror | None:
-    """The group whose ranks compute a target together; None for one that this process computes alone."""
+    """The group whose ranks compute a target together; None for one that this process computes
+    alone.
+    """
     mirror = _current
     return mirror if mirror is not None and group_of(target) is mirror.group else None
 
 
-def everywhere(target: object, function: Callable[..., Result], *args: Any, keep: bool = False) -> Result:
+def everywhere(
+    target: object, function: Callable[..., Result], *args: Any, keep: bool = False
+) -> Result:
     """Calls a function on every rank that has a part of `target`; see `Mirror.run`."""
     mirror = mirror_of(target)
     return function(*args) if mirror is None else mirror.run(function, *args, keep=keep)

@@ -1,7 +1,9 @@
-"""Sums over ranks in one kernel: each reads all others' terms from memory that they share, in the order of ranks.
+"""Sums over ranks in one kernel: each reads all others' terms from memory that they share, in the
+order of ranks.
 
-torch's own kernel (`torch.ops.symm_mem`), on NVIDIA's GPUs of one machine, for the few rows of a step. It can be captured, and
-gives the same bits whatever the size of a message. NVLink multicast, which it does not need, is never used.
+torch's own kernel (`torch.ops.symm_mem`), on NVIDIA's GPUs of one machine, for the few rows of a
+step. It can be captured, and gives the same bits whatever the size of a message. NVLink multicast,
+which it does not need, is never used.
 """
 
 import logging
@@ -23,7 +25,8 @@ ALIGNMENT = 16
 
 
 class OneShot:
-    """Made by all ranks together, once; all its sums are launched in the same order on every rank, one after another.
+    """Made by all ranks together, once; all its sums are launched in the same order on every rank,
+    one after another.
 
     Args:
         size: ranks.
@@ -35,7 +38,9 @@ class OneShot:
         RuntimeError: the devices do not share memory.
     """
 
-    def __init__(self, size: int, process_group: Any, device: torch.device, most: int | None = None) -> None:
+    def __init__(
+        self, size: int, process_group: Any, device: torch.device, most: int | None = None
+    ) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self._sum = torch.ops.symm_mem.one_shot_all_reduce_copy
@@ -71,8 +76,11 @@ class OneShot:
             return False
 
 
-def one_shot(size: int, process_group: Any, device: torch.device, least: Callable[[int], int]) -> OneShot | None:
-    """This rank's, once all have agreed with the reference; None where there is none, which one line of the log says of a GPU.
+def one_shot(
+    size: int, process_group: Any, device: torch.device, least: Callable[[int], int]
+) -> OneShot | None:
+    """This rank's, once all have agreed with the reference; None where there is none, which one
+    line of the log says of a GPU.
 
     Args:
         size, process_group, device: see `OneShot`.
@@ -81,11 +89,15 @@ def one_shot(size: int, process_group: Any, device: torch.device, least: Callabl
     if device.type != "cuda" or torch.version.hip:
         return None
     instead = "ranks add up by NCCL alone, not in one kernel"
-    return made_by_all(lambda: OneShot(size, process_group, device), OneShot.is_right, least, instead)
+    return made_by_all(
+        lambda: OneShot(size, process_group, device), OneShot.is_right, least, instead
+    )
 
 
 def most_bytes(size: int) -> int:
-    """Of a message: beyond, rings and trees are faster, for here each rank reads all of every other one's."""
+    """Of a message: beyond, rings and trees are faster, for here each rank reads all of every other
+    one's.
+    """
     return 512 * 1024 if size <= 4 else 256 * 1024
 
 

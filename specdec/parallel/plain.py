@@ -1,4 +1,5 @@
-"""What rank 0 tells the others, as plain fields: JSON, with a form for records of known kinds, paths, and what every rank keeps.
+"""What rank 0 tells the others, as plain fields: JSON, with a form for records of known kinds,
+paths, and what every rank keeps.
 
 What is received makes nothing else, and names no code but functions that are marked for it.
 """
@@ -17,7 +18,9 @@ from specdec.base.packages import PACKAGES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (CacheConfig, EngineConfig, LoadConfig)}
+RECORDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (CacheConfig, EngineConfig, LoadConfig)
+}
 """Each checks its fields when it is made; `specdec.engine.lockstep` adds those of requests."""
 
 _MODULES = (*PACKAGES, "tests")
@@ -34,7 +37,8 @@ def pack(value: Any, numbers: Mapping[int, int]) -> bytes:
     """A value as bytes.
 
     Args:
-        value: numbers, strings, None, paths, `RECORDS`, marked functions, what is kept, and lists of these.
+        value: numbers, strings, None, paths, `RECORDS`, marked functions, what is kept, and lists
+            of these.
         numbers: of what every rank keeps, by id.
 
     Raises:
@@ -51,7 +55,9 @@ def pack(value: Any, numbers: Mapping[int, int]) -> bytes:
             return {"path": str(one)}
         if RECORDS.get(type(one).__name__) is type(one):
             defaults = _defaults(type(one).__name__)
-            told = [[name, own] for name, default in defaults if (own := getattr(one, name)) != default]
+            told = [
+                [name, own] for name, default in defaults if (own := getattr(one, name)) != default
+            ]
             return {"record": type(one).__name__, "fields": told}
         if callable(one) and one in _marked:
             return {"function": _marked[one]}
@@ -86,7 +92,9 @@ def unpack(data: bytes, kept: Mapping[int, Any]) -> Any:
     try:
         return json.loads(data, object_hook=made)
     except (ValueError, TypeError, KeyError, RecursionError, ImportError, AttributeError) as error:
-        raise RuntimeError(f"a message between ranks is none of specdec's: {one_line(error)}") from error
+        raise RuntimeError(
+            f"a message between ranks is none of specdec's: {one_line(error)}"
+        ) from error
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -1,4 +1,6 @@
-"""What the process of another rank runs: it joins the group and follows rank 0, and ends with it."""
+"""What the process of another rank runs: it joins the group and follows rank 0,
+and ends with it.
+"""
 
 import ctypes
 import os
@@ -12,7 +14,9 @@ from specdec.parallel.process import Settings, one_line, quieten
 
 
 def main(settings: Settings) -> NoReturn:
-    """Follows until rank 0 says that the group ends, and exits; the last line on standard output says what went wrong."""
+    """Follows until rank 0 says that the group ends, and exits; the last line on standard output
+    says what went wrong.
+    """
     _end_with(settings["parent"])
     words = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     quieten()
@@ -36,7 +40,8 @@ def main(settings: Settings) -> NoReturn:
 def _end_with(parent: int) -> None:
     """Ends this process when rank 0 does, however that ends.
 
-    The kernel's signal comes at once, on Linux. The end of standard input comes as soon as no process has rank 0's end of the pipe.
+    The kernel's signal comes at once, on Linux. The end of standard input comes as soon as no
+    process has rank 0's end of the pipe.
     """
     if sys.platform == "linux":
         libc: Any = ctypes.CDLL(None)

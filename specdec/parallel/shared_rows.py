@@ -1,4 +1,6 @@
-"""Memory of several GPUs in which their ranks add up rows, each within the kernel that goes on with the sum."""
+"""Memory of several GPUs in which their ranks add up rows, each within the kernel that goes on with
+the sum.
+"""
 
 from typing import Any
 
@@ -6,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 MOST_ROWS = 64
-"""Of a sum: as many programs of a kernel wait for those of other ranks, so all of them have to run at once."""
+"""Of a sum: as many programs of a kernel wait for those of other ranks, so all of them have to run
+at once.
+"""
 
 
 class SharedRows:
@@ -28,16 +32,27 @@ class SharedRows:
         RuntimeError: the devices do not share memory.
     """
 
-    def __init__(self, rank: int, size: int, process_group: Any, device: torch.device, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        process_group: Any,
+        device: torch.device,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self.rank, self.size, self.width, self.dtype = rank, size, width, dtype
-        # Rows of odd sums and of even ones, so that a rank may be one ahead of the others; then the flags.
+        # Rows of odd sums and of even ones, so that a rank may be one ahead of the others; then the
+        # flags.
         nbytes = 2 * MOST_ROWS * width * dtype.itemsize + MOST_ROWS * size * 4
         self._memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         self._memory.zero_()
         found = symmetric.rendezvous(self._memory, process_group)
-        self.places = torch.tensor([int(place) for place in found.buffer_ptrs], dtype=torch.int64, device=device)
+        self.places = torch.tensor(
+            [int(place) for place in found.buffer_ptrs], dtype=torch.int64, device=device
+        )
         self.epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         dist.barrier(process_group)  # no rank writes before all have zeros

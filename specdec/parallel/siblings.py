@@ -1,7 +1,9 @@
-"""The processes that rank 0 starts, one for each other rank: begun, watched and ended by a thread each.
+"""The processes that rank 0 starts, one for each other rank: begun, watched and ended by a thread
+each.
 
-A thread stays as long as its process, because the kernel ends a child with the thread that has started it. A process that ends
-unasked takes the group along: its last words, or the signal that ended it, are the one line that rank 0 says.
+A thread stays as long as its process, because the kernel ends a child with the thread that has
+started it. A process that ends unasked takes the group along: its last words, or the signal that
+ended it, are the one line that rank 0 says.
 """
 
 import json
@@ -24,13 +26,17 @@ READY = b"ready\n"
 """What a process writes once all is imported."""
 
 PATIENCE = 5.0
-"""Seconds that a process has to end when it is asked to, and a call on rank 0 to notice that a rank has ended."""
+"""Seconds that a process has to end when it is asked to, and a call on rank 0 to notice that a rank
+has ended.
+"""
 
 LOOK = 0.5
 """Seconds from one look at the processes to the next."""
 
 STOPPED = 20
-"""Looks in a row at which a process is stopped before it counts as lost. The watch itself stops with rank 0, as at Ctrl-Z."""
+"""Looks in a row at which a process is stopped before it counts as lost. The watch itself stops
+with rank 0, as at Ctrl-Z.
+"""
 
 GATHER = 0.5
 """Seconds in which others may end because of the rank that ended first."""
@@ -57,14 +63,22 @@ class Sibling(threading.Thread):
 
     def run(self) -> None:
         """Starts the process and stays until it ends."""
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-c", START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-            self._process.stdin.flush()  # and stays open: its end tells the process that rank 0 has ended
+            # and stays open: its end tells the process that rank 0 has ended
+            self._process.stdin.flush()
         except OSError:
             pass  # it has ended already, which the next line finds
         if self._process.stdout.readline() == READY:
@@ -87,7 +101,11 @@ class Sibling(threading.Thread):
         if self.by_signal:
             why = f"was ended by {signal.Signals(-code).name}"
         else:
-            why = f"failed: {self._words.splitlines()[-1]}" if self._words else f"ended with status {code}"
+            why = (
+                f"failed: {self._words.splitlines()[-1]}"
+                if self._words
+                else f"ended with status {code}"
+            )
         return f"rank {self.rank} of the tensor-parallel group {why}"
 
     def look(self) -> None:
@@ -138,7 +156,11 @@ class Siblings:
         """Waits for all to end, at most `PATIENCE`, or ends them at once."""
         self._closing = True
         limit = time.monotonic() + PATIENCE
-        while not kill and any(sibling.is_alive() for sibling in self._all) and time.monotonic() < limit:
+        while (
+            not kill
+            and any(sibling.is_alive() for sibling in self._all)
+            and time.monotonic() < limit
+        ):
             time.sleep(0.01)
         for sibling in self._all:
             sibling.kill()
@@ -183,4 +205,7 @@ def is_stopped(process: int) -> bool:
 
 def stopped(rank: int) -> str:
     """One line about a rank that was stopped for too long."""
-    return f"rank {rank} of the tensor-parallel group was stopped for {STOPPED * LOOK:g} s, as by SIGSTOP, and has been ended"
+    return (
+        f"rank {rank} of the tensor-parallel group was stopped for {STOPPED * LOOK:g} s, as by"
+        f" SIGSTOP, and has been ended"
+    )

@@ -1,4 +1,6 @@
-"""Where the ranks of a group listen: on the loopback interface alone, unless they are on several machines or told otherwise."""
+"""Where the ranks of a group listen: on the loopback interface alone, unless they are on several
+machines or told otherwise.
+"""
 
 import logging
 import os
@@ -24,11 +26,15 @@ def check_loopback() -> None:
         CapacityError: the loopback interface is down.
     """
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), 5),
+        ):
             return
     except OSError as error:
         raise CapacityError(
-            f"the ranks of a group meet at 127.0.0.1, and nothing can be reached there ({error.strerror or error}); bring the"
+            f"the ranks of a group meet at 127.0.0.1, and nothing can be reached there"
+            f" ({error.strerror or error}); bring the"
             " loopback interface up (ip link set lo up), or leave out tensor_parallel"
         ) from error
 
@@ -39,9 +45,13 @@ def rank_sockets() -> Iterator[None]:
     if not on_one_machine():
         before = listening()
         yield
-        found = ", ".join(f"{host}:{port}" for host, port in sorted(listening() - before)) or "ports of their own"
+        found = (
+            ", ".join(f"{host}:{port}" for host, port in sorted(listening() - before))
+            or "ports of their own"
+        )
         logger.warning(
-            "ranks on several machines meet at %s:%s, and this one listens on %s, without a secret; keep strangers out of that"
+            "ranks on several machines meet at %s:%s, and this one listens on %s, without a secret;"
+            " keep strangers out of that"
             " network, or name an interface with %s",
             os.environ.get("MASTER_ADDR"),
             os.environ.get("MASTER_PORT"),
@@ -67,7 +77,9 @@ def on_one_machine() -> bool:
 
 
 def listening(process: int | str = "self") -> set[tuple[str, int]]:
-    """Addresses and ports at which a process takes connections over TCP; empty where the system is not Linux."""
+    """Addresses and ports at which a process takes connections over TCP; empty where the system is
+    not Linux.
+    """
     folder, own = Path(f"/proc/{process}"), set()
     for entry in folder.glob("fd/*"):
         try:

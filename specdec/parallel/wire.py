@@ -1,4 +1,6 @@
-"""What rank 0 tells the others: messages of a few numbers, with bytes behind them where there is more to say, over gloo."""
+"""What rank 0 tells the others: messages of a few numbers, with bytes behind them where there is
+more to say, over gloo.
+"""
 
 import ctypes
 import struct
@@ -21,7 +23,9 @@ _HEAD = struct.Struct(f"<{NUMBERS}q")
 _SEAL = 16  # bytes
 _MOST = 2**31  # bytes of a payload
 
-_FOREVER = timedelta(days=365)  # an idle engine says nothing; that a rank has ended is told by its connection
+_FOREVER = timedelta(
+    days=365
+)  # an idle engine says nothing; that a rank has ended is told by its connection
 
 
 class Message(NamedTuple):
@@ -41,11 +45,13 @@ class Wire:
 
     Args:
         group: the ranks.
-        secret: seals each message with its place among all, so that whoever else may reach a rank's socket is not heard.
+        secret: seals each message with its place among all, so that whoever else may reach a rank's
+            socket is not heard.
     """
 
     def __init__(self, group: Group, secret: bytes = b"") -> None:
-        # Of its own, so that what hosts exchange within a step cannot be taken for what begins the next one.
+        # Of its own, so that what hosts exchange within a step cannot be taken for what begins the
+        # next one.
         self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
         assert group.size == dist.get_world_size(self._group)
         self._under_way: list[tuple[Any, Tensor]] = []  # with what they send
@@ -62,7 +68,10 @@ class Wire:
         data = [_tensor(head + self._seal(head, payload))]
         if payload:
             data.append(_tensor(payload))
-        self._under_way = [(dist.broadcast(one, group_src=0, group=self._group, async_op=True), one) for one in data]
+        self._under_way = [
+            (dist.broadcast(one, group_src=0, group=self._group, async_op=True), one)
+            for one in data
+        ]
 
     def flush(self) -> None:
         """Waits until the last message has come to all.
@@ -77,8 +86,8 @@ class Wire:
     def close(self, numbers: Sequence[int]) -> None:
         """Sends the last message, and waits until it has come to all.
 
-        What sends it is kept for ever. Else gloo's thread may be the last to let go of it, for which it needs the interpreter;
-        where that ends meanwhile, the process aborts.
+        What sends it is kept for ever. Else gloo's thread may be the last to let go of it, for
+        which it needs the interpreter; where that ends meanwhile, the process aborts.
 
         Raises:
             RuntimeError: a rank has ended.

@@ -13,11 +13,15 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Where each row of logits [..., V] is highest, and whether it is finite there.
 
     Returns:
-        int64 [...], of equal logits the first, a NaN above all; bool [...], False for a row that has a NaN or +inf, or only -inf.
+        int64 [...], of equal logits the first, a NaN above all; bool [...], False for a row that
+        has a NaN or +inf, or only -inf.
     """
     if not KERNEL.runs_on(logits.device):
         best = logits.max(dim=-1)  # on a CPU faster than argmax
-        return best.indices, best.values.abs() < torch.inf  # what isfinite gives, in two operations instead of four
+        return (
+            best.indices,
+            best.values.abs() < torch.inf,
+        )  # what isfinite gives, in two operations instead of four
     from specdec.kernels import triton_argmax  # it imports Triton
 
     return triton_argmax.argmax(logits)
@@ -36,7 +40,9 @@ def check_argmax(device: torch.device) -> Deviation:
     def off(dtype: torch.dtype) -> Deviation:
         expected = logits.to(dtype).max(dim=-1)
         indices, finite = triton_argmax.argmax(logits.to(device, dtype))
-        return worst([mismatches(indices, expected.indices), mismatches(finite, expected.values.isfinite())])
+        return worst(
+            [mismatches(indices, expected.indices), mismatches(finite, expected.values.isfinite())]
+        )
 
     return worst(map(off, triton_argmax.DTYPES))
 

@@ -1,6 +1,8 @@
-"""Numbers that a request adds to the logits of a few tokens: its bias, and minus infinity for what must not end the output yet.
+"""Numbers that a request adds to the logits of a few tokens: its bias, and minus infinity for what
+must not end the output yet.
 
-They belong to positions, not to steps. So every row of a block is changed as plain decoding would change it there.
+They belong to positions, not to steps. So every row of a block is changed as plain decoding would
+change it there.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ _NEVER = 2**62  # a position that no output reaches
 
 
 def num_edits(params: SamplingParams) -> int:
-    """Tokens whose logits a request changes; where it matters the engine has put all that end it into `stop_token_ids`."""
+    """Tokens whose logits a request changes; where it matters the engine has put all that end it
+    into `stop_token_ids`.
+    """
     return len(params.logit_bias) + (len(params.stop_token_ids) if params.min_tokens else 0)
 
 
 @dataclass(slots=True)
 class Edits:
-    """What is added to which logits, and until when. Entries that nobody uses add nothing to token 0.
+    """What is added to which logits, and until when. Entries that nobody uses add nothing to token
+    0.
 
     Attributes:
         token_ids: int64 [num_reqs, n].
@@ -41,16 +46,29 @@ class Edits:
         zeros = torch.zeros(2, num_rows, MOST_EDITS, dtype=torch.int64, device=device)
         return cls(zeros[0], zeros[1], torch.zeros(num_rows, MOST_EDITS, device=device))
 
-    def put(self, slots: Tensor, params: Sequence[SamplingParams], firsts: Sequence[int], *, pin: bool = False) -> None:
-        """Overwrites the rows `slots` int64 [m] with what m requests change, whose outputs begin at the positions `firsts`."""
+    def put(
+        self,
+        slots: Tensor,
+        params: Sequence[SamplingParams],
+        firsts: Sequence[int],
+        *,
+        pin: bool = False,
+    ) -> None:
+        """Overwrites the rows `slots` int64 [m] with what m requests change, whose outputs begin at
+        the positions `firsts`.
+        """
         rows = [_entries(each, first) for each, first in zip(params, firsts, strict=True)]
         width = max(map(len, rows))
         self.ends.index_fill_(0, slots, 0)
         if not width:
             return
         padded = [row + [(0, 0, 0.0)] * (width - len(row)) for row in rows]
-        integers = torch.tensor([[entry[:2] for entry in row] for row in padded], dtype=torch.int64, pin_memory=pin)
-        values = torch.tensor([[entry[2] for entry in row] for row in padded], dtype=torch.float32, pin_memory=pin)
+        integers = torch.tensor(
+            [[entry[:2] for entry in row] for row in padded], dtype=torch.int64, pin_memory=pin
+        )
+        values = torch.tensor(
+            [[entry[2] for entry in row] for row in padded], dtype=torch.float32, pin_memory=pin
+        )
         token_ids, ends = integers.to(slots.device, non_blocking=True).unbind(-1)
         self.token_ids[:, :width].index_copy_(0, slots, token_ids)
         self.ends[:, :width].index_copy_(0, slots, ends)
@@ -58,12 +76,15 @@ class Edits:
 
     def select(self, slots: Tensor, count: int) -> Edits:
         """The first `count` entries of the rows `slots` int64 [m]; only device operations."""
-        return Edits(*(x[:, :count].index_select(0, slots) for x in (self.token_ids, self.ends, self.values)))
+        return Edits(
+            *(x[:, :count].index_select(0, slots) for x in (self.token_ids, self.ends, self.values))
+        )
 
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Adds to rows [num_reqs, w, V] that choose tokens for `positions` int64 [num_reqs, w].
 
-        A token may be named twice, once by a bias and once by what must not be chosen, which comes to minus infinity in any order.
+        A token may be named twice, once by a bias and once by what must not be chosen, which comes
+        to minus infinity in any order.
 
         Returns:
             float32 [num_reqs, w, V], a tensor of its own.

@@ -13,7 +13,9 @@ SORTED_VOCABULARY = 4096
 """Largest vocabulary that top-p sorts."""
 
 COLDEST = 1e-20
-"""Temperatures below act like it: already one-hot for any logits that differ in float32; dividing by less could overflow."""
+"""Temperatures below act like it: already one-hot for any logits that differ in float32; dividing
+by less could overflow.
+"""
 
 _UNIT = 2**52  # probability 1 in the integer sums of top-p
 
@@ -21,14 +23,16 @@ _UNIT = 2**52  # probability 1 in the integer sums of top-p
 def filtered_scores(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Logits divided by the temperature, -inf where a filter drops a token.
 
-    Every row is computed from its own values only, bit for bit the same whichever filters its neighbors use.
+    Every row is computed from its own values only, bit for bit the same whichever filters its
+    neighbors use.
 
     Args:
         logits: [num_reqs, n, V], see `specdec.sampling.scores.scored`.
         sampling: of the requests; rows of greedy ones have no meaning.
 
     Returns:
-        float32 [num_reqs, n, V]. A row with a NaN or infinite maximum has no meaning and disturbs no other.
+        float32 [num_reqs, n, V]. A row with a NaN or infinite maximum has no meaning and disturbs
+        no other.
     """
     scores = logits.float() / sampling.temperature[:, None, None].clamp(min=COLDEST)
     if sampling.plan.max_top_k:
@@ -43,7 +47,9 @@ def filtered_scores(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def processed_probs(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The distributions of `filtered_scores`, float32 [num_reqs, n, V]; of greedy requests one-hot at the first maximum."""
+    """The distributions of `filtered_scores`, float32 [num_reqs, n, V]; of greedy requests one-hot
+    at the first maximum.
+    """
     probs = filtered_scores(logits, sampling).softmax(dim=-1)
     greedy = torch.zeros_like(probs).scatter_(-1, argmax(logits)[0][..., None], 1.0)
     return torch.where(sampling.temperature[:, None, None] == 0, greedy, probs)
@@ -59,38 +65,54 @@ def _filter_top_k(scores: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Keeps the fewest tokens of each row whose probability reaches `top_p`, and whatever equals the last of them.
+    """Keeps the fewest tokens of each row whose probability reaches `top_p`, and whatever equals
+    the last of them.
 
-    Probabilities are added up as integers, whose sums do not depend on the order, so the edge is the same for every batch shape
-    and device.
+    Probabilities are added up as integers, whose sums do not depend on the order, so the edge is
+    the same for every batch shape and device.
     """
     mass = (scores.softmax(dim=-1).double() * _UNIT).long()
-    spare = ((1 - sampling.top_p).double() * _UNIT).long()[:, None, None]  # the least likely tokens up to this much go
+    spare = ((1 - sampling.top_p).double() * _UNIT).long()[
+        :, None, None
+    ]  # the least likely tokens up to this much go
     spare = torch.minimum(spare, mass.sum(dim=-1, keepdim=True) - 1)  # never all of them
     search = _below_by_sorting if scores.shape[-1] <= SORTED_VOCABULARY else _below_by_digits
     return scores.masked_fill(search(scores, mass, spare), -torch.inf)
 
 
 def _below_by_sorting(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
-    """bool [..., V]: scores below the one at which the mass, int64 [..., V], of all up to it exceeds `spare` [..., 1]."""
+    """bool [..., V]: scores below the one at which the mass, int64 [..., V], of all up to it
+    exceeds `spare` [..., 1].
+    """
     ordered, token_ids = scores.sort(dim=-1)
-    first = (mass.gather(-1, token_ids).cumsum(dim=-1) <= spare).sum(dim=-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    first = (
+        (mass.gather(-1, token_ids).cumsum(dim=-1) <= spare)
+        .sum(dim=-1, keepdim=True)
+        .clamp(max=scores.shape[-1] - 1)
+    )
     return scores < ordered.gather(-1, first)
 
 
 def _below_by_digits(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
     """The same for a large vocabulary, which takes a CPU several times as long to sort.
 
-    The score at the edge is found from its leading bits down, by adding up the mass of all scores that begin alike.
+    The score at the edge is found from its leading bits down, by adding up the mass of all scores
+    that begin alike.
     """
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31  # in [0, 2**32), ascending as the scores do
+    order = (
+        bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ).long() + 2**31  # in [0, 2**32), ascending as the scores do
     edge, below = torch.zeros_like(spare), torch.zeros_like(spare)
     for shift in (22, 11, 0):
         alike = torch.where(order >> (shift + 11) == edge, mass, 0)
-        sums = mass.new_zeros(*mass.shape[:-1], 2048).scatter_add_(-1, (order >> shift) & 2047, alike)
+        sums = mass.new_zeros(*mass.shape[:-1], 2048).scatter_add_(
+            -1, (order >> shift) & 2047, alike
+        )
         cumulative = below + sums.cumsum(dim=-1)
-        first = (cumulative <= spare).sum(dim=-1, keepdim=True).clamp(max=2047)  # of the groups that stay, at least in part
+        first = (
+            (cumulative <= spare).sum(dim=-1, keepdim=True).clamp(max=2047)
+        )  # of the groups that stay, at least in part
         below = (cumulative - sums).gather(-1, first)
         edge = edge << 11 | first
     return order < edge

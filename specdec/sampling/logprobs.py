@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens under the target's unprocessed logits, with the likeliest tokens beside them."""
+"""Log-probabilities of tokens under the target's unprocessed logits, with the likeliest tokens
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,22 @@ from torch.nn import functional as F
 from specdec.sampling.trees.candidates import highest_columns
 
 Top = dict[int, float]
-"""Log-probabilities by token, the likeliest first; the token of the position stands last where it is not among them."""
+"""Log-probabilities by token, the likeliest first; the token of the position stands last where it
+is not among them.
+"""
 
 ROWS = 128
 """Whose logits are held in float32 at once: of a prompt there are many."""
 
 
 class Logprobs(NamedTuple):
-    """What a caller may ask about some tokens. The values of a row are differences from the same number, so equal ones are equal.
+    """What a caller may ask about some tokens. The values of a row are differences from the same
+    number, so equal ones are equal.
 
     Attributes:
         values: float32 [..., n], of the tokens themselves.
-        top_ids: int64 [..., n, m], the likeliest tokens of the rows that chose them, in falling order, of equal ones the first.
+        top_ids: int64 [..., n, m], the likeliest tokens of the rows that chose them, in falling
+            order, of equal ones the first.
         top_values: float32 [..., n, m], theirs.
     """
 
@@ -34,13 +40,19 @@ class Logprobs(NamedTuple):
     def along(self, path: Tensor) -> Logprobs:
         """Those of the rows `path` int64 [num_reqs, depth + 1] of [num_reqs, k + 1]."""
         places = path[..., None].expand(-1, -1, self.top_ids.shape[-1])
-        return Logprobs(self.values.gather(1, path), self.top_ids.gather(1, places), self.top_values.gather(1, places))
+        return Logprobs(
+            self.values.gather(1, path),
+            self.top_ids.gather(1, places),
+            self.top_values.gather(1, places),
+        )
 
     def packed(self) -> Tensor:
-        """int64 [..., n * (1 + 2 * m)]: of each token the value, then the likeliest tokens, then their values, which are the bits
-        of float64, so that one tensor carries all.
+        """int64 [..., n * (1 + 2 * m)]: of each token the value, then the likeliest tokens, then
+        their values, which are the bits of float64, so that one tensor carries all.
         """
-        values = torch.cat([self.values[..., None], self.top_values], dim=-1).double().view(torch.int64)
+        values = (
+            torch.cat([self.values[..., None], self.top_values], dim=-1).double().view(torch.int64)
+        )
         return torch.cat([values[..., :1], self.top_ids, values[..., 1:]], dim=-1).flatten(-2)
 
 
@@ -52,7 +64,12 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
         token_ids: int64 [..., n].
         top: how many of the likeliest come along.
     """
-    parts = [_of_rows(*rows, top) for rows in zip(logits.flatten(0, -2).split(ROWS), token_ids.flatten().split(ROWS), strict=True)]
+    parts = [
+        _of_rows(*rows, top)
+        for rows in zip(
+            logits.flatten(0, -2).split(ROWS), token_ids.flatten().split(ROWS), strict=True
+        )
+    ]
     values, top_ids, top_values = (torch.cat(some) for some in zip(*parts, strict=True))
     shape = token_ids.shape
     return Logprobs(values.view(shape), top_ids.view(*shape, -1), top_values.view(*shape, -1))
@@ -62,9 +79,15 @@ def _of_rows(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
     """The same of [n, V] and [n]."""
     scores = logits.float()
     total = scores.logsumexp(dim=-1, keepdim=True)
-    values, some = (scores.gather(-1, token_ids[:, None]) - total).squeeze(-1), min(top, scores.shape[-1])
+    values, some = (
+        (scores.gather(-1, token_ids[:, None]) - total).squeeze(-1),
+        min(top, scores.shape[-1]),
+    )
     best = highest_columns(scores, some) if top else token_ids[:, None][:, :0]
-    missing = (0, top - some)  # nobody may ask for more than there are, but numbers of columns are powers of two
+    missing = (
+        0,
+        top - some,
+    )  # nobody may ask for more than there are, but numbers of columns are powers of two
     return Logprobs(values, F.pad(best, missing), F.pad(scores.gather(-1, best) - total, missing))
 
 
@@ -74,7 +97,8 @@ def num_packed(top: int) -> int:
 
 
 class Unpacked(Sequence[tuple[float, Sequence[int], Sequence[float]]]):
-    """What `Logprobs.packed` holds, token by token: its log-probability, the likeliest tokens, and theirs.
+    """What `Logprobs.packed` holds, token by token: its log-probability, the likeliest tokens, and
+    theirs.
 
     Args:
         table: int64, on the host, `columns` for each token.
@@ -96,11 +120,18 @@ class Unpacked(Sequence[tuple[float, Sequence[int], Sequence[float]]]):
         if index >= self._length:
             raise IndexError(index)
         top, start = self._top, index * (1 + self._top)
-        return self._values[start], self._top_ids[index * top : index * top + top], self._values[start + 1 : start + 1 + top]
+        return (
+            self._values[start],
+            self._top_ids[index * top : index * top + top],
+            self._values[start + 1 : start + 1 + top],
+        )
 
 
-def top_of(token: int, value: float, top_ids: Sequence[int], top_values: Sequence[float], count: int) -> Top:
-    """The `count` likeliest tokens and their log-probabilities, and the token of the position with its own.
+def top_of(
+    token: int, value: float, top_ids: Sequence[int], top_values: Sequence[float], count: int
+) -> Top:
+    """The `count` likeliest tokens and their log-probabilities, and the token of the position with
+    its own.
 
     >>> top_of(5, -3.0, [7, 8, 5], [-0.5, -1.0, -3.0], 2)
     {7: -0.5, 8: -1.0, 5: -3.0}

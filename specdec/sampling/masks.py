@@ -26,9 +26,15 @@ class TokenMasks:
 
     @classmethod
     def empty(cls, num_reqs: int, rows: int, vocab_size: int, memory: Tensor) -> TokenMasks:
-        """Masks of nobody, with room for all requests: in `memory`, int32 [any], or beside it where that is too small."""
+        """Masks of nobody, with room for all requests: in `memory`, int32 [any], or beside it where
+        that is too small.
+        """
         shape = (num_reqs, rows, -(-vocab_size // 32))
-        words = memory[: prod(shape)].view(shape) if len(memory) >= prod(shape) else memory.new_empty(shape)
+        words = (
+            memory[: prod(shape)].view(shape)
+            if len(memory) >= prod(shape)
+            else memory.new_empty(shape)
+        )
         return cls(words, torch.full((num_reqs,), -1, dtype=torch.int64, device=memory.device))
 
 
@@ -51,13 +57,19 @@ def mask_logits(logits: Tensor, masks: TokenMasks) -> None:
 def _mask_logits(logits: Tensor, masks: TokenMasks) -> None:
     """`mask_logits` in plain torch."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    refused = ((~masks.words).view(torch.uint8)[..., None] >> bits & 1).flatten(-2).bool()[..., : logits.shape[-1]]
+    refused = (
+        ((~masks.words).view(torch.uint8)[..., None] >> bits & 1)
+        .flatten(-2)
+        .bool()[..., : logits.shape[-1]]
+    )
     free = (masks.places < 0)[:, None, None]
     logits.masked_fill_(refused.index_select(0, masks.places.clamp(min=0)) & ~free, -torch.inf)
 
 
 def check_masks(device: torch.device) -> Deviation:
-    """Random masks in every type, a vocabulary that ends within a word, and requests without a grammar."""
+    """Random masks in every type, a vocabulary that ends within a word, and requests without a
+    grammar.
+    """
     from specdec.sampling import triton_masks
 
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +77,9 @@ def check_masks(device: torch.device) -> Deviation:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         vocab_size = 2 * triton_masks.SLICE + 45
         logits = torch.randn(4, 3, vocab_size, generator=generator).to(dtype)
-        words = torch.randint(-(2**31), 2**31, (2, 3, -(-vocab_size // 32)), generator=generator).int()
+        words = torch.randint(
+            -(2**31), 2**31, (2, 3, -(-vocab_size // 32)), generator=generator
+        ).int()
         masks = TokenMasks(words, torch.tensor([1, -1, 0, -1]))
         masked = logits.to(device, copy=True)
         triton_masks.mask_logits(masked, words.to(device), masks.places.to(device))

@@ -1,8 +1,10 @@
-"""Random numbers as functions of (request seed, position, purpose), and of the token where each token has its own.
+"""Random numbers as functions of (request seed, position, purpose), and of the token where each
+token has its own.
 
-A request's output therefore does not depend on its neighbors, on preemption, or, where the target's choices are compared with the
-drafts, on whether drafts were used at all. The numbers of a position are used once per purpose. Where a rejected part of a
-block may have depended on them, they are those of the step instead (`of_step`).
+A request's output therefore does not depend on its neighbors, on preemption, or, where the target's
+choices are compared with the drafts, on whether drafts were used at all. The numbers of a position
+are used once per purpose. Where a rejected part of a block may have depended on them, they are
+those of the step instead (`of_step`).
 """
 
 from collections import OrderedDict
@@ -39,7 +41,9 @@ _LARGEST = 1 - 2.0**-24  # float32 below 1
 REMEMBERED = 2**22
 """How many variables a CPU keeps, about 16 MiB, of small vocabularies fewer; 0 keeps none."""
 _MOST_ROWS = 256
-_remembered: OrderedDict[tuple[int, int], Tensor] = OrderedDict()  # float32 [V] by bits and V, the oldest first
+_remembered: OrderedDict[tuple[int, int], Tensor] = (
+    OrderedDict()
+)  # float32 [V] by bits and V, the oldest first
 _lock = Lock()
 
 
@@ -50,7 +54,9 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Bijective 64-bit finalizer: flipping any input bit flips every output bit with probability near one half."""
+    """Bijective 64-bit finalizer: flipping any input bit flips every output bit with probability
+    near one half.
+    """
     bits = (bits ^ _shift_right(bits, 30)) * _FACTORS[0]
     bits = (bits ^ _shift_right(bits, 27)) * _FACTORS[1]
     return bits ^ _shift_right(bits, 31)
@@ -59,8 +65,9 @@ def _mix(bits: Tensor) -> Tensor:
 def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     """64 random bits for each position.
 
-    Each request walks its own SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014), started at its hashed seed and
-    addressed directly instead of step by step. Products wrap around, as the generator wants.
+    Each request walks its own SplitMix64 sequence (Steele, Lea and Flood, OOPSLA 2014), started at
+    its hashed seed and addressed directly instead of step by step. Products wrap around, as the
+    generator wants.
 
     Args:
         seeds: int64 [num_reqs].
@@ -75,10 +82,12 @@ def stream(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
 
 
 def of_step(anchors: Tensor, count: int) -> Tensor:
-    """int64 [num_reqs, count], to be given in place of positions for what a later step must not draw again.
+    """int64 [num_reqs, count], to be given in place of positions for what a later step must not
+    draw again.
 
-    The step after a rejection drafts and judges some of the same positions anew. Where the old drafts, or their tests, had a part
-    in what was rejected, their numbers are no longer random; those of another anchor are others.
+    The step after a rejection drafts and judges some of the same positions anew. Where the old
+    drafts, or their tests, had a part in what was rejected, their numbers are no longer random;
+    those of another anchor are others.
 
     Args:
         anchors: int64 [num_reqs], positions of the step's anchors.
@@ -97,10 +106,12 @@ def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
 
 
 def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
-    """A Gumbel variable for each token: the token with the largest sum of log-probability and noise is a sample.
+    """A Gumbel variable for each token: the token with the largest sum of log-probability and noise
+    is a sample.
 
-    A token's own 31 bits come from a 32-bit finalizer with the lower half of its position's bits added before, and the upper half
-    in the middle. They make the exponential variable E = -log(1 - v), whose small values, the winners, are then finely spaced.
+    A token's own 31 bits come from a 32-bit finalizer with the lower half of its position's bits
+    added before, and the upper half in the middle. They make the exponential variable E = -log(1 -
+    v), whose small values, the winners, are then finely spaced.
 
     Args:
         bits: int64 [...], of `stream`.
@@ -109,9 +120,13 @@ def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
     Returns:
         float32 [..., V], -log(E), between -2.9 and 22.2.
     """
-    of_tokens = _token_bits(tokens, bits.device) if isinstance(tokens, int) else tokens.int() * _TOKEN_STEP
+    of_tokens = (
+        _token_bits(tokens, bits.device) if isinstance(tokens, int) else tokens.int() * _TOKEN_STEP
+    )
     x = of_tokens + bits.int()[..., None]
-    shifted = torch.empty_like(x)  # every operation in place: on a CPU fetching memory takes longer than computing
+    shifted = torch.empty_like(
+        x
+    )  # every operation in place: on a CPU fetching memory takes longer than computing
 
     def fold(count: int) -> Tensor:
         torch.bitwise_right_shift(x, count, out=shifted)
@@ -127,8 +142,9 @@ def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
 def gumbel_again(bits: Tensor, tokens: int | Tensor) -> Tensor:
     """`gumbel`, of bits int64 [n], for which a CPU remembers what it computed last.
 
-    A target draws with the noise that its drafter knew, and the next step drafts anew for the positions behind a rejected draft.
-    On a CPU the noise of a vocabulary takes several times as long as the rest of choosing a token.
+    A target draws with the noise that its drafter knew, and the next step drafts anew for the
+    positions behind a rejected draft. On a CPU the noise of a vocabulary takes several times as
+    long as the rest of choosing a token.
     """
     if bits.device.type != "cpu" or not isinstance(tokens, int) or not REMEMBERED:
         return gumbel(bits, tokens)

@@ -10,7 +10,15 @@ from numbers import Real
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
-from specdec.base.validation import as_float, as_integer, flags, integers, numbers, require, sequence
+from specdec.base.validation import (
+    as_float,
+    as_integer,
+    flags,
+    integers,
+    numbers,
+    require,
+    sequence,
+)
 from specdec.grammar.grammar import Grammar
 
 MOST_EDITS = 1024
@@ -21,44 +29,57 @@ MOST_TOP_LOGPROBS = 64
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 2048
-"""Stop strings of a request, and their characters together: each new token is compared with all of them."""
+"""Stop strings of a request, and their characters together: each new token is compared with all of
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is decoded.
 
-    Processing order of the logits, the same at every verified position and the same as Transformers': grammar, bias and least
-    length, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+    Processing order of the logits, the same at every verified position and the same as
+    Transformers': grammar, bias and least length, repetition penalty, frequency and presence
+    penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
-        max_tokens: most new tokens, at least 1; 0 with `prompt_logprobs`, which then are all that is asked for.
+        max_tokens: most new tokens, at least 1; 0 with `prompt_logprobs`, which then are all that
+            is asked for.
         temperature: 0 decodes greedily; otherwise logits are divided by it.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches `top_p`, in (0, 1]; 1 keeps all.
         min_p: drop tokens less likely than `min_p` times the most likely one, in [0, 1).
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output, where 1 is off; None
-            takes the checkpoint's own, else 1. See `SamplingDefaults`.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt
+            or output, where 1 is off; None takes the checkpoint's own, else 1. See
+            `SamplingDefaults`.
         seed: random stream of the request, in [0, 2**63); None draws one, which the result reports.
         stop: strings that end the output; the text is cut before them.
         stop_token_ids: token ids that end the output, beside the model's own end-of-sequence ids.
         ignore_eos: do not stop at the model's end-of-sequence ids.
-        logprobs: return the log-probability of each output token under the target's unprocessed logits.
+        logprobs: return the log-probability of each output token under the target's unprocessed
+            logits.
         top_logprobs: return so many of the likeliest tokens at each output token, too, with theirs.
-        prompt_logprobs: return the same of every prompt token but the first, with so many of the likeliest; None returns none.
-            Such a prompt is computed anew, whatever the prefix cache holds.
-        min_tokens: least new tokens before an end-of-sequence id or one of `stop_token_ids`, which cannot be chosen until then, and
-            before the text in which a stop string is found; None takes the checkpoint's own, else 0.
-        presence_penalty: taken off the logit of every token of the output so far; negative numbers favor it.
+        prompt_logprobs: return the same of every prompt token but the first, with so many of the
+            likeliest; None returns none. Such a prompt is computed anew, whatever the prefix cache
+            holds.
+        min_tokens: least new tokens before an end-of-sequence id or one of `stop_token_ids`, which
+            cannot be chosen until then, and before the text in which a stop string is found; None
+            takes the checkpoint's own, else 0.
+        presence_penalty: taken off the logit of every token of the output so far; negative numbers
+            favor it.
         frequency_penalty: the same, as often as the output has the token.
         logit_bias: numbers added to the logits of tokens, by id: a mapping or pairs.
-        grammar: what the output must look like; it ends with an end-of-sequence token once it is complete.
+        grammar: what the output must look like; it ends with an end-of-sequence token once it is
+            complete.
         grammar_after_thinking: the grammar begins behind the thinking, where the prompt or the
             output begins with one; None does so for conversations.
         thinking_token_budget: most tokens of the thinking, which then ends. As in vLLM.
-        cache_salt: prompts share cached beginnings only with those of the same salt, such as a tenant's name; None is a salt, too.
-        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it, and still offers it to others.
-        skip_special_tokens: leave special tokens out of the text. A stop string that is one of them ends the output all the same.
+        cache_salt: prompts share cached beginnings only with those of the same salt, such as a
+            tenant's name; None is a salt, too.
+        read_prefix_cache: begin with what the cache has of the prompt; False computes all of it,
+            and still offers it to others.
+        skip_special_tokens: leave special tokens out of the text. A stop string that is one of them
+            ends the output all the same.
     """
 
     max_tokens: int = 256
@@ -87,17 +108,32 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        integers(self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens")
+        integers(
+            self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens"
+        )
         integers(self, "thinking_token_budget")
-        numbers(self, "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        numbers(
+            self,
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
         flags(self, "ignore_eos", "logprobs", "read_prefix_cache", "skip_special_tokens")
         flags(self, "grammar_after_thinking")
         budget = self.thinking_token_budget
-        require(budget is None or budget >= 0, f"thinking_token_budget is {budget}; it must be at least 0")
+        require(
+            budget is None or budget >= 0,
+            f"thinking_token_budget is {budget}; it must be at least 0",
+        )
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and salt):
             what = f"cache_salt is {reprlib.repr(salt)}"
-            raise InvalidInputError(f"{what}; it must be a string that is not empty, or be left out")
+            raise InvalidInputError(
+                f"{what}; it must be a string that is not empty, or be left out"
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else sequence(self, "stop", "strings")
         for entry in stop:
             if not isinstance(entry, str):
@@ -106,43 +142,70 @@ class SamplingParams:
         length = sum(map(len, stop))
         require(
             len(stop) <= MOST_STOPS and length <= MOST_STOP_CHARACTERS,
-            f"stop has {len(stop):,} strings of {length:,} characters together; the most are {MOST_STOPS} of"
+            f"stop has {len(stop):,} strings of {length:,} characters together; the most are"
+            f" {MOST_STOPS} of"
             f" {MOST_STOP_CHARACTERS:,}, so give fewer or shorter ones",
         )
         object.__setattr__(self, "stop", stop)
         ids = sequence(self, "stop_token_ids", "token ids")
-        require(len(ids) <= MOST_EDITS, f"stop_token_ids has {len(ids):,} entries and the limit is {MOST_EDITS}; give fewer")
-        object.__setattr__(self, "stop_token_ids", tuple(as_integer("one of stop_token_ids", token) for token in ids))
+        require(
+            len(ids) <= MOST_EDITS,
+            f"stop_token_ids has {len(ids):,} entries and the limit is {MOST_EDITS}; give fewer",
+        )
+        object.__setattr__(
+            self,
+            "stop_token_ids",
+            tuple(as_integer("one of stop_token_ids", token) for token in ids),
+        )
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         least = 1 if self.prompt_logprobs is None else 0
-        require(self.max_tokens >= least, f"max_tokens is {self.max_tokens}; it must be at least {least}")
+        require(
+            self.max_tokens >= least,
+            f"max_tokens is {self.max_tokens}; it must be at least {least}",
+        )
         for name in ("top_logprobs", "prompt_logprobs"):
             count = getattr(self, name) or 0
-            require(0 <= count <= MOST_TOP_LOGPROBS, f"{name} is {count}; it must lie in [0, {MOST_TOP_LOGPROBS}]")
+            require(
+                0 <= count <= MOST_TOP_LOGPROBS,
+                f"{name} is {count}; it must lie in [0, {MOST_TOP_LOGPROBS}]",
+            )
         object.__setattr__(self, "logprobs", self.logprobs or self.top_logprobs > 0)
         require(
             self.min_tokens is None or 0 <= self.min_tokens <= self.max_tokens,
-            f"min_tokens is {self.min_tokens}; it must lie in [0, {self.max_tokens}], max_tokens being the most",
+            f"min_tokens is {self.min_tokens}; it must lie in [0, {self.max_tokens}], max_tokens"
+            f" being the most",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
-            require(abs(penalty) <= 1e6, f"{name} is {penalty}; it must lie in [-1e6, 1e6], where 0 is off")
+            require(
+                abs(penalty) <= 1e6,
+                f"{name} is {penalty}; it must lie in [-1e6, 1e6], where 0 is off",
+            )
         named = len(self.logit_bias) + (len(self.stop_token_ids) if self.min_tokens else 0)
         require(
             named <= MOST_EDITS,
-            f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens; they may name {MOST_EDITS} together",
+            f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens; they may name"
+            f" {MOST_EDITS} together",
         )
         require(
             math.isfinite(self.temperature) and self.temperature >= 0,
             f"temperature is {self.temperature}; it must be 0 (greedy) or a positive finite number",
         )
-        require(0 <= self.top_k < 2**31, f"top_k is {self.top_k}; it must be 0 (off) or a count below 2**31")
-        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1], where 1 is off")
-        require(0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1), where 0 is off")
+        require(
+            0 <= self.top_k < 2**31,
+            f"top_k is {self.top_k}; it must be 0 (off) or a count below 2**31",
+        )
+        require(
+            0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1], where 1 is off"
+        )
+        require(
+            0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1), where 0 is off"
+        )
         require(
             # What divides float32 logits without making them infinite.
             self.repetition_penalty is None or 1e-30 <= self.repetition_penalty <= 1e30,
-            f"repetition_penalty is {self.repetition_penalty}; it must lie in [1e-30, 1e30], where 1 is off",
+            f"repetition_penalty is {self.repetition_penalty}; it must lie in [1e-30, 1e30], where"
+            f" 1 is off",
         )
         require(
             self.seed is None or 0 <= self.seed < 2**63,
@@ -155,14 +218,19 @@ class SamplingParams:
         ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
         require(
             self.grammar is None or budget is None or self.grammar_after_thinking is not False,
-            "grammar_after_thinking is false with a thinking_token_budget; a grammar for the thinking"
+            "grammar_after_thinking is false with a thinking_token_budget; a grammar for the"
+            " thinking"
             " says itself where that ends, so leave out one of the two",
         )
         require(
             self.grammar is None or not ends,
-            f"{ends} is asked for with a grammar, which says itself where the output may end; leave out one of the two",
+            f"{ends} is asked for with a grammar, which says itself where the output may end; leave"
+            f" out one of the two",
         )
-        require(all(self.stop), "stop holds an empty string, which would end every output at once; remove it")
+        require(
+            all(self.stop),
+            "stop holds an empty string, which would end every output at once; remove it",
+        )
 
     @property
     def masked(self) -> bool:
@@ -200,8 +268,8 @@ class SamplingParams:
         return cls(**{**given, "grammar": grammar and make(**grammar)})
 
     def choice(self, index: int) -> "SamplingParams":
-        """Those of output number `index` of several from one prompt: its seed lies so much higher, and of those that go on only the
-        first scores the prompt.
+        """Those of output number `index` of several from one prompt: its seed lies so much higher,
+        and of those that go on only the first scores the prompt.
 
         >>> SamplingParams(seed=7, prompt_logprobs=2).choice(3) == SamplingParams(seed=10)
         True
@@ -209,7 +277,9 @@ class SamplingParams:
         if index == 0:
             return self
         seed = None if self.seed is None else (self.seed + index) % 2**63
-        return replace(self, seed=seed, prompt_logprobs=None if self.max_tokens else self.prompt_logprobs)
+        return replace(
+            self, seed=seed, prompt_logprobs=None if self.max_tokens else self.prompt_logprobs
+        )
 
 
 @cache
@@ -222,9 +292,11 @@ class SamplingDefaults:
     """What a checkpoint asks of requests that do not say it themselves; by itself, nothing.
 
     Attributes:
-        repetition_penalty, min_tokens: see `SamplingParams`; they hold everywhere, as in Transformers' `generate`.
+        repetition_penalty, min_tokens: see `SamplingParams`; they hold everywhere, as in
+            Transformers' `generate`.
         min_length: the same as `min_tokens`, the prompt counted; that goes first.
-        sampled: temperature, top-k, top-p and min-p, as far as they are stated; only `specdec serve` decodes by them.
+        sampled: temperature, top-k, top-p and min-p, as far as they are stated; only
+            `specdec serve` decodes by them.
         served_ends: end-of-sequence ids at which `specdec serve` stops beside the verifier's.
     """
 
@@ -247,7 +319,9 @@ class SamplingDefaults:
         if sampling.repetition_penalty is None and self.repetition_penalty != 1:
             changes["repetition_penalty"] = self.repetition_penalty
         if sampling.min_tokens is None and sampling.grammar is None:
-            own = max(0, self.min_length - prompt_len) if self.min_tokens is None else self.min_tokens
+            own = (
+                max(0, self.min_length - prompt_len) if self.min_tokens is None else self.min_tokens
+            )
             if own:
                 changes["min_tokens"] = min(own, sampling.max_tokens)
         return replace(sampling, **changes) if changes else sampling
@@ -255,8 +329,14 @@ class SamplingDefaults:
     @property
     def stated(self) -> dict[str, Any]:
         """What differs from asking nothing, for a report."""
-        own = {"repetition_penalty": self.repetition_penalty, "min_new_tokens": self.min_tokens, "min_length": self.min_length}
-        return {name: value for name, value in own.items() if value not in (None, 0, 1)} | dict(self.sampled)
+        own = {
+            "repetition_penalty": self.repetition_penalty,
+            "min_new_tokens": self.min_tokens,
+            "min_length": self.min_length,
+        }
+        return {name: value for name, value in own.items() if value not in (None, 0, 1)} | dict(
+            self.sampled
+        )
 
 
 def _bias(given: Any) -> tuple[tuple[int, float], ...]:
@@ -271,7 +351,10 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     right = isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes)
     require(right, f"logit_bias is {reprlib.repr(given)}; it must map token ids to numbers")
     pairs = list(islice(pairs, MOST_EDITS + 1))
-    require(len(pairs) <= MOST_EDITS, f"logit_bias names more than {MOST_EDITS} tokens, which is the limit; name fewer")
+    require(
+        len(pairs) <= MOST_EDITS,
+        f"logit_bias names more than {MOST_EDITS} tokens, which is the limit; name fewer",
+    )
     found: dict[int, float] = {}
     for pair in pairs:
         right = isinstance(pair, tuple | list) and len(pair) == 2
@@ -279,8 +362,14 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         token, value = pair
         by_text = isinstance(token, str) and token.isdecimal() and len(token) < 20
         token = int(token) if by_text else as_integer("a token of logit_bias", token)
-        right = isinstance(value, Real) and not isinstance(value, bool) and abs(as_float(value)) <= 1e6
-        require(right, f"logit_bias of token {token} is {reprlib.repr(value)}; it must be a number in [-1e6, 1e6]")
+        right = (
+            isinstance(value, Real) and not isinstance(value, bool) and abs(as_float(value)) <= 1e6
+        )
+        require(
+            right,
+            f"logit_bias of token {token} is {reprlib.repr(value)}; it must be a number in [-1e6,"
+            f" 1e6]",
+        )
         require(token not in found, f"logit_bias names token {token} twice; name it once")
         found[token] = float(value)
     return tuple(sorted(found.items()))

@@ -1,4 +1,6 @@
-"""From the target's logits to the scores that tokens are chosen by: edits of single logits, then penalties for what came before."""
+"""From the target's logits to the scores that tokens are chosen by: edits of single logits, then
+penalties for what came before.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +10,13 @@ from specdec.base.blocks import DraftTree
 from specdec.sampling.tensors import SamplingTensors
 
 
-def scored(logits: Tensor, sampling: SamplingTensors, tokens: Tensor, positions: Tensor, tree: DraftTree | None = None) -> Tensor:
+def scored(
+    logits: Tensor,
+    sampling: SamplingTensors,
+    tokens: Tensor,
+    positions: Tensor,
+    tree: DraftTree | None = None,
+) -> Tensor:
     """Logits as the requests want them, before temperature and filters.
 
     Args:
@@ -29,27 +37,39 @@ def scored(logits: Tensor, sampling: SamplingTensors, tokens: Tensor, positions:
 
 
 def penalized(
-    logits: Tensor, sampling: SamplingTensors, tokens: Tensor, positions: Tensor, tree: DraftTree | None = None
+    logits: Tensor,
+    sampling: SamplingTensors,
+    tokens: Tensor,
+    positions: Tensor,
+    tree: DraftTree | None = None,
 ) -> Tensor:
-    """Applies the penalties: a row counts the tokens up to its own, on its path of a tree. Arguments as of `scored`.
+    """Applies the penalties: a row counts the tokens up to its own, on its path of a tree.
+    Arguments as of `scored`.
 
-    The repetition penalty (Keskar et al., arXiv 1909.05858) counts prompt and output; those for presence and frequency, as in
-    OpenAI's API, count the output alone.
+    The repetition penalty (Keskar et al., arXiv 1909.05858) counts prompt and output; those for
+    presence and frequency, as in OpenAI's API, count the output alone.
 
     Returns:
         float32 [num_reqs, n, V].
     """
     counted, scores = _counted(tokens, tree), logits.float()
     if sampling.seen is not None:
-        # Row j names the tokens that it counts; in place of others it names the anchor again, which every row has.
+        # Row j names the tokens that it counts; in place of others it names the anchor again, which
+        # every row has.
         fed = torch.where(counted, tokens[:, None, :], tokens[:, :1, None])
         lower = lowered_in_cache if scores.device.type == "cpu" else lowered
         scores = lower(scores, sampling.seen, sampling.repetition_penalty, fed)
     if sampling.counts is not None:
         ours = counted & (positions >= sampling.firsts[:, None])[:, None, :]
         fed = tokens[:, None, :].expand_as(ours)
-        counts = sampling.counts[:, None, :].repeat(1, tokens.shape[1], 1).scatter_add_(-1, fed, ours.int())
-        frequency, presence = (x[:, None, None] for x in (sampling.frequency_penalty, sampling.presence_penalty))
+        counts = (
+            sampling.counts[:, None, :]
+            .repeat(1, tokens.shape[1], 1)
+            .scatter_add_(-1, fed, ours.int())
+        )
+        frequency, presence = (
+            x[:, None, None] for x in (sampling.frequency_penalty, sampling.presence_penalty)
+        )
         scores = scores - frequency * counts - presence * (counts > 0)
     return scores
 
@@ -69,13 +89,17 @@ def lowered(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Ten
 
 
 def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Tensor:
-    """The same, bit for bit, one row after the other and without conditions: many times as fast on a CPU.
+    """The same, bit for bit, one row after the other and without conditions: many times as fast on
+    a CPU.
 
-    Of a score times and by its penalty the smaller one is meant, and the larger one where the penalty is below 1: the smaller one
-    with both signs turned.
+    Of a score times and by its penalty the smaller one is meant, and the larger one where the
+    penalty is below 1: the smaller one with both signs turned.
     """
     sign = torch.where(penalties < 1, -1.0, 1.0)
-    factors, own = torch.where(seen, penalties[:, None], 1.0).mul_(sign[:, None]), (penalties * sign)[:, None].expand(fed.shape[:2])
+    factors, own = (
+        torch.where(seen, penalties[:, None], 1.0).mul_(sign[:, None]),
+        (penalties * sign)[:, None].expand(fed.shape[:2]),
+    )
     found = torch.empty_like(scores)
     for request, factor in enumerate(factors):
         for row, ids, out in zip(scores[request], fed[request], found[request], strict=True):
@@ -85,10 +109,16 @@ def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tenso
 
 
 def _counted(tokens: Tensor, tree: DraftTree | None) -> Tensor:
-    """bool [num_reqs or 1, n, n]: which tokens of the block each row has before it or is fed itself."""
+    """bool [num_reqs or 1, n, n]: which tokens of the block each row has before it or is fed
+    itself.
+    """
     width = tokens.shape[1]
     if tree is None:
-        return torch.ones(1, width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
+        return (
+            torch.ones(1, width, width, dtype=torch.bool, device=tokens.device)
+            .tril()
+            .expand(len(tokens), -1, -1)
+        )
     drafts = torch.arange(width - 1, device=tokens.device)
     above = F.pad((tree.ancestors[..., None] >> drafts) & 1, (0, 0, 1, 0))  # of the anchor no draft
     return F.pad(above, (1, 0), value=1).bool()

@@ -13,21 +13,32 @@ from specdec.base.sizes import power_of_two
 from specdec.sampling.edits import Edits, num_edits
 from specdec.sampling.params import SamplingParams
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # greedy, nothing filtered, nothing penalized
 
 
 class SamplingPlan(NamedTuple):
-    """What the host knows about the sampling of a batch. It decides which operations a step consists of, and is part of its shape.
+    """What the host knows about the sampling of a batch. It decides which operations a step
+    consists of, and is part of its shape.
 
     Attributes:
         penalized: a request has a repetition penalty.
         all_greedy: no request samples.
-        max_top_k: bound of the requests' top-k, 0 when nobody has one; a power of two, so that few values occur.
+        max_top_k: bound of the requests' top-k, 0 when nobody has one; a power of two, so that few
+            values occur.
         any_top_p, any_min_p: a request filters so.
         logprobs: a request wants log-probabilities.
-        top_logprobs: bound of the likeliest tokens that a request wants with them; a power of two or 0.
-        edits: bound of the tokens whose logits a request has changed by itself, see `specdec.sampling.edits`; likewise.
+        top_logprobs: bound of the likeliest tokens that a request wants with them; a power of two
+            or 0.
+        edits: bound of the tokens whose logits a request has changed by itself, see
+            `specdec.sampling.edits`; likewise.
         counted: a request has a presence or a frequency penalty.
         guided: a request has a grammar.
     """
@@ -77,21 +88,26 @@ class SamplingPlan(NamedTuple):
     def joined(cls, plans: Iterable[SamplingPlan]) -> SamplingPlan:
         """The facts of requests together whose own these are."""
         distinct = {*plans, cls.of([])}
-        return cls(*map(max, zip(*distinct, strict=True)))._replace(all_greedy=all(plan.all_greedy for plan in distinct))
+        return cls(*map(max, zip(*distinct, strict=True)))._replace(
+            all_greedy=all(plan.all_greedy for plan in distinct)
+        )
 
 
 @dataclass(slots=True)
 class SamplingTensors:
-    """The numbers of requests, one column each, and the plan of their batch. Columns that the plan does not read may be missing.
+    """The numbers of requests, one column each, and the plan of their batch. Columns that the plan
+    does not read may be missing.
 
     Attributes:
         plan: of the batch.
-        floats: float32 [6, num_reqs]: temperature (0 is greedy), top-p, min-p, and the penalties for repetition, presence and
-            frequency.
-        ints: int64 [3, num_reqs]: top-k (0 is off), seed, and the position of the first output token.
-        seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None when no request has one.
-        counts: int32 [num_reqs, V], how often the output before the anchor has each token; None when no request has a presence or
-            frequency penalty.
+        floats: float32 [6, num_reqs]: temperature (0 is greedy), top-p, min-p, and the penalties
+            for repetition, presence and frequency.
+        ints: int64 [3, num_reqs]: top-k (0 is off), seed, and the position of the first output
+            token.
+        seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None
+            when no request has one.
+        counts: int32 [num_reqs, V], how often the output before the anchor has each token; None
+            when no request has a presence or frequency penalty.
         edits: of single logits; None when no request has any.
     """
 
@@ -106,7 +122,9 @@ class SamplingTensors:
     def neutral(cls, num_rows: int, device: torch.device) -> SamplingTensors:
         """Rows of requests that decode greedily."""
         floats = torch.tensor(_NEUTRAL, device=device)[:, None].repeat(1, num_rows)
-        return cls(SamplingPlan.of([]), floats, torch.zeros(3, num_rows, dtype=torch.int64, device=device))
+        return cls(
+            SamplingPlan.of([]), floats, torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        )
 
     @classmethod
     def of(
@@ -118,8 +136,8 @@ class SamplingTensors:
         seen: Tensor | None = None,
         pin: bool = False,
     ) -> SamplingTensors:
-        """The numbers of these requests on the host, in pinned memory with `pin`; `firsts` are the positions of their first output
-        tokens, 0 when left out.
+        """The numbers of these requests on the host, in pinned memory with `pin`; `firsts` are the
+        positions of their first output tokens, 0 when left out.
         """
         numbers = [[_number(p, name) for p in params] for name in _FLOATS]
         floats = torch.tensor(numbers, dtype=torch.float32, pin_memory=pin)
@@ -140,11 +158,19 @@ class SamplingTensors:
         plain = plan.all_greedy and not plan.counted
         return SamplingTensors(
             plan,
-            floats=self.floats[:, :0] if plain and not plan.penalized else self.floats.index_select(1, slots),
+            floats=self.floats[:, :0]
+            if plain and not plan.penalized
+            else self.floats.index_select(1, slots),
             ints=self.ints[:, :0] if plain else self.ints.index_select(1, slots),
-            seen=self.seen.index_select(0, slots) if plan.penalized and self.seen is not None else None,
-            counts=self.counts.index_select(0, slots) if plan.counted and self.counts is not None else None,
-            edits=self.edits.select(slots, plan.edits) if plan.edits and self.edits is not None else None,
+            seen=self.seen.index_select(0, slots)
+            if plan.penalized and self.seen is not None
+            else None,
+            counts=self.counts.index_select(0, slots)
+            if plan.counted and self.counts is not None
+            else None,
+            edits=self.edits.select(slots, plan.edits)
+            if plan.edits and self.edits is not None
+            else None,
         )
 
     def select_past(self, slots: Tensor, table: SamplingTensors) -> None:

@@ -1,8 +1,9 @@
 """Filters of a row in Triton: the least logit that top-k, top-p and min-p keep.
 
-Programs first find the highest logit of each small group of neighbors, so that even one row keeps many processors busy. As these
-are a part of the row, what is looked for is not below where they alone would have enough, so only groups that reach up to there
-can hold it: mostly few, which one program per row then keeps in its registers and searches. Nothing is sorted. How a row is divided
+Programs first find the highest logit of each small group of neighbors, so that even one row keeps
+many processors busy. As these are a part of the row, what is looked for is not below where they
+alone would have enough, so only groups that reach up to there can hold it: mostly few, which one
+program per row then keeps in its registers and searches. Nothing is sorted. How a row is divided
 and added up does not depend on its neighbors.
 """
 
@@ -39,7 +40,9 @@ _LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _settings(floats: tl.tensor, ints: tl.tensor, groups: tl.tensor, group: tl.tensor) -> tuple[tl.tensor, ...]:
+def _settings(
+    floats: tl.tensor, ints: tl.tensor, groups: tl.tensor, group: tl.tensor
+) -> tuple[tl.tensor, ...]:
     """Temperature, top-p, min-p and top-k of a request, and whether it drops tokens."""
     temperature, top_p = tl.load(floats + group), tl.load(floats + groups + group)
     min_p, top_k = tl.load(floats + 2 * groups + group), tl.load(ints + group)
@@ -53,7 +56,9 @@ def _group_max_kernel(
     floats: tl.tensor,  # float32 [6, groups]: temperature, top-p, min-p, then penalties
     ints: tl.tensor,  # int64 [3, groups]: top-k, seed, first position
     highest: tl.tensor,  # [groups * width, num_groups], of the logits' type
-    parts: tl.tensor,  # float32 [groups * width, slices, 2]: the best logit, and the sum of exp((x - best) / temperature)
+    # float32 [groups * width, slices, 2]: the best logit, and the sum of exp((x - best) /
+    # temperature)
+    parts: tl.tensor,
     groups: tl.tensor,
     width: tl.tensor,
     vocab_size: tl.tensor,
@@ -77,7 +82,9 @@ def _group_max_kernel(
         if (top_k == 0) & (top_p < 1):
             best = tl.max(of_groups, 0)
             # A slice of -inf alone is nothing, not NaN.
-            total = tl.sum(tl.sum(tl.exp((x - tl.maximum(best, _LOWEST_FINITE)) / temperature), 1), 0)
+            total = tl.sum(
+                tl.sum(tl.exp((x - tl.maximum(best, _LOWEST_FINITE)) / temperature), 1), 0
+            )
             parts += (row * tl.num_programs(1) + tl.program_id(1)) * 2
             tl.store(parts, best)
             tl.store(parts + 1, total)
@@ -85,9 +92,16 @@ def _group_max_kernel(
 
 @triton.jit
 def _highest(
-    order: tl.tensor, weights: tl.tensor, wanted: tl.tensor, low: tl.tensor, high: tl.tensor, UNIT: tl.constexpr
+    order: tl.tensor,
+    weights: tl.tensor,
+    wanted: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The highest place in order, int64 from `low` to `high`, from which on the weights are `wanted`; `low` if there is none."""
+    """The highest place in order, int64 from `low` to `high`, from which on the weights are
+    `wanted`; `low` if there is none.
+    """
     while low < high:
         step = ((high - low) // UNIT // 2 + 1) * UNIT
         enough = tl.sum(tl.where(order >= (low + step).to(tl.int32), weights, 0.0), 0) >= wanted
@@ -110,7 +124,9 @@ def _listed(
     index = start + tl.arange(0, TILE)
     exists = index < count * GROUP
     column = tl.load(listed + index // GROUP, mask=exists, other=0) * GROUP + index % GROUP
-    return tl.load(place + column, mask=exists & (column < vocab_size), other=-float("inf")).to(tl.float32)
+    return tl.load(place + column, mask=exists & (column < vocab_size), other=-float("inf")).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -129,9 +145,12 @@ def _highest_listed(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The same for logits that are read each time; each weighs 1, or with WEIGHTED exp((x - best) / temperature)."""
+    """The same for logits that are read each time; each weighs 1, or with WEIGHTED exp((x - best) /
+    temperature).
+    """
     while low < high:
-        # Reading takes longest, so one look compares with three places. Lanes add up their own, and are added up once.
+        # Reading takes longest, so one look compares with three places. Lanes add up their own, and
+        # are added up once.
         step = ((high - low) // UNIT // 4 + 1) * UNIT
         first = tl.minimum(low + step, _HIGHEST).to(tl.int32)
         second = tl.minimum(low + 2 * step, _HIGHEST).to(tl.int32)
@@ -143,11 +162,16 @@ def _highest_listed(
         )
         for start in range(0, count * GROUP, TILE):
             x = _listed(place, listed, count, start, vocab_size, GROUP, TILE)
-            order, weights = ordered(x), tl.exp((x - best) / temperature) if WEIGHTED else tl.full([TILE], 1.0, tl.float32)
+            order, weights = (
+                ordered(x),
+                tl.exp((x - best) / temperature) if WEIGHTED else tl.full([TILE], 1.0, tl.float32),
+            )
             from_first += tl.where(order >= first, weights, 0.0)
             from_second += tl.where(order >= second, weights, 0.0)
             from_third += tl.where(order >= third, weights, 0.0)
-        enough = (tl.sum(from_first, 0) >= wanted).to(tl.int64) + (tl.sum(from_second, 0) >= wanted).to(tl.int64)
+        enough = (tl.sum(from_first, 0) >= wanted).to(tl.int64) + (
+            tl.sum(from_second, 0) >= wanted
+        ).to(tl.int64)
         low += step * (enough + (tl.sum(from_third, 0) >= wanted).to(tl.int64))
         high = tl.minimum(high, low + step - UNIT)
     return low
@@ -205,20 +229,35 @@ def _least_kept_kernel(
     temperature, top_p, min_p, top_k, filtered = _settings(floats, ints, groups, row // width)
     kept = -float("inf")
     if filtered:
-        x = tl.load(highest + row * num_groups + number, mask=number < num_groups, other=-float("inf")).to(tl.float32)
+        x = tl.load(
+            highest + row * num_groups + number, mask=number < num_groups, other=-float("inf")
+        ).to(tl.float32)
         best = tl.max(x, 0)
         if (top_k > 0) | (top_p < 1):
             order, high = ordered(x), ordered(best).to(tl.int64)
             low = tl.full([], _LEAST, tl.int64)
             mass = tl.full([], 0.0, tl.float32)
             if top_k > 0:
-                low = _highest(order, (number < num_groups).to(tl.float32), top_k.to(tl.float32), low, high, UNIT)
+                low = _highest(
+                    order,
+                    (number < num_groups).to(tl.float32),
+                    top_k.to(tl.float32),
+                    low,
+                    high,
+                    UNIT,
+                )
             else:
                 part = tl.arange(0, SLICES)
-                of_slices = tl.load(parts + (row * slices + part) * 2, mask=part < slices, other=-float("inf"))
-                totals = tl.load(parts + (row * slices + part) * 2 + 1, mask=part < slices, other=0.0)
+                of_slices = tl.load(
+                    parts + (row * slices + part) * 2, mask=part < slices, other=-float("inf")
+                )
+                totals = tl.load(
+                    parts + (row * slices + part) * 2 + 1, mask=part < slices, other=0.0
+                )
                 mass = tl.sum(tl.exp((of_slices - best) / temperature) * totals, 0)
-                low = _highest(order, tl.exp((x - best) / temperature), top_p * mass, low, high, UNIT)
+                low = _highest(
+                    order, tl.exp((x - best) / temperature), top_p * mass, low, high, UNIT
+                )
             reaches = (order >= low) & (number < num_groups)
             until = tl.cumsum(reaches.to(tl.int32), 0)
             tl.store(listed + until - 1, number, mask=reaches)
@@ -228,7 +267,14 @@ def _least_kept_kernel(
                 held = _listed(place, listed, count, 0, vocab_size, GROUP, HELD)
                 among, weights = ordered(held), tl.exp((held - best) / temperature)
                 if top_k > 0:
-                    low = _highest(among, tl.full([HELD], 1.0, tl.float32), top_k.to(tl.float32), low, high, UNIT)
+                    low = _highest(
+                        among,
+                        tl.full([HELD], 1.0, tl.float32),
+                        top_k.to(tl.float32),
+                        low,
+                        high,
+                        UNIT,
+                    )
                     mass = tl.sum(tl.where(among >= low, weights, 0.0), 0)
                 if top_p < 1:
                     low = _highest(among, weights, top_p * mass, low, high, UNIT)
@@ -236,17 +282,47 @@ def _least_kept_kernel(
                 if top_k > 0:
                     wanted = top_k.to(tl.float32)
                     low = _highest_listed(
-                        place, listed, count, wanted, low, high, best, temperature, vocab_size, False, GROUP, TILE, UNIT
+                        place,
+                        listed,
+                        count,
+                        wanted,
+                        low,
+                        high,
+                        best,
+                        temperature,
+                        vocab_size,
+                        False,
+                        GROUP,
+                        TILE,
+                        UNIT,
                     )
-                    mass = _mass_listed(place, listed, count, low, best, temperature, vocab_size, GROUP, TILE)
+                    mass = _mass_listed(
+                        place, listed, count, low, best, temperature, vocab_size, GROUP, TILE
+                    )
                 if top_p < 1:
                     wanted = top_p * mass
                     low = _highest_listed(
-                        place, listed, count, wanted, low, high, best, temperature, vocab_size, True, GROUP, TILE, UNIT
+                        place,
+                        listed,
+                        count,
+                        wanted,
+                        low,
+                        high,
+                        best,
+                        temperature,
+                        vocab_size,
+                        True,
+                        GROUP,
+                        TILE,
+                        UNIT,
                     )
             # Back from the order to the number that has it.
             floor = low.to(tl.int32)
-            kept = tl.where(floor < 0, -((-floor).to(tl.float32, bitcast=True)), floor.to(tl.float32, bitcast=True))
+            kept = tl.where(
+                floor < 0,
+                -((-floor).to(tl.float32, bitcast=True)),
+                floor.to(tl.float32, bitcast=True),
+            )
             kept = tl.where(floor == _LEAST, -float("inf"), kept)
         if min_p > 0:
             kept = tl.maximum(kept, best + temperature * tl.log(min_p))
@@ -254,7 +330,8 @@ def _least_kept_kernel(
 
 
 def least_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
-    """The least logit of each row that the filters keep, float32 [num_reqs, n], -inf where all stay.
+    """The least logit of each row that the filters keep, float32 [num_reqs, n], -inf where all
+    stay.
 
     Args:
         logits: [num_reqs, n, V], bfloat16, float16 or float32; the last axis is contiguous.
@@ -270,7 +347,16 @@ def least_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
     sizes, options = (*logits.shape, *logits.stride()[:2], num_groups), overlap_options(device)
     with on_device(logits):
         _group_max_kernel[(least.numel(), slices)](
-            logits, floats, ints, highest, parts, *sizes, GROUP=group, SLICE=SLICE, num_warps=4, **options
+            logits,
+            floats,
+            ints,
+            highest,
+            parts,
+            *sizes,
+            GROUP=group,
+            SLICE=SLICE,
+            num_warps=4,
+            **options,
         )
         _least_kept_kernel[(least.numel(),)](
             logits,

@@ -1,4 +1,6 @@
-"""Masking logits in Triton, in place: logits that may stay are neither read nor written; see `specdec.sampling.masks`."""
+"""Masking logits in Triton, in place: logits that may stay are neither read nor written; see
+`specdec.sampling.masks`.
+"""
 
 import triton
 import triton.language as tl
@@ -30,7 +32,9 @@ def _mask_logits_kernel(
     await_previous(OVERLAP)
     place = tl.load(places + row // rows)
     if place >= 0:
-        mask = tl.load(words + (place * rows + row % rows) * width + word, mask=word < width, other=-1)
+        mask = tl.load(
+            words + (place * rows + row % rows) * width + word, mask=word < width, other=-1
+        )
         bit = tl.arange(0, 32)
         token = word[:, None] * 32 + bit[None, :]
         refused = ((mask[:, None] >> bit[None, :]) & 1) == 0
@@ -39,7 +43,9 @@ def _mask_logits_kernel(
 
 
 def mask_logits(logits: Tensor, words: Tensor, places: Tensor) -> None:
-    """Writes -inf into `logits` [num_reqs, rows, V] where `words` and `places` of `TokenMasks` do not allow a token."""
+    """Writes -inf into `logits` [num_reqs, rows, V] where `words` and `places` of `TokenMasks` do
+    not allow a token.
+    """
     num_reqs, rows, vocab_size = logits.shape
     assert logits.is_contiguous() and words.is_contiguous() and words.shape[1] == rows
     with on_device(logits):

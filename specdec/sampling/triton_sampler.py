@@ -1,7 +1,8 @@
 """Drawing tokens in Triton: slices of rows draw among the logits that the filters keep, see
 `specdec.sampling.triton_filters`.
 
-The noise is that of `specdec.sampling.noise`, made where it is used. How a row is divided does not depend on its neighbors.
+The noise is that of `specdec.sampling.noise`, made where it is used. How a row is divided does not
+depend on its neighbors.
 """
 
 import torch
@@ -28,21 +29,28 @@ def _mix(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def noise_bits(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """The bits of the target's own token at a position, int64, given where seed and position are stored."""
+    """The bits of the target's own token at a position, int64, given where seed and position are
+    stored.
+    """
     counter = tl.load(position) * _NUM_PURPOSES + 1  # Purpose.SAMPLE
     return _mix(_mix(tl.load(seed)) + counter * -0x61C8864680B583EB)
 
 
 @triton.jit
 def gumbel(bits: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Noise of int32 tokens from the int64 of their position; see `specdec.sampling.noise.gumbel`."""
+    """Noise of int32 tokens from the int64 of their position;
+    see `specdec.sampling.noise.gumbel`.
+    """
     x = token * -0x61C8864F + bits.to(tl.int32)
     x = ((x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D) ^ (bits >> 32).to(tl.int32)
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
     x = ((x ^ ((x >> 16) & 0xFFFF)) >> 1) & 0x7FFFFFFF
     v = tl.minimum((x.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.9999999403953552)
-    # The logarithm of 1 - v, by its series where the difference would lose what distinguishes small v.
-    exponential = tl.where(v < 0.0078125, v * (1 + v * (0.5 + v * (0.3333333333 + v * 0.25))), -tl.log(1 - v))
+    # The logarithm of 1 - v, by its series where the difference would lose what distinguishes small
+    # v.
+    exponential = tl.where(
+        v < 0.0078125, v * (1 + v * (0.5 + v * (0.3333333333 + v * 0.25))), -tl.log(1 - v)
+    )
     return -tl.log(exponential)
 
 
@@ -76,10 +84,15 @@ def _draw_kernel(
         if FILTERED:
             x = tl.where(x < tl.load(least + row), -float("inf"), x)
         x = x / tl.maximum(temperature, COLDEST) + gumbel(bits, column)
-    tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), tl.max(tl.where(exists, token_key(x, column), -(2**63)), 0))
+    tl.store(
+        keys + row * tl.num_programs(1) + tl.program_id(1),
+        tl.max(tl.where(exists, token_key(x, column), -(2**63)), 0),
+    )
 
 
-def sample(logits: Tensor, floats: Tensor, ints: Tensor, positions: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, floats: Tensor, ints: Tensor, positions: Tensor, *, filtered: bool
+) -> tuple[Tensor, Tensor]:
     """See `specdec.sampling.sampler.sample`.
 
     Args:

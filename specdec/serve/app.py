@@ -29,7 +29,14 @@ from specdec.serve.errors import RequestError, malformed, refused
 from specdec.serve.front import Front
 from specdec.serve.guard import Guard
 from specdec.serve.limits import MOST_PROMPT_LOGPROBS, TOKENIZED
-from specdec.serve.protocol import Chat, ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from specdec.serve.protocol import (
+    Chat,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
 from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.state.status import PAGE, Status
@@ -43,13 +50,17 @@ FEW_LOGPROBS = 4096
 
 def make_app(front: Front) -> FastAPI:
     """The application; whoever runs it drains the front at its end."""
-    app = FastAPI(title="specdec", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="specdec", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.front = front
     app.add_middleware(Guard, config=front.config)
     app.add_middleware(Defects)
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
     _add_errors(app, front)
     _add_generation(app, front)
     _add_tokens(app, front)
@@ -69,7 +80,9 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         for prompt in prompts:
             length = len(prompt) if isinstance(prompt, str) else 0
             front.texts.check_length(length, engine.max_model_len)
-        made, echoes = await _while_there(http, sum(map(len, prompts)), _completion_tokens(front, asked))
+        made, echoes = await _while_there(
+            http, sum(map(len, prompts)), _completion_tokens(front, asked)
+        )
         _check_prompt_logprobs(sampling, made)
         answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
         return await _respond(front, http, answer, sampling)
@@ -100,12 +113,16 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             front.texts.check_length(characters(asked.messages), most)
             tokens = await _chat_tokens(front, asked, most)
         elif asked.prompt:
-            tokens = await front.texts.tokens(asked.prompt, special=asked.add_special_tokens is not False, most=most)
+            tokens = await front.texts.tokens(
+                asked.prompt, special=asked.add_special_tokens is not False, most=most
+            )
         else:
             tokens = []
         made = {"count": len(tokens), "max_model_len": front.most_tokens, "tokens": tokens}
         if asked.return_token_strs:
-            made["token_strs"] = await front.texts.run(len(tokens), tokenizer.convert_ids_to_tokens, tokens)
+            made["token_strs"] = await front.texts.run(
+                len(tokens), tokenizer.convert_ids_to_tokens, tokens
+            )
         return JSONResponse(made)
 
     @app.post("/detokenize")
@@ -113,7 +130,9 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         front.check_model(asked.model)
         if len(asked.tokens) > most:
             raise RequestError(
-                400, f"tokens has {len(asked.tokens):,} entries and the limit is {most:,}; give fewer", param="tokens"
+                400,
+                f"tokens has {len(asked.tokens):,} entries and the limit is {most:,}; give fewer",
+                param="tokens",
             )
         if asked.tokens:
             engine.admission.check_tokens(asked.tokens)
@@ -125,7 +144,10 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": engine.admission.verifier.vocab_size,
             "max_model_len": front.most_tokens,
-            **{name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+            **{
+                name: getattr(tokenizer, name, None)
+                for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            },
             "chat_template": getattr(tokenizer, "chat_template", None),
         }
 
@@ -135,7 +157,12 @@ def _add_state(app: FastAPI, front: Front) -> None:
     status = Status(front)
 
     def described(name: str) -> dict[str, Any]:
-        own = {"owned_by": "specdec", "root": front.names[0], "parent": None, "max_model_len": front.most_tokens}
+        own = {
+            "owned_by": "specdec",
+            "root": front.names[0],
+            "parent": None,
+            "max_model_len": front.most_tokens,
+        }
         return {"id": name, "object": "model", "created": front.created, **own}
 
     @app.get("/v1/models")
@@ -193,7 +220,11 @@ def _add_errors(app: FastAPI, front: Front) -> None:
 
     @app.exception_handler(HTTPException)
     async def refuse_route(http: Request, error: HTTPException) -> Response:
-        return answer(RequestError(error.status_code, f"{http.method} {http.url.path}: {str(error.detail).lower()}"))
+        return answer(
+            RequestError(
+                error.status_code, f"{http.method} {http.url.path}: {str(error.detail).lower()}"
+            )
+        )
 
     @app.exception_handler(ClientGone)
     async def forget(http: Request, error: ClientGone) -> Response:
@@ -216,10 +247,19 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -
     """Raises:
     RequestError: they would be too many.
     """
-    count = 0 if sampling.prompt_logprobs is None else (sampling.prompt_logprobs + 1) * sum(map(len, prompts))
+    count = (
+        0
+        if sampling.prompt_logprobs is None
+        else (sampling.prompt_logprobs + 1) * sum(map(len, prompts))
+    )
     if count > MOST_PROMPT_LOGPROBS:
-        message = f"{count:,} log-probabilities of prompts are asked for and the limit is {MOST_PROMPT_LOGPROBS:,}"
-        raise RequestError(400, f"{message}; give fewer prompts at once, or lower logprobs", param="logprobs")
+        message = (
+            f"{count:,} log-probabilities of prompts are asked for and the limit is"
+            f" {MOST_PROMPT_LOGPROBS:,}"
+        )
+        raise RequestError(
+            400, f"{message}; give fewer prompts at once, or lower logprobs", param="logprobs"
+        )
 
 
 async def _sampling(front: Front, asked: Generation) -> SamplingParams:
@@ -227,7 +267,9 @@ async def _sampling(front: Front, asked: Generation) -> SamplingParams:
     defaults = front.engine.admission.verifier.defaults
     make = partial(sampling_params, asked, defaults, most=front.most_tokens)
     asked_for = (getattr(asked, name) for name in GRAMMAR_FIELDS)
-    if all(value is None or (isinstance(value, str) and len(value) <= SHORT) for value in asked_for):
+    if all(
+        value is None or (isinstance(value, str) and len(value) <= SHORT) for value in asked_for
+    ):
         return make()
     return await asyncio.to_thread(make)
 
@@ -237,7 +279,9 @@ async def _while_there(http: Request, size: int, work: Coroutine[Any, Any, T]) -
     return await (work if size <= SHORT else unless_gone(http.receive, work))
 
 
-async def _completion_tokens(front: Front, asked: CompletionRequest) -> tuple[list[list[int]], list[str] | None]:
+async def _completion_tokens(
+    front: Front, asked: CompletionRequest
+) -> tuple[list[list[int]], list[str] | None]:
     """Tokens of the prompts, and their texts where they are wanted."""
     texts, engine = front.texts, front.engine
     most, special = engine.max_model_len, asked.add_special_tokens
@@ -245,7 +289,10 @@ async def _completion_tokens(front: Front, asked: CompletionRequest) -> tuple[li
     if not asked.echo:
         return made, None
     decode = engine.reader.tokenizer.decode
-    return made, [one if isinstance(one, str) else str(await texts.run(len(one), decode, one)) for one in asked.prompt]
+    return made, [
+        one if isinstance(one, str) else str(await texts.run(len(one), decode, one))
+        for one in asked.prompt
+    ]
 
 
 async def _chat_tokens(front: Front, asked: Chat | TokenizeRequest, most: int) -> list[int]:
@@ -255,12 +302,18 @@ async def _chat_tokens(front: Front, asked: Chat | TokenizeRequest, most: int) -
     return await front.texts.chat(size, render, special=special, most=most)
 
 
-async def _respond(front: Front, http: Request, answer: Answer, sampling: SamplingParams) -> Response:
-    """Submits the outputs and makes the response. What cannot be followed is refused before there is a status."""
+async def _respond(
+    front: Front, http: Request, answer: Answer, sampling: SamplingParams
+) -> Response:
+    """Submits the outputs and makes the response. What cannot be followed is refused before there
+    is a status.
+    """
     if sampling.grammar is not None:
         await unless_gone(http.receive, front.wait_for_grammar(sampling))
         answer.notes = sampling.grammar.notes
-    asked = [(tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)]
+    asked = [
+        (tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)
+    ]
     if answer.asked.stream:
         return EventStream(front.submit(asked, incremental=True, parted=answer.parted), answer)
     outputs = front.submit(asked, incremental=False, parted=answer.parted)
@@ -268,6 +321,8 @@ async def _respond(front: Front, http: Request, answer: Answer, sampling: Sampli
         results = await outputs.results(http.receive)
         if answer.num_logprobs(results) <= FEW_LOGPROBS:
             return JSONResponse(answer.whole(results))
-        return await front.texts.run(answer.num_logprobs(results), lambda: Whole(answer.whole(results)))
+        return await front.texts.run(
+            answer.num_logprobs(results), lambda: Whole(answer.whole(results))
+        )
     finally:
         outputs.close()

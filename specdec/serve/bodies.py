@@ -1,4 +1,6 @@
-"""The bodies of requests: how long one may take, how much it may hold, and how much all may together."""
+"""The bodies of requests: how long one may take, how much it may hold, and how much all may
+together.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SMALL = 65_536
 """Bytes of a body that is taken whatever others hold: connections bound how many there are."""
 
 VALUE_BYTES = 64
-"""What a value of JSON takes in memory, about; an object or an entry of one counts as four, for what it takes to read."""
+"""What a value of JSON takes in memory, about; an object or an entry of one counts as four, for
+what it takes to read.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +33,8 @@ class Place:
 
 
 class Bodies:
-    """Reads bodies. Where all together hold too much, the largest of those that still come gives way.
+    """Reads bodies. Where all together hold too much, the largest of those that still come gives
+    way.
 
     Args:
         config: limits.
@@ -54,7 +59,9 @@ class Bodies:
         Raises:
             RequestError: it is too large, does not come, or there is no room for it.
         """
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        length = next(
+            (value for name, value in scope["headers"] if name == b"content-length"), b"0"
+        )
         if len(length) > 18 or (length.isdigit() and int(length) > self._config.max_body_bytes):
             raise self._too_large("bytes", self._config.max_body_bytes)
         self._coming.add(place)
@@ -63,9 +70,14 @@ class Bodies:
                 body = await self._read(place, receive)
         except TimeoutError:
             if place.gave_way:
-                raise busy("unfinished requests hold too much, and this one most; try again later", close=True) from None
+                raise busy(
+                    "unfinished requests hold too much, and this one most; try again later",
+                    close=True,
+                ) from None
             seconds = f"{self._config.body_seconds:g}"
-            raise RequestError(408, f"the body has not come within {seconds} seconds; send it faster", close=True) from None
+            raise RequestError(
+                408, f"the body has not come within {seconds} seconds; send it faster", close=True
+            ) from None
         finally:
             self._coming.discard(place)
         if body:
@@ -87,7 +99,9 @@ class Bodies:
         return bytes(body)
 
     def _weigh(self, place: Place, body: bytes) -> None:
-        """Reading JSON takes time and memory by its values, so they are counted before: by their signs, those in texts as well."""
+        """Reading JSON takes time and memory by its values, so they are counted before: by their
+        signs, those in texts as well.
+        """
         values = body.count(b",") + 4 * sum(body.count(sign) for sign in (b"[", b"{", b":"))
         if values > self._config.max_body_values:
             raise self._too_large("values", self._config.max_body_values)
@@ -101,11 +115,17 @@ class Bodies:
         while self._total > self._config.max_open_body_bytes and place.size > SMALL:
             largest = max(self._coming, key=lambda one: one.size, default=place)
             if largest.size <= place.size:
-                raise busy("unfinished requests hold too much; try again later", close=place in self._coming)
+                raise busy(
+                    "unfinished requests hold too much; try again later",
+                    close=place in self._coming,
+                )
             self._coming.remove(largest)
             self._total, largest.size, largest.gave_way = self._total - largest.size, 0, True
             assert largest.limit is not None, "it is being read"
             largest.limit.reschedule(0)
 
     def _too_large(self, what: str, limit: int) -> RequestError:
-        return RequestError(413, f"the request has more than {limit:,} {what}, which is the limit; send less at once")
+        return RequestError(
+            413,
+            f"the request has more than {limit:,} {what}, which is the limit; send less at once",
+        )

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         from specdec.base.packages import install_command
 
         raise InvalidInputError(
-            f"specdec serve needs {error.name}, which is not installed; run: {install_command('serve')}"
+            f"specdec serve needs {error.name}, which is not installed; run:"
+            f" {install_command('serve')}"
         ) from error
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
     from specdec.base.checkpoint.hub import unpinned

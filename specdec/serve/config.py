@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from specdec.base.errors import InvalidInputError
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
-"""Of the environment: the key where no option names one, so that it stands in no list of processes."""
+"""Of the environment: the key where no option names one, so that it stands in no list of processes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +20,31 @@ class ServeConfig:
         host: address to listen on; 0.0.0.0 stands for all addresses of the machine.
         port: to listen on; 0 takes a free one.
         front_processes: that speak HTTP and make tokens of texts and back, beside the engine's.
-        served_model_name: name by which requests may call the model, and answers the first of them; none stands for that of the
-            target.
-        api_key: what clients send as a bearer token; None takes $SPECDEC_API_KEY, and without that nobody is asked.
+        served_model_name: name by which requests may call the model, and answers the first of them;
+            none stands for that of the target.
+        api_key: what clients send as a bearer token; None takes $SPECDEC_API_KEY, and without that
+            nobody is asked.
         max_queue: unfinished outputs, above which new requests get status 503.
-        max_queued_tokens: prompt tokens of all unfinished outputs, above which new requests get status 503.
+        max_queued_tokens: prompt tokens of all unfinished outputs, above which new requests get
+            status 503.
         max_choices: outputs of one request, n times its prompts.
         max_body_bytes: size of a request.
-        max_body_values: values of JSON in a request, where an object or an entry of one counts as four.
-        max_open_body_bytes: what unfinished requests may hold together, by their bytes and 64 for each value; 64 KiB of one are
-            always taken. Where it is too much, the largest that still comes gives way.
+        max_body_values: values of JSON in a request, where an object or an entry of one counts as
+            four.
+        max_open_body_bytes: what unfinished requests may hold together, by their bytes and 64 for
+            each value; 64 KiB of one are always taken. Where it is too much, the largest that still
+            comes gives way.
         max_connections: above it those are closed that have waited longest without asking anything.
-        header_seconds: how long the head of a request may take, from the connection on or from its first byte.
-        body_seconds: how long the body of a request may take, and a client that reads nothing of its answer.
+        header_seconds: how long the head of a request may take, from the connection on or from its
+            first byte.
+        body_seconds: how long the body of a request may take, and a client that reads nothing of
+            its answer.
         keep_alive_seconds: how long a connection stays open without a request.
-        allowed_hosts: names by which the server may be asked; addresses and localhost are always right. Nothing else is looked at
-            unless names are given, or the server listens on this machine alone and has no key.
-        allowed_origins: web pages from elsewhere that may ask, by scheme and host such as https://chat.example, or * for all.
+        allowed_hosts: names by which the server may be asked; addresses and localhost are always
+            right. Nothing else is looked at unless names are given, or the server listens on this
+            machine alone and has no key.
+        allowed_origins: web pages from elsewhere that may ask, by scheme and host such as
+            https://chat.example, or * for all.
         drain_seconds: how long unfinished outputs go on after SIGTERM, SIGINT or SIGHUP.
         vllm_metrics: give the metrics under vLLM's names, too.
     """
@@ -65,21 +74,33 @@ class ServeConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         wrong = [one for one in self.allowed_hosts if not re.fullmatch(r"[A-Za-z0-9._-]+", one)]
         if wrong:
-            raise InvalidInputError(f"allowed_hosts has {wrong[0]!r}; give a name alone, such as chat.example")
-        wrong = [one for one in self.allowed_origins if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one)]
+            raise InvalidInputError(
+                f"allowed_hosts has {wrong[0]!r}; give a name alone, such as chat.example"
+            )
+        wrong = [
+            one
+            for one in self.allowed_origins
+            if one != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", one)
+        ]
         if wrong:
             raise InvalidInputError(
-                f"allowed_origins has {wrong[0]!r}; give a scheme and a host, such as https://chat.example, or *"
+                f"allowed_origins has {wrong[0]!r}; give a scheme and a host, such as"
+                f" https://chat.example, or *"
             )
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get(KEY_VARIABLE) or None)
         key = self.api_key
-        if key is not None and not (key.strip() == key != "" and key.isascii() and key.isprintable()):
+        if key is not None and not (
+            key.strip() == key != "" and key.isascii() and key.isprintable()
+        ):
             raise InvalidInputError(
-                "the API key is empty, begins or ends with a blank, or holds what no header can; give printable ASCII characters"
+                "the API key is empty, begins or ends with a blank, or holds what no header can;"
+                " give printable ASCII characters"
             )
         if not 0 <= self.port < 2**16:
-            raise InvalidInputError(f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one")
+            raise InvalidInputError(
+                f"port is {self.port}; it must lie in [0, 65535], where 0 takes a free one"
+            )
         for name in (
             "front_processes",
             "keep_alive_seconds",
@@ -89,5 +110,8 @@ class ServeConfig:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("header_seconds", "body_seconds", "drain_seconds"):
             seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and (seconds > 0 or (name == "drain_seconds" and seconds == 0))):
+            if not (
+                math.isfinite(seconds)
+                and (seconds > 0 or (name == "drain_seconds" and seconds == 0))
+            ):
                 raise InvalidInputError(f"{name} is {seconds}; it must be a positive finite number")

@@ -27,7 +27,9 @@ READ_BYTES = 32_768
 
 PIECES = 8192
 PIECE_BYTES = 8
-"""So many ends of lines, and fewer bytes for each, have no use: those of a body in chunks of a byte take all time there is."""
+"""So many ends of lines, and fewer bytes for each, have no use: those of a body in chunks of a byte
+take all time there is.
+"""
 
 
 class Patient:
@@ -52,7 +54,8 @@ class Patient:
 
 
 class Connections:
-    """Closes connections that keep the server waiting. A tick looks at them all; between ticks nothing is done.
+    """Closes connections that keep the server waiting. A tick looks at them all; between ticks
+    nothing is done.
 
     Args:
         config: limits.
@@ -61,10 +64,16 @@ class Connections:
 
     def __init__(self, config: ServeConfig, state: ServerState) -> None:
         self._config, self._state = config, state
-        self._seen: dict[Any, tuple[Phase, Any, float]] = {}  # of each its phase, which request it is in, and since when
+        self._seen: dict[
+            Any, tuple[Phase, Any, float]
+        ] = {}  # of each its phase, which request it is in, and since when
         self._most = min(config.max_connections, max(_FEWEST, _files() - _OTHER_FILES))
         if self._most < config.max_connections:
-            logger.warning("%d connections at most, which the limit of open files leaves; raise it (ulimit -n)", self._most)
+            logger.warning(
+                "%d connections at most, which the limit of open files leaves; raise it (ulimit"
+                " -n)",
+                self._most,
+            )
 
     def tick(self, *, thorough: bool) -> None:
         """Closes those that are late, and the longest waiting of too many."""
@@ -93,7 +102,11 @@ class Connections:
             else:
                 seen[protocol] = (phase, request, since)
         self._seen = seen
-        waiting = [protocol for protocol, (phase, _, _) in seen.items() if phase in ("idle", "headers", "body")]
+        waiting = [
+            protocol
+            for protocol, (phase, _, _) in seen.items()
+            if phase in ("idle", "headers", "body")
+        ]
         waiting.sort(key=lambda protocol: seen[protocol][2])
         for protocol in waiting[: max(0, len(seen) - self._most)]:
             protocol.transport.abort()
@@ -105,7 +118,9 @@ class Connections:
 
 
 def _phase(protocol: Any) -> Phase:
-    """What a connection waits for. A request that was answered before all of it had come is still in its headers."""
+    """What a connection waits for. A request that was answered before all of it had come is still
+    in its headers.
+    """
     cycle = protocol.cycle
     if cycle is None or cycle.response_complete:
         return "headers" if protocol.timeout_keep_alive_task is None else "idle"
@@ -120,5 +135,7 @@ def _files() -> int:
     if hard == resource.RLIM_INFINITY or hard > 65_536:
         hard = max(soft, 65_536)
     if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
     return hard

@@ -24,21 +24,37 @@ class RequestError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, close: bool = False
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        close: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.close = status, message, param, code, close
+        self.status, self.message, self.param, self.code, self.close = (
+            status,
+            message,
+            param,
+            code,
+            close,
+        )
 
     @property
     def body(self) -> dict[str, Any]:
         """What the answer holds."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     @property
     def headers(self) -> dict[str, str]:
         """Those of the answer."""
-        more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(RETRY_SECONDS)}}.get(self.status, {})
+        more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(RETRY_SECONDS)}}.get(
+            self.status, {}
+        )
         return more | {"Connection": "close"} if self.close else more
 
 
@@ -49,7 +65,9 @@ def busy(message: str, *, close: bool = False) -> RequestError:
 
 def engine_failed(error: Exception) -> RequestError:
     """A defect of ours or the machine's."""
-    return RequestError(500, " ".join(str(error).split()) or type(error).__name__, code="engine_failed")
+    return RequestError(
+        500, " ".join(str(error).split()) or type(error).__name__, code="engine_failed"
+    )
 
 
 def defect() -> RequestError:
@@ -59,7 +77,11 @@ def defect() -> RequestError:
 
 def refused(error: SpecDecError) -> RequestError:
     """A value out of range, or a prompt that is too long."""
-    return RequestError(400, str(error), code="context_length_exceeded" if isinstance(error, CapacityError) else None)
+    return RequestError(
+        400,
+        str(error),
+        code="context_length_exceeded" if isinstance(error, CapacityError) else None,
+    )
 
 
 def malformed(problems: Sequence[Any]) -> RequestError:
@@ -67,14 +89,26 @@ def malformed(problems: Sequence[Any]) -> RequestError:
     problem = problems[0]
     place = [str(part) for part in problem["loc"] if part != "body"]
     if problem["type"] == "json_invalid":
-        return RequestError(400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
+        return RequestError(
+            400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
+        )
     if not place:
-        return RequestError(400, "the body is no JSON object; send one, with Content-Type: application/json")
+        return RequestError(
+            400, "the body is no JSON object; send one, with Content-Type: application/json"
+        )
     name = place[0]
     if problem["type"] == "missing":
         return RequestError(400, f"{'.'.join(place)} is missing; give it", param=name)
     where = name if problem["type"] != "missing" else ".".join(place)
     what = "; ".join(
-        dict.fromkeys(one["msg"].lower().removeprefix("value error, ") for one in problems if one["loc"][1:2] == (name,))
+        dict.fromkeys(
+            one["msg"].lower().removeprefix("value error, ")
+            for one in problems
+            if one["loc"][1:2] == (name,)
+        )
     )
-    return RequestError(400, f"{where} is {reprlib.repr(problem['input'])}: {what or problem['msg'].lower()}", param=name)
+    return RequestError(
+        400,
+        f"{where} is {reprlib.repr(problem['input'])}: {what or problem['msg'].lower()}",
+        param=name,
+    )

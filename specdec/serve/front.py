@@ -101,7 +101,12 @@ class Front:
         """
         if name is not None and name not in self.names and name != self._model:
             known = ", ".join(self.names)
-            raise RequestError(404, f"there is no model {name[:200]!r} (known: {known})", param="model", code="model_not_found")
+            raise RequestError(
+                404,
+                f"there is no model {name[:200]!r} (known: {known})",
+                param="model",
+                code="model_not_found",
+            )
 
     def without_folder(self, text: str) -> str:
         """The same without the folder that the model comes from."""
@@ -113,14 +118,20 @@ class Front:
         """
         most = self.config.max_choices
         if count > most:
-            raise RequestError(400, f"the request asks for {count:,} outputs and the limit is {most}; ask for fewer at once")
+            raise RequestError(
+                400,
+                f"the request asks for {count:,} outputs and the limit is {most}; ask for fewer at"
+                f" once",
+            )
 
     def check_open(self) -> None:
         """Raises:
         RequestError: nothing new is taken on.
         """
         if self.dead:
-            raise RequestError(503, "the engine has failed, and the server ends", code="engine_dead")
+            raise RequestError(
+                503, "the engine has failed, and the server ends", code="engine_dead"
+            )
         if self.draining:
             raise busy("the server is about to end; ask another one")
 
@@ -186,7 +197,9 @@ class Front:
         self.on_end()
 
     async def drain(self) -> None:
-        """Takes nothing new on, and waits for what is unfinished, as long as the config allows; then ends it."""
+        """Takes nothing new on, and waits for what is unfinished, as long as the config allows;
+        then ends it.
+        """
         self.draining = True
         for waiting in list(self._waiting):  # what they are for would be refused
             waiting.cancel()
@@ -199,7 +212,10 @@ class Front:
 
     def _check_room(self, what: str, more: int, now: int, limit: int) -> None:
         if more > limit:
-            raise RequestError(400, f"the request has {more:,} {what} and the limit is {limit:,}; send less at once")
+            raise RequestError(
+                400,
+                f"the request has {more:,} {what} and the limit is {limit:,}; send less at once",
+            )
         if now + more > limit:
             raise busy(f"{now:,} {what} are unfinished and the limit is {limit:,}; try again later")
 
@@ -227,9 +243,13 @@ class Outputs(Stream):
         self._handles: list[Handle] = []
         self._waiting: deque[tuple[list[int], SamplingParams]] = deque()
         seats = front.engine.facts.max_num_seqs
-        self._share = seats + max(1, seats // 4)  # in the engine at once, and its queue: others come between the rest
+        self._share = seats + max(
+            1, seats // 4
+        )  # in the engine at once, and its queue: others come between the rest
         self._arrived = time.perf_counter()
-        self._first: dict[int, tuple[float, int]] = {}  # when the first chunk of an output came, and its tokens
+        self._first: dict[
+            int, tuple[float, int]
+        ] = {}  # when the first chunk of an output came, and its tokens
         self._last: dict[int, float] = {}  # when the last one did
         self._counted: set[int] = set()  # outputs that have ended and are in the totals
         self._tokens: Counter[int] = Counter()  # of each output, those in the totals
@@ -370,7 +390,12 @@ class Outputs(Stream):
         request = handle.request
         totals, tokens = self._front.totals, len(request.output_token_ids)
         totals.output_tokens += tokens - self._tokens[index]
-        counts = (request.num_drafted, request.num_accepted, request.num_emitted, request.tree_sizes)
+        counts = (
+            request.num_drafted,
+            request.num_accepted,
+            request.num_emitted,
+            request.tree_sizes,
+        )
         steps, known = len(counts[0]), self._steps[index]
         if steps > known:
             totals.add(AcceptanceStats(*(some[known:] for some in counts)))

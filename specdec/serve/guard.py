@@ -18,7 +18,8 @@ OPEN_PATHS = {"/", "/health", "/version"}
 
 
 class Guard:
-    """Lets requests through whose host and key are right and whose body is not too large; it reads the body first.
+    """Lets requests through whose host and key are right and whose body is not too large; it reads
+    the body first.
 
     Args:
         app: serves what comes through.
@@ -28,7 +29,9 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app, self._bodies = app, Bodies(config)
         self._key = _digest(config.api_key.encode()) if config.api_key is not None else None
-        self._hosts = {host.lower() for host in (*config.allowed_hosts, config.host, "localhost", "")}
+        self._hosts = {
+            host.lower() for host in (*config.allowed_hosts, config.host, "localhost", "")
+        }
         self._by_host = bool(config.allowed_hosts) or (self._key is None and _local(config.host))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,13 +57,22 @@ class Guard:
             await self._app(scope, replay, send)
 
     def _check_host(self, scope: Scope) -> None:
-        """A name that another's DNS may have led here, so that a page of theirs reads what is served without a key, is no host."""
+        """A name that another's DNS may have led here, so that a page of theirs reads what is
+        served without a key, is no host.
+        """
         if not self._by_host:
             return
-        given = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1").lower()
+        given = (
+            next((value for name, value in scope["headers"] if name == b"host"), b"")
+            .decode("latin-1")
+            .lower()
+        )
         host = given[: given.find("]") + 1] if given.startswith("[") else given.partition(":")[0]
         if not (host in self._hosts or host.endswith(".localhost") or _is_address(host)):
-            message = f"the host {host[:200]!r} is not this server's; ask for localhost, or name it with --allowed-hosts"
+            message = (
+                f"the host {host[:200]!r} is not this server's; ask for localhost, or name it"
+                f" with --allowed-hosts"
+            )
             raise RequestError(403, message)
 
     def _check_key(self, scope: Scope) -> None:
@@ -68,8 +80,14 @@ class Guard:
             return
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not secrets.compare_digest(_digest(key.strip()), self._key):
-            raise RequestError(401, "the API key is wrong or missing; send Authorization: Bearer KEY", code="invalid_api_key")
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(
+            _digest(key.strip()), self._key
+        ):
+            raise RequestError(
+                401,
+                "the API key is wrong or missing; send Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
 
 
 def _is_address(host: str) -> bool:

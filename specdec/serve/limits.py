@@ -1,4 +1,6 @@
-"""What a request may ask at most, beside the options of `ServeConfig`. docs/serve.md has all of it in one table."""
+"""What a request may ask at most, beside the options of `ServeConfig`. docs/serve.md has all of it
+in one table.
+"""
 
 from specdec.sampling.params import MOST_EDITS, MOST_STOP_CHARACTERS, MOST_STOPS, MOST_TOP_LOGPROBS
 
@@ -24,7 +26,9 @@ MOST_PROMPT_LOGPROBS = 524_288
 """Log-probabilities of all prompts of a request, with those of the tokens themselves."""
 
 CHARACTERS_PER_TOKEN = 16
-"""A text has so many characters at most for each token that it may have: it is not looked at any further."""
+"""A text has so many characters at most for each token that it may have: it is not looked at any
+further.
+"""
 
 TOKENIZED = 131_072
 """Tokens of what `/tokenize` and `/detokenize` take, or those of the context where it is longer."""

@@ -32,18 +32,33 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_a": ((0.0,), _NO_SUCH_TEXT),
     "typical_p": ((1.0,), _NO_SUCH_TEXT),
     "include_stop_str_in_output": ((False,), "outputs are cut before a stop string; leave it out"),
-    "spaces_between_special_tokens": ((True,), "texts are as the tokenizer decodes them; leave it out"),
+    "spaces_between_special_tokens": (
+        (True,),
+        "texts are as the tokenizer decodes them; leave it out",
+    ),
     "truncate_prompt_tokens": ((), "prompts are never cut; shorten it"),
     "prompt_logprobs": ((), "completions give them with echo and logprobs"),
     "structural_tag": ((), "give a schema or rules instead, as response_format or guided_grammar"),
-    "guided_whitespace_pattern": ((), "white space is what docs/structured-output.md says; leave it out"),
+    "guided_whitespace_pattern": (
+        (),
+        "white space is what docs/structured-output.md says; leave it out",
+    ),
     "chat_template": ((), "the template is the model's own; leave it out"),
     "documents": (([],), "give them in the messages or in chat_template_kwargs"),
     "priority": ((0,), "requests are served in the order in which they come; leave it out"),
 }
 """Known fields that cannot be honored, by name: values that ask for nothing, and what to do."""
 
-SILENT = {"user", "store", "metadata", "service_tier", "safety_identifier", "return_meta_info", "parallel_tool_calls", "request_id"}
+SILENT = {
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "return_meta_info",
+    "parallel_tool_calls",
+    "request_id",
+}
 """Fields that change no answer of this server."""
 
 _warned: set[str] = set()
@@ -55,7 +70,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     def check_others(self) -> None:
-        """Looks at the fields that this class does not have; of unknown ones each is warned of once.
+        """Looks at the fields that this class does not have; of unknown ones each is warned of
+        once.
 
         Raises:
             RequestError: one cannot be honored.
@@ -71,23 +87,35 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Null is what many clients write for a field that is not set. Before anything is made of fields, they are counted."""
+        """Null is what many clients write for a field that is not set. Before anything is made of
+        fields, they are counted.
+        """
         if not isinstance(given, dict):
             return given
         if len(given) > MOST_FIELDS:
-            raise RequestError(400, f"the request has {len(given):,} fields and the limit is {MOST_FIELDS:,}; give fewer")
+            raise RequestError(
+                400,
+                f"the request has {len(given):,} fields and the limit is {MOST_FIELDS:,}; give"
+                f" fewer",
+            )
         for name, value in given.items():
             most = (MOST_CHARACTERS if isinstance(value, str) else MOST_ENTRIES).get(name)
             if most is not None and isinstance(value, str | list | dict) and len(value) > most:
                 what = "characters" if isinstance(value, str) else "entries"
-                raise RequestError(400, f"{name} has {len(value):,} {what} and the limit is {most:,}; give fewer", param=name)
+                raise RequestError(
+                    400,
+                    f"{name} has {len(value):,} {what} and the limit is {most:,}; give fewer",
+                    param=name,
+                )
         return {name: value for name, value in given.items() if value is not None}
 
 
 def _warn(name: str) -> None:
     if name not in _warned and len(_warned) < 100:
         _warned.add(name)
-        logger.warning("a request has the field %r, which is not known and is left alone", name[:80])
+        logger.warning(
+            "a request has the field %r, which is not known and is left alone", name[:80]
+        )
 
 
 def _token_ids(given: Any) -> list[int]:
@@ -111,7 +139,9 @@ def _prompts(given: Any) -> list[str] | list[list[int]]:
         return [given]
     if _are(str, given) or (_are(list, given) and all(_are(int, one) for one in given)):
         return given
-    raise ValueError("input should be a text, a list of texts, a list of token ids, or a list of such lists")
+    raise ValueError(
+        "input should be a text, a list of texts, a list of token ids, or a list of such lists"
+    )
 
 
 def _are(kind: type, given: Any) -> bool:

@@ -33,19 +33,25 @@ _SAME = (
 
 
 def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int) -> SamplingParams:
-    """What a request asks for. It is sampled as the checkpoint says when it does not say, else at temperature 1.
+    """What a request asks for. It is sampled as the checkpoint says when it does not say, else at
+    temperature 1.
 
     Args:
         asked: the request.
         defaults: of the checkpoint.
-        most: tokens that prompt and output can have together, which a chat gets that names no limit.
+        most: tokens that prompt and output can have together, which a chat gets that names no
+            limit.
 
     Raises:
         RequestError: a field that cannot be honored.
         InvalidInputError: a value out of range.
     """
     if asked.best_of not in (None, asked.n or 1):
-        raise RequestError(400, f"best_of is {asked.best_of}: outputs are not ranked; leave it out", param="best_of")
+        raise RequestError(
+            400,
+            f"best_of is {asked.best_of}: outputs are not ranked; leave it out",
+            param="best_of",
+        )
     values: dict[str, Any] = {"temperature": 1.0, **dict(defaults.sampled)}
     for name in _SAME:
         value = getattr(asked, name)
@@ -64,10 +70,17 @@ def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int)
         values |= _completion_logprobs(asked)
     elif isinstance(asked, ChatRequest):
         values["max_tokens"] = most if asked.most_output is None else asked.most_output
-        values |= {"logprobs": bool(asked.logprobs), "top_logprobs": asked.top_logprobs or 0 if asked.logprobs else 0}
+        values |= {
+            "logprobs": bool(asked.logprobs),
+            "top_logprobs": asked.top_logprobs or 0 if asked.logprobs else 0,
+        }
         if asked.top_logprobs and not asked.logprobs:
-            raise RequestError(400, "top_logprobs needs logprobs; set it to true", param="top_logprobs")
-    return SamplingParams(**values, grammar=grammar_of({name: getattr(asked, name) for name in GRAMMAR_FIELDS}))
+            raise RequestError(
+                400, "top_logprobs needs logprobs; set it to true", param="top_logprobs"
+            )
+    return SamplingParams(
+        **values, grammar=grammar_of({name: getattr(asked, name) for name in GRAMMAR_FIELDS})
+    )
 
 
 def _completion_logprobs(asked: CompletionRequest) -> dict[str, Any]:

@@ -28,7 +28,8 @@ LAST_SECONDS = 5
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A socket at the address that the config names, which takes no connections before there is a server.
+    """A socket at the address that the config names, which takes no connections before there is a
+    server.
 
     Raises:
         InvalidInputError: there is no such address here, or somebody else has it.
@@ -71,7 +72,8 @@ def _cannot_listen(host: str, port: int, error: OSError) -> InvalidInputError:
 
 
 class Server(uvicorn.Server):
-    """A server that takes nothing new on once it is told to end, and gives what is unfinished its time.
+    """A server that takes nothing new on once it is told to end, and gives what is unfinished its
+    time.
 
     Args:
         front: what it serves.
@@ -117,7 +119,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, taking a few connections and bytes of each at a time, so that many never hold up the others."""
+        """Listens, taking a few connections and bytes of each at a time, so that many never hold up
+        the others.
+        """
         kind = self.config.http_protocol_class
         self.config.http_protocol_class = type("Patient", (Patient, kind), {})
         await super().startup(sockets)
@@ -125,7 +129,9 @@ class Server(uvicorn.Server):
         self.front.engine.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends connections: at once those that wait for no answer, and then those that do not read theirs."""
+        """Ends connections: at once those that wait for no answer, and then those that do not read
+        theirs.
+        """
         self._connections.close("idle", "headers", "body", "unread")
         last = asyncio.get_running_loop().call_later(LAST_SECONDS - 1, self._connections.close)
         await super().shutdown(sockets)

@@ -19,10 +19,14 @@ AT_ONCE = 2048
 """Characters that take less time than to hand them over to a thread and back does."""
 
 SHORT = 16_384
-"""Characters that are worth a few milliseconds, and so never wait for a longer text; also those of one piece of a text."""
+"""Characters that are worth a few milliseconds, and so never wait for a longer text; also those of
+one piece of a text.
+"""
 
 PLAUSIBLE = 8
-"""Characters per token, above which the tokens of a text are counted piece by piece before it becomes tokens as a whole."""
+"""Characters per token, above which the tokens of a text are counted piece by piece before it
+becomes tokens as a whole.
+"""
 
 SLACK = 16
 """Tokens that the two ends of a piece can add to those it has within the text."""
@@ -84,12 +88,15 @@ class Texts:
     def __init__(self, reader: PromptReader) -> None:
         self._reader = reader
         self._short = Lane("tokenizer")
-        # Never two at once, which tokenizers do not all stand; those in Rust do, once they have been asked the first time.
+        # Never two at once, which tokenizers do not all stand; those in Rust do, once they have
+        # been asked the first time.
         fast = getattr(reader.tokenizer, "is_fast", False)
         self._long = Lane("tokenizer of long texts") if fast else self._short
         reader.tokenizer("a")
 
-    async def run(self, size: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    async def run(
+        self, size: int, work: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
         """Does what takes the tokenizer, for about so many characters."""
         if size <= AT_ONCE:
             return _guarded(partial(work, *arguments, **options))
@@ -102,7 +109,8 @@ class Texts:
         Args:
             prompt: text, or tokens.
             special: add special tokens to a text.
-            most: tokens that it may have; a text that has clearly more is refused before all of it is looked at.
+            most: tokens that it may have; a text that has clearly more is refused before all of it
+                is looked at.
 
         Raises:
             SpecDecError: it does; or see `PromptReader.tokenize`.
@@ -113,7 +121,9 @@ class Texts:
         tokens: list[int] = await self.run(len(prompt), work)
         return tokens
 
-    async def chat(self, size: int, render: Callable[[], str], *, special: bool, most: int) -> list[int]:
+    async def chat(
+        self, size: int, render: Callable[[], str], *, special: bool, most: int
+    ) -> list[int]:
         """Tokens of what a template makes of so many characters; where that is short, in one go."""
 
         def work() -> str | list[int]:
@@ -123,7 +133,9 @@ class Texts:
             return self._reader.tokenize(text, add_special_tokens=special)
 
         made = await self.run(size, work)
-        return await self.tokens(made, special=special, most=most) if isinstance(made, str) else made
+        return (
+            await self.tokens(made, special=special, most=most) if isinstance(made, str) else made
+        )
 
     def check_length(self, characters: int, most: int) -> None:
         """Raises:
@@ -139,17 +151,28 @@ class Texts:
         found = 0
         for start in range(0, len(text), SHORT):
             piece = text[start : start + SHORT]
-            found += await asyncio.wrap_future(self._long.submit(len(text) - start, partial(self._count, piece))) - SLACK
+            found += (
+                await asyncio.wrap_future(
+                    self._long.submit(len(text) - start, partial(self._count, piece))
+                )
+                - SLACK
+            )
             if found > most:
-                raise self._too_long(f"more than {most:,} tokens in its first {start + len(piece):,} characters", most)
+                raise self._too_long(
+                    f"more than {most:,} tokens in its first {start + len(piece):,} characters",
+                    most,
+                )
 
     def _count(self, piece: str) -> int:
-        text = piece.encode(errors="replace").decode()  # a lone surrogate is told of with its place, once all is looked at
+        text = piece.encode(
+            errors="replace"
+        ).decode()  # a lone surrogate is told of with its place, once all is looked at
         return len(self._reader.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _too_long(self, what: str, most: int) -> CapacityError:
         return CapacityError(
-            f"the text has {what} and the limit is {most:,} tokens, of {CHARACTERS_PER_TOKEN} characters at most; shorten it"
+            f"the text has {what} and the limit is {most:,} tokens, of {CHARACTERS_PER_TOKEN}"
+            f" characters at most; shorten it"
         )
 
     def close(self) -> None:

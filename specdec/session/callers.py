@@ -8,7 +8,9 @@ from specdec.session.handle import Handle
 
 
 class Callers:
-    """The handles of unfinished requests, which belong to those who wait; nothing is kept for who has let go of his."""
+    """The handles of unfinished requests, which belong to those who wait; nothing is kept for who
+    has let go of his.
+    """
 
     def __init__(self) -> None:
         self._handles: dict[Request, ref[Handle]] = {}
@@ -44,7 +46,8 @@ class Callers:
         """Hands news of requests to those whom they concern: of most requests, only the end does.
 
         Returns:
-            Requests whose news could not be handed over. Their callers have been told, and wait no longer.
+            Requests whose news could not be handed over. Their callers have been told, and wait no
+            longer.
         """
         finished, listening, failed = Status.FINISHED, self._listening, []
         for request in [one for one in requests if one.status is finished or one in listening]:

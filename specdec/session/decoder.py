@@ -1,4 +1,6 @@
-"""The Python API: load a target and a drafter, generate or stream, and read how the drafts fared."""
+"""The Python API: load a target and a drafter, generate or stream,
+and read how the drafts fared.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 
 from specdec.base.chat.messages import check_variables, template_variables
-from specdec.base.config import DEFAULT_BLOCK_SIZE, CacheDtype, EngineConfig, GenerationSource, LoadConfig, PrefillDtype, WeightForm
+from specdec.base.config import (
+    DEFAULT_BLOCK_SIZE,
+    CacheDtype,
+    EngineConfig,
+    GenerationSource,
+    LoadConfig,
+    PrefillDtype,
+    WeightForm,
+)
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.device.device import resolve_device
 from specdec.engine.capture.warmup import Progress, get_ready
@@ -30,10 +40,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int] | Tensor | Sequence[dict[str, Any]]
-"""Raw text, token ids (also an array or a tensor of one dimension), or chat messages with `role` and `content`."""
+"""Raw text, token ids (also an array or a tensor of one dimension), or chat messages with `role`
+and `content`.
+"""
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None
-Prompts = list[str] | list[list[int]] | list[list[dict[str, Any]]] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
+Prompts = (
+    list[str]
+    | list[list[int]]
+    | list[list[dict[str, Any]]]
+    | tuple[str, ...]
+    | Sequence[Sequence[int]]
+    | list[Prompt]
+)
 """Many of them."""
 
 
@@ -62,7 +81,9 @@ class SpecDecoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
-            raise InvalidInputError(f"the engine's config is a {type(config).__name__}; give an EngineConfig")
+            raise InvalidInputError(
+                f"the engine's config is a {type(config).__name__}; give an EngineConfig"
+            )
         self.verifier = verifier
         self.tokenizer = tokenizer
         self._variables = template_variables(chat_template_kwargs)
@@ -110,18 +131,23 @@ class SpecDecoder:
         """Loads a target and a drafter.
 
         Args:
-            target: "embedded", a local folder, or a hub name: owner/name, owner/name:folder, with @revision at its end.
-            drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model), "ngram", "suffix", the folder or
-                hub name of a checkpoint, several of these with + between them, a drafter of your own (see `find_drafter`), or
-                None. "auto" takes smollm2-dflash for the embedded model and n-gram lookup for all others.
-            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights, generation_config,
+            target: "embedded", a local folder, or a hub name: owner/name, owner/name:folder, with
+                @revision at its end.
+            drafter: "auto", "smollm2-dflash" (comes with the package, for the embedded model),
+                "ngram", "suffix", the folder or hub name of a checkpoint, several of these with +
+                between them, a drafter of your own (see `find_drafter`), or None. "auto" takes
+                smollm2-dflash for the embedded model and n-gram lookup for all others.
+            device, dtype, attention, block_size, kv_dtype, prefill_dtype, weights,
+            generation_config,
                 chat_template, chat_template_kwargs: see `specdec.base.config.LoadConfig`.
-            tensor_parallel: processes that compute the target together, this one among them: docs/tensor-parallel.md. They are
-                started here, or by `torchrun`. None is this one alone.
+            tensor_parallel: processes that compute the target together, this one among them:
+                docs/tensor-parallel.md. They are started here, or by `torchrun`. None is this one
+                alone.
             engine: limits and choices.
 
         Raises:
-            SpecDecError: one line that names what is wrong with an argument, a checkpoint or their combination.
+            SpecDecError: one line that names what is wrong with an argument, a checkpoint or their
+                combination.
         """
         load = LoadConfig(
             device=device,
@@ -144,14 +170,18 @@ class SpecDecoder:
         return decoder
 
     def close(self) -> None:
-        """Cancels what is unfinished, and ends the other processes that compute the target; nothing can be decoded afterwards."""
+        """Cancels what is unfinished, and ends the other processes that compute the target; nothing
+        can be decoded afterwards.
+        """
         self.session.close()
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.let_go()
 
     def plain(self) -> SpecDecoder:
-        """The same target without a drafter and with a cache of its own: the baseline of every ratio."""
+        """The same target without a drafter and with a cache of its own: the baseline of every
+        ratio.
+        """
         return self.variant(None, replace(self.engine.config, num_draft_tokens=0, tree_nodes=0))
 
     def variant(self, drafter: Drafter | None, config: EngineConfig) -> SpecDecoder:
@@ -187,17 +217,20 @@ class SpecDecoder:
         """Generates for one prompt, or for many at once.
 
         Args:
-            inputs: a string (raw text, no chat template), token ids, chat messages, or a list of these.
+            inputs: a string (raw text, no chat template), token ids, chat messages, or a list of
+                these.
             sampling: how to decode; a list has one for each of many inputs.
             chat_template_kwargs: variables of the chat template, over those of the decoder.
-            **overrides: fields of `SamplingParams`, by name; `max_new_tokens` is another name of `max_tokens`.
+            **overrides: fields of `SamplingParams`, by name; `max_new_tokens` is another name of
+                `max_tokens`.
 
         Returns:
             A result for one input; a list in the order of the inputs for many.
 
         Raises:
-            SpecDecError: a value is out of range, or the only input cannot be served. Of many inputs, one that cannot be served
-                gets a result with `finish_reason` "error", and the others go on.
+            SpecDecError: a value is out of range, or the only input cannot be served. Of many
+                inputs, one that cannot be served gets a result with `finish_reason` "error", and
+                the others go on.
         """
         prompts, single = _as_prompts(inputs)
         ways = _samplings(sampling, overrides, len(prompts))
@@ -213,7 +246,8 @@ class SpecDecoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Iterator[StreamChunk]:
-        """Like `generate`, as chunks that arrive while decoding goes on; chunks of many inputs interleave.
+        """Like `generate`, as chunks that arrive while decoding goes on; chunks of many inputs
+        interleave.
 
         Closing the iterator early cancels what is unfinished.
         """
@@ -233,14 +267,14 @@ class SpecDecoder:
 
         Args:
             prompt: one.
-            add_special_tokens: such as a first token that begins every text; None adds them to texts and not to chats, whose
-                templates have them.
+            add_special_tokens: such as a first token that begins every text; None adds them to
+                texts and not to chats, whose templates have them.
             template: options of the chat template in place of `add_generation_prompt=True`.
             chat_template_kwargs: variables of the chat template, over those of the decoder.
 
         Raises:
-            InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or is a chat that the tokenizer
-                has no template for.
+            InvalidInputError: the prompt is empty or no Unicode text, holds what is no token id, or
+                is a chat that the tokenizer has no template for.
         """
         variables = template_variables(chat_template_kwargs)
         check_variables(variables, self.tokenizer)
@@ -249,7 +283,8 @@ class SpecDecoder:
         return self.reader.tokenize(_listed(prompt), add_special_tokens=special, template=template)
 
     def next_token_logits(self, prompt: Prompt) -> Tensor:
-        """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache of their own.
+        """The target's unprocessed logits after a prompt, float32 [V], computed alone with a cache
+        of their own.
 
         Raises:
             InvalidInputError: see `tokenize` and `Admission.check_tokens`.
@@ -271,7 +306,8 @@ class SpecDecoder:
         variables = template_variables(variables)
         check_variables(variables, self.tokenizer)
         samplings = [
-            sampling.for_chat() if _is_chat(prompt) else sampling for prompt, sampling in zip(prompts, samplings, strict=True)
+            sampling.for_chat() if _is_chat(prompt) else sampling
+            for prompt, sampling in zip(prompts, samplings, strict=True)
         ]
         wrong = self._wrong_grammars(samplings)
         served: list[tuple[int, list[int]]] = []
@@ -287,7 +323,9 @@ class SpecDecoder:
                     raise
                 yield StreamChunk(index, "", [], GenerationResult.refused(error))
         prepared = ((token_ids, samplings[index]) for index, token_ids in served)
-        with closing(self.session.map(prepared, incremental=incremental)) as chunks:  # early, if this one is closed early
+        with closing(
+            self.session.map(prepared, incremental=incremental)
+        ) as chunks:  # early, if this one is closed early
             for chunk in chunks:
                 chunk.index = served[chunk.index][0]
                 yield chunk
@@ -315,8 +353,12 @@ def _as_prompts(inputs: Prompt | Prompts) -> tuple[list[Prompt], bool]:
     if isinstance(items, str):
         return [items], True
     if not items:
-        raise InvalidInputError("there is no prompt; give a string, token ids, chat messages, or a list of these")
-    if all(isinstance(item, int) for item in items) or all(isinstance(item, dict) for item in items):
+        raise InvalidInputError(
+            "there is no prompt; give a string, token ids, chat messages, or a list of these"
+        )
+    if all(isinstance(item, int) for item in items) or all(
+        isinstance(item, dict) for item in items
+    ):
         return [items], True
     for index, item in enumerate(items):
         if not isinstance(item, str | list | tuple | range):
@@ -329,7 +371,9 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _listed(inputs: Any) -> Any:
-    """A string as it is; anything in an order as a list, in which arrays, tensors and their numbers are Python's own."""
+    """A string as it is; anything in an order as a list, in which arrays, tensors and their numbers
+    are Python's own.
+    """
     inputs = inputs.tolist() if hasattr(inputs, "tolist") else inputs
     if isinstance(inputs, str):
         return inputs
@@ -343,19 +387,27 @@ def _samplings(sampling: Sampling, overrides: dict[str, Any], count: int) -> lis
     if not isinstance(sampling, Sequence):
         return [_with(sampling, overrides)] * count
     if len(sampling) != count:
-        raise InvalidInputError(f"{len(sampling)} samplings are given for {count} inputs; give one, or one for each")
+        raise InvalidInputError(
+            f"{len(sampling)} samplings are given for {count} inputs; give one, or one for each"
+        )
     return [_with(one, dict(overrides)) for one in sampling]
 
 
 def _with(sampling: SamplingParams | None, overrides: dict[str, Any]) -> SamplingParams:
     if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise InvalidInputError(f"sampling is a {type(sampling).__name__}; give a SamplingParams, or its fields by name")
+        raise InvalidInputError(
+            f"sampling is a {type(sampling).__name__}; give a SamplingParams, or its fields by name"
+        )
     if "max_new_tokens" in overrides:
         if "max_tokens" in overrides:
-            raise InvalidInputError("max_tokens is given twice, once as max_new_tokens; give one of them")
+            raise InvalidInputError(
+                "max_tokens is given twice, once as max_new_tokens; give one of them"
+            )
         overrides["max_tokens"] = overrides.pop("max_new_tokens")
     known = SamplingParams.__dataclass_fields__
     unknown = [name for name in overrides if name not in known]
     if unknown:
-        raise InvalidInputError(f"unknown sampling value {unknown[0]!r} (known: {', '.join(known)})")
+        raise InvalidInputError(
+            f"unknown sampling value {unknown[0]!r} (known: {', '.join(known)})"
+        )
     return replace(sampling or SamplingParams(), **overrides)

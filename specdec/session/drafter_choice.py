@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from specdec.base.errors import InvalidInputError
-from specdec.base.registry import CHECKPOINTS, COMPOSITION, DRAFTERS, drafter_name, import_attribute, parts_of, resolve
+from specdec.base.registry import (
+    CHECKPOINTS,
+    COMPOSITION,
+    DRAFTERS,
+    drafter_name,
+    import_attribute,
+    parts_of,
+    resolve,
+)
 from specdec.model.core import Drafter, Verifier
 from specdec.parallel.mirror import everywhere, mirror_of
 from specdec.parallel.plain import on_ranks
@@ -18,7 +26,8 @@ DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
 
 
 def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
-    """What makes the drafter once the target is there, so that a wrong name is refused before a target is loaded.
+    """What makes the drafter once the target is there, so that a wrong name is refused before a
+    target is loaded.
 
     Ranks that compute the target together each make it.
 
@@ -30,16 +39,20 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
             "module:function"; or a drafter that is ready.
 
     Raises:
-        InvalidInputError: nothing of these; or, when it is made, the other ranks cannot make it from what this one knows.
+        InvalidInputError: nothing of these; or, when it is made, the other ranks cannot make it
+            from what this one knows.
     """
     make = _maker(choice)
-    return lambda verifier: make(verifier) if mirror_of(verifier) is None else _made_by_all(choice, verifier)
+    return lambda verifier: (
+        make(verifier) if mirror_of(verifier) is None else _made_by_all(choice, verifier)
+    )
 
 
 def _made_by_all(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
     if hasattr(choice, "bind") or getattr(choice, "__module__", None) == "__main__":
         raise InvalidInputError(
-            f"drafter is a {type(choice).__name__} of this process, and every rank of the target's group makes its own; give a"
+            f"drafter is a {type(choice).__name__} of this process, and every rank of the target's"
+            f" group makes its own; give a"
             " name, a checkpoint or module:function"
         )
     if callable(choice):
@@ -69,7 +82,8 @@ def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
         loader = import_attribute(choice)
     elif isinstance(choice, str):
         raise InvalidInputError(
-            f"unknown drafter {choice!r} (known: auto, {', '.join(DRAFTERS)}, none); a checkpoint is named by its folder or as"
+            f"unknown drafter {choice!r} (known: auto, {', '.join(DRAFTERS)}, none); a checkpoint"
+            f" is named by its folder or as"
             " owner/name, a function as module:function"
         )
     elif hasattr(choice, "bind") and not isinstance(choice, type):
@@ -79,7 +93,8 @@ def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
         loader = choice
     else:
         raise InvalidInputError(
-            f"drafter is a {type(choice).__name__}; give a name, a path, a function (path, *, verifier) -> Drafter, a Drafter"
+            f"drafter is a {type(choice).__name__}; give a name, a path, a function (path, *,"
+            f" verifier) -> Drafter, a Drafter"
             " or None"
         )
     return lambda verifier: _made(loader(path, verifier=verifier), choice)
@@ -87,7 +102,9 @@ def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
 
 def _composed(choice: str, names: Sequence[str]) -> Callable[[Verifier], Drafter]:
     if "" in names or "none" in names:
-        raise InvalidInputError(f"drafter is {choice!r}; write names with + between them, such as suffix+auto")
+        raise InvalidInputError(
+            f"drafter is {choice!r}; write names with + between them, such as suffix+auto"
+        )
     makers, compose = [_maker(name) for name in names], import_attribute(COMPOSITION)
     return lambda verifier: cast(Drafter, compose([make(verifier) for make in makers]))
 
@@ -99,6 +116,8 @@ def _is_checkpoint(name: str) -> bool:
 
 def _made(drafter: Any, choice: object) -> Drafter:
     if not hasattr(drafter, "bind"):
-        raise InvalidInputError(f"{choice!r} made a {type(drafter).__name__}, which has no bind; see docs/drafters.md")
+        raise InvalidInputError(
+            f"{choice!r} made a {type(drafter).__name__}, which has no bind; see docs/drafters.md"
+        )
     made: Drafter = drafter
     return made

@@ -29,9 +29,11 @@ class Owner(Protocol):
 
 
 class Stream:
-    """Chunks of one or more requests in the order in which they come, to be iterated over, with `async for` as well.
+    """Chunks of one or more requests in the order in which they come, to be iterated over, with
+    `async for` as well.
 
-    It ends when all its requests have ended and their chunks are taken. Of several readers, each gets some of the chunks.
+    It ends when all its requests have ended and their chunks are taken. Of several readers, each
+    gets some of the chunks.
     """
 
     def __init__(self, session: Owner) -> None:
@@ -91,7 +93,9 @@ class Stream:
         return self._error is not None
 
     def open(self) -> None:
-        """Counts one more request whose chunks will come; called by the session, as what follows."""
+        """Counts one more request whose chunks will come; called by the session,
+        as what follows.
+        """
         self._num_open += 1
 
     def put(self, chunk: StreamChunk) -> None:
@@ -114,10 +118,14 @@ class Stream:
             RuntimeError: it has.
         """
         if self._error is not None:
-            raise RuntimeError(f"the engine failed: {self._error or type(self._error).__name__}") from self._error
+            raise RuntimeError(
+                f"the engine failed: {self._error or type(self._error).__name__}"
+            ) from self._error
 
     def _take(self, end: type[Exception]) -> StreamChunk | None:
-        """The next chunk, None where another reader was faster; raises `end` when there will be no more."""
+        """The next chunk, None where another reader was faster; raises `end` when there will be no
+        more.
+        """
         ended = not self._num_open  # asked first, since the last chunk comes before the end
         try:
             return self._chunks.popleft()
@@ -130,12 +138,15 @@ class Stream:
     def _notify(self) -> None:
         wakes, self._wakes = self._wakes, []
         for wake in wakes:
-            with suppress(RuntimeError):  # its event loop is closed, and nobody waits there any more
+            with suppress(
+                RuntimeError
+            ):  # its event loop is closed, and nobody waits there any more
                 wake()
 
 
 class Handle:
-    """A request in a session. Iterate over its chunks, or wait for its result; from any thread, or with `async for` and `await`.
+    """A request in a session. Iterate over its chunks, or wait for its result; from any thread, or
+    with `async for` and `await`.
 
     When nobody holds the handle any more, nobody can read the rest, and the request is cancelled.
 
@@ -221,7 +232,8 @@ class Handle:
                 self._broken = error
 
     def deliver(self) -> bool:
-        """Puts what is new into the stream; called by the session, in the midst of a request only where chunks are wanted then.
+        """Puts what is new into the stream; called by the session, in the midst of a request only
+        where chunks are wanted then.
 
         Returns:
             False where that raises: the request ends, and no other.
@@ -242,7 +254,11 @@ class Handle:
         request, text = self.request, self._text
         since, self._num_shown = self._num_shown, len(request.output_token_ids)
         tokens = request.output_token_ids[since:]
-        logprobs, top = (request.logprobs[since:], request.top_logprobs[since:]) if request.logprobs else ([], [])
+        logprobs, top = (
+            (request.logprobs[since:], request.top_logprobs[since:])
+            if request.logprobs
+            else ([], [])
+        )
         parted = text if isinstance(text, PartedDecoder) else None
         if request.status is not Status.FINISHED:
             piece = text.take() if text else ""

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def load_target(
     target: str | Path, load: LoadConfig, where: torch.device
 ) -> Iterator[tuple[Verifier, PreTrainedTokenizerBase, Mirror | None]]:
-    """Gives a target, its tokenizer, and the ranks that compute it together; an error within lets go of them.
+    """Gives a target, its tokenizer, and the ranks that compute it together; an error within lets
+    go of them.
 
     Args:
         target: see `SpecDecoder.from_pretrained`.
@@ -60,7 +61,9 @@ def _load_part(target: str | Path, load: LoadConfig) -> Loaded:
     return ranks.keep(verifier), ranks.keep(tokenizer)
 
 
-def _load(target: str | Path, load: LoadConfig, where: torch.device, group: Group | None = None) -> Loaded:
+def _load(
+    target: str | Path, load: LoadConfig, where: torch.device, group: Group | None = None
+) -> Loaded:
     load_verifier = resolve(VERIFIERS, "hf", "verifier")
     loaded: Loaded = load_verifier(
         target,

@@ -17,16 +17,19 @@ class GenerationResult:
 
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
-        text: the output, special tokens left out unless they were asked for, cut before a stop string.
+        text: the output, special tokens left out unless they were asked for, cut before a stop
+            string.
         token_ids: the output, its stop token included.
         finish_reason: "stop", "length", "cancelled" or "error".
         error: one line, when the reason is "error".
         bad_input: the error lies in what was asked for.
         reasoning, content: thinking and answer of the text, where they were to be told apart.
-        logprobs: one per output token when asked for, under the target's unprocessed logits; else None.
-        top_logprobs: one per output token when asked for: log-probabilities of the likeliest tokens, and of the token itself.
-        prompt_logprobs: one per prompt token when asked for, under the target's unprocessed logits after the tokens before it; the
-            first is None.
+        logprobs: one per output token when asked for, under the target's unprocessed logits; else
+            None.
+        top_logprobs: one per output token when asked for: log-probabilities of the likeliest
+            tokens, and of the token itself.
+        prompt_logprobs: one per prompt token when asked for, under the target's unprocessed logits
+            after the tokens before it; the first is None.
         prompt_top_logprobs: the same of the likeliest tokens, and of the token itself.
         seed: seed of the request's random stream; the same seed repeats the output.
         stats: how the drafts of each verify step fared.
@@ -72,7 +75,10 @@ class GenerationResult:
                 request.num_accepted,
                 request.num_emitted,
                 request.tree_sizes,
-                [request.num_by_rank[rank] for rank in range(max(request.num_by_rank, default=-1) + 1)],
+                [
+                    request.num_by_rank[rank]
+                    for rank in range(max(request.num_by_rank, default=-1) + 1)
+                ],
                 request.parts,
             ),
         )
@@ -80,7 +86,14 @@ class GenerationResult:
     @classmethod
     def failed(cls, request: Request) -> GenerationResult:
         """What becomes of a request for whose output something has raised."""
-        return cls(request.prompt_token_ids, "", [], "error", error=request.error, bad_input=request.bad_input)
+        return cls(
+            request.prompt_token_ids,
+            "",
+            [],
+            "error",
+            error=request.error,
+            bad_input=request.bad_input,
+        )
 
     @classmethod
     def refused(cls, error: Exception) -> GenerationResult:
@@ -99,7 +112,8 @@ class StreamChunk:
 
     Attributes:
         index: which of the inputs.
-        text: new text; may lag the tokens while a character or a possible stop string is incomplete.
+        text: new text; may lag the tokens while a character or a possible stop string is
+            incomplete.
         token_ids: new tokens.
         logprobs, top_logprobs: of these tokens, as in `GenerationResult`; empty when not asked for.
         result: the whole result, on the last chunk of an input; None before.

@@ -1,4 +1,6 @@
-"""Where a file of figures or answers comes from: the command, the commit, the versions, the device, the exact files."""
+"""Where a file of figures or answers comes from: the command, the commit, the versions, the device,
+the exact files.
+"""
 
 import hashlib
 import platform
@@ -58,7 +60,11 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    found = (
+        re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if cpuinfo.exists()
+        else None
+    )
     return found[1] if found else platform.processor() or platform.machine()
 
 
@@ -72,13 +78,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this code runs from, with "+changes" when files differ from it; None when installed otherwise."""
+    """Commit of the checkout that this code runs from, with "+changes" when files differ from it;
+    None when installed otherwise.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-        changes = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True).stdout
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return None  # no git on this machine, or a checkout that is not ours to read
     return head + ("+changes" if changes.strip() else "")
@@ -88,6 +100,8 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     blob = path.resolve().name
     if _SHA256.fullmatch(blob):
-        return blob  # the hub's cache names large files by their hash, which saves reading them again
+        return (
+            blob  # the hub's cache names large files by their hash, which saves reading them again
+        )
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

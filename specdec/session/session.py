@@ -1,8 +1,9 @@
 """Who steps an engine: a session, for any number of callers in any number of threads.
 
-Nobody owns a thread. Of the callers that wait, one steps the engine and hands every request its news; when it has what it waited
-for, another goes on. So a single caller pays for no thread at all, an error of the engine shows where somebody waits, and a process
-may fork. Asynchronous callers cannot step; for them a thread waits in the others' place, started with the first of them.
+Nobody owns a thread. Of the callers that wait, one steps the engine and hands every request its
+news; when it has what it waited for, another goes on. So a single caller pays for no thread at all,
+an error of the engine shows where somebody waits, and a process may fork. Asynchronous callers
+cannot step; for them a thread waits in the others' place, started with the first of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUE = 1024
-"""Unfinished requests that a session holds, or four times as many as the engine decodes at once, if that is more."""
+"""Unfinished requests that a session holds, or four times as many as the engine decodes at once, if
+that is more.
+"""
 
 
 _INTERRUPTED = RuntimeError("a step was interrupted")
@@ -46,14 +49,19 @@ class Session:
     Args:
         engine: what decodes.
         tokenizer: turns tokens into text; None gives no text, and no stop strings can be found.
-        max_queue: most unfinished requests; None takes `MAX_QUEUE` or four times the engine's `max_num_seqs`.
+        max_queue: most unfinished requests; None takes `MAX_QUEUE` or four times the engine's
+            `max_num_seqs`.
 
     Attributes:
         watch: called after each step with the requests that have news, by whoever steps.
     """
 
     def __init__(
-        self, engine: SpecEngine, tokenizer: PreTrainedTokenizerBase | None = None, *, max_queue: int | None = None
+        self,
+        engine: SpecEngine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        max_queue: int | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.max_queue = max_queue or max(MAX_QUEUE, 4 * engine.config.max_num_seqs)
@@ -66,7 +74,9 @@ class Session:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.watch: Callable[[list[Request]], None] | None = None
-        self._unsound: BaseException | None = None  # a step is under way, or has failed and the engine has to begin anew
+        self._unsound: BaseException | None = (
+            None  # a step is under way, or has failed and the engine has to begin anew
+        )
         tell_of_forks(self)
         tell_of_exit(self)
 
@@ -108,23 +118,32 @@ class Session:
         """
         sampling = sampling or SamplingParams()
         if self._unsound is not None and self._turns.claim(sys._getframe()):
-            self._hand_over()  # a new request is not to end with those of a step that was interrupted
+            # a new request is not to end with those of a step that was interrupted
+            self._hand_over()
         while True:
             with self._lock:
                 if self._closed:
                     raise CapacityError("the session is closed; open another one")
                 if self.has_room:
-                    return self._add(prompt_token_ids, sampling, index, incremental, text, stream or Stream(self))
+                    return self._add(
+                        prompt_token_ids, sampling, index, incremental, text, stream or Stream(self)
+                    )
                 if not wait:
                     raise CapacityError(
-                        f"{len(self._callers):,} requests are unfinished and the queue holds {self.max_queue:,}; try again later"
+                        f"{len(self._callers):,} requests are unfinished and the queue holds"
+                        f" {self.max_queue:,}; try again later"
                     )
             self.run_until(lambda: self.has_room)
 
     def map(
-        self, prompts: Iterable[tuple[Sequence[int], SamplingParams]], *, incremental: bool = False, text: bool = True
+        self,
+        prompts: Iterable[tuple[Sequence[int], SamplingParams]],
+        *,
+        incremental: bool = False,
+        text: bool = True,
     ) -> Generator[StreamChunk, None, None]:
-        """Chunks of many requests, numbered in the order of `prompts`, which are taken as the queue has room.
+        """Chunks of many requests, numbered in the order of `prompts`, which are taken as the queue
+        has room.
 
         Closing the iterator early cancels what is unfinished.
         """
@@ -138,7 +157,12 @@ class Session:
                     if item is not None:
                         index, (tokens, sampling) = item
                         handles[index] = self.submit(
-                            tokens, sampling, index=index, incremental=incremental, text=text, stream=stream
+                            tokens,
+                            sampling,
+                            index=index,
+                            incremental=incremental,
+                            text=text,
+                            stream=stream,
                         )
                 chunk = next(stream, None)
                 if chunk is None:
@@ -165,7 +189,9 @@ class Session:
         finally:
             self._hand_over()
 
-    def run_until(self, ready: Callable[[], bool], on_step: Callable[[], object] | None = None) -> None:
+    def run_until(
+        self, ready: Callable[[], bool], on_step: Callable[[], object] | None = None
+    ) -> None:
         """Steps the engine until `ready`, or waits while another caller does.
 
         Args:
@@ -184,7 +210,9 @@ class Session:
                     if on_step is not None:
                         on_step()
                     if not self._callers and not ready():
-                        raise RuntimeError("the session has no request left, and somebody waits for one")
+                        raise RuntimeError(
+                            "the session has no request left, and somebody waits for one"
+                        )
             finally:
                 self._hand_over()
 
@@ -207,11 +235,15 @@ class Session:
         """Starts the thread that steps for asynchronous callers, unless it runs."""
         with self._lock:
             if not (self._closed or (self._thread and self._thread.is_alive())):
-                self._thread = threading.Thread(target=self._drive, name="specdec session", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._drive, name="specdec session", daemon=True
+                )
                 self._thread.start()
 
     def close(self) -> None:
-        """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted afterwards."""
+        """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted
+        afterwards.
+        """
         with self._lock:
             self._closed = True
             handles = self._callers.handles
@@ -240,16 +272,28 @@ class Session:
         self._hand_over()
 
     def _add(
-        self, prompt: Sequence[int], sampling: SamplingParams, index: int, incremental: bool, text: bool, stream: Stream
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        index: int,
+        incremental: bool,
+        text: bool,
+        stream: Stream,
     ) -> Handle:
         """Makes a request; under the lock."""
         if sampling.stop and self.tokenizer is None:
-            raise InvalidInputError("stop strings need a tokenizer and the session has none; give it one, or use stop_token_ids")
+            raise InvalidInputError(
+                "stop strings need a tokenizer and the session has none; give it one, or use"
+                " stop_token_ids"
+            )
         decoder, skip = None, sampling.skip_special_tokens
         if self.tokenizer is not None and (sampling.stop or (text and incremental)):
             # A least length of the checkpoint's own holds off its ends alone, as in Transformers.
             decoder = IncrementalDecoder(
-                self.tokenizer, sampling.stop, min_tokens=sampling.min_tokens or 0, skip_special_tokens=skip
+                self.tokenizer,
+                sampling.stop,
+                min_tokens=sampling.min_tokens or 0,
+                skip_special_tokens=skip,
             )
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
         request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)
@@ -257,7 +301,9 @@ class Session:
         handle = Handle(self, stream, request, index, decoder, whole)
         self._new.append(request)
         stream.open()
-        self._callers.add(handle, listens=incremental)  # last: what is new and has no caller was interrupted here
+        self._callers.add(
+            handle, listens=incremental
+        )  # last: what is new and has no caller was interrupted here
         self._arrived.notify()
         return handle
 
@@ -272,7 +318,9 @@ class Session:
             try:
                 self.run_until(lambda: not self._callers)
             except BaseException as error:  # whatever a drafter raises, this thread goes on
-                logger.debug("the engine failed, and who waits for a request has been told: %s", error)
+                logger.debug(
+                    "the engine failed, and who waits for a request has been told: %s", error
+                )
 
     def _step(self) -> None:
         """One step of the engine, and its news to everyone; by the caller whose turn it is."""
@@ -328,7 +376,8 @@ class Session:
             self._turns.pass_on()
 
     def _fail(self, error: BaseException) -> None:
-        """After an error nobody knows how far the step came: every request ends, and the engine begins anew.
+        """After an error nobody knows how far the step came: every request ends, and the engine
+        begins anew.
 
         What interrupts this, or cannot be done, is done again before anything else.
         """
@@ -340,7 +389,9 @@ class Session:
             try:
                 self.engine.reset()
                 left = None
-            except Exception as lost:  # as of a device that is lost; what is raised is the error that came first
+            except (
+                Exception
+            ) as lost:  # as of a device that is lost; what is raised is the error that came first
                 if not again:
                     logger.warning("the engine cannot begin anew: %s", lost)
             for handle in handles:
@@ -350,9 +401,11 @@ class Session:
             self._unsound = left
 
     def after_fork(self) -> None:
-        """In a child process, where this is the only thread: nobody steps, nobody waits, and no lock is held.
+        """In a child process, where this is the only thread: nobody steps, nobody waits, and no
+        lock is held.
 
-        OpenMP's threads are gone as well, and torch would wait for them for ever, so it computes on this one.
+        OpenMP's threads are gone as well, and torch would wait for them for ever, so it computes on
+        this one.
         """
         torch.set_num_threads(1)
         self._lock = threading.RLock()

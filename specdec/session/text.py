@@ -1,4 +1,6 @@
-"""Token ids, and their text while they arrive: unfinished characters are held back, stop strings are found and cut."""
+"""Token ids, and their text while they arrive: unfinished characters are held back, stop strings
+are found and cut.
+"""
 
 from __future__ import annotations
 
@@ -31,49 +33,78 @@ def token_ids(prompt: Iterable[Any]) -> list[int]:
     return ids
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase | None, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+def text_of(
+    tokenizer: PreTrainedTokenizerBase | None,
+    token_ids: list[int],
+    *,
+    skip_special_tokens: bool = True,
+) -> str:
     """Text of tokens that nothing follows; none without a tokenizer."""
     if tokenizer is None:
         return ""
-    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
     assert isinstance(text, str)
     return text
 
 
 _REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are still to come."""
+"""What a tokenizer writes for bytes that are not UTF-8, and so for a character whose last bytes are
+still to come.
+"""
 
 _LONG_WINDOW = 8
-"""Tokens that are decoded again with every new one at most, those of an unfinished character aside."""
+"""Tokens that are decoded again with every new one at most, those of an unfinished character aside.
+"""
 
 
 @lru_cache(maxsize=4)
 def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens of single bytes, as tokenizers with byte fallback spell them; none of any other tokenizer."""
+    """Tokens of single bytes, as tokenizers with byte fallback spell them; none of any other
+    tokenizer.
+    """
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     found = zip(names, tokenizer.convert_tokens_to_ids(names), strict=True)
-    return frozenset(token for name, token in found if token is not None and tokenizer.convert_ids_to_tokens(token) == name)
+    return frozenset(
+        token
+        for name, token in found
+        if token is not None and tokenizer.convert_ids_to_tokens(token) == name
+    )
 
 
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, int]:
     """Ids of the tokens that texts leave out, by what they read."""
-    return {added.content: token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return {
+        added.content: token
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special
+    }
 
 
 _never_found: set[str] = set()
-"""Stop strings that were said never to match; so many at most that requests fill neither memory nor log."""
+"""Stop strings that were said never to match; so many at most that requests fill neither memory nor
+log.
+"""
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> frozenset[int]:
-    """Special tokens that are stop strings; says of strings that hold one beside more text that they never match."""
+    """Special tokens that are stop strings; says of strings that hold one beside more text that
+    they never match.
+    """
     special = _special_tokens(tokenizer) if stop else {}
     for entry in stop:
-        held = None if entry in special else next((name for name in special if name and name in entry), None)
+        held = (
+            None
+            if entry in special
+            else next((name for name in special if name and name in entry), None)
+        )
         if held is not None and entry not in _never_found and len(_never_found) < 1000:
             _never_found.add(entry)
             logger.warning(
-                "stop string %.80r holds the special token %r, which texts leave out, so it never matches;"
+                "stop string %.80r holds the special token %r, which texts leave out, so it never"
+                " matches;"
                 " set skip_special_tokens to false, or stop at the token alone",
                 entry,
                 held,
@@ -89,37 +120,50 @@ class IncrementalDecoder:
     the window decode as it would in the middle of the whole output, above all with its leading
     space.
 
-    Text is *settled* once no later token can change it. Only settled text is handed out. It leaves out
+    Text is *settled* once no later token can change it. Only settled text is handed out. It leaves
+    out
 
     * a trailing replacement character, which may be the first bytes of a longer one;
-    * a trailing run of byte-fallback tokens, because one invalid byte turns all of the run to replacement characters.
+    * a trailing run of byte-fallback tokens, because one invalid byte turns all of the run to
+      replacement characters.
 
     The outcome depends on the tokens alone, not on how `push` receives them. Pieces add up to
-    `tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)`, up to the stop string. One exception: a special token inside
-    a run of byte-fallback tokens settles what comes before it.
+    `tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)`, up to the stop string. One
+    exception: a special token inside a run of byte-fallback tokens settles what comes before it.
 
     Args:
         tokenizer: decodes ids to text.
-        stop: strings that end the output. The one completed first wins, whichever way it is cut into tokens; of two completed
-            by the same character, the longer one.
+        stop: strings that end the output. The one completed first wins, whichever way it is cut
+            into tokens; of two completed by the same character, the longer one.
         min_tokens: tokens in whose text no stop string is looked for.
-        skip_special_tokens: leave special tokens out of the text; a stop string that is one of them is known by its id then.
+        skip_special_tokens: leave special tokens out of the text; a stop string that is one of them
+            is known by its id then.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer, self._byte_tokens = tokenizer, _byte_tokens(tokenizer)
         self._stop = tuple(stop)
-        self._stop_ids = _stop_ids(tokenizer, self._stop) if skip_special_tokens else frozenset[int]()
+        self._stop_ids = (
+            _stop_ids(tokenizer, self._stop) if skip_special_tokens else frozenset[int]()
+        )
         self._stops = stop_strings(self._stop)
         self._num_exempt = min_tokens  # tokens before the search begins
         self._node = self._searched = 0  # where the search is, and how much of `_text` it has seen
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # the context, then the pending tokens
-        self._num_context = 0  # tokens whose text is settled, kept for what they do to the next ones
+        self._num_context = (
+            0  # tokens whose text is settled, kept for what they do to the next ones
+        )
         self._context_length = 0  # characters of the context alone
-        self._num_settled = 0  # characters of the window that are settled, some of a pending token's perhaps among them
+        # characters of the window that are settled, some of a pending token's perhaps among them
+        self._num_settled = 0
         self._taken: list[str] = []  # what `take` has handed out
         self._text = ""  # the rest of the settled text
         self._pending_text = ""  # the rest, as it would read if nothing followed
@@ -129,7 +173,9 @@ class IncrementalDecoder:
 
     @property
     def text(self) -> str:
-        """Settled text so far, without a completed stop string; everything once `finish` was called."""
+        """Settled text so far, without a completed stop string; everything once `finish` was
+        called.
+        """
         return "".join(self._taken) + self._text
 
     @property
@@ -141,8 +187,9 @@ class IncrementalDecoder:
         """Adds tokens.
 
         Returns:
-            How many of `token_ids` to keep when a stop string was completed among them, the completing token included; None
-            when the output goes on. After a stop nothing more is kept, so the answer is 0.
+            How many of `token_ids` to keep when a stop string was completed among them, the
+            completing token included; None when the output goes on. After a stop nothing more is
+            kept, so the answer is 0.
         """
         if self._stopped:
             return 0
@@ -162,7 +209,9 @@ class IncrementalDecoder:
 
     def take(self) -> str:
         """New settled text, except for an ending that could grow into a stop string."""
-        return self._take_until(len(self._text) - (0 if self._stopped else self._stops.depth[self._node]))
+        return self._take_until(
+            len(self._text) - (0 if self._stopped else self._stops.depth[self._node])
+        )
 
     def finish(self) -> str:
         """Ends the output: settles what is pending and returns all text not yet taken."""
@@ -196,7 +245,8 @@ class IncrementalDecoder:
         return "" if self._window[-1] in self._byte_tokens else new_text
 
     def _shorten_window(self) -> None:
-        """Keeps the newest tokens that show text as the context; they have used up the first space, if the tokenizer drops it.
+        """Keeps the newest tokens that show text as the context; they have used up the first space,
+        if the tokenizer drops it.
 
         Not after every token, since the text of what is kept has to be decoded for that.
         """
@@ -209,7 +259,9 @@ class IncrementalDecoder:
         self._num_context, self._context_length = len(self._window), self._num_settled
 
     def _cut_at_stop(self) -> bool:
-        """Looks through what is new, and through what is pending as it would read if nothing followed."""
+        """Looks through what is new, and through what is pending as it would read if nothing
+        followed.
+        """
         begin = self._searched
         self._node, end, length = self._stops.search(self._node, self._text[begin:])
         self._searched = len(self._text)

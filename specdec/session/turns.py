@@ -1,7 +1,9 @@
-"""One worker out of those who wait: of several callers one works for all, and another goes on when it has what it wanted.
+"""One worker out of those who wait: of several callers one works for all, and another goes on when
+it has what it wanted.
 
-An exception may come at any instruction, as from the handler of a signal. So the turn belongs to a call that runs: where that has
-ended without passing it on, the next one takes it. Nobody sleeps for good, so that a call that was lost is not waited for.
+An exception may come at any instruction, as from the handler of a signal. So the turn belongs to a
+call that runs: where that has ended without passing it on, the next one takes it. Nobody sleeps for
+good, so that a call that was lost is not waited for.
 """
 
 import sys
@@ -29,7 +31,9 @@ class Turns:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._waiting: dict[threading.Lock, Callable[[], bool]] = {}  # callers, and what each waits for
+        self._waiting: dict[
+            threading.Lock, Callable[[], bool]
+        ] = {}  # callers, and what each waits for
         self._owner: tuple[int, FrameType] | None = None  # a thread, and the call in it
         self._ending = self._parked = False
 
@@ -56,14 +60,20 @@ class Turns:
         Raises:
             InvalidInputError: it has, and would wait for itself.
         """
-        if self._owner is not None and self._owner[0] == threading.get_ident() and _runs(*self._owner):
+        if (
+            self._owner is not None
+            and self._owner[0] == threading.get_ident()
+            and _runs(*self._owner)
+        ):
             raise InvalidInputError(
-                "this thread is in the midst of a step, and a call from within it, as by a drafter or the handler of a signal,"
+                "this thread is in the midst of a step, and a call from within it, as by a drafter"
+                " or the handler of a signal,"
                 " would wait for itself; call from another thread, or afterwards"
             )
 
     def wait(self, ready: Callable[[], bool], call: FrameType) -> bool:
-        """Takes the turn if it is free; otherwise waits until `ready`, or until the turn may be free, and is False.
+        """Takes the turn if it is free; otherwise waits until `ready`, or until the turn may be
+        free, and is False.
 
         Args:
             ready: asked by who has the turn, in whichever thread.
@@ -76,10 +86,14 @@ class Turns:
         self.check()
         if self._ending:
             self.park()
-        told = threading.Lock()  # no event, which is Python's own code and can be interrupted with its lock held
+        told = (
+            threading.Lock()
+        )  # no event, which is Python's own code and can be interrupted with its lock held
         told.acquire()
         with self._lock:
-            if (self._owner is None or self._owner[0] == threading.get_ident()) and self.claim(call):
+            if (self._owner is None or self._owner[0] == threading.get_ident()) and self.claim(
+                call
+            ):
                 return True
             self._waiting[told] = ready
         try:
@@ -106,19 +120,29 @@ class Turns:
         self._offer()
 
     def end(self) -> None:
-        """Lets nobody step any more, and waits until nobody does: the interpreter ends, and would take a thread out of torch."""
+        """Lets nobody step any more, and waits until nobody does: the interpreter ends, and would
+        take a thread out of torch.
+        """
         self._ending, limit = True, time.monotonic() + LAST_STEP
-        while not self._parked and self._owner is not None and _runs(*self._owner) and time.monotonic() < limit:
+        while (
+            not self._parked
+            and self._owner is not None
+            and _runs(*self._owner)
+            and time.monotonic() < limit
+        ):
             time.sleep(0.002)
 
     def park(self) -> NoReturn:
-        """Stays until the process has ended, when `end` was called; who steps asks before each step.
+        """Stays until the process has ended, when `end` was called; who steps asks before each
+        step.
 
         Raises:
             CapacityError: in the main thread, which ends the program.
         """
         if threading.current_thread() is threading.main_thread():
-            raise CapacityError("the program is ending, and nothing is decoded any more; decode before its end")
+            raise CapacityError(
+                "the program is ending, and nothing is decoded any more; decode before its end"
+            )
         self._parked |= self._owner is not None and self._owner[0] == threading.get_ident()
         while True:
             time.sleep(3600)

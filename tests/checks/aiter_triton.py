@@ -1,12 +1,14 @@
-"""Runs AITER's real Triton kernels, single calls and whole generations, and compares them with plain torch.
+"""Runs AITER's real Triton kernels, single calls and whole generations, and compares them with
+plain torch.
 
     python -m tests.checks.aiter_triton --device cuda     on a GPU: single calls, then the embedded model
     python -m tests.checks.aiter_triton --device cpu      the same calls in Triton's interpreter, then tiny models
     ... --repository aiter --revisions v0.1.16,v0.1.20    several versions one after the other, from a git repository
 
-AITER is the sources in the folder that SPECDEC_AITER names, what is exported from a repository, or the installed `amd-aiter`.
-Single calls may be as far from float64 as plain torch is (`tests.helpers.bounds`). The exit status is 1 when a call is wrong, when
-AITER has mended what specdec refuses, or when a token differs from the reference's by more than a near-tie.
+AITER is the sources in the folder that SPECDEC_AITER names, what is exported from a repository, or
+the installed `amd-aiter`. Single calls may be as far from float64 as plain torch is
+(`tests.helpers.bounds`). The exit status is 1 when a call is wrong, when AITER has mended what
+specdec refuses, or when a token differs from the reference's by more than a near-tie.
 """
 
 import argparse
@@ -37,30 +39,82 @@ def each_revision(args: argparse.Namespace, argv: list[str]) -> int:
         with TemporaryDirectory() as folder:
             export(args.repository, revision, Path(folder))
             print(f"AITER {revision}", flush=True)
-            command = [sys.executable, "-m", "tests.checks.aiter_triton", *argv, "--repository", "", "--aiter-version", version]
-            worst = max(worst, subprocess.run(command, env=os.environ | {SOURCES: folder}, check=False).returncode)
+            command = [
+                sys.executable,
+                "-m",
+                "tests.checks.aiter_triton",
+                *argv,
+                "--repository",
+                "",
+                "--aiter-version",
+                version,
+            ]
+            worst = max(
+                worst,
+                subprocess.run(command, env=os.environ | {SOURCES: folder}, check=False).returncode,
+            )
     return worst
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; 1 when something is wrong, 2 when AITER or Triton is missing."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m tests.checks.aiter_triton", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checks.aiter_triton", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, or cpu for Triton's interpreter")
+    add(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cuda, or cpu for Triton's interpreter",
+    )
     add("--part", default="all", choices=["all", "calls", "models"])
-    add("--every", type=int, help="of the calls on ordinary heads take every n-th (default 5 on a GPU, 7 in the interpreter)")
-    add("--jobs", type=int, help="processes for single calls (default 8 on a GPU, 1 in the interpreter)")
+    add(
+        "--every",
+        type=int,
+        help="of the calls on ordinary heads take every n-th (default 5 on a GPU, 7 in the"
+        " interpreter)",
+    )
+    add(
+        "--jobs",
+        type=int,
+        help="processes for single calls (default 8 on a GPU, 1 in the interpreter)",
+    )
     add("--verbose", action="store_true", help="print every call, not only the table")
-    add("--repository", default="", help="a git repository of AITER, of which --revisions are taken")
-    add("--revisions", default=",".join(REVISIONS), help="tags or branches of it (default %(default)s)")
-    add("--aiter-version", default="0.1.20", help="of the sources that SPECDEC_AITER names (default %(default)s)")
-    add("--architecture", default="gfx1100", help="to pretend in the interpreter (default %(default)s)")
+    add(
+        "--repository", default="", help="a git repository of AITER, of which --revisions are taken"
+    )
+    add(
+        "--revisions",
+        default=",".join(REVISIONS),
+        help="tags or branches of it (default %(default)s)",
+    )
+    add(
+        "--aiter-version",
+        default="0.1.20",
+        help="of the sources that SPECDEC_AITER names (default %(default)s)",
+    )
+    add(
+        "--architecture",
+        default="gfx1100",
+        help="to pretend in the interpreter (default %(default)s)",
+    )
     add("--target", default="embedded", help="on a GPU: a name or folder (default %(default)s)")
-    add("--tiny", default="llama,gpt_oss,gemma2", help="in the interpreter: which tiny models (default %(default)s)")
-    add("--drafter", default="shipped", help="on a GPU: a DFlash checkpoint, shipped or random (default %(default)s)")
-    add("--dtypes", help="of the target (default float32,bfloat16 on a GPU, float32 in the interpreter)")
+    add(
+        "--tiny",
+        default="llama,gpt_oss,gemma2",
+        help="in the interpreter: which tiny models (default %(default)s)",
+    )
+    add(
+        "--drafter",
+        default="shipped",
+        help="on a GPU: a DFlash checkpoint, shipped or random (default %(default)s)",
+    )
+    add(
+        "--dtypes",
+        help="of the target (default float32,bfloat16 on a GPU, float32 in the interpreter)",
+    )
     add("--batches", help="(default 1,8 on a GPU, 3 in the interpreter)")
     add("--prompts", type=int, help="(default 8 on a GPU, 3 in the interpreter)")
     add("--tokens", type=int, help="of each output (default 64 on a GPU, 6 in the interpreter)")
@@ -73,9 +127,16 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = torch.device(args.device)
     interpreted = device.type == "cpu"
-    needed = {"TRITON_F32_DEFAULT": "ieee", **(INTERPRETER if interpreted else {})}  # float32 products in float32, not in TF32
+    needed = {
+        "TRITON_F32_DEFAULT": "ieee",
+        **(INTERPRETER if interpreted else {}),
+    }  # float32 products in float32, not in TF32
     if any(os.environ.get(name) != value for name, value in needed.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "tests.checks.aiter_triton", *argv], os.environ | needed)
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tests.checks.aiter_triton", *argv],
+            os.environ | needed,
+        )
     args.dtypes = args.dtypes or ("float32" if interpreted else "float32,bfloat16")
     args.batches = args.batches or ("3" if interpreted else "1,8")
     args.jobs = args.jobs or (1 if interpreted else 8)
@@ -89,8 +150,15 @@ def main(argv: list[str] | None = None) -> int:
     if interpreted:
         np.seterr(all="ignore")  # masked rows divide by 0 before they are left out
     with real_aiter(device, version=args.aiter_version, architecture=args.architecture) as calls:
-        where = f"Triton's interpreter as {args.architecture}" if interpreted else torch.cuda.get_device_name(device)
-        print(f"{where}; torch {torch.__version__}, triton {triton.__version__}, amd-aiter {aiter.installed_version()}")
+        where = (
+            f"Triton's interpreter as {args.architecture}"
+            if interpreted
+            else torch.cuda.get_device_name(device)
+        )
+        print(
+            f"{where}; torch {torch.__version__}, triton {triton.__version__}, amd-aiter"
+            f" {aiter.installed_version()}"
+        )
         if reasons := RocmAiterFaBackend.unsupported_reasons(spec(device=device, non_causal=True)):
             print("; ".join(reasons), file=sys.stderr)
             return 2

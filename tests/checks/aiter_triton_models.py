@@ -1,4 +1,6 @@
-"""Whole generations on AITER's Triton kernels against plain decoding on torch_ref, for `tests.checks.aiter_triton`."""
+"""Whole generations on AITER's Triton kernels against plain decoding on torch_ref, for
+`tests.checks.aiter_triton`.
+"""
 
 import argparse
 import itertools
@@ -44,7 +46,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def generate(
-    verifier: Verifier, drafter: Drafter | None, prompts: Prompts, batch: int, args: argparse.Namespace
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompts: Prompts,
+    batch: int,
+    args: argparse.Namespace,
 ) -> tuple[list[list[int]], float]:
     """Output tokens of every prompt, and output tokens per verify step."""
     cache = CacheConfig(memory_bytes=2**28 if verifier.device.type == "cuda" else 2**23)
@@ -57,7 +63,9 @@ def generate(
         cache=cache,
     )
     engine = SpecEngine(verifier, drafter, config)
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=args.tokens)) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=args.tokens)) for prompt in prompts
+    ]
     while engine.has_work:
         engine.step()
     assert not any(request.error for request in requests), [request.error for request in requests]
@@ -67,11 +75,15 @@ def generate(
 
 @torch.inference_mode()
 def gaps(reference: Verifier, prompt: list[int], output: list[int]) -> list[float]:
-    """How far below the best logit of the reference each output token lies, given the tokens before it; 0 for its own choice."""
+    """How far below the best logit of the reference each output token lies, given the tokens before
+    it; 0 for its own choice.
+    """
     tokens = [*prompt, *output[:-1]]
     count, device = len(tokens), reference.device
     blocks = blocks_for(count, 16)
-    cache = PagedKVCache(reference.kv_specs, num_blocks=blocks, block_size=16, dtype=reference.dtype, device=device)
+    cache = PagedKVCache(
+        reference.kv_specs, num_blocks=blocks, block_size=16, dtype=reference.dtype, device=device
+    )
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
@@ -83,14 +95,26 @@ def gaps(reference: Verifier, prompt: list[int], output: list[int]) -> list[floa
         max_seq_len=count,
     )
     places = torch.arange(count, device=device)
-    rows = ForwardInput(torch.tensor(tokens, device=device), places, metadata, places[len(prompt) - 1 :])
+    rows = ForwardInput(
+        torch.tensor(tokens, device=device), places, metadata, places[len(prompt) - 1 :]
+    )
     logits = reference.forward(rows, cache.layers).logits.float()
     chosen = logits.gather(1, torch.tensor(output, device=device)[:, None])[:, 0]
     return (logits.max(dim=1).values - chosen).tolist()
 
 
-def compare(label: str, reference: Verifier, dtype: torch.dtype, prompts: Prompts, want: Prompts, got: Prompts, more: str) -> int:
-    """Prints how a run agrees with the reference, its near-ties included; returns how many tokens differ by more."""
+def compare(
+    label: str,
+    reference: Verifier,
+    dtype: torch.dtype,
+    prompts: Prompts,
+    want: Prompts,
+    got: Prompts,
+    more: str,
+) -> int:
+    """Prints how a run agrees with the reference, its near-ties included; returns how many tokens
+    differ by more.
+    """
     near, wrong, total = [], 0, sum(map(len, got))
     for index, (prompt, output) in enumerate(zip(prompts, got, strict=True)):
         for place, gap in enumerate(gaps(reference, prompt, output)):
@@ -98,7 +122,10 @@ def compare(label: str, reference: Verifier, dtype: torch.dtype, prompts: Prompt
                 near.append(f"prompt {index} token {place}: {gap:.1e}")
                 wrong += gap > NEAR_TIE[dtype]
     same = sum(a == b for a, b in zip(want, got, strict=True))
-    print(f"  {label}: {same} of {len(got)} outputs equal; {total - len(near)} of {total} tokens are the reference's choice{more}")
+    print(
+        f"  {label}: {same} of {len(got)} outputs equal; {total - len(near)} of {total} tokens are"
+        f" the reference's choice{more}"
+    )
     for line in near:
         print(f"    near-tie, logits apart: {line}")
     return wrong
@@ -127,18 +154,35 @@ def check_model(
     wrong = 0
     for dtype in map(_dtype, args.dtypes.split(",")):
         verifier = make("rocm_aiter_fa", dtype)
-        for (name, drafter), batch in itertools.product(drafters.items(), map(int, args.batches.split(","))):
+        for (name, drafter), batch in itertools.product(
+            drafters.items(), map(int, args.batches.split(","))
+        ):
             before = dict(calls)
             got, tau = generate(verifier, drafter(verifier), prompts, batch, args)
-            used = ", ".join(f"{calls[function] - before[function]} {function}" for function in calls)
+            used = ", ".join(
+                f"{calls[function] - before[function]} {function}" for function in calls
+            )
             label = f"{_name(dtype)}, {name}, batch {batch}"
-            wrong += compare(label, reference, dtype, prompts, want, got, f"; tau {tau:.2f}; calls: {used}")
-            if name.startswith("DFlash") and before["flash_attn_with_kvcache"] == calls["flash_attn_with_kvcache"]:
+            wrong += compare(
+                label, reference, dtype, prompts, want, got, f"; tau {tau:.2f}; calls: {used}"
+            )
+            if (
+                name.startswith("DFlash")
+                and before["flash_attn_with_kvcache"] == calls["flash_attn_with_kvcache"]
+            ):
                 print("    WRONG: no block went through flash_attn_with_kvcache")
                 wrong += 1
     if torch.bfloat16 in map(_dtype, args.dtypes.split(",")):
         got, _ = generate(make("torch_ref", torch.bfloat16), None, prompts, len(prompts), args)
-        compare("for comparison torch_ref in bfloat16", reference, torch.bfloat16, prompts, want, got, "")
+        compare(
+            "for comparison torch_ref in bfloat16",
+            reference,
+            torch.bfloat16,
+            prompts,
+            want,
+            got,
+            "",
+        )
     return wrong
 
 
@@ -154,13 +198,24 @@ def embedded(args: argparse.Namespace, device: torch.device, calls: dict[str, in
 
     tokenizer = load_verifier(args.target, device=torch.device("cpu"), dtype=torch.float32)[1]
     texts = ([{"role": "user", "content": text}] for text in PROMPTS[: args.prompts])
-    prompts = [tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False) for text in texts]
-    shipped = {"random": random_drafter, "shipped": lambda verifier: load_shipped(verifier=verifier)}
+    prompts = [
+        tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+        for text in texts
+    ]
+    shipped = {
+        "random": random_drafter,
+        "shipped": lambda verifier: load_shipped(verifier=verifier),
+    }
     drafters: dict[str, Make] = {
-        f"DFlash ({args.drafter})": shipped.get(args.drafter, lambda verifier: load_dflash(args.drafter, verifier=verifier)),
+        f"DFlash ({args.drafter})": shipped.get(
+            args.drafter, lambda verifier: load_dflash(args.drafter, verifier=verifier)
+        ),
         "n-gram": lambda verifier: load_ngram(None, verifier=verifier),
     }
-    print(f"{args.target}, {args.prompts} prompts, {args.tokens} tokens each; reference: torch_ref in float32, plain decoding")
+    print(
+        f"{args.target}, {args.prompts} prompts, {args.tokens} tokens each; reference: torch_ref in"
+        f" float32, plain decoding"
+    )
     return check_model(make, drafters, prompts, args, calls)
 
 
@@ -175,7 +230,9 @@ def tiny(args: argparse.Namespace, device: torch.device, calls: dict[str, int]) 
         torch.manual_seed(0)
         config = CONFIGS[name]()
         config.tie_word_embeddings = False
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        ).eval()
 
         def make(backend: str, dtype: torch.dtype, model: Any = model) -> Verifier:
             assert dtype == torch.float32
@@ -185,7 +242,10 @@ def tiny(args: argparse.Namespace, device: torch.device, calls: dict[str, int]) 
             return verifier
 
         prompts = random_prompts(args.prompts)
-        print(f"tiny {name}, {len(prompts)} prompts, {args.tokens} tokens each; reference: torch_ref in float32, plain decoding")
+        print(
+            f"tiny {name}, {len(prompts)} prompts, {args.tokens} tokens each; reference: torch_ref"
+            f" in float32, plain decoding"
+        )
         wrong += check_model(make, {"DFlash (random)": random_drafter}, prompts, args, calls)
     return wrong
 

@@ -1,4 +1,6 @@
-"""Runs single calls of AITER's Triton kernels and prints a table of their errors, for `tests.checks.aiter_triton`."""
+"""Runs single calls of AITER's Triton kernels and prints a table of their errors, for
+`tests.checks.aiter_triton`.
+"""
 
 import multiprocessing
 from collections.abc import Iterable
@@ -50,7 +52,11 @@ def check(setting: Setting, counts: dict[str, int], *, jobs: int, verbose: bool)
             row.refused |= said == REFUSED
             row.share = max(row.share, share)
             if verbose or said not in (RIGHT, REFUSED):
-                print(f"  {call.row}, {call.what}, {str(call.dtype)[6:]}: {said}; {share:.2g} of the allowed error", flush=True)
+                print(
+                    f"  {call.row}, {call.what}, {str(call.dtype)[6:]}: {said}; {share:.2g} of the"
+                    f" allowed error",
+                    flush=True,
+                )
     print(f"  {'':<58} calls  wrong  of the allowed error, at most")
     for name, row in sorted(table.items()):
         note = "garbage on AITER, specdec refuses it" if row.refused else f"{row.share:.2f}"
@@ -69,7 +75,9 @@ def _judge(call: Call, counts: dict[str, int]) -> Verdict:
     if call.kernel in counts and counts[call.kernel] == before:
         return f"{call.kernel} was not called", share
     if call.refused:
-        return ("AITER has mended it: specdec need not refuse it any more" if share <= 1 else REFUSED), share
+        return (
+            "AITER has mended it: specdec need not refuse it any more" if share <= 1 else REFUSED
+        ), share
     return (RIGHT if share <= 1 else "WRONG"), share  # WRONG when it is not a number, too
 
 
@@ -80,7 +88,9 @@ def _prepare(setting: Setting) -> None:
     """Finds AITER in a process of its own."""
     np.seterr(all="ignore")
     stack = ExitStack()
-    counts = stack.enter_context(real_aiter(setting.device, version=setting.version, architecture=setting.architecture))
+    counts = stack.enter_context(
+        real_aiter(setting.device, version=setting.version, architecture=setting.architecture)
+    )
     _worker.append((list(calls(setting)), counts, stack))
 
 

@@ -1,10 +1,12 @@
-"""Single calls of every attention backend that serves this machine, against the definition in float64.
+"""Single calls of every attention backend that serves this machine, against the definition in
+float64.
 
     python -m tests.checks.attention --save full.pt
     AITER_TRITON_ONLY=1 python -m tests.checks.attention --against full.pt    the tiers of AITER against each other
 
-Prints for each call the root mean square error in units of the last place, and how far rounding the right answer is off. The exit
-status is 1 when a call is less exact than `tests.helpers.bounds` allows, or raises.
+Prints for each call the root mean square error in units of the last place, and how far rounding the
+right answer is off. The exit status is 1 when a call is less exact than `tests.helpers.bounds`
+allows, or raises.
 """
 
 import argparse
@@ -28,17 +30,30 @@ HEADS = ((32, 8, 128), (9, 3, 64))
 EXTRAS = ("-", "window", "sinks", "softcap")
 PHASES: dict[str, dict[str, Any]] = {
     "prefill": {"lengths": [37, 5, 64], "widths": [37, 5, 64], "uniform": False},
-    "extend, prefill and decode": {"lengths": [40, 17, 35, 333, 50], "widths": [3, 17, 1, 33, 20], "uniform": False},
+    "extend, prefill and decode": {
+        "lengths": [40, 17, 35, 333, 50],
+        "widths": [3, 17, 1, 33, 20],
+        "uniform": False,
+    },
     "decode": {"lengths": [300, 37, 5], "widths": [1, 1, 1], "uniform": True},
     "verify 4": {"lengths": [300, 37, 5], "widths": [4, 4, 4], "uniform": True},
     "verify 16": {"lengths": [300, 37, 64], "widths": [16, 16, 16], "uniform": True},
-    "block of 16": {"lengths": [300, 37, 64], "widths": [16, 16, 16], "uniform": True, "causal": False},
+    "block of 16": {
+        "lengths": [300, 37, 64],
+        "widths": [16, 16, 16],
+        "uniform": True,
+        "causal": False,
+    },
 }
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Case, dict[str, Any]]]:
-    """Title, requests and layer options of every call; seeds are set, so they are the same in each process."""
-    for (heads, kv_heads, dim), (phase, how), extra, small in itertools.product(HEADS, PHASES.items(), EXTRAS, (False, True)):
+    """Title, requests and layer options of every call; seeds are set, so they are the same in each
+    process.
+    """
+    for (heads, kv_heads, dim), (phase, how), extra, small in itertools.product(
+        HEADS, PHASES.items(), EXTRAS, (False, True)
+    ):
         causal = how.get("causal", True)
         shape = spec(
             device=device,
@@ -59,11 +74,15 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Case,
             layer["sinks"] = torch.linspace(-1, 1, heads).to(device)
         elif extra == "softcap":
             layer["softcap"] = 20.0
-        title = f"{phase}, {heads}/{kv_heads} heads of {dim}, {extra}{', 8-bit cache' if small else ''}"
+        title = (
+            f"{phase}, {heads}/{kv_heads} heads of {dim}, {extra}{', 8-bit cache' if small else ''}"
+        )
         yield title, Case(shape, **how), layer
 
 
-def check(backend: str, title: str, case: Case, layer: dict[str, Any], known: dict[str, Tensor]) -> dict[str, Any]:
+def check(
+    backend: str, title: str, case: Case, layer: dict[str, Any], known: dict[str, Tensor]
+) -> dict[str, Any]:
     """Runs and judges one call; `known` gets its output, or has that of another run."""
     found: dict[str, Any] = {"backend": backend, "case": title}
     try:
@@ -71,10 +90,14 @@ def check(backend: str, title: str, case: Case, layer: dict[str, Any], known: di
         exact = case.exact(**layer)
         unit = torch.finfo(got.dtype).eps * float(exact.square().mean().sqrt())
         found["error"] = float((got.double() - exact).square().mean().sqrt()) / unit
-        found["rounding"] = float((exact.to(got.dtype).double() - exact).square().mean().sqrt()) / unit
+        found["rounding"] = (
+            float((exact.to(got.dtype).double() - exact).square().mean().sqrt()) / unit
+        )
         name = f"{backend} {title}"
         if name in known:
-            found["apart"] = float((got.cpu().double() - known[name].double()).square().mean().sqrt()) / unit
+            found["apart"] = (
+                float((got.cpu().double() - known[name].double()).square().mean().sqrt()) / unit
+            )
         known[name] = got.cpu()
         case.check(got, **layer)
         found["verdict"] = "right"
@@ -87,7 +110,9 @@ def check(backend: str, title: str, case: Case, layer: dict[str, Any], known: di
 
 
 def main() -> int:
-    """Runs the command; 1 when a call is wrong, 2 when no backend but torch_ref serves this machine."""
+    """Runs the command; 1 when a call is wrong, 2 when no backend but torch_ref serves this
+    machine.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.checks.attention", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -123,7 +148,11 @@ def main() -> int:
     if args.out:
         args.out.write_text(json.dumps(table, indent=1))
     wrong = sum(found["verdict"] != "right" for found in table)
-    print(f"\n{len(table) - wrong} of {len(table)} calls are right" if table else "\nno backend serves this machine")
+    print(
+        f"\n{len(table) - wrong} of {len(table)} calls are right"
+        if table
+        else "\nno backend serves this machine"
+    )
     return 1 if wrong else 0 if table else 2
 
 

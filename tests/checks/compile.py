@@ -1,7 +1,8 @@
-"""What our Triton kernels take of AMD's machines, as a table: `python -m tests.checks.compile`. Needs Triton and no GPU.
+"""What our Triton kernels take of AMD's machines, as a table: `python -m tests.checks.compile`.
+Needs Triton and no GPU.
 
-A cell holds the vector registers of a thread, + those that it spills, and the shared memory of a program. The status is 1 when a
-kernel spills on CDNA.
+A cell holds the vector registers of a thread, + those that it spills, and the shared memory of a
+program. The status is 1 when a kernel spills on CDNA.
 """
 
 import sys
@@ -20,7 +21,14 @@ def main() -> int:
     for title, by_target in uses.items():
         cells = [f" {_cell(by_target[name])} " if name in by_target else " " for name in targets]
         print(f"| {title} |{'|'.join(cells)}|")
-    return int(any(by_target[name].spilled for by_target in uses.values() for name in targets if targets[name].is_cdna))
+    return int(
+        any(
+            by_target[name].spilled
+            for by_target in uses.values()
+            for name in targets
+            if targets[name].is_cdna
+        )
+    )
 
 
 def _cell(use: Use) -> str:

@@ -3,8 +3,8 @@
     python -m tests.checks.cpus            # everything that is not slow: `make test-cpus`
     python -m tests.checks.cpus --bits     # what compares bits, in under a minute: part of `make test`
 
-NumPy's BLAS, torch's own kernels, oneDNN and MKL choose their code by the processor, and sums by the
-number of threads. A bound that holds on one processor by chance fails on another one here.
+NumPy's BLAS, torch's own kernels, oneDNN and MKL choose their code by the processor, and sums by
+the number of threads. A bound that holds on one processor by chance fails on another one here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ NUMBERS = [f"tests/{part}" for part in OURS]
 
 
 class Machine(NamedTuple):
-    """A processor by what libraries call it; a flag of /proc/cpuinfo that running its code takes."""
+    """A processor by what libraries call it; a flag of /proc/cpuinfo that running its code
+    takes.
+    """
 
     blas: str
     aten: str
@@ -88,17 +90,27 @@ def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[
         "--dist",
         "worksteal",
     ]
-    done = subprocess.run([*command, *options, *paths], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *options, *paths], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     lines = (done.stdout + done.stderr).strip().splitlines()
     if done.returncode not in (0, 5):  # 5: none of these tests
-        print("\n".join(line for line in lines if line.startswith(("FAILED", "ERROR"))) or "\n".join(lines[-20:]), flush=True)
+        print(
+            "\n".join(line for line in lines if line.startswith(("FAILED", "ERROR")))
+            or "\n".join(lines[-20:]),
+            flush=True,
+        )
     return done.returncode in (0, 5), lines[-1] if lines else "nothing was printed"
 
 
 def main() -> int:
     """Prints a line for each machine; 1 where a test fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bits", action="store_true", help="only what compares bits, as Haswell has it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--bits", action="store_true", help="only what compares bits, as Haswell has it"
+    )
     parser.add_argument("--machines", nargs="+", choices=MACHINES, help="these alone")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
@@ -112,7 +124,13 @@ def main() -> int:
         ]
     else:
         names, options = list(MACHINES), ["-m", "not slow"]
-        files = [*NUMBERS, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_*lossless.py")))]
+        files = [
+            *NUMBERS,
+            *(
+                str(path.relative_to(ROOT))
+                for path in sorted((ROOT / "tests").glob("test_*lossless.py"))
+            ),
+        ]
     right, able = True, flags()
     for name in args.machines or names:
         if MACHINES[name].needs not in able:
@@ -123,7 +141,9 @@ def main() -> int:
             passed, line = run(name, paths, options, args.workers)
             right &= passed
             took, verdict = time.perf_counter() - started, "right" if passed else "WRONG"
-            print(f"{name:<11} {what:<21} {verdict:<6} {took:5.0f} s  {line.strip('= ')}", flush=True)
+            print(
+                f"{name:<11} {what:<21} {verdict:<6} {took:5.0f} s  {line.strip('= ')}", flush=True
+            )
     return int(not right)
 
 

@@ -1,8 +1,10 @@
-"""A real GGUF file beside Transformers' own reading of it: config, tokenizer, every weight, and greedy tokens in float32.
+"""A real GGUF file beside Transformers' own reading of it: config, tokenizer, every weight, and
+greedy tokens in float32.
 
     python -m tests.checks.gguf FILE [--tokens 24] [--weights-only]
 
-Prints a line for each, and the seconds and the memory that reading takes; needs 8 bytes for each weight.
+Prints a line for each, and the seconds and the memory that reading takes; needs 8 bytes for each
+weight.
 """
 
 import argparse
@@ -80,7 +82,9 @@ def main() -> int:
             )
         expected = full[0, len(prefix) :].tolist()
         found = list(decoder.generate(prefix, max_tokens=args.tokens).token_ids)
-        equal = found == expected[: len(found)] and (len(found) == len(expected) or found[-1] in decoder.verifier.eos_token_ids)
+        equal = found == expected[: len(found)] and (
+            len(found) == len(expected) or found[-1] in decoder.verifier.eos_token_ids
+        )
         print(f"{prompt[:40]!r}: prompt {same}, {len(found)} greedy tokens {equal}", flush=True)
         different += [] if same and equal else [prompt]
     decoder.close()

@@ -1,7 +1,8 @@
 """What a grammar costs the host per request and step: `python -m tests.checks.grammar_host`.
 
-Medians of the processor's time for one request in the midst of a JSON document, with the embedded model's tokenizer. The drafts are
-the tokens that a document goes on with, so the grammar allows all of them, which takes longest.
+Medians of the processor's time for one request in the midst of a JSON document, with the embedded
+model's tokenizer. The drafts are the tokens that a document goes on with, so the grammar allows all
+of them, which takes longest.
 """
 
 import time
@@ -47,7 +48,10 @@ def main() -> int:
     compiler.start(Grammar.regex("a"))
     first = time.process_time()
     progress = compiler.start(Grammar.json_schema(SCHEMA))
-    print(f"once for the tokenizer {first - started:.2f} s, this schema {(time.process_time() - first) * 1e3:.1f} ms")
+    print(
+        f"once for the tokenizer {first - started:.2f} s, this schema"
+        f" {(time.process_time() - first) * 1e3:.1f} ms"
+    )
     progress.advance(tokenizer(READ, add_special_tokens=False)["input_ids"])
     drafts = tokenizer(NEXT, add_special_tokens=False)["input_ids"]
     for count in (0, 3, 7, 15):
@@ -59,7 +63,10 @@ def main() -> int:
         logits = torch.zeros(1, count + 1, VOCAB_SIZE)
         held = TokenMasks(rows[None], torch.tensor([0]))
         applied = microseconds(partial(mask_logits, logits, held), 30)
-        print(f"{count:>2} drafts: masks {masks:.0f} us, replacing every draft {mended:.0f} us, applying on a CPU {applied:.0f} us")
+        print(
+            f"{count:>2} drafts: masks {masks:.0f} us, replacing every draft {mended:.0f} us,"
+            f" applying on a CPU {applied:.0f} us"
+        )
     return 0
 
 

@@ -1,8 +1,9 @@
 """What the engine's host work costs per request and step: `python -m tests.checks.host`.
 
-Microseconds of the processor's time in `Session.step` and in reading what it brings, divided by the requests of the step. What a
-GPU would do, the captured step, is done by the processor here for a target that is a mere table, and its time is left out.
-Each figure is the median of several runs of steps, for requests at different places of their cache blocks.
+Microseconds of the processor's time in `Session.step` and in reading what it brings, divided by the
+requests of the step. What a GPU would do, the captured step, is done by the processor here for a
+target that is a mere table, and its time is left out. Each figure is the median of several runs of
+steps, for requests at different places of their cache blocks.
 """
 
 import argparse
@@ -42,7 +43,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "text as it comes": (0, {}, {}),
     "stop strings": (0, {"stop": ("\n\n", "~~~~~~")}, SILENT),
 }
-"""Drafts per step, changes of `SamplingParams`, and how `Session.submit` is asked, by title. Who ends is followed by another."""
+"""Drafts per step, changes of `SamplingParams`, and how `Session.submit` is asked, by title. Who
+ends is followed by another.
+"""
 
 
 class Apart:
@@ -72,12 +75,16 @@ class Apart:
 
 
 def table_verifier() -> Verifier:
-    """A tiny target whose logits depend on the last token alone, so that steps leave the processor's caches to the host."""
+    """A tiny target whose logits depend on the last token alone, so that steps leave the
+    processor's caches to the host.
+    """
     verifier = paged_verifier(plain_model("llama", num_hidden_layers=1), DEFAULT_BLOCK_SIZE)
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))
 
     def forward(rows: ForwardInput, *_: Any) -> VerifyOutput:
-        return VerifyOutput(table[rows.token_ids if rows.logit_rows is None else rows.token_ids[rows.logit_rows]])
+        return VerifyOutput(
+            table[rows.token_ids if rows.logit_rows is None else rows.token_ids[rows.logit_rows]]
+        )
 
     verifier.forward = forward  # type: ignore[method-assign, assignment]
     return verifier
@@ -106,8 +113,12 @@ def microseconds(verifier: Verifier, num_reqs: int, title: str, runs: int) -> fl
     handles: dict[int, Handle] = {}
 
     def submit(index: int, most: int = sampling.max_tokens) -> None:
-        prompt = torch.randint(3, VOCAB, (4 + index % DEFAULT_BLOCK_SIZE,), generator=generator).tolist()
-        handles[index] = session.submit(prompt, replace(sampling, max_tokens=most), index=index, stream=stream, **how)
+        prompt = torch.randint(
+            3, VOCAB, (4 + index % DEFAULT_BLOCK_SIZE,), generator=generator
+        ).tolist()
+        handles[index] = session.submit(
+            prompt, replace(sampling, max_tokens=most), index=index, stream=stream, **how
+        )
 
     def step() -> None:
         session.step()
@@ -118,7 +129,9 @@ def microseconds(verifier: Verifier, num_reqs: int, title: str, runs: int) -> fl
 
     for index in range(num_reqs):  # of short outputs, some end in every step
         submit(index, sampling.max_tokens if sampling.max_tokens > 64 else 24 + index % 64)
-    while engine.scheduler.waiting or any(request.status is not Status.RUNNING for request in engine.scheduler.working):
+    while engine.scheduler.waiting or any(
+        request.status is not Status.RUNNING for request in engine.scheduler.working
+    ):
         step()
     for _ in range(4):
         step()
@@ -134,14 +147,35 @@ def microseconds(verifier: Verifier, num_reqs: int, title: str, runs: int) -> fl
 
 def main() -> int:
     """A line per case."""
-    parser = argparse.ArgumentParser(prog="python -m tests.checks.host", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], metavar="N", help="decoded at once")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="TITLE", help=f"of {list(CASES)}")
-    parser.add_argument("--runs", type=int, default=8, help=f"runs of {RUN} steps (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checks.host", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[64, 256, 1024],
+        metavar="N",
+        help="decoded at once",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=list(CASES),
+        choices=list(CASES),
+        metavar="TITLE",
+        help=f"of {list(CASES)}",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=8, help=f"runs of {RUN} steps (default %(default)s)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     verifier = table_verifier()
-    print(f"microseconds per request and step, Python {sys.version.split()[0]}, torch {torch.__version__}")
+    print(
+        f"microseconds per request and step, Python {sys.version.split()[0]}, torch"
+        f" {torch.__version__}"
+    )
     print(f"{'requests':<26}" + "".join(f"{number:>9,}" for number in args.requests))
     for title in args.cases:
         print(f"{title:<26}", end="", flush=True)

@@ -74,17 +74,24 @@ class Notes:
     def during(self, began: float, seconds: float) -> str:
         """What went on for most of that time."""
         ends = [*(at for at, _ in self.asked[1:]), began + seconds]
-        shares = [min(end, began + seconds) - max(at, began) for (at, _), end in zip(self.asked, ends, strict=True)]
+        shares = [
+            min(end, began + seconds) - max(at, began)
+            for (at, _), end in zip(self.asked, ends, strict=True)
+        ]
         return self.asked[shares.index(max(shares))][1] if shares and max(shares) > 0 else "nothing"
 
 
-def ask(address: tuple[str, int], path: str, body: Any = None, patience: float = PATIENCE) -> tuple[int, str]:
+def ask(
+    address: tuple[str, int], path: str, body: Any = None, patience: float = PATIENCE
+) -> tuple[int, str]:
     """The status of an answer, and all of it."""
     connection = http.client.HTTPConnection(*address, timeout=patience)
     try:
         data = None if body is None else written(body).encode(errors="surrogatepass")
         with suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
-            connection.request("GET" if data is None else "POST", path, data, {"Content-Type": "application/json"})
+            connection.request(
+                "GET" if data is None else "POST", path, data, {"Content-Type": "application/json"}
+            )
         answer = connection.getresponse()
         return answer.status, answer.read().decode(errors="replace")
     finally:
@@ -135,7 +142,13 @@ def work(address: tuple[str, int], folder: Path, number: int, until: Path) -> No
             status, text = ask(address, path, body, 30.0)
             made = json.loads(text)["choices"][0]["text"] if number and status == 200 else ""
             want = made if want is None else want
-            wrong = f"status {status}: {text[:200]}" if status != 200 else "" if made == want else f"text {made!r}"
+            wrong = (
+                f"status {status}: {text[:200]}"
+                if status != 200
+                else ""
+                if made == want
+                else f"text {made!r}"
+            )
         except (OSError, ValueError, http.client.HTTPException) as error:
             wrong = f"{type(error).__name__}: {error}"
         seen.append(Seen(began, time.time() - began, wrong))
@@ -163,7 +176,9 @@ def ordinary(address: tuple[str, int], clients: int) -> Iterator[list[list[Seen]
             for child in children:
                 os.waitpid(child, 0)
             for number in range(clients + 1):
-                seen.append([Seen(**one) for one in json.loads((folder / f"{number}.json").read_text())])
+                seen.append(
+                    [Seen(**one) for one in json.loads((folder / f"{number}.json").read_text())]
+                )
 
 
 def send(address: tuple[str, int], one: Asked, notes: Notes) -> None:
@@ -193,7 +208,9 @@ def _shown(one: Asked, said: str) -> str:
 
 
 def odd_connections(address: tuple[str, int], notes: Notes, seconds: int) -> None:
-    """Broken requests, connections that stay open, streams that nobody reads, clients that leave."""
+    """Broken requests, connections that stay open, streams that nobody reads,
+    clients that leave.
+    """
     for name, data in RAW.items():
         notes.asked.append((time.time(), name))
         leave([connect(address, data)])
@@ -229,7 +246,9 @@ def ask_quietly(address: tuple[str, int], body: Any) -> None:
 
 def main() -> int:
     """Prints the table; 1 where a line does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--generated", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=2)

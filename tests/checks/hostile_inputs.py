@@ -1,4 +1,6 @@
-"""What hostile clients send: every kind that has broken a server, and generated ones beside them."""
+"""What hostile clients send: every kind that has broken a server,
+and generated ones beside them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "a prompt of 15.6 MB": {"prompt": _many("a b ", 3_900_000)},
     "oneOf of 6,000 constants": {"guided_json": {"oneOf": _CONSTANTS}},
     "enum of 10**5": {"guided_json": {"enum": {"$each": ["v%d", 10**5]}}},
-    "10**4 properties": {"guided_json": {"properties": {f"p{number}": {} for number in range(10**4)}}},
+    "10**4 properties": {
+        "guided_json": {"properties": {f"p{number}": {} for number in range(10**4)}}
+    },
     "minimum of 10**400": {"guided_json": {"type": "integer", "minimum": 10**400}},
     "maxLength of 10**6": {"guided_json": {"type": "string", "maxLength": 10**6}},
     "a schema 5,000 deep": {"guided_json": {"$deep": ['{"items": ', True, "}", 5_000]}},
@@ -75,14 +79,18 @@ FIELDS: dict[str, dict[str, Any]] = {
 CHAT: dict[str, dict[str, Any]] = {
     "10**5 messages": {"messages": _many(_MESSAGE, 10**5)},
     "a message of 4 MB": {"messages": [{"role": "user", "content": _many("a b ", 10**6)}]},
-    "10**5 parts": {"messages": [{"role": "user", "content": _many({"type": "text", "text": "a"}, 10**5)}]},
+    "10**5 parts": {
+        "messages": [{"role": "user", "content": _many({"type": "text", "text": "a"}, 10**5)}]
+    },
     "10**4 tools": {"tools": _many({"type": "function", "function": {"name": "f"}}, 10**4)},
     "deep arguments": {"chat_template_kwargs": {"x": {"$deep": ["[", 1, "]", 900]}}},
     "a role of half a character": {"messages": [{"role": "\ud800", "content": "x"}]},
     "no max_tokens": {"messages": [_MESSAGE]},
 }
 TOKENS: list[Asked] = [
-    Asked("tokenize 6 MB", "/tokenize", {"prompt": _many("ab ", 2_000_000), "return_token_strs": True}),
+    Asked(
+        "tokenize 6 MB", "/tokenize", {"prompt": _many("ab ", 2_000_000), "return_token_strs": True}
+    ),
     Asked("detokenize 5 M", "/detokenize", {"tokens": _many(5, 5_000_000)}),
     Asked("detokenize 2**70", "/detokenize", {"tokens": [2**70]}),
     Asked("no JSON", COMPLETIONS, {"$raw": "{"}),
@@ -135,7 +143,9 @@ def malformed() -> list[Asked]:
         ("guided_json", {"type": "integer", "minimum": 5, "maximum": 2}),
         ("guided_json", {"$ref": "#"}),
     ]
-    made += [("guided_regex", one) for one in _PATTERNS] + [("guided_grammar", one) for one in _RULES]
+    made += [("guided_regex", one) for one in _PATTERNS] + [
+        ("guided_grammar", one) for one in _RULES
+    ]
     return [Asked(f"{name} {one}", COMPLETIONS, _short({name: one}), True) for name, one in made]
 
 
@@ -162,16 +172,23 @@ RAW: dict[str, bytes] = {
     "a header of 1 MB": b"GET /health HTTP/1.1\r\nx: " + b"a" * 10**6 + b"\r\n\r\n",
     "10**5 headers": b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 10**5 + b"\r\n",
     "a request line of 1 MB": b"GET /" + b"a" * 10**6 + b" HTTP/1.1\r\n\r\n",
-    "a length of 5,000 digits": b"POST /tokenize HTTP/1.1\r\ncontent-length: " + b"9" * 5_000 + b"\r\n\r\n",
+    "a length of 5,000 digits": b"POST /tokenize HTTP/1.1\r\ncontent-length: "
+    + b"9" * 5_000
+    + b"\r\n\r\n",
     "a negative length": b"POST /tokenize HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
     "two lengths": b"POST /tokenize HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
-    "a wrong chunk": b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n",
-    "10**5 chunks": b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 10**5,
+    "a wrong chunk": b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding:"
+    b" chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n",
+    "10**5 chunks": b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    + b"1\r\na\r\n" * 10**5,
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "zeros": bytes(10**5),
 }
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type:"
+    b" application/json\r\ncontent-length: %d\r\n\r\n"
+)
 
 
 def connect(address: Address, data: bytes) -> socket.socket:
@@ -186,12 +203,18 @@ def half_open(address: Address) -> list[socket.socket]:
     """Connections that go no further: silent, within a line, within a body."""
     starts = [b"", b"POST /v1/comp", _HEAD % 100 + b"{", _HEAD % 16_700_000 + b" " * 10**6]
     counts = [100, 100, 100, 40]
-    return [connect(address, data) for data, count in zip(starts, counts, strict=True) for _ in range(count)]
+    return [
+        connect(address, data)
+        for data, count in zip(starts, counts, strict=True)
+        for _ in range(count)
+    ]
 
 
 def unread(address: Address, count: int = 10) -> list[socket.socket]:
     """Streams that nobody reads."""
-    text = written({"prompt": "abc", "stream": True, "max_tokens": 60, "ignore_eos": True, "n": 4}).encode()
+    text = written(
+        {"prompt": "abc", "stream": True, "max_tokens": 60, "ignore_eos": True, "n": 4}
+    ).encode()
     return [connect(address, _HEAD % len(text) + text) for _ in range(count)]
 
 

@@ -1,7 +1,9 @@
-"""Compares greedy outputs in float32 over all ways to decode: `python -m tests.checks.identity [--data test.jsonl]`.
+"""Compares greedy outputs in float32 over all ways to decode:
+`python -m tests.checks.identity [--data test.jsonl]`.
 
-The embedded model, plain and with its drafter, alone and in batches, captured (on a GPU) and launched operation by operation, with
-a fixed k and with one chosen step by step; and Transformers' `generate`. Whatever differs is printed, and the exit status is 1.
+The embedded model, plain and with its drafter, alone and in batches, captured (on a GPU) and
+launched operation by operation, with a fixed k and with one chosen step by step; and Transformers'
+`generate`. Whatever differs is printed, and the exit status is 1.
 """
 
 import argparse
@@ -32,7 +34,9 @@ class Way(NamedTuple):
         """Whether it gets a tenth of the prompts."""
         return self.max_num_seqs == 1 or not self.captured
 
-    def outputs(self, verifier: Verifier, drafter: Drafter, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+    def outputs(
+        self, verifier: Verifier, drafter: Drafter, prompts: Sequence[list[int]], max_tokens: int
+    ) -> list[list[int]]:
         """Output tokens by prompt."""
         config = EngineConfig(
             max_num_seqs=self.max_num_seqs,
@@ -43,7 +47,9 @@ class Way(NamedTuple):
             cache=CacheConfig(prefix_caching=False),
         )
         engine = SpecEngine(verifier, drafter if self.k != 0 else None, config)
-        requests = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
+        requests = [
+            engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts
+        ]
         while engine.has_work:
             engine.step()
         del engine
@@ -54,7 +60,12 @@ class Way(NamedTuple):
 WAYS = (
     *(Way(1, 0), Way(8, 0, captured=False), Way(256, 0)),
     *(Way(1, 15), Way(8, 15), Way(8, 15, captured=False), Way(32, 7), Way(256, 3), Way(64, "auto")),
-    *(Way(1, None, tree=64), Way(8, None, tree=16), Way(8, None, captured=False, tree=33), Way(32, None, tree=7)),
+    *(
+        Way(1, None, tree=64),
+        Way(8, None, tree=16),
+        Way(8, None, captured=False, tree=33),
+        Way(32, None, tree=7),
+    ),
 )
 
 
@@ -66,9 +77,13 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
     name = "gsm8k" if args.data else "bundled"
-    items = load_prompt_set(name, files={name: args.data} if args.data else {}, limit=args.limit).items
+    items = load_prompt_set(
+        name, files={name: args.data} if args.data else {}, limit=args.limit
+    ).items
     engine = EngineConfig(num_draft_tokens=None, max_num_seqs=1, max_model_len=1024)
-    decoder = SpecDecoder.from_pretrained("embedded", drafter="smollm2-dflash", dtype="float32", engine=engine)
+    decoder = SpecDecoder.from_pretrained(
+        "embedded", drafter="smollm2-dflash", dtype="float32", engine=engine
+    )
     verifier, drafter = decoder.verifier, decoder.engine.drafter
     assert drafter is not None
     prompts = [decoder.tokenize([{"role": "user", "content": item.turns[0]}]) for item in items]
@@ -80,7 +95,10 @@ def main() -> int:
         nonlocal different
         differing = [index for index, output in enumerate(outputs) if output != expected[index]]
         different += len(differing)
-        print(f"{title:<44}{len(outputs) - len(differing)} of {len(outputs)} equal {differing or ''}", flush=True)
+        print(
+            f"{title:<44}{len(outputs) - len(differing)} of {len(outputs)} equal {differing or ''}",
+            flush=True,
+        )
 
     for way in WAYS:
         kind = "captured" if way.captured and verifier.device.type == "cuda" else "eager"
@@ -88,7 +106,10 @@ def main() -> int:
         drafts = f"tree {way.tree}" if way.tree else f"k = {way.k}"
         compare(f"{way.max_num_seqs} at once, {drafts}, {kind}", outputs)
     peer = TransformersPeer("transformers", verifier, lookup=False)
-    compare("Transformers generate", peer.generate(few, [SamplingParams(max_tokens=args.max_tokens)] * len(few), concurrency=1))
+    compare(
+        "Transformers generate",
+        peer.generate(few, [SamplingParams(max_tokens=args.max_tokens)] * len(few), concurrency=1),
+    )
     return 1 if different else 0
 
 

@@ -94,7 +94,9 @@ def ended(pid: int, until: float) -> int | None:
 def hurt(pid: int, way: str, draw: Random) -> None:
     """Sends what ends a process."""
     victim = draw.choice(sorted(below(pid))) if draw.random() < 0.3 else pid
-    kill = os.killpg if way.startswith("SIGINT") and draw.random() < 0.5 else os.kill  # a terminal tells all
+    kill = (
+        os.killpg if way.startswith("SIGINT") and draw.random() < 0.5 else os.kill
+    )  # a terminal tells all
     with suppress(ProcessLookupError):
         if way == "kill -9":
             os.kill(victim, signal.SIGKILL)
@@ -122,7 +124,9 @@ def orphans(until: float) -> set[int]:
         time.sleep(0.02)
 
 
-def one(command: Command, folder: Path, moment: float, way: str, draw: Random, found: Found) -> bool:
+def one(
+    command: Command, folder: Path, moment: float, way: str, draw: Random, found: Found
+) -> bool:
     """A run that is hurt at a moment; whether it has ended by itself, and all is well."""
     pid, began = start(command, folder), time.monotonic()
     client = _client(command, folder)
@@ -145,7 +149,9 @@ def one(command: Command, folder: Path, moment: float, way: str, draw: Random, f
         found.wrong.append(f"ends by itself with status {status}: {_said(folder)}")
     left = orphans(time.monotonic() + PATIENCE / 2)
     if left:
-        names = [Path(f"/proc/{other}/cmdline").read_text().replace("\0", " ")[:80] for other in left]
+        names = [
+            Path(f"/proc/{other}/cmdline").read_text().replace("\0", " ")[:80] for other in left
+        ]
         found.wrong.append(f"{way} leaves {names} running")
         for other in left:
             with suppress(ProcessLookupError):
@@ -195,7 +201,9 @@ def kills(name: str, command: Command, root: Path, moments: int, seed: int) -> F
     return found
 
 
-def _judged(command: Command, folder: Path, before: State, whole: bool, want: Any, files: set[str]) -> State:
+def _judged(
+    command: Command, folder: Path, before: State, whole: bool, want: Any, files: set[str]
+) -> State:
     """What is finished by now.
 
     Raises:
@@ -235,7 +243,8 @@ def check(names: list[str], moments: int, seed: int) -> int:
         found = kills(name, known[name], root, moments, seed)
         ways = ", ".join(f"{count} x {way}" for way, count in sorted(found.ways.items()))
         print(
-            f"{'WRONG' if found.wrong else 'ok   '} {name:<10} {ways}; {found.whole} whole runs; longest end {found.longest:.1f} s"
+            f"{'WRONG' if found.wrong else 'ok   '} {name:<10} {ways}; {found.whole} whole runs;"
+            f" longest end {found.longest:.1f} s"
         )
         for text, count in Counter(found.wrong).most_common(20):
             print(f"      {count} x {text}", flush=True)
@@ -246,7 +255,9 @@ def check(names: list[str], moments: int, seed: int) -> int:
 
 def main() -> int:
     """Imports what the commands do, and checks them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--commands", nargs="+", default=[])
     parser.add_argument("--moments", type=int, default=100, help="of each command")
     parser.add_argument("--seed", type=int, default=0)

@@ -121,7 +121,10 @@ def _report(path: Path) -> Any:
         report = json.loads(path.read_text())
     except ValueError as error:
         raise Damage(f"{path.name} is no JSON") from error
-    rows = [[row[name] for name in ("drafter", "k", "num_answers", "differing_answers")] for row in report["rows"]]
+    rows = [
+        [row[name] for name in ("drafter", "k", "num_answers", "differing_answers")]
+        for row in report["rows"]
+    ]
     return report["complete"], rows
 
 
@@ -169,7 +172,9 @@ def _ask(folder: Path) -> None:
             body["guided_regex"] = f"[a-z]{{3,{3 + number}}}x"
         with suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=30)
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
             connection.getresponse().read()
 
 
@@ -213,9 +218,15 @@ def commands(root: Path) -> dict[str, Command]:
             lambda folder: journal(folder / "real"),
             lambda folder: _texts(journal(folder / "real")),
         ),
-        "eval": Command(lambda folder: evaluate, _journals, lambda folder: _texts(_journals(folder))),
-        "bench": Command(lambda folder: bench, _bench_seen, lambda folder: _report(folder / "real")),
-        "train": Command(train, lambda folder: _hashes(list(folder.glob("run/answers/*.jsonl"))), trained),
+        "eval": Command(
+            lambda folder: evaluate, _journals, lambda folder: _texts(_journals(folder))
+        ),
+        "bench": Command(
+            lambda folder: bench, _bench_seen, lambda folder: _report(folder / "real")
+        ),
+        "train": Command(
+            train, lambda folder: _hashes(list(folder.glob("run/answers/*.jsonl"))), trained
+        ),
         "serve": Command(
             lambda folder: ["serve", *shared, "--port", "0", "--drain-seconds", "1"],
             lambda folder: {},

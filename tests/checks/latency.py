@@ -1,7 +1,9 @@
-"""Time to the first token and time of a decode step: `python -m tests.checks.latency --shape NAME [options]`.
+"""Time to the first token and time of a decode step:
+`python -m tests.checks.latency --shape NAME [options]`.
 
-A shape is a few layers with random weights and the heads of a published model, since attention is what is compared: prompts in 8
-bits or in 16 (`--prefill-dtype`), layouts of the cache and backends (`--attention`). Without a shape, the target is `--model`.
+A shape is a few layers with random weights and the heads of a published model, since attention is
+what is compared: prompts in 8 bits or in 16 (`--prefill-dtype`), layouts of the cache and backends
+(`--attention`). Without a shape, the target is `--model`.
 """
 
 import argparse
@@ -16,7 +18,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV32Config, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.cli.options import load_decoder, model_options
@@ -25,7 +33,12 @@ from specdec.sampling.params import SamplingParams
 from tests.checks.step import step_time, wait
 from tests.helpers.tiny_models import tiny_tokenizer
 
-_COMMON = {"vocab_size": 32000, "num_hidden_layers": 4, "max_position_embeddings": 163840, "hidden_size": 4096}
+_COMMON = {
+    "vocab_size": 32000,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 163840,
+    "hidden_size": 4096,
+}
 _LATENT = {
     **_COMMON,
     "intermediate_size": 8192,
@@ -58,12 +71,21 @@ _TINY = {
 """The heads stay as they are: kernels have no others."""
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(
-        **_COMMON, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False
+        **_COMMON,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
     ),
     "deepseek": lambda: DeepseekV3Config(**_LATENT),
-    "deepseek-sparse": lambda: DeepseekV32Config(**_LATENT, index_n_heads=64, index_head_dim=128, index_topk=2048),
+    "deepseek-sparse": lambda: DeepseekV32Config(
+        **_LATENT, index_n_heads=64, index_head_dim=128, index_topk=2048
+    ),
     "tiny": lambda: DeepseekV3Config(**_LATENT | _TINY),
-    "tiny-sparse": lambda: DeepseekV32Config(**_LATENT | _TINY, index_n_heads=32, index_head_dim=128, index_topk=16),
+    "tiny-sparse": lambda: DeepseekV32Config(
+        **_LATENT | _TINY, index_n_heads=32, index_head_dim=128, index_topk=16
+    ),
 }
 
 
@@ -76,10 +98,14 @@ def save_random(name: str, folder: Path) -> str:
 
 
 def first_token_time(engine: SpecEngine, length: int, repeats: int) -> float:
-    """Median milliseconds from a prompt of `length` tokens to its first token, but for the first one, which may compile."""
+    """Median milliseconds from a prompt of `length` tokens to its first token, but for the first
+    one, which may compile.
+    """
     generator, times = torch.Generator().manual_seed(0), []
     for _ in range(repeats + 1):
-        prompt = torch.randint(3, engine.verifier.vocab_size, (length,), generator=generator).tolist()
+        prompt = torch.randint(
+            3, engine.verifier.vocab_size, (length,), generator=generator
+        ).tolist()
         wait(engine.verifier.device)
         started = time.perf_counter()
         request = engine.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -93,13 +119,28 @@ def first_token_time(engine: SpecEngine, length: int, repeats: int) -> float:
 def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.checks.latency", description=__doc__.splitlines()[0] if __doc__ else None
+        prog="python -m tests.checks.latency",
+        description=__doc__.splitlines()[0] if __doc__ else None,
     )
     model_options(parser)
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), help="random weights in place of --model")
-    add("--prompts", type=int, nargs="+", default=[2048, 8192, 32768], metavar="N", help="tokens, for the time to the first token")
-    add("--contexts", type=int, nargs="+", default=[8192, 65536], metavar="N", help="tokens, for the time of a decode step")
+    add(
+        "--prompts",
+        type=int,
+        nargs="+",
+        default=[2048, 8192, 32768],
+        metavar="N",
+        help="tokens, for the time to the first token",
+    )
+    add(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[8192, 65536],
+        metavar="N",
+        help="tokens, for the time of a decode step",
+    )
     add("--requests", type=int, nargs="+", default=[1, 32], metavar="N", help="decoded at once")
     add("--repeats", type=int, default=5)
     add("--out", type=Path, help="write milliseconds by title as JSON")
@@ -113,23 +154,35 @@ def main() -> int:
     with ExitStack() as stack:
         if args.shape:
             args.model = save_random(args.shape, Path(stack.enter_context(TemporaryDirectory())))
-        # The cache of this decoder is made as small as can be; each measurement has an engine of its own.
-        verifier: Any = load_decoder(args, None, EngineConfig(max_num_seqs=1, max_model_len=2)).verifier
+        # The cache of this decoder is made as small as can be; each measurement has an engine of
+        # its own.
+        verifier: Any = load_decoder(
+            args, None, EngineConfig(max_num_seqs=1, max_model_len=2)
+        ).verifier
         print(
-            f"{args.shape or args.model}, {verifier.attention.name}, {verifier.dtype}, {verifier.device}, torch {torch.__version__}"
+            f"{args.shape or args.model}, {verifier.attention.name}, {verifier.dtype},"
+            f" {verifier.device}, torch {torch.__version__}"
         )
         for line in verifier.attention.describe(verifier.attention.spec):
             print(f"  {line}")
         for length in args.prompts:
             cache = CacheConfig(prefix_caching=False)
-            config = EngineConfig(max_num_seqs=1, max_model_len=length + 16, max_prefill_tokens=length, cache=cache)
+            config = EngineConfig(
+                max_num_seqs=1, max_model_len=length + 16, max_prefill_tokens=length, cache=cache
+            )
             engine = SpecEngine(verifier, None, config)
-            note(f"first token of a prompt of {length:,}", first_token_time(engine, length, args.repeats))
+            note(
+                f"first token of a prompt of {length:,}",
+                first_token_time(engine, length, args.repeats),
+            )
         for context in args.contexts:
             for num_reqs in args.requests:
                 config = EngineConfig(max_num_seqs=num_reqs, max_model_len=context + 128)
                 engine = SpecEngine(verifier, None, config)
-                note(f"decode step of {num_reqs} x {context:,}", step_time(engine, num_reqs, context, steps=8 * args.repeats))
+                note(
+                    f"decode step of {num_reqs} x {context:,}",
+                    step_time(engine, num_reqs, context, steps=8 * args.repeats),
+                )
     if args.out:
         args.out.write_text(json.dumps(found, indent=1))
     return 0

@@ -1,6 +1,8 @@
-"""A target on one attention backend, plain and with drafts, alone and eight at once: `python -m tests.checks.lossless`.
+"""A target on one attention backend, plain and with drafts, alone and eight at once:
+`python -m tests.checks.lossless`.
 
-Every output token has to be the choice of the same model on torch_ref in float32, or a near-tie in its logits, which are printed.
+Every output token has to be the choice of the same model on torch_ref in float32, or a near-tie in
+its logits, which are printed.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from verifiers.load import load_verifier
 def main() -> int:
     """Runs the command; 1 when a token is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.checks.lossless", description=__doc__.splitlines()[0] if __doc__ else None
+        prog="python -m tests.checks.lossless",
+        description=__doc__.splitlines()[0] if __doc__ else None,
     )
     model_options(parser)
     add = parser.add_argument
@@ -39,8 +42,15 @@ def main() -> int:
     def load(attention: str, dtype: torch.dtype) -> Verifier:
         return load_verifier(args.model, device=device, dtype=dtype, attention=attention)[0]
 
-    options: dict[str, Any] = {"drafter": None, "device": str(device), "dtype": "float32", "attention": "torch_ref"}
-    decoder = SpecDecoder.from_pretrained(args.model, **options, engine=EngineConfig(max_num_seqs=1, max_model_len=256))
+    options: dict[str, Any] = {
+        "drafter": None,
+        "device": str(device),
+        "dtype": "float32",
+        "attention": "torch_ref",
+    }
+    decoder = SpecDecoder.from_pretrained(
+        args.model, **options, engine=EngineConfig(max_num_seqs=1, max_model_len=256)
+    )
     texts = [[{"role": "user", "content": text}] for text in PROMPTS[: args.prompts]]
     prompts = [decoder.tokenize(text) for text in texts]
     reference = decoder.verifier
@@ -56,11 +66,16 @@ def main() -> int:
         from drafters.shipped import load_shipped
 
         makes["DFlash drafts"] = lambda verifier: load_shipped(None, verifier=verifier)
-    print(f"{args.model}, {verifier.attention.name}, {dtype}, {device}; {len(prompts)} prompts, {args.tokens} tokens each")
+    print(
+        f"{args.model}, {verifier.attention.name}, {dtype}, {device}; {len(prompts)} prompts,"
+        f" {args.tokens} tokens each"
+    )
     wrong = 0
     for (name, make), batch in itertools.product(makes.items(), args.batches):
         got, tau = generate(verifier, make(verifier), prompts, batch, args)
-        wrong += compare(f"{name}, {batch} at once", reference, dtype, prompts, want, got, f"; tau {tau:.2f}")
+        wrong += compare(
+            f"{name}, {batch} at once", reference, dtype, prompts, want, got, f"; tau {tau:.2f}"
+        )
     print("all right" if not wrong else f"{wrong} tokens are wrong")
     return int(wrong > 0)
 

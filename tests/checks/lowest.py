@@ -12,7 +12,10 @@ def pins() -> list[str]:
     True
     """
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+    ]
     found = (re.match(r"([\w.-]+)(?:\[.*\])?>=([\w.]+)", one) for one in wanted)
     return [f"{match[1]}=={match[2]}" for match in found if match]
 

@@ -1,17 +1,21 @@
-"""Counts how many public drafters would run as published, and says what is in the way of the others.
+"""Counts how many public drafters would run as published, and says what is in the way of the
+others.
 
     python -m tests.checks.public_drafters                      one GPU of 192 GB; every refusal with its reason
     python -m tests.checks.public_drafters --gpus 2 --gpu-memory 141
     python -m tests.checks.public_drafters --layout Laguna      one layout
     python -m tests.checks.public_drafters --write              the table in docs/drafters.md
 
-`tests/drafters/public_drafters.json` holds every row of `public_targets.json` as its publisher writes it: the content of
-config.json, name and shape of every tensor, and the form of the file. `quoted` says of a row what of it is quoted from a public
-file: its config, keys that decide ("keys"), or its tensors. All else is rebuilt from the code that trained and exported it, and
-numbers that nobody states are those of their kind. Each is read twice. With its own numbers config.json has to fit its target; and
-scaled down, with random weights in a folder, it has to load. Layers for multi-token prediction, which lie in their targets' files,
-are read from a tiny target of the same type (`tests/helpers/tiny_predictions.py`). `compared` says of a layout with whose code
-drafts were compared, step for step, and where. Nothing is fetched, and no published weights were read.
+`tests/drafters/public_drafters.json` holds every row of `public_targets.json` as its publisher
+writes it: the content of config.json, name and shape of every tensor, and the form of the file.
+`quoted` says of a row what of it is quoted from a public file: its config, keys that decide
+("keys"), or its tensors. All else is rebuilt from the code that trained and exported it, and
+numbers that nobody states are those of their kind. Each is read twice. With its own numbers
+config.json has to fit its target; and scaled down, with random weights in a folder, it has to load.
+Layers for multi-token prediction, which lie in their targets' files, are read from a tiny target of
+the same type (`tests/helpers/tiny_predictions.py`). `compared` says of a layout with whose code
+drafts were compared, step for step, and where. Nothing is fetched, and no published weights were
+read.
 """
 
 import argparse
@@ -70,9 +74,11 @@ class Row:
         checkpoint, target, family, layout: see the data file.
         target_layers: decoder layers of the target.
         vocab_size: of the target, where the config does not say.
-        model: the tiny model of a target's kind, whose own files have the drafter; None for all others.
+        model: the tiny model of a target's kind, whose own files have the drafter; None for all
+            others.
         config: content of config.json; empty where the publisher has another file.
-        shapes: shape and type of every tensor, in letters, with `*` for each draft layer and `+` for each tap.
+        shapes: shape and type of every tensor, in letters, with `*` for each draft layer and `+`
+            for each tap.
         files: beside config.json and the weights.
         weights: the form of the weights' file.
         quoted: what is quoted from a public file, see above.
@@ -105,10 +111,18 @@ def rows() -> tuple[Row, ...]:
         for name in entry.get("tensors", layout["tensors"]):
             shapes |= data["tensors"][name]
         config = _merged(layout["config"], entry.get("config", {}))
-        about = {key: entry.get(key) for key in ("checkpoint", "target", "family", "layout", "vocab_size", "model")}
-        about |= {"weights": entry.get("weights", "model.safetensors"), "compared": layout.get("compared")}
+        about = {
+            key: entry.get(key)
+            for key in ("checkpoint", "target", "family", "layout", "vocab_size", "model")
+        }
+        about |= {
+            "weights": entry.get("weights", "model.safetensors"),
+            "compared": layout.get("compared"),
+        }
         about |= {key: tuple(entry.get(key, ())) for key in ("files", "quoted")}
-        found.append(Row(**about, target_layers=entry.get("target_layers", 0), config=config, shapes=shapes))
+        found.append(
+            Row(**about, target_layers=entry.get("target_layers", 0), config=config, shapes=shapes)
+        )
     return tuple(found)
 
 
@@ -149,7 +163,9 @@ def tensors(config: Mapping[str, Any], shapes: Mapping[str, str]) -> dict[str, T
     """Tensors of the sizes in `config`."""
     sizes = _flat(config)
     taps = next((sizes[key] for key in TAPS if sizes.get(key)), [0, 1, 2])
-    numbers = {letter: sizes[key] for letter, key in SYMBOLS.items() if isinstance(sizes.get(key), int)}
+    numbers = {
+        letter: sizes[key] for letter, key in SYMBOLS.items() if isinstance(sizes.get(key), int)
+    }
     if "H" in numbers:
         numbers.setdefault("D", numbers["H"] // numbers.get("N", 1))
         numbers["X"] = len(taps) * sizes.get("target_hidden_size", numbers["H"])
@@ -158,24 +174,38 @@ def tensors(config: Mapping[str, Any], shapes: Mapping[str, str]) -> dict[str, T
         words = text.split()
         kind = getattr(torch, words[-1], torch.bfloat16)
         shape = [_number(word, numbers) for word in words if not hasattr(torch, word)]
-        repeats = len(taps) if "+" in name else sizes.get("num_hidden_layers", 1) if "*" in name else 1
+        repeats = (
+            len(taps) if "+" in name else sizes.get("num_hidden_layers", 1) if "*" in name else 1
+        )
         for i in range(repeats):
             found[re.sub(r"[*+]", str(i), name)] = _random(shape, kind)
     return found
 
 
-def shrunk(config: Mapping[str, Any], *, heads: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
+def shrunk(
+    config: Mapping[str, Any], *, heads: tuple[int | None, int | None] = (None, None)
+) -> dict[str, Any]:
     """The same config with sizes that take no time."""
-    heads = (config.get("num_attention_heads", heads[0]), config.get("num_key_value_heads", heads[1]))
+    heads = (
+        config.get("num_attention_heads", heads[0]),
+        config.get("num_key_value_heads", heads[1]),
+    )
     small = dict(config)
     for key, value in config.items():
         if isinstance(value, Mapping):
             small[key] = shrunk(value, heads=heads)
         elif key == "num_key_value_heads":
-            small[key] = TINY["num_attention_heads"] if heads[0] == heads[1] else TINY["num_attention_heads"] // 2
+            small[key] = (
+                TINY["num_attention_heads"]
+                if heads[0] == heads[1]
+                else TINY["num_attention_heads"] // 2
+            )
         elif key in TINY and value is not None:
             small[key] = min(value, TINY[key])
-    if config.get("draft_vocab_size") == _flat(config).get("vocab_size") and "draft_vocab_size" in config:
+    if (
+        config.get("draft_vocab_size") == _flat(config).get("vocab_size")
+        and "draft_vocab_size" in config
+    ):
         small["draft_vocab_size"] = TINY["vocab_size"]
     return small
 
@@ -210,11 +240,22 @@ def _tiny_verifier(row: Row, config: Mapping[str, Any]) -> FakeVerifier:
     sizes = _flat(config)
     width = sizes.get("target_hidden_size") or sizes.get("hidden_size", TINY["hidden_size"])
     vocabulary = row.vocab_size or sizes.get("vocab_size", TINY["vocab_size"])
-    verifier = FakeVerifier(tiny_target(hidden_size=width, vocab_size=vocabulary, num_hidden_layers=1))
+    verifier = FakeVerifier(
+        tiny_target(hidden_size=width, vocab_size=vocabulary, num_hidden_layers=1)
+    )
     verifier.name, verifier.num_layers = row.target, row.target_layers
     if "latent" in row.layout:  # such drafters take the target's kind of attention
-        shape = {key: sizes[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
-        spec = MlaSpec(verifier.device, verifier.dtype, num_heads=sizes["num_attention_heads"], **shape, block_size=4)
+        shape = {
+            key: sizes[key]
+            for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        }
+        spec = MlaSpec(
+            verifier.device,
+            verifier.dtype,
+            num_heads=sizes["num_attention_heads"],
+            **shape,
+            block_size=4,
+        )
         verifier.attention = TorchRefMlaBackend(spec)  # type: ignore[assignment]
     return verifier
 
@@ -229,7 +270,11 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(base[key], changes[key]) for key in base if _are_objects(base[key], changes.get(key))}
+    both = {
+        key: _merged(base[key], changes[key])
+        for key in base
+        if _are_objects(base[key], changes.get(key))
+    }
     return {**base, **changes, **both}
 
 
@@ -267,10 +312,13 @@ def verdict(row: Row, reason: str | None, *, gpus: int, gpu_bytes: int) -> Verdi
         config_quoted="config" in row.quoted,
         keys_quoted="keys" in row.quoted,
         tensors_quoted="tensors" in row.quoted,
-        target_accepted=not any(not one.startswith(public_targets.TOO_LARGE) for one in needs.missing),
+        target_accepted=not any(
+            not one.startswith(public_targets.TOO_LARGE) for one in needs.missing
+        ),
         tokenizer_readable="tokenizer" not in public_targets.data()["targets"][row.target],
         head_loads=reason is None,
-        fits=bool(needs.weights) and not any(one.startswith(public_targets.TOO_LARGE) for one in needs.missing),
+        fits=bool(needs.weights)
+        and not any(one.startswith(public_targets.TOO_LARGE) for one in needs.missing),
         compared=row.compared is not None,
     )
 
@@ -280,7 +328,9 @@ def counts(found: Found, *, gpus: int, gpu_bytes: int) -> dict[str, dict[str, in
     sums: dict[str, dict[str, int]] = {}
     for row, reason in found:
         known = verdict(row, reason, gpus=gpus, gpu_bytes=gpu_bytes)
-        lines = {field.name.replace("_", " "): getattr(known, field.name) for field in fields(known)}
+        lines = {
+            field.name.replace("_", " "): getattr(known, field.name) for field in fields(known)
+        }
         lines |= {"all of the four": known.runs, "and compared": known.runs and known.compared}
         family = sums.setdefault(row.family, {"rows": 0})
         family["rows"] += 1
@@ -291,7 +341,10 @@ def counts(found: Found, *, gpus: int, gpu_bytes: int) -> dict[str, dict[str, in
 
 def table(found: Found) -> str:
     """Counts by family and layout, in Markdown."""
-    lines = ["| family | layout | heads load | quoted in part | drafts compared with |", "|---|---|---|---|---|"]
+    lines = [
+        "| family | layout | heads load | quoted in part | drafts compared with |",
+        "|---|---|---|---|---|",
+    ]
     for family in dict.fromkeys(row.family for row, _ in found):
         lines.append(f"| **{family}** | | **{_count(found, family=family)}** | | |")
         for layout in dict.fromkeys(row.layout for row, _ in found if row.family == family):
@@ -303,7 +356,11 @@ def table(found: Found) -> str:
 
 
 def _count(found: Found, **about: str) -> str:
-    reasons = [reason for row, reason in found if all(getattr(row, name) == value for name, value in about.items())]
+    reasons = [
+        reason
+        for row, reason in found
+        if all(getattr(row, name) == value for name, value in about.items())
+    ]
     return f"{reasons.count(None)} of {len(reasons)}"
 
 
@@ -312,12 +369,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layout", metavar="NAME", help="one layout alone")
     parser.add_argument("--gpus", type=int, default=1, help="of one machine (default %(default)s)")
-    parser.add_argument("--gpu-memory", type=float, default=192, metavar="GB", help="of one GPU (default %(default)s)")
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=192,
+        metavar="GB",
+        help="of one GPU (default %(default)s)",
+    )
     parser.add_argument("--write", action="store_true", help="put the counts into docs/drafters.md")
     args = parser.parse_args(argv)
     found = [(row, refusal(row)) for row in rows() if args.layout in (None, row.layout)]
     sums = counts(found, gpus=args.gpus, gpu_bytes=int(args.gpu_memory * 1e9))
-    print(f"{args.gpus} x {args.gpu_memory:g} GB".ljust(22) + "".join(f"{family:>9}" for family in sums))
+    print(
+        f"{args.gpus} x {args.gpu_memory:g} GB".ljust(22)
+        + "".join(f"{family:>9}" for family in sums)
+    )
     for line in next(iter(sums.values())):
         print(f"{line:<22}" + "".join(f"{family[line]:>9}" for family in sums.values()))
     print("\nby layout")
@@ -328,7 +394,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for (layout, reason), count in refused.most_common():
         print(f"  {count:>2}  {layout}: {reason}")
     if args.write:
-        PAGE.write_text(re.sub(r"\| family \| layout(.*\n\|)*.*", lambda _: table(found), PAGE.read_text(), count=1))
+        PAGE.write_text(
+            re.sub(
+                r"\| family \| layout(.*\n\|)*.*", lambda _: table(found), PAGE.read_text(), count=1
+            )
+        )
     return 0
 
 

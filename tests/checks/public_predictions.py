@@ -1,4 +1,6 @@
-"""Whether the layers for multi-token prediction of a public target would load, told by a tiny target of its type."""
+"""Whether the layers for multi-token prediction of a public target would load, told by a tiny
+target of its type.
+"""
 
 import tempfile
 from functools import cache
@@ -29,7 +31,10 @@ def refusal(target: str, model: str | None) -> str | None:
     kind = needs.text_type or needs.model_type
     if missing := [reason for reason in needs.missing if not reason.startswith(TOO_LARGE)]:
         return "its target does not run: " + "; ".join(missing)
-    return f"layers of targets of type {kind!r} are {'not checked' if kind in FAMILIES else 'not read'} yet"
+    return (
+        f"layers of targets of type {kind!r} are"
+        f" {'not checked' if kind in FAMILIES else 'not read'} yet"
+    )
 
 
 @cache
@@ -39,8 +44,15 @@ def _tiny_refusal(model: str) -> str | None:
         folder, cpu = Path(path), torch.device("cpu")
         try:
             if assistant:
-                write_assistant(folder / "assistant", gemma4_target(folder / "target", model), clusters=model == "gemma4_shared")
-                load_drafter(folder / "assistant", verifier=load_verifier(folder / "target", device=cpu, dtype=torch.float32)[0])
+                write_assistant(
+                    folder / "assistant",
+                    gemma4_target(folder / "target", model),
+                    clusters=model == "gemma4_shared",
+                )
+                load_drafter(
+                    folder / "assistant",
+                    verifier=load_verifier(folder / "target", device=cpu, dtype=torch.float32)[0],
+                )
             else:
                 write_target(folder, reference(model), CASES[model][0])
                 load_mtp(verifier=load_verifier(folder, device=cpu, dtype=torch.float32)[0])

@@ -1,14 +1,17 @@
-"""Counts for how many public drafters the target would run on one GPU, or several, and says what is in the way of the others.
+"""Counts for how many public drafters the target would run on one GPU, or several, and says what is
+in the way of the others.
 
     python -m tests.checks.public_targets                     drafters of the DFlash family, one GPU of 192 GB
     python -m tests.checks.public_targets --all               EAGLE-3 and multi-token prediction beside them
     python -m tests.checks.public_targets --gpu-memory 141    another GPU
     python -m tests.checks.public_targets --gpus 8            up to 8 of them, if they can divide the target
 
-A row is one drafter for one target; whether we have its head is not asked. `tests/verifiers/public_targets.json` holds of every
-target the entries of its config that decide, and the size of its weights: sizes are right to a sixth, and where a config was not
-to be seen, entries are those of the family in transformers. `unverified` marks targets of which not even the model type is sure;
-`tokenizer` names the files of a tokenizer that we do not read. No weight is read and nothing is fetched.
+A row is one drafter for one target; whether we have its head is not asked.
+`tests/verifiers/public_targets.json` holds of every target the entries of its config that decide,
+and the size of its weights: sizes are right to a sixth, and where a config was not to be seen,
+entries are those of the family in transformers. `unverified` marks targets of which not even the
+model type is sure; `tokenizer` names the files of a tokenizer that we do not read. No weight is
+read and nothing is fetched.
 """
 
 import argparse
@@ -50,7 +53,9 @@ def data() -> dict[str, Any]:
 
 @cache
 def target_needs(target: str, gpu_bytes: int, gpus: int = 1) -> Needs:
-    """What a public target needs on so many GPUs of that size, with the attention that runs anywhere."""
+    """What a public target needs on so many GPUs of that size, with the attention that runs
+    anywhere.
+    """
     entry = data()["targets"][target]
     return needs_of(
         entry["config"],
@@ -69,20 +74,35 @@ def rows(gpu_bytes: int, *, gpus: int = 1, everything: bool = False) -> list[Row
     """All rows of the DFlash family, or of every family."""
     entries = data()["drafters"] + (data()["others"] if everything else [])
     needs = {entry["target"]: target_needs(entry["target"], gpu_bytes, gpus) for entry in entries}
-    return [Row(entry["checkpoint"], entry["head"], entry["target"], needs[entry["target"]]) for entry in entries]
+    return [
+        Row(entry["checkpoint"], entry["head"], entry["target"], needs[entry["target"]])
+        for entry in entries
+    ]
 
 
 def missing_types(found: Iterable[Row]) -> Counter[str]:
     """Rows per model type that more GPUs alone would not unlock, of targets that fit one."""
-    refused = [row.needs for row in found if any(not reason.startswith(TOO_LARGE) for reason in row.needs.missing)]
+    refused = [
+        row.needs
+        for row in found
+        if any(not reason.startswith(TOO_LARGE) for reason in row.needs.missing)
+    ]
     return Counter(needs.text_type or needs.model_type for needs in refused if needs.gpus <= 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the count and every refusal; 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpu-memory", type=float, default=192, metavar="GB", help="memory of one GPU (default 192)")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the machine (default 1)")
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=192,
+        metavar="GB",
+        help="memory of one GPU (default 192)",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="GPUs of the machine (default 1)"
+    )
     parser.add_argument("--all", action="store_true", help="heads of every family")
     args = parser.parse_args(argv)
     found = rows(int(args.gpu_memory * 1e9), gpus=args.gpus, everything=args.all)
@@ -90,7 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused = {row.target: row.needs for row in found if not row.needs.would_run}
     counts = Counter(row.target for row in found)
     gpus = "one GPU" if args.gpus == 1 else f"up to {args.gpus} GPUs"
-    print(f"{len(accepted)} of {len(found)} drafters have a target that would run on {gpus} of {args.gpu_memory:g} GB\n")
+    print(
+        f"{len(accepted)} of {len(found)} drafters have a target that would run on {gpus} of"
+        f" {args.gpu_memory:g} GB\n"
+    )
     for target, needs in {row.target: row.needs for row in accepted}.items():
         print(f"  {counts[target]:>2}  {target:<34} {needs.runs_on}; {needs.weights / 1e9:.0f} GB")
     print(f"\n{len(found) - len(accepted)} have none\n")

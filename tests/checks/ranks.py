@@ -1,11 +1,14 @@
 """Ranks of one machine: `torchrun --nproc-per-node 2 -m tests.checks.ranks`.
 
-1. Bits: a row of partial products, added over the ranks alone and among others. In order it has to be the same.
+1. Bits: a row of partial products, added over the ranks alone and among others. In order it has to
+  be the same.
 2. Microseconds of a sum over the ranks, by its size, as a captured step has them.
 3. The same of a sum with the norm behind it, in two kernels and in one.
-4. Tokens of a target with random weights, computed by all ranks, beside those that each computes alone: the same in float32.
+4. Tokens of a target with random weights, computed by all ranks, beside those that each computes
+  alone: the same in float32.
 
-How long steps of real shapes take on one and on several GPUs, `specdec bench --dummy-weights` tells: docs/tensor-parallel.md.
+How long steps of real shapes take on one and on several GPUs, `specdec bench --dummy-weights`
+tells: docs/tensor-parallel.md.
 """
 
 import argparse
@@ -54,7 +57,10 @@ def check_bits(group: Group, device: torch.device, say: Say) -> bool:
                 differ = int((among != alone).sum())
                 everywhere = gathered(among, group.size, group.device_group)
                 same = bool((everywhere == everywhere[0]).all())
-                say(f"{dtype} {width:>6}, {name:<28}{differ / among.numel():>8.2%} of the numbers differ; ranks agree: {same}")
+                say(
+                    f"{dtype} {width:>6}, {name:<28}{differ / among.numel():>8.2%} of the numbers"
+                    f" differ; ranks agree: {same}"
+                )
                 right &= same and (differ == 0 or name == "the backend's own")
     return right
 
@@ -64,7 +70,9 @@ SIZES = (8, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def check_times(group: Group, device: torch.device, say: Say, calls: int = 50) -> None:
-    """Lines by bytes of a message; the kernel for small ones is measured beyond what it is used for, which may be wrong."""
+    """Lines by bytes of a message; the kernel for small ones is measured beyond what it is used
+    for, which may be wrong.
+    """
     ways = modes(group)
     if group.one_shot is not None:
         ways["one kernel for small ones"] = replace(
@@ -73,7 +81,10 @@ def check_times(group: Group, device: torch.device, say: Say, calls: int = 50) -
         say(f"the kernel for small ones is used up to {group.one_shot.most_bytes // 1024} KiB")
     for kilobytes in SIZES:
         x = torch.randn(kilobytes * 512, device=device).bfloat16().view(-1, 4096)
-        found = [f"{name} {_microseconds(partial(all_reduce, x, mode), device, calls):.1f}" for name, mode in ways.items()]
+        found = [
+            f"{name} {_microseconds(partial(all_reduce, x, mode), device, calls):.1f}"
+            for name, mode in ways.items()
+        ]
         say(f"{kilobytes:>6} KiB: {', '.join(found)} us")
 
 
@@ -137,7 +148,10 @@ def tokens(verifier: Verifier, block: str, max_tokens: int) -> list[list[int]]:
     )
     engine = SpecEngine(verifier, FreeDrafter(k) if k else None, config)
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(2, verifier.vocab_size, (length,), generator=generator).tolist() for length in (3, 17, 40, 90, 33, 8)]
+    prompts = [
+        torch.randint(2, verifier.vocab_size, (length,), generator=generator).tolist()
+        for length in (3, 17, 40, 90, 33, 8)
+    ]
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     requests = [engine.add_request(prompt, sampling) for prompt in prompts]
     while engine.has_work:
@@ -154,7 +168,9 @@ def check_tokens(group: Group, device: torch.device, say: Say, *, small: bool) -
     )  # fmt: skip
     right = True
     for dtype in (torch.float32, torch.bfloat16):
-        whole, part = (dummy_rank(config, one, device, dtype, name="random") for one in (None, group))
+        whole, part = (
+            dummy_rank(config, one, device, dtype, name="random") for one in (None, group)
+        )
         for block in BLOCKS:
             together, alone = (tokens(one, block, 8 if small else 64) for one in (part, whole))
             equal = sum(one == other for one, other in zip(together, alone, strict=True))
@@ -172,14 +188,20 @@ def main() -> int:
     torch.set_grad_enabled(False)
     group = join_group(device)
     if group is None:
-        print("one process is no group; start it with torchrun --nproc-per-node 2 -m tests.checks.ranks")
+        print(
+            "one process is no group; start it with torchrun --nproc-per-node 2 -m"
+            " tests.checks.ranks"
+        )
         return 2
 
     def say(line: str) -> None:
         if group.rank == 0:
             print(line, flush=True)
 
-    say(f"{group.size} ranks on {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, torch {torch.__version__}")
+    say(
+        f"{group.size} ranks on {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'},"
+        f" torch {torch.__version__}"
+    )
     say(f"small sums in one kernel: {group.one_shot is not None}")
     small = device.type == "cpu"
     right = check_bits(group, device, say)

@@ -1,11 +1,13 @@
-"""Losses of a drafter trained in two workers of Ray Train beside those of one process, over the same batches.
+"""Losses of a drafter trained in two workers of Ray Train beside those of one process, over the
+same batches.
 
     python -m tests.checks.ray_train --steps 20
 
-A toy target answers once. Then the same steps are taken three times: by one process, by one process that adds up the gradients of
-two halves of every batch, and by two workers, each with one of these halves. The first two differ by rounding alone, so the workers
-may differ from either by a few times that and the last digit of the log. A worker that saw other sequences, or losses that were
-averaged twice, would differ by far more.
+A toy target answers once. Then the same steps are taken three times: by one process, by one process
+that adds up the gradients of two halves of every batch, and by two workers, each with one of these
+halves. The first two differ by rounding alone, so the workers may differ from either by a few times
+that and the last digit of the log. A worker that saw other sequences, or losses that were averaged
+twice, would differ by far more.
 """
 
 from __future__ import annotations
@@ -27,13 +29,19 @@ RESOLUTION = 1e-4
 """Of the numbers in `log.csv`, as a share of them: the fifth digit."""
 
 ROOM = 8
-"""How many times the difference of the two splits in one process the workers may differ, whose sums have another order again."""
+"""How many times the difference of the two splits in one process the workers may differ, whose sums
+have another order again.
+"""
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
     """By step, as `log.csv` has them."""
     with (folder / "training" / "log.csv").open(newline="") as file:
-        return [{name: float(row[name]) for name in NAMES} for row in csv.DictReader(file) if row["loss"]]
+        return [
+            {name: float(row[name]) for name in NAMES}
+            for row in csv.DictReader(file)
+            if row["loss"]
+        ]
 
 
 def train(folder: Path, steps: int, workers: int | None, **changes: Any) -> list[dict[str, float]]:
@@ -70,7 +78,10 @@ def main() -> int:
         print(f"{step:>4}" + "".join(f"{row['loss']:>16}" for row in rows))
     right = True
     for name in NAMES:
-        rounding, found = most(one, halves, name), min(most(one, two, name), most(halves, two, name))
+        rounding, found = (
+            most(one, halves, name),
+            min(most(one, two, name), most(halves, two, name)),
+        )
         right &= found <= ROOM * rounding + RESOLUTION
         print(f"{name}: halves differ by {rounding:.1e}, workers by {found:.1e} of it at most")
     print("the same within rounding" if right else "DIFFERENT")

@@ -2,9 +2,10 @@
 
     python -m tests.checks.serve --clients 200 --requests 100
 
-A tiny model serves in a thread of this process. Every client asks again and again, whole or as a stream, and leaves every third
-time, before its first token or in the midst. Answers are compared with those that the engine gives without a server. At the end no
-request is left, no block of the cache, no handle; and the process has hardly grown since a quarter of the requests.
+A tiny model serves in a thread of this process. Every client asks again and again, whole or as a
+stream, and leaves every third time, before its first token or in the midst. Answers are compared
+with those that the engine gives without a server. At the end no request is left, no block of the
+cache, no handle; and the process has hardly grown since a quarter of the requests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ MORE_MEMORY = 32 * 2**20
 
 @dataclass
 class Report:
-    """What clients saw: outcomes of requests, wrong answers, seconds to the first token of streams."""
+    """What clients saw: outcomes of requests, wrong answers,
+    seconds to the first token of streams.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -44,7 +47,11 @@ class Report:
 
     def quantile(self, share: float) -> float:
         """Seconds within which so many of the first tokens came."""
-        return sorted(self.first)[min(len(self.first) - 1, int(share * len(self.first)))] if self.first else 0.0
+        return (
+            sorted(self.first)[min(len(self.first) - 1, int(share * len(self.first)))]
+            if self.first
+            else 0.0
+        )
 
 
 def make_cases(decoder: SpecDecoder, seed: int) -> list[tuple[dict[str, Any], list[str]]]:
@@ -52,19 +59,35 @@ def make_cases(decoder: SpecDecoder, seed: int) -> list[tuple[dict[str, Any], li
     rng, cases = random.Random(seed), []
     for number in range(NUM_CASES):
         prompt = "".join(rng.choice("abcdefgh ") for _ in range(rng.randrange(1, 60)))
-        options: dict[str, Any] = {"max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0.0, 1.0]), "seed": number}
+        options: dict[str, Any] = {
+            "max_tokens": rng.randrange(1, 40),
+            "temperature": rng.choice([0.0, 1.0]),
+            "seed": number,
+        }
         n = rng.choice([1, 1, 2])
         texts = [decoder.generate(prompt, **{**options, "seed": number + i}).text for i in range(n)]
         cases.append(({"prompt": prompt, "n": n, **options}, texts))
     return cases
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], want: list[str], rng: random.Random, report: Report) -> None:
+async def ask(
+    client: httpx.AsyncClient,
+    body: dict[str, Any],
+    want: list[str],
+    rng: random.Random,
+    report: Report,
+) -> None:
     """One request, to its end or not."""
-    leave_at = rng.randrange(12) if rng.random() < 1 / 3 else None  # events until the client leaves, of streams
+    leave_at = (
+        rng.randrange(12) if rng.random() < 1 / 3 else None
+    )  # events until the client leaves, of streams
     if rng.random() < 0.5:
         try:
-            answer = await client.post("/v1/completions", json=body, timeout=rng.random() / 2 if leave_at is not None else 300)
+            answer = await client.post(
+                "/v1/completions",
+                json=body,
+                timeout=rng.random() / 2 if leave_at is not None else 300,
+            )
         except httpx.TimeoutException:
             report.outcomes["left"] += 1
             return
@@ -74,7 +97,9 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], want: list[str], 
         texts = [choice["text"] for choice in answer.json()["choices"]]
     else:
         texts, started, events, ended = [""] * len(want), time.perf_counter(), 0, False
-        async with client.stream("POST", "/v1/completions", json={**body, "stream": True}, timeout=300) as answer:
+        async with client.stream(
+            "POST", "/v1/completions", json={**body, "stream": True}, timeout=300
+        ) as answer:
             if answer.status_code == 503:
                 await turned_away(report)
                 return
@@ -104,9 +129,15 @@ async def turned_away(report: Report) -> None:
 
 
 async def load(
-    live: Live, cases: list[tuple[dict[str, Any], list[str]]], clients: int, requests: int, until: float, gate: Gate
+    live: Live,
+    cases: list[tuple[dict[str, Any], list[str]]],
+    clients: int,
+    requests: int,
+    until: float,
+    gate: Gate,
 ) -> tuple[Report, int]:
-    """All clients at once; what they saw, and the memory of the process after a quarter of the requests.
+    """All clients at once; what they saw, and the memory of the process after a quarter of the
+    requests.
 
     The engine begins when the queue is full, where that many clients fill it.
     """
@@ -152,12 +183,16 @@ def what_leaks(live: Live) -> list[str]:
         "blocks of the cache": engine.pool.num_used,
         "sequences of the prefix cache": len(engine.scheduler.prefix._sequences),
         "slots": engine.config.max_num_seqs - len(engine.scheduler._free_slots),
-        "handles": sum(type(thing) is Handle and thing._session is session for thing in gc.get_objects()),
+        "handles": sum(
+            type(thing) is Handle and thing._session is session for thing in gc.get_objects()
+        ),
     }
     return [f"{count} {what} are left" for what, count in left.items() if count]
 
 
-def check(clients: int, requests: int, max_queue: int, seconds: float = math.inf) -> tuple[Report, list[str], str]:
+def check(
+    clients: int, requests: int, max_queue: int, seconds: float = math.inf
+) -> tuple[Report, list[str], str]:
     """Runs it; what clients saw, what is wrong, and a line of figures."""
     cases = make_cases(tiny_decoder(), seed=0)
     with live_server(tiny_decoder(max_num_seqs=16), max_queue=max_queue) as live:
@@ -170,7 +205,8 @@ def check(clients: int, requests: int, max_queue: int, seconds: float = math.inf
     line = (
         f"{clients} clients, {requests} requests of each: {dict(report.outcomes)};"
         f" {totals.output_tokens:,} tokens, outputs {dict(totals.finished)};"
-        f" first token after {report.quantile(0.5):.3f} s (median), {report.quantile(0.99):.3f} s (p99);"
+        f" first token after {report.quantile(0.5):.3f} s (median), {report.quantile(0.99):.3f} s"
+        f" (p99);"
         f" memory {grown / 2**20:+.1f} MiB since a quarter of them"
     )
     return report, wrong, line
@@ -178,7 +214,9 @@ def check(clients: int, requests: int, max_queue: int, seconds: float = math.inf
 
 def main() -> int:
     """Prints the figures and what is wrong; 1 where something is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--requests", type=int, default=100, help="of each client")
     parser.add_argument("--seconds", type=float, default=math.inf, help="at most")

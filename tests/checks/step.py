@@ -1,10 +1,11 @@
-"""Times whole steps of the engine on this machine's GPU, and compares its memory with the forecast: `python -m tests.checks.step`.
+"""Times whole steps of the engine on this machine's GPU, and compares its memory with the forecast:
+`python -m tests.checks.step`.
 
-Targets and DFlash drafters have random weights, so nearly no draft is accepted: what counts is how long a step takes, by the wall
-clock, captured where graphs are the default, results read one step late as in any generation. For the shape of each target: one and
-32 requests, a long context, plain and with 1, 3, 7 and 15 drafts. With `--pair TARGET DRAFTER` the
-step of these two, in chains and trees: how long it takes, how much of that drafting takes alone,
-and how many kernels it has.
+Targets and DFlash drafters have random weights, so nearly no draft is accepted: what counts is how
+long a step takes, by the wall clock, captured where graphs are the default, results read one step
+late as in any generation. For the shape of each target: one and 32 requests, a long context, plain
+and with 1, 3, 7 and 15 drafts. With `--pair TARGET DRAFTER` the step of these two, in chains and
+trees: how long it takes, how much of that drafting takes alone, and how many kernels it has.
 """
 
 import argparse
@@ -50,7 +51,8 @@ TINY: dict[str, Any] = {
 
 
 def check_step(name: str, attention: str, device: torch.device) -> dict[str, float]:
-    """Lines for whole steps of the engine: one or 32 requests, plain and with drafts, also at a long context.
+    """Lines for whole steps of the engine: one or 32 requests, plain and with drafts, also at a
+    long context.
 
     Returns:
         Milliseconds per step by title.
@@ -85,27 +87,34 @@ def check_step(name: str, attention: str, device: torch.device) -> dict[str, flo
                 engine = SpecEngine(verifier, drafter, config)
                 milliseconds = step_time(engine, num_reqs, context, steps=2 if tiny else 40)
                 cache = sum(tensor.nbytes for layer in engine.kv_cache.layers for tensor in layer)
-                for_graphs = graph_bytes(verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier, num_reqs))
+                for_graphs = graph_bytes(
+                    verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier, num_reqs)
+                )
             first = first or milliseconds
             title = f"{name}, {num_reqs} x {context:,}, {drafts} drafts"
             found[title] = milliseconds
             memory = peak.line(cache + for_graphs)
             print(
-                f"{title:<46}{milliseconds:>8.2f} ms per step, {milliseconds / first:.2f} of the first{memory}",
+                f"{title:<46}{milliseconds:>8.2f} ms per step, {milliseconds / first:.2f} of the"
+                f" first{memory}",
                 flush=True,
             )
             del engine, drafter
     return found
 
 
-def check_pair(target: str, drafter: str, device: torch.device, batches: Sequence[int], context: int) -> dict[str, float]:
+def check_pair(
+    target: str, drafter: str, device: torch.device, batches: Sequence[int], context: int
+) -> dict[str, float]:
     """Lines for the steps of a target and a drafter that are loaded by name; see `check_step`."""
     decoder = SpecDecoder.from_pretrained(target, drafter=drafter, device=str(device))
     verifier, loaded, found = decoder.verifier, decoder.engine.drafter, dict[str, float]()
     decoder.close()
     del decoder
     assert loaded is not None, "a drafter is named"
-    chains = [EngineConfig(num_draft_tokens=k) for k in (0, 1, 3, 5, 7) if k <= loaded.max_draft_tokens]
+    chains = [
+        EngineConfig(num_draft_tokens=k) for k in (0, 1, 3, 5, 7) if k <= loaded.max_draft_tokens
+    ]
     for num_reqs in batches:
         plain = 0.0
         for config in [*chains, *(EngineConfig(tree_nodes=n) for n in (7, 15, 31))]:
@@ -119,9 +128,15 @@ def check_pair(target: str, drafter: str, device: torch.device, batches: Sequenc
             steps, shape = 40 if device.type == "cuda" else 2, engine.shapes[0]
             milliseconds = step_time(engine, num_reqs, context, steps=steps)
             plain = plain or milliseconds
-            title = f"{num_reqs} x {context:,}, {'' if shape.is_tree else 'chain '}{shape}, depth {shape.depth}"
+            title = (
+                f"{num_reqs} x {context:,}, {'' if shape.is_tree else 'chain '}{shape}, depth"
+                f" {shape.depth}"
+            )
             found[title] = milliseconds
-            line = f"{title:<32}{milliseconds:>8.2f} ms per step, {milliseconds / plain:.2f} of the plain one"
+            line = (
+                f"{title:<32}{milliseconds:>8.2f} ms per step, {milliseconds / plain:.2f} of the"
+                f" plain one"
+            )
             if shape.drafts:
                 drafting = draft_time(engine, shape)
                 line += f"; drafting {drafting:.2f} ms, {drafting / shape.depth:.3f} for each depth"
@@ -139,7 +154,11 @@ def draft_time(engine: SpecEngine, shape: BlockShape) -> float:
 
     def launch() -> None:
         sampling = state.sampling.select(slots, selection.plan)
-        engine.runner.draft(state.gather(slots, sampling, shape=shape, context="now", max_seq_len=bound, min_seq_len=0))
+        engine.runner.draft(
+            state.gather(
+                slots, sampling, shape=shape, context="now", max_seq_len=bound, min_seq_len=0
+            )
+        )
 
     again = launch
     with torch.inference_mode():
@@ -191,16 +210,23 @@ class Peak:
         """The peak beside the prediction; nothing on a CPU."""
         if not self._most:
             return ""
-        return f"; peak {self._most / 2**30:.1f} GiB, {self._most / (self._loaded + predicted):.2f} of the prediction"
+        return (
+            f"; peak {self._most / 2**30:.1f} GiB, {self._most / (self._loaded + predicted):.2f}"
+            f" of the prediction"
+        )
 
 
 def step_time(engine: SpecEngine, num_reqs: int, context: int, steps: int = 40) -> float:
     """Milliseconds per step, wall clock, results read one step late as in any generation."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_reqs):
-        prompt = torch.randint(2, engine.verifier.vocab_size, (context,), generator=generator).tolist()
+        prompt = torch.randint(
+            2, engine.verifier.vocab_size, (context,), generator=generator
+        ).tolist()
         engine.add_request(prompt, SamplingParams(max_tokens=1000, ignore_eos=True))
-    while engine.scheduler.waiting or any(request.status is not Status.RUNNING for request in engine.scheduler.working):
+    while engine.scheduler.waiting or any(
+        request.status is not Status.RUNNING for request in engine.scheduler.working
+    ):
         engine.step()
     for _ in range(10):
         engine.step()
@@ -243,7 +269,9 @@ def main() -> int:
         default=[1, 8, 32],
         help="of the pair (default %(default)s)",
     )
-    parser.add_argument("--context", type=int, default=512, help="of the pair, in tokens (default %(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=512, help="of the pair, in tokens (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="write milliseconds by title as JSON")
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
@@ -252,7 +280,10 @@ def main() -> int:
     device = resolve_device(args.device)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, torch {torch.__version__}, {args.attention}")
+    print(
+        f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, torch"
+        f" {torch.__version__}, {args.attention}"
+    )
     found: dict[str, float] = {}
     if args.pair:
         found = check_pair(args.pair[0], args.pair[1], device, args.batches, args.context)

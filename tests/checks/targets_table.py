@@ -3,8 +3,8 @@
     python -m tests.checks.targets_table            prints the page
     python -m tests.checks.targets_table --write    writes it
 
-Every type is judged by the config that transformers has of it by default. Bytes are those of a model of a size that people know, in
-bfloat16.
+Every type is judged by the config that transformers has of it by default. Bytes are those of a
+model of a size that people know, in bfloat16.
 """
 
 import argparse
@@ -41,45 +41,95 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": (
         "Falcon-H1 34B",
         {
-            **{"num_hidden_layers": 72, "hidden_size": 5120, "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128},
+            **{
+                "num_hidden_layers": 72,
+                "hidden_size": 5120,
+                "num_attention_heads": 20,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+            },
             **{"mamba_d_ssm": 4096, "mamba_n_heads": 32, "mamba_n_groups": 2, "mamba_d_state": 256},
         },
     ),
     "gemma": ("Gemma 7B", {}),
-    "gemma2": ("Gemma 2 9B", {"num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}),
+    "gemma2": (
+        "Gemma 2 9B",
+        {
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+        },
+    ),
     "gemma3_text": (
         "Gemma 3 27B",
-        {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "sliding_window": 1024},
+        {
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "sliding_window": 1024,
+        },
     ),
     "glm": ("GLM-4 9B of 2024", {}),
-    "glm4": ("GLM-4 9B", {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128}),
+    "glm4": (
+        "GLM-4 9B",
+        {
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+        },
+    ),
     "glm4_moe_lite": ("GLM-4.7-Flash", {}),
     "glm_moe_dsa": ("GLM-5", {}),
     "hy_v3": ("Hy3", {}),
-    "granite": ("Granite 3.3 8B", {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 8}),
+    "granite": (
+        "Granite 3.3 8B",
+        {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 8},
+    ),
     "granitemoehybrid": (
         "Granite 4.0 H Small",
         {
-            **{"num_hidden_layers": 40, "num_key_value_heads": 8, "mamba_d_state": 128, "num_local_experts": 72},
-            **{"num_experts_per_tok": 10, "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 4},
+            **{
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "mamba_d_state": 128,
+                "num_local_experts": 72,
+            },
+            **{
+                "num_experts_per_tok": 10,
+                "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 4,
+            },
         },
     ),
     "kimi_linear": (
         "Kimi Linear 48B-A3B",
-        {"layer_types": ["full_attention" if layer % 4 == 3 or layer == 26 else "linear_attention" for layer in range(27)]},
+        {
+            "layer_types": [
+                "full_attention" if layer % 4 == 3 or layer == 26 else "linear_attention"
+                for layer in range(27)
+            ]
+        },
     ),
     "lfm2": (
         "LFM2 1.2B",
         {
             **{"num_hidden_layers": 16, "hidden_size": 2048},
-            "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+            "layer_types": [
+                "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv"
+                for layer in range(16)
+            ],
         },
     ),
     "lfm2_moe": (
         "LFM2 8B-A1B",
         {
             "num_hidden_layers": 24,
-            "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+            "layer_types": [
+                "full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv"
+                for layer in range(24)
+            ],
         },
     ),
     "llama4_text": ("Llama 4 Scout", {}),
@@ -92,8 +142,17 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": (
         "Nemotron 3 Nano 30B-A3B",
         {
-            **{"hidden_size": 2688, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128},
-            **{"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712},
+            **{
+                "hidden_size": 2688,
+                "num_key_value_heads": 2,
+                "mamba_num_heads": 64,
+                "n_routed_experts": 128,
+            },
+            **{
+                "num_experts_per_tok": 6,
+                "moe_intermediate_size": 1856,
+                "moe_shared_expert_intermediate_size": 3712,
+            },
             "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         },
     ),
@@ -104,21 +163,33 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi-3 mini", {}),
     "qwen2": (
         "Qwen2.5 7B",
-        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+        {
+            "num_hidden_layers": 28,
+            "hidden_size": 3584,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+        },
     ),
     "qwen2_5_vl_text": ("Qwen2.5-VL 72B", {}),
     "qwen2_vl_text": ("Qwen2-VL 72B", {}),
     "qwen3_vl_text": ("Qwen3-VL 8B", {"num_hidden_layers": 36, "num_key_value_heads": 8}),
     "qwen2_moe": (
         "Qwen2 57B-A14B",
-        {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+        {
+            "num_hidden_layers": 28,
+            "hidden_size": 3584,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+        },
     ),
     "seed_oss": ("Seed-OSS 36B", {}),
     "smollm3": ("SmolLM3 3B", {}),
     "youtu": ("Youtu-LLM", {}),
     "zamba2": ("Zamba2 2.7B", {"n_mamba_heads": 80}),
 }
-"""Sizes that the public drafters' targets do not show: a name, and what is not the default of the type."""
+"""Sizes that the public drafters' targets do not show: a name, and what is not the default of the
+type.
+"""
 
 _PUBLIC = {
     "glm4_moe": "GLM-4.5",
@@ -134,55 +205,93 @@ _PUBLIC = {
 """From model types to names in `tests/verifiers/public_targets.json`."""
 
 _USUAL: dict[str, dict[str, Any]] = {
-    "laguna": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_attention_heads_per_layer": [48, 64]},
+    "laguna": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "num_attention_heads_per_layer": [48, 64],
+    },
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
 }
 """What public models of a type have and its defaults have not."""
 
 _CONTEXT = (
-    "Without `--max-model-len` (`EngineConfig.max_model_len`) a request may have `max_position_embeddings` tokens, or what YaRN and"
-    " LongRoPE stretch theirs to: `factor` times `original_max_position_embeddings`. So the edit of `config.json` that model cards"
-    " give for long texts is all it takes. Of `linear` and `dynamic` RoPE without an original length some configs state the length"
-    " that is stretched, others the result; it is not stretched unless asked to. With RoPE, or without positions, more than a model"
-    " was made for is allowed, and said in one line. Positions that are looked up in a table, as those of GPT-2, end with it, and"
+    "Without `--max-model-len` (`EngineConfig.max_model_len`) a request may have"
+    " `max_position_embeddings` tokens, or what YaRN and"
+    " LongRoPE stretch theirs to: `factor` times `original_max_position_embeddings`. So the edit of"
+    " `config.json` that model cards"
+    " give for long texts is all it takes. Of `linear` and `dynamic` RoPE without an original"
+    " length some configs state the length"
+    " that is stretched, others the result; it is not stretched unless asked to. With RoPE, or"
+    " without positions, more than a model"
+    " was made for is allowed, and said in one line. Positions that are looked up in a table, as"
+    " those of GPT-2, end with it, and"
     " `dynamic` RoPE does not stretch in Transformers' modules."
 )
 
 _LENGTHS = (
-    "`dynamic` RoPE changes row by row beyond `max_position_embeddings`, as in `generate` of a model that has just been loaded: a"
-    " prompt has the frequencies of its length, and each further token those of the length that it makes. Prompts of different"
-    " lengths beyond it find nothing of each other in the prefix cache. LongRoPE (`longrope`: Phi-3 with 128k, Phi-4-mini) has two"
+    "`dynamic` RoPE changes row by row beyond `max_position_embeddings`, as in `generate` of a"
+    " model that has just been loaded: a"
+    " prompt has the frequencies of its length, and each further token those of the length that it"
+    " makes. Prompts of different"
+    " lengths beyond it find nothing of each other in the prefix cache. LongRoPE (`longrope`: Phi-3"
+    " with 128k, Phi-4-mini) has two"
     " sets of frequencies. A request is rotated by one of them from its first token to its"
     " last: by the first where prompt and `max_tokens` together stay within"
-    " `original_max_position_embeddings`, else by the second. Neighbors do not matter, and outputs equal those of `generate`, but"
-    " for a request whose prompt is within that length and whose `max_tokens` reaches beyond it: `generate` starts such a one with"
-    " the first set and changes in its midst. One line says so; lower `max_tokens` and it has the first set throughout."
+    " `original_max_position_embeddings`, else by the second. Neighbors do not matter, and outputs"
+    " equal those of `generate`, but"
+    " for a request whose prompt is within that length and whose `max_tokens` reaches beyond it:"
+    " `generate` starts such a one with"
+    " the first set and changes in its midst. One line says so; lower `max_tokens` and it has the"
+    " first set throughout."
 )
 
 _TOKENIZERS = (
-    "A tokenizer is read from `tokenizer.json`, or made by a class of Transformers from another vocabulary. Code of a repository is"
-    " never run, and files of tiktoken (`tiktoken.model`) do not say where text is split: where nothing else is there, as in the"
-    " Kimi K2 repositories, the target is refused, and a `tokenizer.json` of the model beside its files is the way out."
+    "A tokenizer is read from `tokenizer.json`, or made by a class of Transformers from another"
+    " vocabulary. Code of a repository is"
+    " never run, and files of tiktoken (`tiktoken.model`) do not say where text is split: where"
+    " nothing else is there, as in the"
+    " Kimi K2 repositories, the target is refused, and a `tokenizer.json` of the model beside its"
+    " files is the way out."
 )
 
 _FORMATS = {
-    "`auto-round`": ("tensors of GPTQ, AWQ gemm, FP8, MXFP4, MXFP8 and NVFP4; bits and groups by layer", "packed"),
+    "`auto-round`": (
+        "tensors of GPTQ, AWQ gemm, FP8, MXFP4, MXFP8 and NVFP4; bits and groups by layer",
+        "packed",
+    ),
     "`awq`": ("gemm, 4 bits", "packed"),
-    "`bitsandbytes`": ("8 bits; NF4 and FP4, with scales that are quantized or not", "8 bits packed, others plain"),
+    "`bitsandbytes`": (
+        "8 bits; NF4 and FP4, with scales that are quantized or not",
+        "8 bits packed, others plain",
+    ),
     "`compressed-tensors`": (
-        "integers of 2 to 8 bits, FP8 by tensor, output or block, MXFP4, MXFP8, NVFP4; neither sparse nor rotated",
+        "integers of 2 to 8 bits, FP8 by tensor, output or block, MXFP4, MXFP8, NVFP4; neither"
+        " sparse nor rotated",
         "packed, but plain with scattered groups",
     ),
-    "`fp8`, `fbgemm_fp8`, `mxfp8`": ("blocks, outputs, groups of 32 with powers of two, or one scale", "packed"),
-    "`gptq`": ("2 to 8 bits, both layouts of zeros, settings by module", "packed, but plain with `desc_act`"),
+    "`fp8`, `fbgemm_fp8`, `mxfp8`": (
+        "blocks, outputs, groups of 32 with powers of two, or one scale",
+        "packed",
+    ),
+    "`gptq`": (
+        "2 to 8 bits, both layouts of zeros, settings by module",
+        "packed, but plain with `desc_act`",
+    ),
     "`modelopt`": (
-        "FP8 by tensor, output and block, MXFP4, MXFP8, NVFP4 with its relatives, INT4 AWQ, INT8, mixtures",
+        "FP8 by tensor, output and block, MXFP4, MXFP8, NVFP4 with its relatives, INT4 AWQ, INT8,"
+        " mixtures",
         "packed, but plain where AWQ left factors of the inputs",
     ),
     "`mxfp4`": ("the experts of gpt-oss", "packed"),
-    "`quark`": ("FP8 by tensor, output, block and group, MXFP4, MXFP8, NVFP4, INT4, UINT4, INT8", "packed"),
-    "GGUF": ("all types that package `gguf` makes plain numbers of", "what kernels read packed, others plain"),
+    "`quark`": (
+        "FP8 by tensor, output, block and group, MXFP4, MXFP8, NVFP4, INT4, UINT4, INT8",
+        "packed",
+    ),
+    "GGUF": (
+        "all types that package `gguf` makes plain numbers of",
+        "what kernels read packed, others plain",
+    ),
 }
 
 _GGUF = (
@@ -213,13 +322,19 @@ _GGUF_ON_CPUS = (
 )
 
 _FORMAT_NOTE = (
-    "By `quant_method` of `quantization_config`; of drafters weights become plain. Integers of up to four bits take"
-    " half a byte in memory, those of five to eight a byte. Activations and the cache keep their own type. Other methods (HQQ,"
-    " torchao, Quanto, AQLM, MLX, AWQ gemv) are refused by name, as are integers and 8-bit floats that no `quantization_config`"
+    "By `quant_method` of `quantization_config`; of drafters weights become plain. Integers of up"
+    " to four bits take"
+    " half a byte in memory, those of five to eight a byte. Activations and the cache keep their"
+    " own type. Other methods (HQQ,"
+    " torchao, Quanto, AQLM, MLX, AWQ gemv) are refused by name, as are integers and 8-bit floats"
+    " that no `quantization_config`"
     " explains. Where weights become plain on the way, one line says so."
 )
 
-_STATE = "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
+_STATE = (
+    "it keeps a recurrent state (state-space model or linear attention), which cannot be"
+    " rolled back"
+)
 
 _ENCODERS = ("its attention is bidirectional", "it is an encoder-decoder model")
 
@@ -230,8 +345,10 @@ def page() -> str:
     lines = [
         "# Targets",
         "",
-        "Which model types run, told from their configs. `specdec doctor --model NAME` says it of one checkpoint, with its size",
-        "and a drafter, before a weight is fetched. This page is made by `python -m tests.checks.targets_table --write`",
+        "Which model types run, told from their configs. `specdec doctor --model NAME` says it of"
+        " one checkpoint, with its size",
+        "and a drafter, before a weight is fetched. This page is made by `python -m"
+        " tests.checks.targets_table --write`",
         f"with Transformers {transformers.__version__}.",
         "",
         "## On our own layers",
@@ -274,7 +391,8 @@ def page() -> str:
         "",
         "## The text part of multimodal models",
         "",
-        "The tower is left out, and prompts with tokens that stand for pictures or sound are refused.",
+        "The tower is left out, and prompts with tokens that stand for pictures or sound are"
+        " refused.",
         "",
         "| model type | text part | runs on |",
         "|---|---|---|",
@@ -284,7 +402,8 @@ def page() -> str:
         "",
         "## Refused",
         "",
-        "Encoders, encoder-decoders, multimodal and other composed models that are not named above, and:",
+        "Encoders, encoder-decoders, multimodal and other composed models that are not named above,"
+        " and:",
         "",
         "| why | model types |",
         "|---|---|",
@@ -295,11 +414,15 @@ def page() -> str:
 
 
 def _sorted_types() -> tuple[list[str], list[str], dict[str, list[str]]]:
-    """Types of text models on our own layers, through transformers' modules, and refused, with reasons."""
+    """Types of text models on our own layers, through transformers' modules, and refused, with
+    reasons.
+    """
     own, theirs, refused = [], [], {}
     for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES}):
         try:
-            config = AutoConfig.for_model(name, **(_USUAL.get(name) or _SIZES.get(name, ("", {}))[1]))
+            config = AutoConfig.for_model(
+                name, **(_USUAL.get(name) or _SIZES.get(name, ("", {}))[1])
+            )
         except Exception:  # some have no config by default
             continue
         if name in WRAPPERS or config.sub_configs:
@@ -320,7 +443,11 @@ def _refusal_lines(refused: dict[str, list[str]]) -> Iterator[str]:
     for name, reasons in refused.items():
         words = [re.sub(r"^\w+ does not go", "its class does not go", reason) for reason in reasons]
         if words[0] == _STATE:
-            words = [word for word in words if "does not go" not in word and word != "it has layers of type linear_attention"]
+            words = [
+                word
+                for word in words
+                if "does not go" not in word and word != "it has layers of type linear_attention"
+            ]
         alike.setdefault("; ".join(words), []).append(f"`{name}`")
     for why, names in sorted(alike.items(), key=lambda item: (-len(item[1]), item[0])):
         yield f"| {why} | {', '.join(names)} |"
@@ -342,7 +469,15 @@ def _example(model_type: str) -> tuple[str, Needs]:
         name, changes = _SIZES.get(model_type, ("default", {}))
         entries = {"model_type": model_type, **changes}
     device, dtype = torch.device("cpu"), torch.bfloat16
-    return name, needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=10**12, total_size=1, divides=False)
+    return name, needs_of(
+        entries,
+        name=name,
+        device=device,
+        dtype=dtype,
+        gpu_bytes=10**12,
+        total_size=1,
+        divides=False,
+    )
 
 
 def _wrapper_lines() -> Iterator[str]:

@@ -1,8 +1,10 @@
-"""Checks the Triton kernels on this machine's GPU at real sizes, and times them: `python -m tests.checks.triton [--part NAME]`.
+"""Checks the Triton kernels on this machine's GPU at real sizes, and times them:
+`python -m tests.checks.triton [--part NAME]`.
 
-Prints, for each case, the relative error against float64, microseconds (median of graph replays over rotating caches, so that
-neither launches nor the L2 cache flatter it), the same for torch_ref, and the time that the bytes alone would take at the
-bandwidth measured first. Parts: attention, fused, forward. Exit status 1 when an error is too large.
+Prints, for each case, the relative error against float64, microseconds (median of graph replays
+over rotating caches, so that neither launches nor the L2 cache flatter it), the same for torch_ref,
+and the time that the bytes alone would take at the bandwidth measured first. Parts: attention,
+fused, forward. Exit status 1 when an error is too large.
 """
 
 import argparse
@@ -63,7 +65,9 @@ def bandwidth() -> float:
     return 2 * source.numel() / microseconds(lambda _: target.copy_(source))
 
 
-def metadata(lengths: list[int], widths: list[int], *, causal: bool, prefill: bool) -> AttentionMetadata:
+def metadata(
+    lengths: list[int], widths: list[int], *, causal: bool, prefill: bool
+) -> AttentionMetadata:
     """Requests on scattered blocks; past its own, a table names block 0."""
     counts = [blocks_for(length, BLOCK) for length in lengths]
     parts = (torch.randperm(sum(counts)) + 1).split(counts)
@@ -96,10 +100,33 @@ CASES: dict[str, dict[str, Any]] = {
     "verify 16, 8B, 8 x 4,096": {"lengths": [4096] * 8, "width": 16},
     "verify 8, 8B, 32 x 1,024": {"lengths": [1024] * 32, "width": 8},
     "draft 16, 8B, 1 x 1,024": {"lengths": [1024], "width": 16, "causal": False},
-    "draft 16, 8B, window 512, 1 x 32,768": {"lengths": [32768], "width": 16, "causal": False, "window": 512},
-    "decode, 135M, 1 x 512": {"lengths": [512], "width": 1, "heads": 9, "kv_heads": 3, "head_dim": 64},
-    "verify 16, 135M, 1 x 512": {"lengths": [512], "width": 16, "heads": 9, "kv_heads": 3, "head_dim": 64},
-    "verify 8, 135M, 256 x 512": {"lengths": [512] * 256, "width": 8, "heads": 9, "kv_heads": 3, "head_dim": 64},
+    "draft 16, 8B, window 512, 1 x 32,768": {
+        "lengths": [32768],
+        "width": 16,
+        "causal": False,
+        "window": 512,
+    },
+    "decode, 135M, 1 x 512": {
+        "lengths": [512],
+        "width": 1,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+    },
+    "verify 16, 135M, 1 x 512": {
+        "lengths": [512],
+        "width": 16,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+    },
+    "verify 8, 135M, 256 x 512": {
+        "lengths": [512] * 256,
+        "width": 8,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+    },
     "prefill 2,048, 8B": {"lengths": [2048], "width": 2048, "prefill": True},
     "extend 512 at 32,768, 8B": {"lengths": [32768], "width": 512, "prefill": True},
     "sinks and window, 64/8 heads of 64": {
@@ -111,10 +138,35 @@ CASES: dict[str, dict[str, Any]] = {
         "window": 128,
         "sinks": True,
     },
-    "softcap, 16/8 heads of 256": {"lengths": [4096], "width": 8, "heads": 16, "kv_heads": 8, "head_dim": 256, "softcap": 50.0},
-    "decode, 32/4 heads of 512, 1 x 1,024": {"lengths": [1024], "width": 1, "heads": 32, "kv_heads": 4, "head_dim": 512},
-    "verify 8, 32/4 heads of 512, 1 x 32,768": {"lengths": [32768], "width": 8, "heads": 32, "kv_heads": 4, "head_dim": 512},
-    "verify 8, 16/1 heads of 512, 32 x 1,024": {"lengths": [1024] * 32, "width": 8, "heads": 16, "kv_heads": 1, "head_dim": 512},
+    "softcap, 16/8 heads of 256": {
+        "lengths": [4096],
+        "width": 8,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 256,
+        "softcap": 50.0,
+    },
+    "decode, 32/4 heads of 512, 1 x 1,024": {
+        "lengths": [1024],
+        "width": 1,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 512,
+    },
+    "verify 8, 32/4 heads of 512, 1 x 32,768": {
+        "lengths": [32768],
+        "width": 8,
+        "heads": 32,
+        "kv_heads": 4,
+        "head_dim": 512,
+    },
+    "verify 8, 16/1 heads of 512, 32 x 1,024": {
+        "lengths": [1024] * 32,
+        "width": 8,
+        "heads": 16,
+        "kv_heads": 1,
+        "head_dim": 512,
+    },
     "prefill 2,048, 32/4 heads of 512": {
         "lengths": [2048],
         "width": 2048,
@@ -148,10 +200,29 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 512,
         "cache": torch.float8_e4m3fn,
     },
-    "8-bit cache, verify 16, 8B, 1 x 32,768": {"lengths": [32768], "width": 16, "cache": torch.float8_e4m3fn},
-    "float16, verify 16, 8B, 8 x 1,000": {"lengths": [1000] * 8, "width": 16, "dtype": torch.float16},
-    "float32, verify 16, 8B, 8 x 1,000": {"lengths": [1000] * 8, "width": 16, "dtype": torch.float32},
-    "float32, head size 80": {"lengths": [300, 45], "width": 7, "heads": 6, "kv_heads": 2, "head_dim": 80, "dtype": torch.float32},
+    "8-bit cache, verify 16, 8B, 1 x 32,768": {
+        "lengths": [32768],
+        "width": 16,
+        "cache": torch.float8_e4m3fn,
+    },
+    "float16, verify 16, 8B, 8 x 1,000": {
+        "lengths": [1000] * 8,
+        "width": 16,
+        "dtype": torch.float16,
+    },
+    "float32, verify 16, 8B, 8 x 1,000": {
+        "lengths": [1000] * 8,
+        "width": 16,
+        "dtype": torch.float32,
+    },
+    "float32, head size 80": {
+        "lengths": [300, 45],
+        "width": 7,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 80,
+        "dtype": torch.float32,
+    },
 }
 
 
@@ -159,8 +230,14 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
     """One line of the attention table."""
     dtype, cache_dtype = case.get("dtype", torch.bfloat16), case.get("cache")
     heads, kv_heads, dim = case.get("heads", 32), case.get("kv_heads", 8), case.get("head_dim", 128)
-    causal, window, prefill = case.get("causal", True), case.get("window"), case.get("prefill", False)
-    spec = AttentionSpec(DEVICE, dtype, heads, kv_heads, dim, BLOCK, non_causal=not causal, cache_dtype=cache_dtype)
+    causal, window, prefill = (
+        case.get("causal", True),
+        case.get("window"),
+        case.get("prefill", False),
+    )
+    spec = AttentionSpec(
+        DEVICE, dtype, heads, kv_heads, dim, BLOCK, non_causal=not causal, cache_dtype=cache_dtype
+    )
     if reasons := TritonFaBackend.unsupported_reasons(spec):
         print(f"{name:<42} refused: {'; '.join(reasons)}")
         return
@@ -168,7 +245,10 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
     view = metadata(lengths, [width] * len(lengths), causal=causal, prefill=prefill)
     blocks = sum(blocks_for(length, BLOCK) for length in lengths) + 1
     seen = [min(n, width + window) if window else n for n in lengths]
-    moved = 2 * sum(seen) * kv_heads * dim * spec.kv_dtype.itemsize + 2 * view.num_tokens * heads * dim * dtype.itemsize
+    moved = (
+        2 * sum(seen) * kv_heads * dim * spec.kv_dtype.itemsize
+        + 2 * view.num_tokens * heads * dim * dtype.itemsize
+    )
     variants = max(1, min(16, 2 * 10**8 // max(moved, 1)))
 
     def fresh(kind: torch.dtype) -> LayerCache:
@@ -179,8 +259,16 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
     rows = torch.randn(view.num_tokens, heads + 2 * kv_heads, dim, device=DEVICE).to(dtype)
     query, key, value = rows.split([heads, kv_heads, kv_heads], dim=1)
     sinks = torch.randn(heads, device=DEVICE) if case.get("sinks") else None
-    options: dict[str, Any] = {"scale": dim**-0.5, "window": window, "softcap": case.get("softcap"), "sinks": sinks}
-    ours, oracle = TritonFaBackend(spec), TorchRefBackend(AttentionSpec(DEVICE, dtype, heads, kv_heads, dim, BLOCK))
+    options: dict[str, Any] = {
+        "scale": dim**-0.5,
+        "window": window,
+        "softcap": case.get("softcap"),
+        "sinks": sinks,
+    }
+    ours, oracle = (
+        TritonFaBackend(spec),
+        TorchRefBackend(AttentionSpec(DEVICE, dtype, heads, kv_heads, dim, BLOCK)),
+    )
     got = ours.run(query, key, value, caches[0], ours.plan(view), **options)
     exact = TorchRefBackend(AttentionSpec(DEVICE, torch.float64, heads, kv_heads, dim, BLOCK))
     wide = LayerCache(*(tensor.double() for tensor in caches[0]))
@@ -197,10 +285,15 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
     if spec.kv_dtype == dtype:
         plan = oracle.plan(view)
         try:
-            reference = microseconds(lambda i: oracle.run(query, key, value, caches[i], plan, **options), variants)
+            reference = microseconds(
+                lambda i: oracle.run(query, key, value, caches[i], plan, **options), variants
+            )
         except RuntimeError as problem:  # its time is for comparison only
             print(f"torch_ref cannot be timed: {str(problem).splitlines()[0]}")
-    print(f"{name:<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}{splits:>8}", flush=True)
+    print(
+        f"{name:<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}{splits:>8}",
+        flush=True,
+    )
 
 
 def check_fused(rows: int, bytes_per_us: float) -> None:
@@ -212,11 +305,20 @@ def check_fused(rows: int, bytes_per_us: float) -> None:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE).bfloat16()
 
-    x, residual, weight, norm, joined = random(rows, 4096), random(rows, 4096), random(4096), random(128), random(rows, 24576)
+    x, residual, weight, norm, joined = (
+        random(rows, 4096),
+        random(rows, 4096),
+        random(4096),
+        random(128),
+        random(rows, 24576),
+    )
     heads = random(rows, 48, 128)
     query, key, value = heads.split([32, 8, 8], dim=1)
     cache = KVLayerSpec(8, 128).allocate(rows, BLOCK, torch.bfloat16, DEVICE)
-    slots, angles = torch.randperm(rows * BLOCK, device=DEVICE)[:rows], torch.rand(rows, 64, device=DEVICE)
+    slots, angles = (
+        torch.randperm(rows * BLOCK, device=DEVICE)[:rows],
+        torch.rand(rows, 64, device=DEVICE),
+    )
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
 
     def plain_rope() -> Tensor:
@@ -225,7 +327,18 @@ def check_fused(rows: int, bytes_per_us: float) -> None:
         return torch.cat([low * c - high * s, high * c + low * s], dim=-1)
 
     def fused_rope() -> Tensor:
-        return rope_store(query, key, value, cache, slots, cos=cos, sin=sin, query_norm=norm, key_norm=norm, epsilon=1e-6)
+        return rope_store(
+            query,
+            key,
+            value,
+            cache,
+            slots,
+            cos=cos,
+            sin=sin,
+            query_norm=norm,
+            key_norm=norm,
+            epsilon=1e-6,
+        )
 
     pairs: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor], int]] = {
         "norm+residual": (
@@ -246,7 +359,8 @@ def check_fused(rows: int, bytes_per_us: float) -> None:
             failures.append(f"{name}: error {error:.1e}")
         spent, reference = (microseconds(lambda _, call=call: call()) for call in (ours, plain))  # type: ignore[misc]
         print(
-            f"{f'{name}, {rows} rows':<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}", flush=True
+            f"{f'{name}, {rows} rows':<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}",
+            flush=True,
         )
 
 
@@ -308,19 +422,31 @@ def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
     )
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
     heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    sizes = {f"self_attn.{name}_proj": (out, hidden) for name, out in (("q", heads), ("k", kv_heads), ("v", kv_heads))}
-    sizes |= {"self_attn.o_proj": (hidden, heads), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    sizes = {
+        f"self_attn.{name}_proj": (out, hidden)
+        for name, out in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    }
+    sizes |= {
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+    }
     sizes |= {"mlp.down_proj": (hidden, inner)}
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     norms |= {} if tied else {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
 
     def matrix(out: int, inputs: int) -> Tensor:
-        return torch.empty(out, inputs, dtype=torch.bfloat16, device=device).normal_(std=inputs**-0.5)
+        return torch.empty(out, inputs, dtype=torch.bfloat16, device=device).normal_(
+            std=inputs**-0.5
+        )
 
     def ones(width: int) -> Tensor:
         return torch.ones(width, dtype=torch.bfloat16, device=device)
 
-    tensors = {"model.embed_tokens.weight": matrix(config.vocab_size, hidden), "model.norm.weight": ones(hidden)}
+    tensors = {
+        "model.embed_tokens.weight": matrix(config.vocab_size, hidden),
+        "model.norm.weight": ones(hidden),
+    }
     tensors |= {} if tied else {"lm_head.weight": matrix(config.vocab_size, hidden)}
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}."
@@ -328,11 +454,15 @@ def random_verifier(shape: dict[str, Any], backend: Any) -> Any:
         tensors |= {f"{layer}{name}.weight": ones(width) for name, width in norms.items()}
     description = describe(config)
     assert description is not None
-    return DecoderVerifier(config, description, Weights(dict(tensors)), name=config.model_type, backend=backend)
+    return DecoderVerifier(
+        config, description, Weights(dict(tensors)), name=config.model_type, backend=backend
+    )
 
 
 def check_forward(name: str, bytes_per_us: float) -> None:
-    """Lines for whole verify forwards, captured, with both backends; logits of the two are compared."""
+    """Lines for whole verify forwards, captured, with both backends; logits of the two are
+    compared.
+    """
     shape = SHAPES[name]
     heads = (shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
     spec = AttentionSpec(DEVICE, torch.bfloat16, *heads, BLOCK)
@@ -340,7 +470,11 @@ def check_forward(name: str, bytes_per_us: float) -> None:
     for backend in (TorchRefBackend(spec), TritonFaBackend(spec)):
         torch.manual_seed(0)
         verifier = random_verifier(shape, backend)
-        weights = [part.weight for layer in verifier._layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        weights = [
+            part.weight
+            for layer in verifier._layers
+            for part in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
         moved = 2 * sum(weight.numel() for weight in [*weights, verifier._head.weight])
         for case in ((1, 1024), (8, 1024), (16, 1024), (16, 32768)):
             if case[1] > 1024 and backend.name == "torch_ref":
@@ -357,21 +491,30 @@ def check_forward(name: str, bytes_per_us: float) -> None:
             keys = 4 * case[1] * heads[1] * heads[2] * shape["num_hidden_layers"]
             floor = (moved + keys) / bytes_per_us
             title = f"{name}, {case[0]} rows at {case[1]:,}, {backend.name}"
-            print(f"{title:<46}{error:>10.1e}{spent / 1e3:>8.2f} ms, floor {floor / 1e3:.2f} ms", flush=True)
+            print(
+                f"{title:<46}{error:>10.1e}{spent / 1e3:>8.2f} ms, floor {floor / 1e3:.2f} ms",
+                flush=True,
+            )
         del verifier, weights
         torch.cuda.empty_cache()
 
 
 def timed_forward(verifier: Any, width: int, length: int) -> tuple[Tensor, float]:
-    """Logits float32 of `width` rows that end a context of `length` random tokens, and microseconds of the forward."""
+    """Logits float32 of `width` rows that end a context of `length` random tokens, and microseconds
+    of the forward.
+    """
     blocks = blocks_for(length, BLOCK) + 1
-    cache = PagedKVCache(verifier.kv_specs, num_blocks=blocks, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE)
+    cache = PagedKVCache(
+        verifier.kv_specs, num_blocks=blocks, block_size=BLOCK, dtype=torch.bfloat16, device=DEVICE
+    )
     for layer in cache.layers:
         for tensor in layer:
             tensor.normal_()
     token_ids = torch.randint(0, verifier.vocab_size, (width,), device=DEVICE)
     positions = torch.arange(length - width, length, device=DEVICE)
-    rows = ForwardInput(token_ids, positions, metadata([length], [width], causal=True, prefill=False))
+    rows = ForwardInput(
+        token_ids, positions, metadata([length], [width], causal=True, prefill=False)
+    )
     logits = verifier.forward(rows, cache.layers).logits.float()
     return logits, microseconds(lambda _: verifier.forward(rows, cache.layers), repeats=7)
 
@@ -397,7 +540,10 @@ def main() -> int:
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     rate = bandwidth()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {version('triton')}, copy {rate / 1e6:.2f} TB/s")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {version('triton')},"
+        f" copy {rate / 1e6:.2f} TB/s"
+    )
     print(f"{'':<42}{'error':>10}{'us':>10}{'torch_ref':>12}{'floor us':>10}{'splits':>8}")
     if part in (None, "attention"):
         for name, case in CASES.items():

@@ -1,4 +1,6 @@
-"""Configs with one value changed, which every reader of drafters has to take or refuse in a line."""
+"""Configs with one value changed, which every reader of drafters has to take or refuse in
+a line.
+"""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -9,7 +11,25 @@ from drafters.fit import fit_of
 Place = tuple[str | int, ...]
 """Keys that lead to an object inside a config."""
 
-VALUES: list[Any] = [None, 0, -1, 1, 2**40, 10**30, 0.5, 1e300, float("nan"), "10000", [], [1], [{}], {}, {"a": 1}, True, False]
+VALUES: list[Any] = [
+    None,
+    0,
+    -1,
+    1,
+    2**40,
+    10**30,
+    0.5,
+    1e300,
+    float("nan"),
+    "10000",
+    [],
+    [1],
+    [{}],
+    {},
+    {"a": 1},
+    True,
+    False,
+]
 
 
 def changed(raw: Mapping[str, Any], place: Place, key: str, value: object) -> dict[str, Any]:
@@ -32,4 +52,6 @@ def check_any_value(raw: Mapping[str, Any], place: Place, target: Any) -> None:
     for key in (*inner, "rope_theta", "partial_rotary_factor"):
         for value in VALUES:
             problems = fit_of(changed(raw, place, key, value), target).problems
-            assert all(problem and "\n" not in problem and len(problem) < 700 for problem in problems), (key, value)
+            assert all(
+                problem and "\n" not in problem and len(problem) < 700 for problem in problems
+            ), (key, value)

@@ -25,7 +25,10 @@ def with_head(head: HeadConfig, **changes: object) -> DFlashConfig:
 def head_tensors(config: DFlashConfig) -> dict[str, Tensor]:
     """Random weights, the head's so large that it decides much."""
     plain = tiny_tensors(replace(config, head=None)).keys()
-    return {name: tensor if name in plain else 5 * tensor for name, tensor in tiny_tensors(config).items()}
+    return {
+        name: tensor if name in plain else 5 * tensor
+        for name, tensor in tiny_tensors(config).items()
+    }
 
 
 def context(config: DFlashConfig) -> list[Tensor]:
@@ -34,7 +37,9 @@ def context(config: DFlashConfig) -> list[Tensor]:
     return [torch.randn(length, config.feature_size, generator=generator) for length in LENGTHS]
 
 
-def headed(path: Path, config: DFlashConfig, draft_sampling: str = "greedy") -> tuple[BoundDFlash, Rig]:
+def headed(
+    path: Path, config: DFlashConfig, draft_sampling: str = "greedy"
+) -> tuple[BoundDFlash, Rig]:
     """A drafter read from its checkpoint, with the context of both requests."""
     write_tiny_dflash(path, config, tensors=head_tensors(config))
     verifier = FakeVerifier()
@@ -46,7 +51,9 @@ def headed(path: Path, config: DFlashConfig, draft_sampling: str = "greedy") -> 
 
 
 def backbone(config: DFlashConfig, request: int) -> tuple[Tensor, Tensor]:
-    """Hidden states [K, H] and logits [K, V] of a request's slots, from the module alone and without a cache."""
+    """Hidden states [K, H] and logits [K, V] of a request's slots, from the module alone and
+    without a cache.
+    """
     verifier = FakeVerifier()
     model = tiny_model(config)
     model.load_state_dict(head_tensors(config))
@@ -75,10 +82,25 @@ class PaperMarkov:
         if self.kind == "vanilla":
             return w2 @ w1
         if self.kind == "gated":
-            gate = 1 / (1 + torch.exp(-(self.w["gate_proj.weight"] @ torch.cat([hidden, w1]) + self.w["gate_proj.bias"])))
+            gate = 1 / (
+                1
+                + torch.exp(
+                    -(
+                        self.w["gate_proj.weight"] @ torch.cat([hidden, w1])
+                        + self.w["gate_proj.bias"]
+                    )
+                )
+            )
             return w2 @ (gate * w1)
-        joint = self.w["joint_proj.weight"] @ torch.cat([self.state, w1, hidden]) + self.w["joint_proj.bias"]
-        gate, candidate, output = joint[: self.rank], joint[self.rank : 2 * self.rank], joint[2 * self.rank :]
+        joint = (
+            self.w["joint_proj.weight"] @ torch.cat([self.state, w1, hidden])
+            + self.w["joint_proj.bias"]
+        )
+        gate, candidate, output = (
+            joint[: self.rank],
+            joint[self.rank : 2 * self.rank],
+            joint[2 * self.rank :],
+        )
         gate = 1 / (1 + torch.exp(-gate))
         self.state = gate * self.state + (1 - gate) * candidate.tanh()
         return w2 @ output.tanh()

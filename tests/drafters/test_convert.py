@@ -24,7 +24,9 @@ from tests.helpers.bounds import assert_as_exact
 from verifiers.load import load_verifier
 
 MIXED = replace(TINY, windows=(16, 16, None), causal=(True, True, False))
-"""Sliding layers that are causal, and a full one that is not, as z-lab's drafters have been since Qwen3.5."""
+"""Sliding layers that are causal, and a full one that is not, as z-lab's drafters have been since
+Qwen3.5.
+"""
 
 CONFIGS = {
     "full layers": TINY,
@@ -32,11 +34,18 @@ CONFIGS = {
     "mixed layers, non-causal": replace(MIXED, causal=(False,) * 3),
     "reduced vocabulary": replace(TINY, draft_vocab_size=20),
     "anchor predicts": replace(TINY, sample_from_anchor=True),
-    "scales": replace(TINY, input_embedding_scale=2.0, output_multiplier=0.5, final_logit_softcapping=30.0),
+    "scales": replace(
+        TINY, input_embedding_scale=2.0, output_multiplier=0.5, final_logit_softcapping=30.0
+    ),
     "raw embeddings": replace(TINY, input_embedding_scale=1.0),
     "yarn": replace(
         TINY,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
     ),
     "tap of another width": replace(TINY, target_hidden_size=40),
 }
@@ -55,13 +64,18 @@ def same(folder: Path, config: DFlashConfig, source: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_there_and_back(name: str, first: Layout, tmp_path: Path) -> None:
     """Nothing of a drafter is lost on the way through the other layout."""
-    source, second = write_tiny_dflash(tmp_path / "a", CONFIGS[name], layout=first), "speculators" if first == "z-lab" else "z-lab"
+    source, second = (
+        write_tiny_dflash(tmp_path / "a", CONFIGS[name], layout=first),
+        "speculators" if first == "z-lab" else "z-lab",
+    )
     config = read_checkpoint(source)[0]
     convert(source, tmp_path / "b", second)
     same(tmp_path / "b", config, source)
     convert(tmp_path / "b", tmp_path / "c", first)
     same(tmp_path / "c", config, source)
-    assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
 
 
 def test_mixed_layers_in_words_of_z_lab(tmp_path: Path) -> None:
@@ -69,7 +83,11 @@ def test_mixed_layers_in_words_of_z_lab(tmp_path: Path) -> None:
     convert(write_tiny_dflash(tmp_path / "a", MIXED, layout="speculators"), tmp_path / "b", "z-lab")
     written = json.loads((tmp_path / "b" / "config.json").read_text())
     assert written["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
-    assert (written["sliding_window"], written["use_sliding_window"], "is_causal" in written) == (16, True, False)
+    assert (written["sliding_window"], written["use_sliding_window"], "is_causal" in written) == (
+        16,
+        True,
+        False,
+    )
     assert written["dflash_config"]["target_layer_ids"] == [1, 2, 4]
 
 
@@ -95,7 +113,9 @@ def scaled_down(layout: str, folder: Path) -> tuple[Row, Path, str]:
     for name in ("a", "target"):
         (folder / name).mkdir()
     write(folder / "a", shrunk(row.config), row)
-    (folder / "target" / "config.json").write_text(json.dumps({"num_hidden_layers": row.target_layers}))
+    (folder / "target" / "config.json").write_text(
+        json.dumps({"num_hidden_layers": row.target_layers})
+    )
     return row, folder / "a", str(folder / "target")
 
 
@@ -115,21 +135,43 @@ def test_public_drafters(layout: str, tmp_path: Path) -> None:
     convert(tmp_path / "b", tmp_path / "c", "z-lab")
     config = read_checkpoint(source)[0]
     name = config.verifier_name or target
-    same(tmp_path / "c", replace(config, num_target_layers=row.target_layers, verifier_name=name), source)
+    same(
+        tmp_path / "c",
+        replace(config, num_target_layers=row.target_layers, verifier_name=name),
+        source,
+    )
 
 
 def layers_of(config: Any) -> dict[str, Any]:
     """What an EAGLE-3 head's layers compute with."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    return {name: getattr(config.layers, name) for name in (*names, "rope_parameters", "attention_bias", "max_position_embeddings")}
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+    )
+    return {
+        name: getattr(config.layers, name)
+        for name in (*names, "rope_parameters", "attention_bias", "max_position_embeddings")
+    }
 
 
-EAGLES = ("SpecForge EAGLE-3", "ModelOpt EAGLE-3", "speculators EAGLE-3", "DeepSpec EAGLE-3", "speculators P-EAGLE")
+EAGLES = (
+    "SpecForge EAGLE-3",
+    "ModelOpt EAGLE-3",
+    "speculators EAGLE-3",
+    "DeepSpec EAGLE-3",
+    "speculators P-EAGLE",
+)
 
 
 @pytest.mark.parametrize("layout", EAGLES)
 def test_eagle3(layout: str, tmp_path: Path) -> None:
-    """Through the other layout and back; what sglang has no words for is refused, and z-lab has none for any."""
+    """Through the other layout and back; what sglang has no words for is refused, and z-lab has
+    none for any.
+    """
     row = next(row for row in rows() if row.layout == layout)
     (tmp_path / "a").mkdir()
     write(tmp_path / "a", shrunk(row.config), row)
@@ -147,7 +189,9 @@ def test_eagle3(layout: str, tmp_path: Path) -> None:
     for folder in ways:
         found, read = eagle3_checkpoint(folder)
         assert layers_of(found) == layers_of(config)
-        assert replace(found, layers=config.layers, verifier_name=None) == replace(config, verifier_name=None)
+        assert replace(found, layers=config.layers, verifier_name=None) == replace(
+            config, verifier_name=None
+        )
         assert read.keys() == tensors.keys()
         assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
@@ -156,7 +200,11 @@ def test_eagle3(layout: str, tmp_path: Path) -> None:
     ("config", "layout", "said"),
     [
         (TINY, "sglang", "SGLang reads DFlash drafters in z-lab's layout"),
-        (replace(TINY, causal=(True, True, True)), "speculators", "no key in the speculators layout"),
+        (
+            replace(TINY, causal=(True, True, True)),
+            "speculators",
+            "no key in the speculators layout",
+        ),
         (
             replace(TINY, target_layer_ids=(1, 2, TARGET_LAYERS - 1)),
             "speculators",
@@ -190,23 +238,33 @@ def test_the_license_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_another_target_is_refused(tmp_path: Path) -> None:
     source = write_tiny_dflash(tmp_path / "a")
     (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 9}}))
+    (tmp_path / "target" / "config.json").write_text(
+        json.dumps({"text_config": {"num_hidden_layers": 9}})
+    )
     with pytest.raises(CheckpointError, match=r"made for 6 target layers, and .* has 9"):
         convert(source, tmp_path / "b", "speculators", target=str(tmp_path / "target"))
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_tied_tables_are_written_whole(layout: str, tmp_path: Path) -> None:
-    """Catches projections that other programs would take for tables, and tables of another target."""
+    """Catches projections that other programs would take for tables,
+    and tables of another target.
+    """
     source = shipped_drafter_path()
-    assert convert(source, tmp_path / "made", layout) is None  # nothing to say of readers or license
+    assert (
+        convert(source, tmp_path / "made", layout) is None
+    )  # nothing to say of readers or license
     (own, tied), (config, whole) = read_checkpoint(source), read_checkpoint(tmp_path / "made")
     assert config == replace(own, tied_tables=False)
     target, _ = load_verifier("embedded", device=torch.device("cpu"), dtype=torch.bfloat16)
     for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
         assert whole[name].shape == (config.vocab_size, tied[name].shape[0])
     rows, projection = target.embed(torch.arange(100)), tied["markov_head.markov_w1.weight"]
-    assert_as_exact(whole["markov_head.markov_w1.weight"][:100], rows @ projection.T, rows.double() @ projection.double().T)
+    assert_as_exact(
+        whole["markov_head.markov_w1.weight"][:100],
+        rows @ projection.T,
+        rows.double() @ projection.double().T,
+    )
 
 
 def test_tied_tables_of_another_target_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A slot's former request leaves nothing in the forwards of the next one: rows without a draft hold no token of another user's."""
+"""A slot's former request leaves nothing in the forwards of the next one: rows without a draft hold
+no token of another user's.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,25 +28,40 @@ THEIRS = range(60, 96)
 DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "ngram": lambda verifier: NGramDrafter(max_draft_tokens=K),
     "suffix": lambda verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=0),
-    "suffix of one": lambda verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=0, occurrences=1),
-    "pooled suffix": lambda verifier: SuffixDrafter(max_draft_tokens=K, pool_tokens=400, shortest=2),
+    "suffix of one": lambda verifier: SuffixDrafter(
+        max_draft_tokens=K, pool_tokens=0, occurrences=1
+    ),
+    "pooled suffix": lambda verifier: SuffixDrafter(
+        max_draft_tokens=K, pool_tokens=400, shortest=2
+    ),
     "dflash": lambda verifier: random_dflash(verifier, block_size=K + 1),
     "eagle3": lambda verifier: random_eagle3(verifier, K),
-    "draft_model": lambda verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
+    "draft_model": lambda verifier: DraftModel(
+        paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K
+    ),
     "suffix+dflash": lambda verifier: ComposedDrafter(
-        [SuffixDrafter(max_draft_tokens=K + 2, pool_tokens=0), random_dflash(verifier, block_size=K + 1)]
+        [
+            SuffixDrafter(max_draft_tokens=K + 2, pool_tokens=0),
+            random_dflash(verifier, block_size=K + 1),
+        ]
     ),
 }
 
 
-@pytest.mark.parametrize("shape", [{"num_draft_tokens": None}, {"tree_nodes": 9}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [{"num_draft_tokens": None}, {"tree_nodes": 9}], ids=["chain", "tree"]
+)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_rows_without_a_draft_hold_no_foreign_token(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_draft_hold_no_foreign_token(
+    name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each holds a token of the request's own text, or 0."""
     verifier = paged_verifier(plain_model("llama"))
     bias = tuple((token, -100.0) for token in THEIRS)
     cache = CacheConfig(memory_bytes=2**22)
-    engine = SpecEngine(verifier, DRAFTERS[name](verifier), EngineConfig(max_num_seqs=2, cache=cache, **shape))
+    engine = SpecEngine(
+        verifier, DRAFTERS[name](verifier), EngineConfig(max_num_seqs=2, cache=cache, **shape)
+    )
     for _ in range(2):
         engine.add_request([*THEIRS] * 2, SamplingParams(max_tokens=9, ignore_eos=True))
     while engine.has_work:
@@ -63,9 +80,14 @@ def test_rows_without_a_draft_hold_no_foreign_token(name: str, shape: dict[str, 
         return block
 
     monkeypatch.setattr(engine.runner, "draft", noting)
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=12, logit_bias=bias)) for prompt in ([5, 6, 7], [8], [9, 10])]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=12, logit_bias=bias))
+        for prompt in ([5, 6, 7], [8], [9, 10])
+    ]
     while engine.has_work:
         engine.step()
     assert not found
     assert not {token for request in requests for token in request.output_token_ids} & set(THEIRS)
-    assert spare or name in ("dflash", "eagle3", "draft_model"), "the test needs rows without a draft"
+    assert spare or name in ("dflash", "eagle3", "draft_model"), (
+        "the test needs rows without a draft"
+    )

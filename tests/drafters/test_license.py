@@ -20,8 +20,16 @@ from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, writ
         ("---\nlicense: MIT\n---", {}, None),
         ("# no head", {}, None),
         (None, {}, None),
-        ("---\nlicense: cc-by-nc-nd-4.0\n---", {}, "its license is cc-by-nc-nd-4.0: it forbids commercial use and changed copies"),
-        ("---\nlicense: cc-by-nc-4.0\n---", {}, "its license is cc-by-nc-4.0: it forbids commercial use"),
+        (
+            "---\nlicense: cc-by-nc-nd-4.0\n---",
+            {},
+            "its license is cc-by-nc-nd-4.0: it forbids commercial use and changed copies",
+        ),
+        (
+            "---\nlicense: cc-by-nc-4.0\n---",
+            {},
+            "its license is cc-by-nc-4.0: it forbids commercial use",
+        ),
         (
             "---\nlicense: fair-noncommercial-research-license\n---",
             {},
@@ -34,7 +42,11 @@ from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, writ
             "its license is nvidia-open-model-license: read its terms",
         ),
         ("---\nlicense:\n- mit\n- gemma\n---", {}, "its license is gemma: read its terms"),
-        (None, {"license": "cc-by-nd-4.0"}, "its license is cc-by-nd-4.0: it forbids changed copies"),
+        (
+            None,
+            {"license": "cc-by-nd-4.0"},
+            "its license is cc-by-nd-4.0: it forbids changed copies",
+        ),
         ("---\nlicense: [\n---", {}, None),
         ("---\nlicense: 5\n---", {}, None),
         ("---\nlicense: [[mit]]\n---", {}, None),
@@ -42,7 +54,11 @@ from tests.drafters.tiny import HIDDEN, TARGET_LAYERS, VOCAB, FakeVerifier, writ
         ('---\nlicense: "a\\nb"\n---', {}, "its license is a b: read its terms"),
         ("---\nlicense: other\nlicense_name: [x]\n---", {}, "its license is other: read its terms"),
         ("---\n- license\n---", {"license": 3}, None),
-        ("---\nlicense: true\n---", {"license": [1, "gemma"]}, "its license is gemma: read its terms"),
+        (
+            "---\nlicense: true\n---",
+            {"license": [1, "gemma"]},
+            "its license is gemma: read its terms",
+        ),
     ],
 )
 def test_note(card: str | None, config: dict[str, Any], note: str | None, tmp_path: Path) -> None:
@@ -52,10 +68,14 @@ def test_note(card: str | None, config: dict[str, Any], note: str | None, tmp_pa
     assert license_note(path, config) == note
 
 
-def test_it_is_said_when_a_drafter_is_loaded_and_by_doctor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_when_a_drafter_is_loaded_and_by_doctor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Once, in one line that names the drafter."""
     folder = write_tiny_dflash(tmp_path / "drafter")
-    target = SimpleNamespace(name="tiny", hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB)
+    target = SimpleNamespace(
+        name="tiny", hidden_size=HIDDEN, num_layers=TARGET_LAYERS, vocab_size=VOCAB
+    )
     with caplog.at_level(logging.WARNING):
         load_drafter(folder, verifier=FakeVerifier())
         assert not caplog.messages and read_fit(str(folder), target).license is None

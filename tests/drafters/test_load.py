@@ -32,14 +32,32 @@ Patch = pytest.MonkeyPatch
     [
         ({"architectures": ["DFlashDraftModel"]}, "dflash"),
         ({"dflash_config": {"mask_token_id": 1}}, "dflash"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"selector_rank": 256}}, "dflash2"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "domino"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dflash"}}, "dflash"),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"selector_rank": 256}},
+            "dflash2",
+        ),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+            "domino",
+        ),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dflash"}},
+            "dflash",
+        ),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}, "dflash"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "dspark"),
         ({"architectures": ["DSparkDraftModel"], "dflash_config": {"markov_rank": 8}}, "dspark"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}, "dflash"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark", "markov_rank": 8}}, "dspark"),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}},
+            "dflash",
+        ),
+        (
+            {
+                "architectures": ["DFlashDraftModel"],
+                "dflash_config": {"projector_type": "dspark", "markov_rank": 8},
+            },
+            "dspark",
+        ),
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3DraftModel"]}, "eagle3"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {}}, "eagle3"),
         ({"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [1]}, "eagle3"),
@@ -66,23 +84,52 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
         ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
         ({"architectures": ["Qwen3XPressModel"]}, "'Qwen3XPressModel' (XPress"),
         ({"architectures": ["LiLiCorrDraftModel"]}, "'LiLiCorrDraftModel' (LiLiCorr"),
-        ({"architectures": ["DFlash2BeamDraftModel"]}, "'DFlash2BeamDraftModel' (DFlash on layers of its own"),
-        ({"architectures": ["MiniMaxDFlash2DraftModel"]}, "'MiniMaxDFlash2DraftModel' (DFlash on layers of its own"),
-        ({"architectures": ["Qwen35DSparkModel"]}, "'Qwen35DSparkModel' (DSpark on layers of its own"),
-        ({"architectures": ["DSparkMiniMaxDraftModel"]}, "'DSparkMiniMaxDraftModel' (DSpark on layers of its own"),
-        ({"architectures": ["Qwen3OmniDSparkModel"]}, "'Qwen3OmniDSparkModel' (DSpark on layers of its own"),
-        ({"architectures": ["MuseSparkDSparkModel"]}, "'MuseSparkDSparkModel' (DSpark on layers of its own"),
+        (
+            {"architectures": ["DFlash2BeamDraftModel"]},
+            "'DFlash2BeamDraftModel' (DFlash on layers of its own",
+        ),
+        (
+            {"architectures": ["MiniMaxDFlash2DraftModel"]},
+            "'MiniMaxDFlash2DraftModel' (DFlash on layers of its own",
+        ),
+        (
+            {"architectures": ["Qwen35DSparkModel"]},
+            "'Qwen35DSparkModel' (DSpark on layers of its own",
+        ),
+        (
+            {"architectures": ["DSparkMiniMaxDraftModel"]},
+            "'DSparkMiniMaxDraftModel' (DSpark on layers of its own",
+        ),
+        (
+            {"architectures": ["Qwen3OmniDSparkModel"]},
+            "'Qwen3OmniDSparkModel' (DSpark on layers of its own",
+        ),
+        (
+            {"architectures": ["MuseSparkDSparkModel"]},
+            "'MuseSparkDSparkModel' (DSpark on layers of its own",
+        ),
         ({"architectures": ["OtherDSparkModel"], "markov_rank": 0}, "'OtherDSparkModel' (DSpark"),
-        ({"architectures": ["DFlashOtherForCausalLM"]}, "'DFlashOtherForCausalLM' (DFlash on layers of its own"),
-        ({"architectures": ["OtherForCausalLMEagle3"]}, "'OtherForCausalLMEagle3' (EAGLE-3 on layers of its own"),
+        (
+            {"architectures": ["DFlashOtherForCausalLM"]},
+            "'DFlashOtherForCausalLM' (DFlash on layers of its own",
+        ),
+        (
+            {"architectures": ["OtherForCausalLMEagle3"]},
+            "'OtherForCausalLMEagle3' (EAGLE-3 on layers of its own",
+        ),
         ({"medusa_num_heads": 4}, "'medusa' (Medusa"),
         ({"architectures": ["Qwen3NextMTP"]}, "'Qwen3NextMTP' (multi-token prediction"),
-        ({"architectures": ["OtherAssistantForCausalLM"]}, "'OtherAssistantForCausalLM' (a head that reads its target's own"),
+        (
+            {"architectures": ["OtherAssistantForCausalLM"]},
+            "'OtherAssistantForCausalLM' (a head that reads its target's own",
+        ),
         ({"architectures": ["Other"]}, "'Other' is not supported yet"),
         ({"hidden_size": 3}, "names no architecture"),
     ],
 )
-def test_an_algorithm_that_is_not_supported_is_named(raw: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_algorithm_that_is_not_supported_is_named(
+    raw: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     """What it is and the way out, in one line that names the folder, before any tensor is read."""
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError) as caught:
@@ -155,7 +202,10 @@ def test_a_folder_without_a_slash(tmp_path: Path, monkeypatch: Patch) -> None:
         (3, "drafter is a int; give a name, a path, a function"),
         (object(), "drafter is a object; give"),
         ("ngramm", "unknown drafter 'ngramm' (known: auto, ngram"),
-        ("no.such.module:load", "'no.such.module:load' cannot be imported: there is no module 'no'"),
+        (
+            "no.such.module:load",
+            "'no.such.module:load' cannot be imported: there is no module 'no'",
+        ),
         ("drafters.ngram:nothing", "'drafters.ngram:nothing' cannot be imported"),
         (":load", "':load' names nothing that can be imported; write module:function"),
         ("http://host/x", "names nothing that can be imported"),
@@ -179,12 +229,24 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("names", [["LlamaForCausalLM"], ["LlamaForCausalLMEagle3"], ["Unheard"], None])
-def test_heads_of_eagle_and_eagle_2_are_refused_by_name(names: list[str] | None, form: str, tmp_path: Path) -> None:
-    """Their tensors tell, whatever model their config names: by every command, and before a tokenizer is missed."""
-    shapes = {"fc.weight": (32, 64), "embed_tokens.weight": (97, 32), "layers.0.self_attn.q_proj.weight": (48, 32)}
+@pytest.mark.parametrize(
+    "names", [["LlamaForCausalLM"], ["LlamaForCausalLMEagle3"], ["Unheard"], None]
+)
+def test_heads_of_eagle_and_eagle_2_are_refused_by_name(
+    names: list[str] | None, form: str, tmp_path: Path
+) -> None:
+    """Their tensors tell, whatever model their config names: by every command, and before a
+    tokenizer is missed.
+    """
+    shapes = {
+        "fc.weight": (32, 64),
+        "embed_tokens.weight": (97, 32),
+        "layers.0.self_attn.q_proj.weight": (48, 32),
+    }
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": names, "bias": True}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**LLAMA, "architectures": names, "bias": True})
+    )
     if form.endswith("bin"):
         torch.save(tensors, tmp_path / form)
     else:
@@ -194,7 +256,11 @@ def test_heads_of_eagle_and_eagle_2_are_refused_by_name(names: list[str] | None,
         load_drafter(tmp_path, verifier=target)
     with pytest.raises(CheckpointError, match="this is a head of EAGLE or EAGLE-2"):
         convert(tmp_path, tmp_path / "made", "sglang")
-    assert read_fit(str(tmp_path), cast(TargetShape, target)).problems[0].startswith("this is a head of EAGLE")
+    assert (
+        read_fit(str(tmp_path), cast(TargetShape, target))
+        .problems[0]
+        .startswith("this is a head of EAGLE")
+    )
 
 
 def test_a_draft_model_without_a_tokenizer(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ from tests.helpers.tiny_models import paged_verifier, plain_greedy
 
 
 def naive(tokens: list[int], k: int, longest: int, shortest: int) -> list[int]:
-    """Drafts by the definition: longest match first, latest first, copied with wrap-around at the end of the text."""
+    """Drafts by the definition: longest match first, latest first, copied with wrap-around at the
+    end of the text.
+    """
     for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for end in range(len(tokens) - 2, n - 2, -1):
             if tokens[end - n + 1 : end + 1] == tokens[-n:]:
@@ -40,11 +42,16 @@ def propose(texts: list[list[int]], k: int, **options: int) -> list[list[int]]:
     rig = Rig(drafter, FakeVerifier(), num_reqs=len(texts))
     for slot, text in enumerate(texts):
         rig.bound.begin(slot, text)
-    draft = rig.bound.propose(rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], k))
+    draft = rig.bound.propose(
+        rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], k)
+    )
     assert draft.num_drafts is not None and draft.token_ids.shape == (len(texts), k)
     assert draft.token_ids.min() >= 0
     assert set(draft.num_drafts.tolist()) <= {0, k}
-    return [row[:count] for row, count in zip(draft.token_ids.tolist(), draft.num_drafts.tolist(), strict=True)]
+    return [
+        row[:count]
+        for row, count in zip(draft.token_ids.tolist(), draft.num_drafts.tolist(), strict=True)
+    ]
 
 
 def tree_of(texts: list[list[int]], shape: BlockShape, **options: int) -> DraftOutput:
@@ -67,11 +74,17 @@ def paths_of(draft: DraftOutput, row: int) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-def naive_shares(tokens: list[int], depth: int, most: int, longest: int, shortest: int) -> dict[tuple[int, ...], float]:
+def naive_shares(
+    tokens: list[int], depth: int, most: int, longest: int, shortest: int
+) -> dict[tuple[int, ...], float]:
     """Probability of every path that follows one of the `most` best matches, by the definition."""
     matches = []
     for end in range(len(tokens) - 1):
-        lengths = [n for n in range(1, min(longest, end + 1) + 1) if tokens[end - n + 1 : end + 1] == tokens[-n:]]
+        lengths = [
+            n
+            for n in range(1, min(longest, end + 1) + 1)
+            if tokens[end - n + 1 : end + 1] == tokens[-n:]
+        ]
         if lengths and max(lengths) >= shortest:
             matches.append((max(lengths), end))
     shares: dict[tuple[int, ...], float] = {}
@@ -125,23 +138,40 @@ def test_against_plain_python(texts: list[list[int]], k: int, limits: list[int])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=4),
-    shape=st.sampled_from([BlockShape(3, 3), BlockShape(16, 8), BlockShape(40, 4), BlockShape(64, 1)]),
+    shape=st.sampled_from(
+        [BlockShape(3, 3), BlockShape(16, 8), BlockShape(40, 4), BlockShape(64, 1)]
+    ),
     limits=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
 )
-def test_trees_against_plain_python(texts: list[list[int]], shape: BlockShape, limits: list[int]) -> None:
-    """The likeliest paths behind the best matches; more of them where a tree could not be filled otherwise."""
+def test_trees_against_plain_python(
+    texts: list[list[int]], shape: BlockShape, limits: list[int]
+) -> None:
+    """The likeliest paths behind the best matches; more of them where a tree could not be filled
+    otherwise.
+    """
     shortest, longest = limits
     most = max(TREE_OCCURRENCES, -(-shape.drafts // shape.depth))
-    draft = tree_of(texts, shape, max_draft_tokens=shape.depth, prompt_lookup_max=longest, prompt_lookup_min=shortest)
+    draft = tree_of(
+        texts,
+        shape,
+        max_draft_tokens=shape.depth,
+        prompt_lookup_max=longest,
+        prompt_lookup_min=shortest,
+    )
     for row, text in enumerate(texts):
-        shares, found = naive_shares(text, shape.depth, most, longest, shortest), paths_of(draft, row)
+        shares, found = (
+            naive_shares(text, shape.depth, most, longest, shortest),
+            paths_of(draft, row),
+        )
         assert len(set(found)) == len(found) == min(shape.drafts, len(shares))
         best = sorted(shares.values(), reverse=True)[: len(found)]
         assert sum(shares[path] for path in found) == pytest.approx(sum(best), rel=1e-5)
 
 
 def test_a_tree_holds_what_a_chain_misses() -> None:
-    """The text has gone on in two ways; the chain is the later one, and the target takes the earlier."""
+    """The text has gone on in two ways; the chain is the later one, and the target takes the
+    earlier.
+    """
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 8, 9, 1, 2, 3]
     assert propose([text], 4) == [[7, 8, 9, 1]]
     draft = tree_of([text, [5]], BlockShape(12, 4))
@@ -155,14 +185,18 @@ def test_a_tree_holds_what_a_chain_misses() -> None:
 
 
 def test_a_longer_match_weighs_more() -> None:
-    """Than several shorter ones, and equal ones by their age: with one draft, the tree is the chain's first."""
+    """Than several shorter ones, and equal ones by their age: with one draft, the tree is the
+    chain's first.
+    """
     texts = [[1, 2, 3, 9, 2, 5, 9, 2, 5, 1, 2], [7, 1, 5, 7, 2, 5, 7]]
     draft = tree_of(texts, BlockShape(1, 1))
     assert draft.token_ids.tolist() == [[3], [2]]
 
 
 def test_over_several_steps() -> None:
-    """History grows by what was accepted; rejected drafts, old requests and other slots leave no trace."""
+    """History grows by what was accepted; rejected drafts, old requests and other slots leave no
+    trace.
+    """
     drafter = NGramDrafter(prompt_lookup_max=4)
     rig = Rig(drafter, FakeVerifier(), num_reqs=3)
     generator = torch.Generator().manual_seed(1)
@@ -202,10 +236,14 @@ def test_never_waits() -> None:
     batch, accepted = rig.batch([2, 3], [4, 2], 5), torch.tensor([1, 0])
     with no_host_sync():
         draft = rig.bound.propose(batch)
-        rig.commit_tensors(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted)
+        rig.commit_tensors(
+            batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted
+        )
 
 
-@pytest.mark.parametrize("shape", [{"num_draft_tokens": None}, {"tree_nodes": 16}, {}], ids=["chain", "tree", "chosen"])
+@pytest.mark.parametrize(
+    "shape", [{"num_draft_tokens": None}, {"tree_nodes": 16}, {}], ids=["chain", "tree", "chosen"]
+)
 def test_in_the_engine(shape: dict[str, Any]) -> None:
     """Real steps: plain decoding's tokens, greedy in fewer steps and sampled."""
     target = tiny_target()
@@ -214,17 +252,25 @@ def test_in_the_engine(shape: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.8, seed=3)]
 
     def outputs(drafter: NGramDrafter | None, **options: Any) -> tuple[list[list[int]], int]:
-        config = EngineConfig(max_num_seqs=2, max_model_len=128, cache=CacheConfig(memory_bytes=2**22), **options)
+        config = EngineConfig(
+            max_num_seqs=2, max_model_len=128, cache=CacheConfig(memory_bytes=2**22), **options
+        )
         engine = SpecEngine(verifier, drafter, config)
         requests = [engine.add_request(prompt, one) for one in params for prompt in prompts]
         while engine.has_work:
             engine.step()
         for request in requests:
-            assert all(a <= n <= 8 for a, n in zip(request.num_accepted, request.num_drafted, strict=True))
-        return [request.output_token_ids for request in requests], sum(len(request.num_emitted) for request in requests[:3])
+            assert all(
+                a <= n <= 8 for a, n in zip(request.num_accepted, request.num_drafted, strict=True)
+            )
+        return [request.output_token_ids for request in requests], sum(
+            len(request.num_emitted) for request in requests[:3]
+        )
 
     (tokens, steps), (plain, _) = outputs(load_ngram(verifier=verifier), **shape), outputs(None)
-    assert tokens == plain and tokens[:3] == [plain_greedy(target, prompt, 60) for prompt in prompts]
+    assert tokens == plain and tokens[:3] == [
+        plain_greedy(target, prompt, 60) for prompt in prompts
+    ]
     if shape:
         assert steps < 0.8 * 3 * 60
 
@@ -234,7 +280,10 @@ def test_in_the_engine(shape: dict[str, Any]) -> None:
     [
         ({"max_draft_tokens": 0}, "max_draft_tokens is 0"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min is 0"),
-        ({"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_min is 3 and prompt_lookup_max 2"),
+        (
+            {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
+            "prompt_lookup_min is 3 and prompt_lookup_max 2",
+        ),
     ],
 )
 def test_options(options: dict[str, int], message: str) -> None:

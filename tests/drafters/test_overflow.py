@@ -1,4 +1,6 @@
-"""Drafters whose logits are no numbers: they cost time, and neither change an output nor end the engine."""
+"""Drafters whose logits are no numbers: they cost time, and neither change an output nor end the
+engine.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,18 +29,32 @@ from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random
 K = 5
 VALUES = {"nan": math.nan, "-nan": -math.nan, "inf": math.inf, "-inf": -math.inf}
 PROMPTS = [[5, 6, 5, 6, 5], [8, 9]]
-WAYS = [SamplingParams(max_tokens=7), SamplingParams(max_tokens=7, temperature=0.9, seed=3, top_k=20)]
+WAYS = [
+    SamplingParams(max_tokens=7),
+    SamplingParams(max_tokens=7, temperature=0.9, seed=3, top_k=20),
+]
 
 DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
     "dflash": lambda verifier: random_dflash(verifier, block_size=K + 1),
-    "markov": lambda verifier: random_dflash(verifier, block_size=K + 1, head=MarkovConfig(4, "rnn", has_confidence=True)),
-    "markov of few": lambda verifier: random_dflash(verifier, block_size=K + 1, head=MarkovConfig(4, draft_top_k=8)),
-    "selector": lambda verifier: random_dflash(verifier, block_size=K + 1, head=SelectorConfig(4, 8)),
+    "markov": lambda verifier: random_dflash(
+        verifier, block_size=K + 1, head=MarkovConfig(4, "rnn", has_confidence=True)
+    ),
+    "markov of few": lambda verifier: random_dflash(
+        verifier, block_size=K + 1, head=MarkovConfig(4, draft_top_k=8)
+    ),
+    "selector": lambda verifier: random_dflash(
+        verifier, block_size=K + 1, head=SelectorConfig(4, 8)
+    ),
     "domino": lambda verifier: random_dflash(verifier, block_size=K + 1, head=DominoConfig(3, 4)),
     "eagle3": lambda verifier: random_eagle3(verifier, K),
-    "draft_model": lambda verifier: DraftModel(paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K),
+    "draft_model": lambda verifier: DraftModel(
+        paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K
+    ),
     "suffix+dflash": lambda verifier: ComposedDrafter(
-        [SuffixDrafter(max_draft_tokens=K, pool_tokens=64), random_dflash(verifier, block_size=K + 1)]
+        [
+            SuffixDrafter(max_draft_tokens=K, pool_tokens=64),
+            random_dflash(verifier, block_size=K + 1),
+        ]
     ),
 }
 CASES: list[tuple[dict[str, Any], bool]] = [
@@ -70,7 +86,9 @@ def plain() -> list[list[int]]:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, value: float, whole: bool) -> None:
-    """All logits that drafts are made of are `value`, or those of a column in the midst and of the last."""
+    """All logits that drafts are made of are `value`, or those of a column in the midst and of the
+    last.
+    """
     of, guess, choose = Drafts.of, TokenByToken._guess, TokenByToken._choose
     columns = slice(None) if whole else [7, -1]
 
@@ -80,7 +98,13 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, whole: bool) -> None:
         return logits
 
     def of_block(self: Drafts, batch: DecodeBatch, slots: Slots) -> DraftOutput:
-        return of(self, batch, Slots(slots.hidden.clone().fill_(value) if whole else slots.hidden, spoiled(slots.logits)))
+        return of(
+            self,
+            batch,
+            Slots(
+                slots.hidden.clone().fill_(value) if whole else slots.hidden, spoiled(slots.logits)
+            ),
+        )
 
     monkeypatch.setattr(Drafts, "of", of_block)
     for name, method in (("_guess", guess), ("_choose", choose)):
@@ -88,7 +112,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, whole: bool) -> None:
         def of_rows(self: TokenByToken, *args: Any, method: Any = method, **named: Any) -> object:
             network, logits = self.network, self.network.logits
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(network, "logits", lambda hidden: spoiled(logits(hidden)), raising=False)
+                patch.setattr(
+                    network, "logits", lambda hidden: spoiled(logits(hidden)), raising=False
+                )
                 return method(self, *args, **named)
 
         monkeypatch.setattr(TokenByToken, name, of_rows)
@@ -108,4 +134,6 @@ def test_logits_that_are_no_numbers(name: str, value: str, monkeypatch: pytest.M
         assert texts == plain(), (options, whole)
         bound = engine.runner.drafter
         if isinstance(bound, BoundComposed):
-            assert bound.calibration._sums.isfinite().all(), "what is no number would never be forgotten"
+            assert bound.calibration._sums.isfinite().all(), (
+                "what is no number would never be forgotten"
+            )

@@ -26,7 +26,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 @pytest.fixture
 def page() -> Iterator[dict[str, Any]]:
     """What the page's code defines, with its name in the registry until the test ends."""
-    code = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
+    code = "\n\n".join(
+        re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    )
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     yield names
@@ -35,10 +37,14 @@ def page() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_the_page_drafts_and_changes_no_output(page: dict[str, Any], by_name: bool) -> None:
-    """By its registered name and as an object: greedy outputs are those of plain decoding, and drafts were accepted."""
+    """By its registered name and as an object: greedy outputs are those of plain decoding, and
+    drafts were accepted.
+    """
     verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
     drafter = find_drafter("bigrams" if by_name else page["Bigrams"]())(verifier)
-    config = EngineConfig(max_num_seqs=3, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
+    config = EngineConfig(
+        max_num_seqs=3, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22)
+    )
     drafted = SpecDecoder(verifier, tokenizer, drafter, config)
     sampling = SamplingParams(max_tokens=60, ignore_eos=True)
     prompts = random_prompts(5)
@@ -52,10 +58,14 @@ def test_the_page_drafts_and_changes_no_output(page: dict[str, Any], by_name: bo
 def test_ten_lines_are_enough(page: dict[str, Any]) -> None:
     """The smallest drafter of the page drafts in every step and changes no output."""
     verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
-    config = EngineConfig(max_num_seqs=3, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
+    config = EngineConfig(
+        max_num_seqs=3, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22)
+    )
     drafted = SpecDecoder(verifier, tokenizer, page["Repeat"](), config)
     prompts = random_prompts(5)
-    plain, found = (one.generate(prompts, max_tokens=30, ignore_eos=True) for one in (drafted.plain(), drafted))
+    plain, found = (
+        one.generate(prompts, max_tokens=30, ignore_eos=True) for one in (drafted.plain(), drafted)
+    )
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert all(result.stats.num_drafted[0] == 4 for result in found)
 
@@ -67,18 +77,27 @@ def test_the_page_keeps_its_own_rule(page: dict[str, Any]) -> None:
     batch, accepted = rig.batch([1, 3], [2, 2], 4), torch.tensor([1, 0])
     with no_host_sync():
         draft = rig.bound.propose(batch)
-        rig.commit_tensors(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted)
+        rig.commit_tensors(
+            batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accepted
+        )
     assert draft.token_ids[0].tolist() == [2, 1, 2, 1]
 
 
 def test_the_page_draws_trees(page: dict[str, Any]) -> None:
-    """Of whole engines the output is that of plain decoding, whatever is chosen; some drafts are accepted; nothing waits."""
+    """Of whole engines the output is that of plain decoding, whatever is chosen; some drafts are
+    accepted; nothing waits.
+    """
     verifier, tokenizer = paged_verifier(plain_model("llama")), tiny_tokenizer()
     prompts = random_prompts(5)
     for shape in ({"tree_nodes": 12}, {"num_draft_tokens": "auto"}):
-        config = EngineConfig(max_num_seqs=3, max_model_len=128, cache=CacheConfig(memory_bytes=2**22), **shape)
+        config = EngineConfig(
+            max_num_seqs=3, max_model_len=128, cache=CacheConfig(memory_bytes=2**22), **shape
+        )
         drafted = SpecDecoder(verifier, tokenizer, page["Frequent"](), config)
-        plain, found = (one.generate(prompts, max_tokens=30, ignore_eos=True) for one in (drafted.plain(), drafted))
+        plain, found = (
+            one.generate(prompts, max_tokens=30, ignore_eos=True)
+            for one in (drafted.plain(), drafted)
+        )
         assert [result.token_ids for result in found] == [result.token_ids for result in plain]
         if "tree_nodes" in shape:  # what is chosen depends on how long steps take
             stats = pooled(result.stats for result in found)
@@ -89,4 +108,6 @@ def test_the_page_draws_trees(page: dict[str, Any]) -> None:
     batch = replace(rig.batch([1, 3], [2, 2], 6), shape=BlockShape(6, 3))
     with no_host_sync():
         draft = rig.bound.propose(batch)
-    assert draft.tree is not None and [int(x[0, 0]) for x in (draft.token_ids, draft.tree.depths)] == [1, 1]
+    assert draft.tree is not None and [
+        int(x[0, 0]) for x in (draft.token_ids, draft.tree.depths)
+    ] == [1, 1]

@@ -1,4 +1,6 @@
-"""How many public drafters load; `python -m tests.checks.public_drafters` says what is in the way of the others."""
+"""How many public drafters load; `python -m tests.checks.public_drafters` says what is in the way
+of the others.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +28,9 @@ def found() -> list[tuple[Row, str | None]]:
 def test_rows_are_those_of_the_list() -> None:
     """The same drafters in the same order as in the list of targets."""
     listed = public_targets.data()["drafters"] + public_targets.data()["others"]
-    assert [(row.checkpoint, row.target) for row in rows()] == [(entry["checkpoint"], entry["target"]) for entry in listed]
+    assert [(row.checkpoint, row.target) for row in rows()] == [
+        (entry["checkpoint"], entry["target"]) for entry in listed
+    ]
     assert Counter(row.family for row in rows()) == {"DFlash": 89, "EAGLE-3": 55, "MTP": 46}
 
 
@@ -40,23 +44,33 @@ def test_every_refusal_is_one_line(found: list[tuple[Row, str | None]]) -> None:
     assert all(reason and "\n" not in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("layout", ["z-lab", "z-lab DFlash 2", "SpecForge DSpark", "speculators DFlash", "speculators EAGLE-3"])
+@pytest.mark.parametrize(
+    "layout",
+    ["z-lab", "z-lab DFlash 2", "SpecForge DSpark", "speculators DFlash", "speculators EAGLE-3"],
+)
 def test_a_wrong_tensor_is_refused(layout: str) -> None:
     """The check itself can fail: a shape, a name, and a key that nobody writes."""
     row = next(row for row in rows() if row.layout == layout)
     assert refusal(row) is None
-    assert "fc.weight has shape" in str(refusal(replace(row, shapes=row.shapes | {"fc.weight": "H H"})))
+    assert "fc.weight has shape" in str(
+        refusal(replace(row, shapes=row.shapes | {"fc.weight": "H H"}))
+    )
     assert "stray" in str(refusal(replace(row, shapes=row.shapes | {"stray.weight": "H"})))
     place = "dflash_config" if "dflash_config" in row.config else None
     twisted = row.config | ({place: row.config[place] | {"twist": 1}} if place else {"twist": 1})
-    assert f"{place or 'config.json'} says twist, which this loader does not know" in str(refusal(replace(row, config=twisted)))
+    assert f"{place or 'config.json'} says twist, which this loader does not know" in str(
+        refusal(replace(row, config=twisted))
+    )
 
 
 def test_what_would_run_on_one_gpu(found: list[tuple[Row, str | None]]) -> None:
     """Target, tokenizer, head and memory together; a number here only grows."""
     sums = counts(found, gpus=1, gpu_bytes=192 * 10**9)
     assert all(sums[family]["all of the four"] >= least for family, least in RUN.items()), sums
-    assert sums["DFlash"]["tokenizer readable"] < 89 and sums["DFlash"]["fits"] < sums["DFlash"]["target accepted"]
+    assert (
+        sums["DFlash"]["tokenizer readable"] < 89
+        and sums["DFlash"]["fits"] < sums["DFlash"]["target accepted"]
+    )
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,6 @@
-"""The drafter that comes with the package: its files, who gets it, and what it is worth on the embedded model."""
+"""The drafter that comes with the package: its files, who gets it, and what it is worth on the
+embedded model.
+"""
 
 import hashlib
 import re
@@ -50,7 +52,12 @@ def of_its_shape(name: str) -> FakeVerifier:
             return torch.zeros(*hidden.shape[:-1], self.vocab_size)
 
     verifier = Fitting()
-    verifier.name, verifier.num_layers, verifier.hidden_size, verifier.vocab_size = name, 30, 576, 49152
+    verifier.name, verifier.num_layers, verifier.hidden_size, verifier.vocab_size = (
+        name,
+        30,
+        576,
+        49152,
+    )
     return verifier
 
 
@@ -63,7 +70,11 @@ def test_the_files_are_those_of_the_card() -> None:
     card = (shipped_drafter_path() / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"SHA-256 of `model\.safetensors`: `([0-9a-f]{64})`", card) == [sha256()]
     config, tensors = read_checkpoint(shipped_drafter_path())
-    assert (config.block_size, config.num_hidden_layers, config.verifier_name) == (16, 5, "embedded")
+    assert (config.block_size, config.num_hidden_layers, config.verifier_name) == (
+        16,
+        5,
+        "embedded",
+    )
     assert (config.num_target_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
@@ -83,8 +94,24 @@ def test_the_embedded_model_gets_its_own_drafter(name: str) -> None:
 
 
 def test_other_targets_get_ngram_and_the_summary_says_so(target: Path, capsys: Capture) -> None:
-    assert isinstance(SpecDecoder.from_pretrained(str(target), dtype="float32").engine.drafter, NGramDrafter)
-    assert main(["generate", "abc", "--raw", "--model", str(target), "--max-tokens", "8", "--ignore-eos"]) == 0
+    assert isinstance(
+        SpecDecoder.from_pretrained(str(target), dtype="float32").engine.drafter, NGramDrafter
+    )
+    assert (
+        main(
+            [
+                "generate",
+                "abc",
+                "--raw",
+                "--model",
+                str(target),
+                "--max-tokens",
+                "8",
+                "--ignore-eos",
+            ]
+        )
+        == 0
+    )
     assert "(drafter ngram, k up to 8, trees of up to 7 drafts)" in capsys.readouterr().err
 
 
@@ -97,7 +124,9 @@ def test_an_installation_without_the_weights_is_said_in_one_line(
     for file in there:
         shutil.copy(shipped_drafter_path() / file, tmp_path)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    with pytest.raises(CheckpointError, match=r"lacks .*model\.safetensors in .*; install specdec again") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"lacks .*model\.safetensors in .*; install specdec again"
+    ) as caught:
         find_drafter(name)(of_its_shape("embedded"))
     assert "\n" not in str(caught.value)
     assert ("config.json" in str(caught.value)) == (not there)
@@ -111,22 +140,39 @@ def test_a_path_is_refused() -> None:
 @pytest.mark.parametrize("verb", ["generate", "bench", "eval", "profile"])
 def test_every_verb_explains_the_default(verb: str, capsys: Capture) -> None:
     assert main([verb, "--help"]) == 0
-    assert "--drafter NAME" in (text := " ".join(capsys.readouterr().out.split())) or "--drafter NAME [NAME ...]" in text
-    assert "auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, suffix, mtp, a checkpoint" in text
+    assert (
+        "--drafter NAME" in (text := " ".join(capsys.readouterr().out.split()))
+        or "--drafter NAME [NAME ...]" in text
+    )
+    assert (
+        "auto (smollm2-dflash for the embedded model, else ngram), smollm2-dflash, ngram, suffix,"
+        " mtp, a checkpoint" in text
+    )
 
 
 def test_a_sweep_names_what_auto_stands_for_and_knows_each_drafters_k() -> None:
     """Catches a report that says "auto", and one drafter measured twice under two names."""
     base = tiny_decoder()
     base.verifier = of_its_shape("some/target")
-    assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("auto", "ngram"))).drafters) == ["ngram"]
-    assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("smollm2-dflash",), num_draft_tokens=(8, 15))).drafters) == [
-        "smollm2-dflash"
+    assert list(Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("auto", "ngram"))).drafters) == [
+        "ngram"
     ]
-    with pytest.raises(InvalidInputError, match="k is 16 and drafter 'smollm2-dflash' gives 1 to 15"):
-        Bench(base, BenchConfig(sets=(PROMPTS,), drafters=("smollm2-dflash",), num_draft_tokens=(16,)))
+    assert list(
+        Bench(
+            base,
+            BenchConfig(sets=(PROMPTS,), drafters=("smollm2-dflash",), num_draft_tokens=(8, 15)),
+        ).drafters
+    ) == ["smollm2-dflash"]
+    with pytest.raises(
+        InvalidInputError, match="k is 16 and drafter 'smollm2-dflash' gives 1 to 15"
+    ):
+        Bench(
+            base, BenchConfig(sets=(PROMPTS,), drafters=("smollm2-dflash",), num_draft_tokens=(16,))
+        )
     base.verifier.name = "embedded"
-    assert isinstance(Bench(base, BenchConfig(sets=(PROMPTS,))).drafters["smollm2-dflash"], DFlashDrafter)
+    assert isinstance(
+        Bench(base, BenchConfig(sets=(PROMPTS,))).drafters["smollm2-dflash"], DFlashDrafter
+    )
 
 
 def test_provenance_holds_the_drafters_hash() -> None:
@@ -139,13 +185,23 @@ def test_provenance_holds_the_drafters_hash() -> None:
 
 @pytest.mark.slow
 def test_it_drafts_well_for_the_embedded_model() -> None:
-    """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.48 that it had when it was added.
+    """Loaded by default, in float32: the same tokens as plain decoding, and tau near the 4.48 that
+    it had when it was added.
 
-    Catches weights that are read as something else: outputs stay right, and tau falls, to 2.0 with another mask token.
+    Catches weights that are read as something else: outputs stay right, and tau falls, to 2.0 with
+    another mask token.
     """
-    engine = EngineConfig(max_num_seqs=4, max_model_len=512, num_draft_tokens=15, cache=CacheConfig(memory_bytes=2**28))
+    engine = EngineConfig(
+        max_num_seqs=4,
+        max_model_len=512,
+        num_draft_tokens=15,
+        cache=CacheConfig(memory_bytes=2**28),
+    )
     decoder = SpecDecoder.from_pretrained(device="cpu", dtype="float32", engine=engine)
-    prompts = [[{"role": "user", "content": item.turns[0]}] for item in load_prompt_set("bundled").items[:4]]
+    prompts = [
+        [{"role": "user", "content": item.turns[0]}]
+        for item in load_prompt_set("bundled").items[:4]
+    ]
     plain, drafted = (one.generate(prompts, max_tokens=48) for one in (decoder.plain(), decoder))
     assert isinstance(plain, list)
     assert isinstance(drafted, list)
@@ -155,9 +211,11 @@ def test_it_drafts_well_for_the_embedded_model() -> None:
 
 @pytest.mark.slow
 def test_its_trees_accept_more() -> None:
-    """16 drafts in a tree against 15 in a chain, greedy and sampled side by side: the same tokens in fewer steps.
+    """16 drafts in a tree against 15 in a chain, greedy and sampled side by side: the same tokens
+    in fewer steps.
 
-    Catches features or noise of a path that are another one's: they leave outputs as they are, and tau falls.
+    Catches features or noise of a path that are another one's: they leave outputs as they are, and
+    tau falls.
     """
     cache = CacheConfig(memory_bytes=2**28)
     chains, trees = (
@@ -165,20 +223,33 @@ def test_its_trees_accept_more() -> None:
             device="cpu",
             dtype="float32",
             engine=EngineConfig(
-                max_num_seqs=4, max_model_len=256, num_draft_tokens=15 if nodes == 0 else None, tree_nodes=nodes, cache=cache
+                max_num_seqs=4,
+                max_model_len=256,
+                num_draft_tokens=15 if nodes == 0 else None,
+                tree_nodes=nodes,
+                cache=cache,
             ),
         )
         for nodes in (0, 16)
     )
-    prompts = [chains.tokenize([{"role": "user", "content": item.turns[0]}]) for item in load_prompt_set("bundled").items[:2]]
+    prompts = [
+        chains.tokenize([{"role": "user", "content": item.turns[0]}])
+        for item in load_prompt_set("bundled").items[:2]
+    ]
 
     def run(decoder: SpecDecoder) -> list[Request]:
         params = [SamplingParams(max_tokens=24, temperature=heat, seed=3) for heat in (0.0, 0.8)]
-        requests = [decoder.engine.add_request(prompt, each) for prompt in prompts for each in params]
+        requests = [
+            decoder.engine.add_request(prompt, each) for prompt in prompts for each in params
+        ]
         while decoder.engine.has_work:
             decoder.engine.step()
         return requests
 
     in_chains, in_trees = run(chains), run(trees)
-    assert [request.output_token_ids for request in in_trees] == [request.output_token_ids for request in in_chains]
-    assert sum(len(request.num_emitted) for request in in_trees) < 0.9 * sum(len(request.num_emitted) for request in in_chains)
+    assert [request.output_token_ids for request in in_trees] == [
+        request.output_token_ids for request in in_chains
+    ]
+    assert sum(len(request.num_emitted) for request in in_trees) < 0.9 * sum(
+        len(request.num_emitted) for request in in_chains
+    )

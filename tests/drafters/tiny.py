@@ -76,7 +76,9 @@ def tiny_tensors(config: DFlashConfig = TINY, seed: int = 1) -> dict[str, Tensor
         random = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.3 * random if "norm" in name else 0.3 * random
     if config.draft_vocab_size is not None:
-        tensors["d2t"] = torch.arange(config.draft_vocab_size)  # draft token i is target token 2 * i
+        tensors["d2t"] = torch.arange(
+            config.draft_vocab_size
+        )  # draft token i is target token 2 * i
     return tensors
 
 
@@ -88,7 +90,12 @@ def tiny_model(config: DFlashConfig = TINY, seed: int = 1) -> DFlashModel:
 
 
 def write_tiny_dflash(
-    path: Path, config: DFlashConfig = TINY, *, layout: Layout = "z-lab", seed: int = 1, tensors: Mapping[str, Tensor] | None = None
+    path: Path,
+    config: DFlashConfig = TINY,
+    *,
+    layout: Layout = "z-lab",
+    seed: int = 1,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Writes a random drafter, or `tensors`, to `path` and returns it."""
     write_checkpoint(path, config, tensors or tiny_tensors(config, seed), layout=layout)
@@ -96,7 +103,9 @@ def write_tiny_dflash(
 
 
 def tapped(target: Qwen3ForCausalLM, token_ids: Sequence[int], layer_ids: Sequence[int]) -> Tensor:
-    """Outputs [len(token_ids), taps * H] of decoder layers, 0-based and not the last, side by side."""
+    """Outputs [len(token_ids), taps * H] of decoder layers, 0-based and not the last,
+    side by side.
+    """
     states = target(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
     return torch.cat([states[i + 1][0] for i in layer_ids], dim=-1)
 
@@ -114,7 +123,11 @@ class FakeVerifier:
         config = self.target.config
         self.name = "tiny"
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
+        self.vocab_size, self.hidden_size, self.num_layers = (
+            config.vocab_size,
+            config.hidden_size,
+            config.num_hidden_layers,
+        )
         self.max_model_len, self.context = 512, ContextLimits(512, 512)
         self.eos_token_ids: tuple[int, ...] = ()
         self.defaults, self.random_weights = SamplingDefaults(), False
@@ -126,11 +139,15 @@ class FakeVerifier:
         self.media_token_ids: Mapping[int, str] = {}
         self.length_rule: LengthRule | None = None
         self.weight_codes: tuple[str, ...] = ()
-        spec = AttentionSpec(self.device, self.dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK)
+        spec = AttentionSpec(
+            self.device, self.dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK
+        )
         self.attention: AttentionBackend = TorchRefBackend(spec)
         self.embedded: list[Tensor] = []
 
-    def forward(self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()) -> VerifyOutput:
+    def forward(
+        self, rows: ForwardInput, caches: Sequence[Any], aux_layer_ids: Sequence[int] = ()
+    ) -> VerifyOutput:
         raise AssertionError("a drafter never runs the target")
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -143,14 +160,24 @@ class FakeVerifier:
 
 def sampling_tensors(num_reqs: int, temperature: float = 0.0) -> SamplingTensors:
     """One sampling state for all requests."""
-    return SamplingTensors.of([SamplingParams(temperature=temperature)] * num_reqs, range(7, 7 + num_reqs))
+    return SamplingTensors.of(
+        [SamplingParams(temperature=temperature)] * num_reqs, range(7, 7 + num_reqs)
+    )
 
 
 class Rig:
-    """Drives a drafter by hand as the engine would: slots, shuffled cache blocks, prefill chunks, steps."""
+    """Drives a drafter by hand as the engine would: slots, shuffled cache blocks, prefill chunks,
+    steps.
+    """
 
     def __init__(
-        self, drafter: Drafter, verifier: Any, *, num_reqs: int = 2, max_len: int = 96, draft_sampling: str = "greedy"
+        self,
+        drafter: Drafter,
+        verifier: Any,
+        *,
+        num_reqs: int = 2,
+        max_len: int = 96,
+        draft_sampling: str = "greedy",
     ) -> None:
         self.drafter, self.num_reqs, self.max_len = drafter, num_reqs, max_len
         num_blocks = max_len // BLOCK
@@ -165,7 +192,9 @@ class Rig:
             for tensor in layer:
                 if tensor.is_floating_point():
                     tensor.normal_(std=30)
-        order = torch.randperm(num_reqs * num_blocks, generator=torch.Generator().manual_seed(5)) + 1
+        order = (
+            torch.randperm(num_reqs * num_blocks, generator=torch.Generator().manual_seed(5)) + 1
+        )
         self.block_table = order.int().view(num_reqs, num_blocks)
         self.bound = drafter.bind(
             verifier,
@@ -191,9 +220,14 @@ class Rig:
             max_seq_len=start + n,
         )
         rows = ForwardInput(torch.zeros(n, dtype=torch.long), positions, metadata)
-        self.bound.prefill(PrefillBatch(rows, torch.tensor([request]), torch.tensor([0])), VerifyOutput(torch.zeros(0), features))
+        self.bound.prefill(
+            PrefillBatch(rows, torch.tensor([request]), torch.tensor([0])),
+            VerifyOutput(torch.zeros(0), features),
+        )
 
-    def batch(self, anchors: Sequence[int], seq_lens: Sequence[int], k: int, temperature: float = 0.0) -> DecodeBatch:
+    def batch(
+        self, anchors: Sequence[int], seq_lens: Sequence[int], k: int, temperature: float = 0.0
+    ) -> DecodeBatch:
         """The step of all requests."""
         return DecodeBatch(
             slots=torch.arange(self.num_reqs),
@@ -207,13 +241,29 @@ class Rig:
             sampling=sampling_tensors(self.num_reqs, temperature),
         )
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, num_accepted: Sequence[int], features: Tensor | None = None) -> None:
-        """Ends the step with the verified rows [num_reqs, k + 1] and their features [num_reqs * (k + 1), taps * H]."""
+    def commit(
+        self,
+        batch: DecodeBatch,
+        token_ids: Tensor,
+        num_accepted: Sequence[int],
+        features: Tensor | None = None,
+    ) -> None:
+        """Ends the step with the verified rows [num_reqs, k + 1] and their features [num_reqs * (k
+        + 1), taps * H].
+        """
         self.commit_tensors(batch, token_ids, torch.tensor(list(num_accepted)), features)
 
-    def commit_tensors(self, batch: DecodeBatch, token_ids: Tensor, accepted: Tensor, features: Tensor | None = None) -> None:
+    def commit_tensors(
+        self,
+        batch: DecodeBatch,
+        token_ids: Tensor,
+        accepted: Tensor,
+        features: Tensor | None = None,
+    ) -> None:
         """`commit` without values from the host."""
-        output = AcceptOutput(token_ids, accepted, batch.anchors, torch.ones_like(accepted, dtype=torch.bool))
+        output = AcceptOutput(
+            token_ids, accepted, batch.anchors, torch.ones_like(accepted, dtype=torch.bool)
+        )
         self.bound.commit(batch, token_ids, output, VerifyOutput(torch.zeros(0), features))
 
 
@@ -222,8 +272,17 @@ def tiny_drafter(verifier: Any, config: DFlashConfig = TINY) -> DFlashDrafter:
     return DFlashDrafter(tiny_model(config), verifier)
 
 
-def overfit(model: DFlashModel, target: Qwen3ForCausalLM, token_ids: Sequence[int], *, steps: int = 60, lr: float = 0.01) -> float:
-    """Trains `model` on one text until it knows it, every position an anchor, and returns the last loss."""
+def overfit(
+    model: DFlashModel,
+    target: Qwen3ForCausalLM,
+    token_ids: Sequence[int],
+    *,
+    steps: int = 60,
+    lr: float = 0.01,
+) -> float:
+    """Trains `model` on one text until it knows it, every position an anchor, and returns the last
+    loss.
+    """
     config, length = model.config, len(token_ids)
     width = config.block_size
     tokens, positions = torch.tensor(list(token_ids)), torch.arange(length)
@@ -234,15 +293,22 @@ def overfit(model: DFlashModel, target: Qwen3ForCausalLM, token_ids: Sequence[in
     inputs[:, 0] = tokens[anchors]
     embeddings = F.embedding(inputs, input_table(target))
     in_context = (positions < anchors[:, None])[:, None, None].expand(-1, 1, width, length)
-    mask = torch.cat([in_context, torch.ones(len(anchors), 1, width, width, dtype=torch.bool)], dim=-1)
+    mask = torch.cat(
+        [in_context, torch.ones(len(anchors), 1, width, width, dtype=torch.bool)], dim=-1
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(steps):
         keys, values = model.context_kv(features, positions)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             context = (x[:, layer].expand(len(anchors), -1, -1, -1) for x in (keys, values))  # noqa: B023
-            k, v = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(context, (key, value), strict=True))
-            return F.scaled_dot_product_attention(query.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+            k, v = (
+                torch.cat(pair, dim=1).transpose(1, 2)
+                for pair in zip(context, (key, value), strict=True)
+            )
+            return F.scaled_dot_product_attention(
+                query.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True
+            ).transpose(1, 2)
 
         logits = target.lm_head(model.block_forward(embeddings, block, attend)[:, 1:])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[block[:, 1:]].flatten())

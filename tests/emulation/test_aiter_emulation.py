@@ -1,4 +1,6 @@
-"""The emulation of AITER: right where it answers, and an error wherever the real kernel would not be."""
+"""The emulation of AITER: right where it answers, and an error wherever the real kernel would not
+be.
+"""
 
 import importlib
 import inspect
@@ -39,11 +41,15 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
 
 
 class Paged:
-    """Keys and values of three requests, and the same in a cache of scattered blocks in both layouts."""
+    """Keys and values of three requests, and the same in a cache of scattered blocks in both
+    layouts.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
         torch.manual_seed(0)
-        self.keys, self.values = ([torch.randn(n, KV_HEADS, dim).to(dtype) for n in LENGTHS] for _ in "kv")
+        self.keys, self.values = (
+            [torch.randn(n, KV_HEADS, dim).to(dtype) for n in LENGTHS] for _ in "kv"
+        )
         self.table = (torch.randperm(12) + 1).view(3, 4).int()
         self.lens = torch.tensor(LENGTHS, dtype=torch.int32)
         self.key, self.value = (torch.zeros(13, SIZE, KV_HEADS, dim, dtype=dtype) for _ in "kv")
@@ -52,23 +58,48 @@ class Paged:
                 place = int(self.table[i, j // SIZE]), j % SIZE
                 self.key[place], self.value[place] = self.keys[i][j], self.values[i][j]
         x = 16 // self.key.element_size()
-        self.key5 = self.key.view(13, SIZE, KV_HEADS, dim // x, x).permute(0, 2, 3, 1, 4).contiguous()
-        self.value5 = self.value.view(13, SIZE // x, x, KV_HEADS, dim).permute(0, 3, 1, 4, 2).contiguous()
+        self.key5 = (
+            self.key.view(13, SIZE, KV_HEADS, dim // x, x).permute(0, 2, 3, 1, 4).contiguous()
+        )
+        self.value5 = (
+            self.value.view(13, SIZE // x, x, KV_HEADS, dim).permute(0, 3, 1, 4, 2).contiguous()
+        )
 
 
 def plain(
-    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, left: int = -1, right: int = -1, softcap: float = 0, sinks: Any = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0,
+    sinks: Any = None,
 ) -> Tensor:
-    """Attention of the last rows of a request in float64, one query and key at a time; `right` 0 is causal."""
+    """Attention of the last rows of a request in float64, one query and key at a time; `right` 0 is
+    causal.
+    """
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = q.shape[1] // keys.shape[1]
     for i, head in itertools.product(range(len(q)), range(q.shape[1])):
         own = len(keys) - len(q) + i
-        seen = [j for j in range(len(keys)) if (left < 0 or j >= own - left) and (right < 0 or j <= own + right)]
-        scores = torch.stack([q[i, head].double() @ keys[j, head // group].double() for j in seen]) * scale
+        seen = [
+            j
+            for j in range(len(keys))
+            if (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
+        ]
+        scores = (
+            torch.stack([q[i, head].double() @ keys[j, head // group].double() for j in seen])
+            * scale
+        )
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        weights = torch.cat([scores, sinks[head : head + 1].double()] if sinks is not None else [scores]).softmax(0)
-        out[i, head] = sum(w * values[j, head // group].double() for w, j in zip(weights, seen, strict=False))
+        weights = torch.cat(
+            [scores, sinks[head : head + 1].double()] if sinks is not None else [scores]
+        ).softmax(0)
+        out[i, head] = sum(
+            w * values[j, head // group].double() for w, j in zip(weights, seen, strict=False)
+        )
     return out
 
 
@@ -96,7 +127,9 @@ def unified(paged: Paged, q: Tensor, widths: list[int], **changes: Any) -> dict[
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("extra", [{}, {"window_size": (8, 0)}, {"softcap": 0.7}, {"sinks": torch.randn(HEADS)}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"window_size": (8, 0)}, {"softcap": 0.7}, {"sinks": torch.randn(HEADS)}]
+)
 def test_unified_attention(load: Load, shuffled: bool, extra: dict[str, Any]) -> None:
     """Ragged causal rows in both layouts, into the caller's tensor."""
     aiter, _ = load()
@@ -110,7 +143,8 @@ def test_unified_attention(load: Load, shuffled: bool, extra: dict[str, Any]) ->
         left = extra.get("window_size", (-1, 0))[0]
         how = {"softcap": extra.get("softcap", 0), "sinks": extra.get("sinks")}
         assert_rounded_once(
-            arguments["out"].split(widths)[i], plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=left, right=0, **how)
+            arguments["out"].split(widths)[i],
+            plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=left, right=0, **how),
         )
 
 
@@ -137,16 +171,26 @@ def test_flash_attn_with_kvcache(load: Load, window: tuple[int, int], dense: boo
     )
     assert lse.shape == (3, HEADS, 5)
     for i in range(3):
-        assert_rounded_once(out[i], plain(q[i], paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=window[1]))
+        assert_rounded_once(
+            out[i],
+            plain(q[i], paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=window[1]),
+        )
 
 
 def test_kvcache_takes_fewer_keys_than_rows(load: Load) -> None:
-    """Rows that see all keys see them wherever they stand; of no keys they make zeros, whose denominators are zero."""
+    """Rows that see all keys see them wherever they stand; of no keys they make zeros, whose
+    denominators are zero.
+    """
     aiter, _ = load()
     paged = Paged()
     q = torch.randn(3, 5, HEADS, DIM).bfloat16()
     few = torch.tensor([2, 0, 5], dtype=torch.int32)
-    keywords = {"cache_seqlens": few, "page_table": paged.table, "softmax_scale": 0.2, "return_softmax_lse": True}
+    keywords = {
+        "cache_seqlens": few,
+        "page_table": paged.table,
+        "softmax_scale": 0.2,
+        "return_softmax_lse": True,
+    }
     out, lse = aiter.flash_attn_with_kvcache(q, paged.key, paged.value, causal=False, **keywords)
     assert out[1].eq(0).all() and lse[1].eq(-torch.inf).all()
     for i in (0, 2):
@@ -156,20 +200,34 @@ def test_kvcache_takes_fewer_keys_than_rows(load: Load) -> None:
 
 
 def test_kvcache_appends_and_counts_in_place(load: Load) -> None:
-    """Passing new keys writes them and moves the caller's lengths, which a backend that has written its cache must not do."""
+    """Passing new keys writes them and moves the caller's lengths, which a backend that has written
+    its cache must not do.
+    """
     aiter, _ = load()
     paged = Paged()
     new, lens = torch.randn(3, 2, KV_HEADS, DIM).bfloat16(), paged.lens.clone()
     q = torch.randn(3, 2, HEADS, DIM).bfloat16()
-    out = aiter.flash_attn_with_kvcache(q, paged.key, paged.value, new, new, cache_seqlens=lens, page_table=paged.table)
+    out = aiter.flash_attn_with_kvcache(
+        q, paged.key, paged.value, new, new, cache_seqlens=lens, page_table=paged.table
+    )
     assert lens.tolist() == [n + 2 for n in LENGTHS]
     assert_rounded_once(
-        out[0], plain(q[0], torch.cat([paged.keys[0], new[0]]), torch.cat([paged.values[0], new[0]]), scale=DIM**-0.5, right=0)
+        out[0],
+        plain(
+            q[0],
+            torch.cat([paged.keys[0], new[0]]),
+            torch.cat([paged.values[0], new[0]]),
+            scale=DIM**-0.5,
+            right=0,
+        ),
     )
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("extra", [{}, {"window_size": (8, 8)}, {"logits_soft_cap": 0.7}, {"sink_ptr": torch.randn(HEADS)}])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"window_size": (8, 8)}, {"logits_soft_cap": 0.7}, {"sink_ptr": torch.randn(HEADS)}],
+)
 def test_flash_attn_varlen_func(load: Load, causal: bool, extra: dict[str, Any]) -> None:
     """Packed rows that are the last of their keys; causal is aligned at the end."""
     aiter, _ = load()
@@ -178,17 +236,30 @@ def test_flash_attn_varlen_func(load: Load, causal: bool, extra: dict[str, Any])
     cu_q = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     cu_k = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
     out = aiter.flash_attn_varlen_func(
-        q, torch.cat(paged.keys), torch.cat(paged.values), cu_q, cu_k, 5, 40, softmax_scale=0.2, causal=causal, **extra
+        q,
+        torch.cat(paged.keys),
+        torch.cat(paged.values),
+        cu_q,
+        cu_k,
+        5,
+        40,
+        softmax_scale=0.2,
+        causal=causal,
+        **extra,
     )
     window = extra.get("window_size", (-1, -1))
     how = {"softcap": extra.get("logits_soft_cap", 0), "sinks": extra.get("sink_ptr")}
     for i, rows in enumerate(q.split(widths)):
         right = 0 if causal else window[1]
-        want = plain(rows, paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=right, **how)
+        want = plain(
+            rows, paged.keys[i], paged.values[i], scale=0.2, left=window[0], right=right, **how
+        )
         assert_rounded_once(out.split(widths)[i], want)
 
 
-@pytest.mark.parametrize("extra", [{"window_size": (1, 0)}, {"logits_soft_cap": 0.7}, {"window_size": (5, 5)}])
+@pytest.mark.parametrize(
+    "extra", [{"window_size": (1, 0)}, {"logits_soft_cap": 0.7}, {"window_size": (5, 5)}]
+)
 def test_which_prompts_go_to_assembly(load: Load, extra: dict[str, Any]) -> None:
     """With a window that hides something, or a softcap, heads of 128 keep their sinks."""
     aiter, _ = load()
@@ -217,7 +288,11 @@ def test_varlen_returns_the_lse_heads_first_and_nothing_for_no_keys(load: Load) 
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [0, 4, 4]))
     out, lse = aiter.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 4, return_lse=True)
     plain, exact = (
-        (q[:2].to(dtype).transpose(0, 1) @ k.to(dtype).repeat_interleave(2, 1).permute(1, 2, 0) * DIM**-0.5).logsumexp(-1)
+        (
+            q[:2].to(dtype).transpose(0, 1)
+            @ k.to(dtype).repeat_interleave(2, 1).permute(1, 2, 0)
+            * DIM**-0.5
+        ).logsumexp(-1)
         for dtype in (torch.float32, torch.float64)
     )
     assert_as_exact(lse[:, :2], plain, exact)
@@ -276,7 +351,10 @@ def test_paged_attention_v1(load: Load, window: int) -> None:
     aiter.paged_attention_v1(**arguments)
     for i in range(3):
         assert_rounded_once(
-            arguments["out"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=0.2, left=window - 1, right=0)
+            arguments["out"][i : i + 1],
+            plain(
+                q[i : i + 1], paged.keys[i], paged.values[i], scale=0.2, left=window - 1, right=0
+            ),
         )
 
 
@@ -290,7 +368,8 @@ def test_paged_attention_common(load: Load, units: int, kernel: str) -> None:
     assert kernel in machine.names()
     for i in range(3):
         assert_rounded_once(
-            arguments["out_"][i : i + 1], plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=128**-0.5, right=0)
+            arguments["out_"][i : i + 1],
+            plain(q[i : i + 1], paged.keys[i], paged.values[i], scale=128**-0.5, right=0),
         )
 
 
@@ -299,7 +378,12 @@ def test_writers(load: Load, shuffled: bool) -> None:
     """Rows land where the readers look; negative slots are left out."""
     aiter, _ = load()
     paged = Paged()
-    slots = torch.cat([row.repeat_interleave(SIZE)[:n] * SIZE for row, n in zip(paged.table, LENGTHS, strict=True)]).long()
+    slots = torch.cat(
+        [
+            row.repeat_interleave(SIZE)[:n] * SIZE
+            for row, n in zip(paged.table, LENGTHS, strict=True)
+        ]
+    ).long()
     slots += torch.cat([torch.arange(n) % SIZE for n in LENGTHS])
     key, value = torch.cat(paged.keys), torch.cat(paged.values)
     wanted = (paged.key5, paged.value5) if shuffled else (paged.key, paged.value)
@@ -307,12 +391,16 @@ def test_writers(load: Load, shuffled: bool) -> None:
     if shuffled:
         aiter.reshape_and_cache(key, value, *caches, slots, "auto", asm_layout=True)
     else:
-        aiter.reshape_and_cache_flash(key, value, *caches, slots, "auto", torch.ones(1), torch.ones(1))
+        aiter.reshape_and_cache_flash(
+            key, value, *caches, slots, "auto", torch.ones(1), torch.ones(1)
+        )
     assert all(torch.equal(got, want) for got, want in zip(caches, wanted, strict=True))
     before = [side.clone() for side in caches]
     with_gap = torch.full_like(slots, -1)
     if not shuffled:
-        aiter.reshape_and_cache_flash(-key, -value, *caches, with_gap, "auto", torch.ones(1), torch.ones(1))
+        aiter.reshape_and_cache_flash(
+            -key, -value, *caches, with_gap, "auto", torch.ones(1), torch.ones(1)
+        )
     assert all(torch.equal(got, want) for got, want in zip(caches, before, strict=True))
 
 
@@ -320,33 +408,54 @@ FNUZ = torch.float8_e4m3fnuz
 Attempt = Callable[[Any], Any]
 
 
-def _unified(rows: int = 3, cache: dict[str, Any] | None = None, dim: int = DIM, **changes: Any) -> Attempt:
+def _unified(
+    rows: int = 3, cache: dict[str, Any] | None = None, dim: int = DIM, **changes: Any
+) -> Attempt:
     def attempt(aiter: Any) -> Any:
         paged = Paged(**(cache or {}))
-        q = torch.randn(rows, HEADS, dim).to(paged.key.dtype if paged.key.itemsize > 1 else torch.bfloat16)
-        given = {name: value(paged) if callable(value) else value for name, value in changes.items()}
+        q = torch.randn(rows, HEADS, dim).to(
+            paged.key.dtype if paged.key.itemsize > 1 else torch.bfloat16
+        )
+        given = {
+            name: value(paged) if callable(value) else value for name, value in changes.items()
+        }
         return aiter.unified_attention(**unified(paged, q, [rows // 3] * 3, **given))
 
     return attempt
 
 
 def _paged_v1(rows: int = 3, heads: int = HEADS, dim: int = DIM, **changes: Any) -> Attempt:
-    return lambda aiter: aiter.paged_attention_v1(**paged_v1(Paged(dim=dim), _q(rows, dim, heads), **changes))
+    return lambda aiter: aiter.paged_attention_v1(
+        **paged_v1(Paged(dim=dim), _q(rows, dim, heads), **changes)
+    )
 
 
 def _common(dim: int = DIM, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Attempt:
-    return lambda aiter: aiter.paged_attention_common(**common(Paged(dtype, dim=dim), _q(dim=dim), **changes))
+    return lambda aiter: aiter.paged_attention_common(
+        **common(Paged(dtype, dim=dim), _q(dim=dim), **changes)
+    )
 
 
 def _shuffled(dim: int) -> Attempt:
-    return _unified(cache={"dim": dim}, dim=dim, k=lambda p: p.key5, v=lambda p: p.value5, shuffled_kv_cache=True)
+    return _unified(
+        cache={"dim": dim},
+        dim=dim,
+        k=lambda p: p.key5,
+        v=lambda p: p.value5,
+        shuffled_kv_cache=True,
+    )
 
 
 def _kvcache(cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
     def attempt(aiter: Any) -> Any:
         paged = Paged(**(cache or {}))
         q = torch.randn(3, 2, HEADS, paged.key.shape[3]).bfloat16()
-        arguments = {"cache_seqlens": paged.lens, "page_table": paged.table, "causal": False, **changes}
+        arguments = {
+            "cache_seqlens": paged.lens,
+            "page_table": paged.table,
+            "causal": False,
+            **changes,
+        }
         return aiter.flash_attn_with_kvcache(q, paged.key, paged.value, **arguments)
 
     return attempt
@@ -355,14 +464,19 @@ def _kvcache(cache: dict[str, Any] | None = None, **changes: Any) -> Attempt:
 def _write(rows: Tensor, slot: int = 20) -> Attempt:
     def attempt(aiter: Any) -> Any:
         caches = [torch.zeros(13, SIZE, KV_HEADS, DIM, dtype=FNUZ) for _ in "kv"]
-        aiter.reshape_and_cache_flash(rows, rows, *caches, torch.tensor([slot]), "fp8", torch.ones(1), torch.ones(1))
+        aiter.reshape_and_cache_flash(
+            rows, rows, *caches, torch.tensor([slot]), "fp8", torch.ones(1), torch.ones(1)
+        )
 
     return attempt
 
 
 def _varlen(dim: int = DIM, **changes: Any) -> Attempt:
     def attempt(aiter: Any) -> Any:
-        starts, keys = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, KV_HEADS, dim).bfloat16()
+        starts, keys = (
+            torch.tensor([0, 3], dtype=torch.int32),
+            torch.zeros(3, KV_HEADS, dim).bfloat16(),
+        )
         arguments = {"max_seqlen_q": 3, "max_seqlen_k": 3, **changes}
         value = keys[..., :128]
         return aiter.flash_attn_varlen_func(_q(dim=dim), keys, value, starts, starts, **arguments)
@@ -394,14 +508,39 @@ MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
     "unified, bound too small": ({}, _unified(max_seqlen_k=39), GARBAGE, "max_seqlen_k"),
     "unified, rows too few": ({}, _unified(rows=6, max_seqlen_q=1), GARBAGE, "rows"),
     "unified, int64 table": ({}, _unified(block_table=lambda p: p.table.long()), GARBAGE, "int32"),
-    "unified, narrow table": ({}, _unified(block_table=lambda p: p.table[:, :2]), GARBAGE, "columns"),
+    "unified, narrow table": (
+        {},
+        _unified(block_table=lambda p: p.table[:, :2]),
+        GARBAGE,
+        "columns",
+    ),
     "unified, NaN behind the end": ({}, _unified(v=_poisoned), GARBAGE, "not finite"),
-    "unified, blocks of 8": ({}, _unified(k=lambda p: p.key[:, :8], v=lambda p: p.value[:, :8]), GARBAGE, "block size 8"),
+    "unified, blocks of 8": (
+        {},
+        _unified(k=lambda p: p.key[:, :8], v=lambda p: p.value[:, :8]),
+        GARBAGE,
+        "block size 8",
+    ),
     "unified, fp8 without descales": ({}, _unified(cache={"dtype": FNUZ}), GARBAGE, "descales"),
-    "unified, the other fp8": ({"architecture": "gfx950"}, _unified(cache={"dtype": FNUZ}), GARBAGE, "gfx950"),
+    "unified, the other fp8": (
+        {"architecture": "gfx950"},
+        _unified(cache={"dtype": FNUZ}),
+        GARBAGE,
+        "gfx950",
+    ),
     "unified, float32": ({}, _unified(cache={"dtype": torch.float32}), GARBAGE, "bf16 or fp16"),
-    "unified, shuffled in 0.1.15": ({"version": "0.1.15"}, _unified(shuffled_kv_cache=True), TypeError, "shuffled_kv_cache"),
-    "unified, shuffled head of 80": ({}, _shuffled(80), GARBAGE, "head of 80 in the shuffled layout"),
+    "unified, shuffled in 0.1.15": (
+        {"version": "0.1.15"},
+        _unified(shuffled_kv_cache=True),
+        TypeError,
+        "shuffled_kv_cache",
+    ),
+    "unified, shuffled head of 80": (
+        {},
+        _shuffled(80),
+        GARBAGE,
+        "head of 80 in the shuffled layout",
+    ),
     "unified, float16 in 0.1.16": (
         {"version": "0.1.16"},
         _unified(cache={"dtype": torch.float16}, max_seqlen_k=513),
@@ -409,34 +548,99 @@ MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
         "float16 caches",
     ),
     "kvcache, fp8 keys": ({}, _kvcache({"dtype": FNUZ}), ValueError, "mixed precision"),
-    "kvcache, fewer keys than rows": ({}, _kvcache(cache_seqlens=ONE_KEY, causal=True), GARBAGE, "2 queries on 1"),
-    "kvcache, a window behind fewer": ({}, _kvcache(cache_seqlens=ONE_KEY, window_size=(8, 8)), GARBAGE, "2 queries on 1"),
+    "kvcache, fewer keys than rows": (
+        {},
+        _kvcache(cache_seqlens=ONE_KEY, causal=True),
+        GARBAGE,
+        "2 queries on 1",
+    ),
+    "kvcache, a window behind fewer": (
+        {},
+        _kvcache(cache_seqlens=ONE_KEY, window_size=(8, 8)),
+        GARBAGE,
+        "2 queries on 1",
+    ),
     "kvcache, softcap": ({}, _kvcache(softcap=1.0), NotImplementedError, "softcap"),
-    "kvcache, ragged rows": ({}, _kvcache(cu_seqlens_q=_starts(0, 1)), NotImplementedError, "cu_seqlens_q"),
+    "kvcache, ragged rows": (
+        {},
+        _kvcache(cu_seqlens_q=_starts(0, 1)),
+        NotImplementedError,
+        "cu_seqlens_q",
+    ),
     "kvcache, head of 8": ({}, _kvcache({"dim": 8}), GARBAGE, "head of 8"),
     "kvcache, out=": ({}, _kvcache(out=ONE), TypeError, "out"),
-    "kvcache, compiles in a capture": ({"capturing": True}, _kvcache(), GARBAGE, "compiles during capture"),
-    "kvcache, 0.1.15 in a capture": ({"version": "0.1.15", "capturing": True}, _kvcache(), GARBAGE, "waits for the device"),
+    "kvcache, compiles in a capture": (
+        {"capturing": True},
+        _kvcache(),
+        GARBAGE,
+        "compiles during capture",
+    ),
+    "kvcache, 0.1.15 in a capture": (
+        {"version": "0.1.15", "capturing": True},
+        _kvcache(),
+        GARBAGE,
+        "waits for the device",
+    ),
     "paged, two rows": ({}, _paged_v1(rows=6), GARBAGE, "only the first"),
-    "paged, rows skipped": ({}, _paged_v1(rows=4, cu_query_lens=_starts(0, 1, 2, 4)), GARBAGE, "skips"),
-    "paged, starts one short": ({}, _paged_v1(cu_query_lens=_starts(0, 1, 2)), GARBAGE, "past the end"),
+    "paged, rows skipped": (
+        {},
+        _paged_v1(rows=4, cu_query_lens=_starts(0, 1, 2, 4)),
+        GARBAGE,
+        "skips",
+    ),
+    "paged, starts one short": (
+        {},
+        _paged_v1(cu_query_lens=_starts(0, 1, 2)),
+        GARBAGE,
+        "past the end",
+    ),
     "paged, small workspace": ({}, _paged_v1(workspace_buffer=SMALL), ValueError, "workspace"),
-    "paged, small workspace in 0.1.15": ({"version": "0.1.15"}, _paged_v1(workspace_buffer=SMALL), GARBAGE, "workspace"),
-    "paged, narrow table": ({}, _paged_v1(max_context_len=65), ValueError, "table narrower than 65"),
-    "paged, narrow table in 0.1.15": ({"version": "0.1.15"}, _paged_v1(max_context_len=65), GARBAGE, "table narrower than 65"),
+    "paged, small workspace in 0.1.15": (
+        {"version": "0.1.15"},
+        _paged_v1(workspace_buffer=SMALL),
+        GARBAGE,
+        "workspace",
+    ),
+    "paged, narrow table": (
+        {},
+        _paged_v1(max_context_len=65),
+        ValueError,
+        "table narrower than 65",
+    ),
+    "paged, narrow table in 0.1.15": (
+        {"version": "0.1.15"},
+        _paged_v1(max_context_len=65),
+        GARBAGE,
+        "table narrower than 65",
+    ),
     "paged, strided table": ({}, _paged_v1(block_tables=STRIDED), GARBAGE, "row stride"),
     "paged, head of 16": ({}, _paged_v1(dim=16), GARBAGE, "head size 16"),
     "paged, group of 20": ({}, _paged_v1(heads=40), GARBAGE, "40 heads"),
     "paged, RDNA": ({"architecture": "gfx1100"}, _paged_v1(), GARBAGE, "gfx1100"),
-    "common, own scale on assembly": ({"num_compute_units": 4}, _common(128, scale=0.1), GARBAGE, "ignores the scale"),
+    "common, own scale on assembly": (
+        {"num_compute_units": 4},
+        _common(128, scale=0.1),
+        GARBAGE,
+        "ignores the scale",
+    ),
     "common, scalars on assembly": (
         {"num_compute_units": 4},
         _common(128, FNUZ, kv_cache_dtype="fp8", **FP8_SCALARS),
         GARBAGE,
         "scale per slot",
     ),
-    "common, plain layout": ({}, _common(K=torch.zeros(13, SIZE, KV_HEADS, DIM).bfloat16()), GARBAGE, "shuffled layout"),
-    "common, small scratch": ({}, _common(max_seq_len=300, block_tables=WIDE), ValueError, "scratch"),
+    "common, plain layout": (
+        {},
+        _common(K=torch.zeros(13, SIZE, KV_HEADS, DIM).bfloat16()),
+        GARBAGE,
+        "shuffled layout",
+    ),
+    "common, small scratch": (
+        {},
+        _common(max_seq_len=300, block_tables=WIDE),
+        ValueError,
+        "scratch",
+    ),
     "common, small scratch in 0.1.15": (
         {"version": "0.1.15"},
         _common(max_seq_len=300, block_tables=WIDE),
@@ -444,14 +648,49 @@ MISUSES: dict[str, tuple[dict[str, Any], Attempt, type[Exception], str]] = {
         "scratch",
     ),
     "common, narrow table": ({}, _common(max_seq_len=65), ValueError, "table narrower than 65"),
-    "common, narrow table in 0.1.15": ({"version": "0.1.15"}, _common(max_seq_len=65), GARBAGE, "table narrower than 65"),
+    "common, narrow table in 0.1.15": (
+        {"version": "0.1.15"},
+        _common(max_seq_len=65),
+        GARBAGE,
+        "table narrower than 65",
+    ),
     "common, strided table": ({}, _common(block_tables=STRIDED), GARBAGE, "row stride"),
-    "writer, overflow": ({}, _write(torch.full((1, KV_HEADS, DIM), 300.0).bfloat16()), GARBAGE, "overflows"),
-    "writer, strided rows": ({}, _write(torch.zeros(1, DIM, KV_HEADS).bfloat16().transpose(1, 2)), GARBAGE, "contiguous"),
-    "writer, slot past the end": ({}, _write(torch.zeros(1, KV_HEADS, DIM).bfloat16(), 13 * SIZE), GARBAGE, "past the cache"),
-    "varlen, sinks with lse": ({}, _varlen(sink_ptr=torch.zeros(HEADS), return_lse=True), GARBAGE, "sinks together"),
-    "varlen, sinks on assembly": ({}, _varlen(128, sink_ptr=torch.zeros(HEADS)), GARBAGE, "drops the sinks"),
-    "varlen, sinks on assembly, unlike heads": ({}, _varlen(192, sink_ptr=torch.zeros(HEADS)), GARBAGE, "drops the sinks"),
+    "writer, overflow": (
+        {},
+        _write(torch.full((1, KV_HEADS, DIM), 300.0).bfloat16()),
+        GARBAGE,
+        "overflows",
+    ),
+    "writer, strided rows": (
+        {},
+        _write(torch.zeros(1, DIM, KV_HEADS).bfloat16().transpose(1, 2)),
+        GARBAGE,
+        "contiguous",
+    ),
+    "writer, slot past the end": (
+        {},
+        _write(torch.zeros(1, KV_HEADS, DIM).bfloat16(), 13 * SIZE),
+        GARBAGE,
+        "past the cache",
+    ),
+    "varlen, sinks with lse": (
+        {},
+        _varlen(sink_ptr=torch.zeros(HEADS), return_lse=True),
+        GARBAGE,
+        "sinks together",
+    ),
+    "varlen, sinks on assembly": (
+        {},
+        _varlen(128, sink_ptr=torch.zeros(HEADS)),
+        GARBAGE,
+        "drops the sinks",
+    ),
+    "varlen, sinks on assembly, unlike heads": (
+        {},
+        _varlen(192, sink_ptr=torch.zeros(HEADS)),
+        GARBAGE,
+        "drops the sinks",
+    ),
     "varlen, bound too small": ({}, _varlen(max_seqlen_k=2), GARBAGE, "max_seqlen_k"),
     "varlen, RDNA": ({"architecture": "gfx1100"}, _varlen(), GARBAGE, "gfx1100"),
 }
@@ -468,7 +707,9 @@ def test_misuse_raises(load: Load, name: str) -> None:
 
 
 def test_only_the_old_kvcache_kernel_waits(load: Load) -> None:
-    """The emulated kernels may look at values under the guard; the host code that reads lengths may not."""
+    """The emulated kernels may look at values under the guard; the host code that reads lengths may
+    not.
+    """
     new, _ = load()
     old, _ = load(version="0.1.15")
     paged = Paged()

@@ -11,7 +11,14 @@ from torch.nn import functional as F
 
 from tests.helpers.aiter_emulation import MisuseError
 from tests.helpers.aiter_emulation.signatures import SOURCES, VERSIONS
-from tests.helpers.aiter_emulation_case import Attempt, Load, Misuse, assert_rounded_once, check_misuse, loader
+from tests.helpers.aiter_emulation_case import (
+    Attempt,
+    Load,
+    Misuse,
+    assert_rounded_once,
+    check_misuse,
+    loader,
+)
 from tests.helpers.guards import no_host_sync
 
 ROPE = "fused_qk_rope_reshape_and_cache"
@@ -38,7 +45,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def assert_written(got: Tensor, exact: Tensor, architecture: str) -> None:
-    """`exact` rounded, or on gfx942 cut off: not above it in magnitude, and less than a unit in the last place below."""
+    """`exact` rounded, or on gfx942 cut off: not above it in magnitude, and less than a unit in the
+    last place below.
+    """
     if architecture == "gfx950":
         return assert_rounded_once(got, exact)
     short = (exact.abs() - got.double().abs()) / exact.abs()
@@ -58,7 +67,9 @@ def test_norms(load: Load, architecture: str, version: str) -> None:
     with no_host_sync():
         got = aiter.rmsnorm2d_fwd(input=x, weight=weight, epsilon=1e-5)
         out, added = torch.empty_like(x), torch.empty_like(x)
-        aiter.rmsnorm2d_fwd_with_add(out=out, input=x, residual_in=residual, residual_out=added, weight=weight, epsilon=1e-5)
+        aiter.rmsnorm2d_fwd_with_add(
+            out=out, input=x, residual_in=residual, residual_out=added, weight=weight, epsilon=1e-5
+        )
     assert_written(got, exact(x.double()), architecture)
     total = x.double() + residual.double()
     assert_written(out, exact(total), architecture)
@@ -84,7 +95,9 @@ def test_gated(load: Load, name: str, architecture: str) -> None:
 class Rope:
     """Rows of a joined product, angles of their own, and an empty cache in either layout."""
 
-    def __init__(self, layout: str = "plain", dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
+    def __init__(
+        self, layout: str = "plain", dtype: torch.dtype = torch.bfloat16, dim: int = DIM
+    ) -> None:
         joined = normal(ROWS, HEADS + 2 * KV_HEADS, dim, dtype=dtype)
         self.q, self.k, self.v = joined.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
         turns = normal(ROWS, dim // 2, dtype=torch.float32)
@@ -128,7 +141,9 @@ def turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layout", ["plain", "shuffle"])
 def test_rope(load: Load, layout: str) -> None:
-    """Query and key rotated, keys and values at their slots, a row without a slot nowhere; angles by position."""
+    """Query and key rotated, keys and values at their slots, a row without a slot nowhere; angles
+    by position.
+    """
     aiter, _ = load()
     case, pos = Rope(layout), torch.tensor([2, 0, 1, 4, 3])
     with no_host_sync():
@@ -138,30 +153,43 @@ def test_rope(load: Load, layout: str) -> None:
     kept = case.slots >= 0
     assert_rounded_once(key[kept], turned(case.k, cos, sin)[kept])
     assert caches[0] is case.key_cache and caches[1] is case.value_cache and len(caches) == 2
-    expected = torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM, dtype=torch.bfloat16), torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM).bfloat16()
+    expected = (
+        torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM, dtype=torch.bfloat16),
+        torch.zeros(BLOCKS, SIZE, KV_HEADS, DIM).bfloat16(),
+    )
     for row, slot in enumerate(case.slots.tolist()):
         if slot >= 0:
-            expected[0][slot // SIZE, slot % SIZE], expected[1][slot // SIZE, slot % SIZE] = key[row], case.v[row]
+            expected[0][slot // SIZE, slot % SIZE], expected[1][slot // SIZE, slot % SIZE] = (
+                key[row],
+                case.v[row],
+            )
     stored = (case.key_cache, case.value_cache)
     if layout == "shuffle":
         order = (0, 3, 1, 2, 4), (0, 2, 4, 1, 3)
         stored = tuple(  # type: ignore[assignment]
-            side.permute(axes).reshape(BLOCKS, SIZE, KV_HEADS, DIM) for side, axes in zip(stored, order, strict=True)
+            side.permute(axes).reshape(BLOCKS, SIZE, KV_HEADS, DIM)
+            for side, axes in zip(stored, order, strict=True)
         )
     assert torch.equal(stored[0], expected[0]) and torch.equal(stored[1], expected[1])
     narrow = case(aiter, pos=pos)[0]
-    assert (narrow != query).any() and (narrow.float() - query.float()).abs().max() < 0.1  # every operation rounds
+    assert (narrow != query).any() and (
+        narrow.float() - query.float()
+    ).abs().max() < 0.1  # every operation rounds
 
 
 def norms(**changes: Any) -> Attempt:
     """A norm of a sum, some of whose arguments are changed."""
     names = ("out", "input", "residual_in", "residual_out")
     return lambda aiter, machine: aiter.rmsnorm2d_fwd_with_add(
-        **{name: normal(ROWS, 64) for name in names} | {"weight": normal(64), "epsilon": 1e-5} | changes
+        **{name: normal(ROWS, 64) for name in names}
+        | {"weight": normal(64), "epsilon": 1e-5}
+        | changes
     )
 
 
-def ropes(layout: str = "plain", dtype: torch.dtype = torch.bfloat16, dim: int = DIM, **changes: Any) -> Attempt:
+def ropes(
+    layout: str = "plain", dtype: torch.dtype = torch.bfloat16, dim: int = DIM, **changes: Any
+) -> Attempt:
     """A rotation, some of whose arguments are changed."""
     return lambda aiter, machine: Rope(layout, dtype, dim)(aiter, **changes)
 
@@ -177,8 +205,18 @@ MISUSES: list[Misuse] = [
     ({}, norms(input=normal(ROWS, 128)[:, :64]), MisuseError, "dense rows"),
     ({}, norms(input=normal(3, ROWS, 64)), MisuseError, "dense rows"),
     ({}, norms(residual_out=normal(ROWS + 1, 64)), MisuseError, "shapes"),
-    ({}, norms(**{n: normal(2, 8200) for n in ("out", "input", "residual_in", "residual_out")}), MisuseError, "rows of 8200"),
-    ({}, norms(**{n: normal(2, 60) for n in ("out", "input", "residual_in", "residual_out")}), MisuseError, "no multiple of 8"),
+    (
+        {},
+        norms(**{n: normal(2, 8200) for n in ("out", "input", "residual_in", "residual_out")}),
+        MisuseError,
+        "rows of 8200",
+    ),
+    (
+        {},
+        norms(**{n: normal(2, 60) for n in ("out", "input", "residual_in", "residual_out")}),
+        MisuseError,
+        "no multiple of 8",
+    ),
     ({}, norms(gemma_norm=True), MisuseError, "not emulated"),
     ({"version": "0.1.16"}, norms(gemma_norm=True), TypeError, "gemma_norm"),
     ({"architecture": "gfx1201"}, norms(), MisuseError, "not built for gfx1201"),

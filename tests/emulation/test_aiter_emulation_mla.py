@@ -39,7 +39,9 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
 
 
 class Latents:
-    """A batch of uniform queries over a cache of scattered latents, and what the decode functions are called with."""
+    """A batch of uniform queries over a cache of scattered latents, and what the decode functions
+    are called with.
+    """
 
     def __init__(
         self,
@@ -54,7 +56,13 @@ class Latents:
         rope: int = ROPE,
     ) -> None:
         torch.manual_seed(1)
-        self.lengths, self.heads, self.query_len, self.causal, self.rank = lengths, heads, query_len, causal, rank
+        self.lengths, self.heads, self.query_len, self.causal, self.rank = (
+            lengths,
+            heads,
+            query_len,
+            causal,
+            rank,
+        )
         num_slots, width = sum(lengths) + 5, rank + rope
         self.latents = torch.randn(num_slots, width).to(cache)
         self.indices = torch.randperm(num_slots)[: sum(lengths)].int()
@@ -64,15 +72,29 @@ class Latents:
         self.pages = torch.ones(len(lengths), dtype=torch.int32)
         self.scales = {"q_scale": torch.full((1,), 0.5), "kv_scale": torch.full((1,), 1.5)}
         self.factors = tuple(
-            s.item() if t.itemsize == 1 else 1.0 for s, t in zip(self.scales.values(), (query, cache), strict=True)
+            s.item() if t.itemsize == 1 else 1.0
+            for s, t in zip(self.scales.values(), (query, cache), strict=True)
         )
 
     def plan(self, aiter: Any, **changes: Any) -> dict[str, Tensor]:
         """The outputs of the planner, by the names that `mla_decode_fwd` gives them."""
         sizes = aiter.get_mla_metadata_info_v1(
-            len(self.lengths), self.query_len, self.heads, self.q.dtype, self.latents.dtype, False, fast_mode=True
+            len(self.lengths),
+            self.query_len,
+            self.heads,
+            self.q.dtype,
+            self.latents.dtype,
+            False,
+            fast_mode=True,
         )
-        names = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+        names = (
+            "work_meta_data",
+            "work_indptr",
+            "work_info_set",
+            "reduce_indptr",
+            "reduce_final_map",
+            "reduce_partial_map",
+        )
         plan = {
             name: torch.full(shape if isinstance(shape, tuple) else (shape,), 77).to(dtype)
             for name, (shape, dtype) in zip(names, sizes, strict=True)
@@ -82,7 +104,10 @@ class Latents:
 
     def replan(self, aiter: Any, plan: dict[str, Tensor], **changes: Any) -> None:
         """Plans into buffers that exist."""
-        outputs = {("work_metadata_ptrs" if name == "work_meta_data" else name): tensor for name, tensor in plan.items()}
+        outputs = {
+            ("work_metadata_ptrs" if name == "work_meta_data" else name): tensor
+            for name, tensor in plan.items()
+        }
         arguments = {
             "seqlens_qo_indptr": self.queries,
             "seqlens_kv_indptr": self.keys,
@@ -98,7 +123,9 @@ class Latents:
         aiter.get_mla_metadata_v1(**{**arguments, **outputs, **changes})
 
     def decode(self, aiter: Any, plan: dict[str, Tensor] | None, **changes: Any) -> Any:
-        """Calls `mla_decode_fwd`; `causal` is passed only where it matters, since old versions lack it."""
+        """Calls `mla_decode_fwd`; `causal` is passed only where it matters, since old versions lack
+        it.
+        """
         arguments = {
             "q": self.q,
             "kv_buffer": self.latents.view(-1, 1, 1, self.latents.shape[1]),
@@ -116,12 +143,18 @@ class Latents:
         return aiter.mla_decode_fwd(**{**arguments, **changes})
 
     def wanted(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """What belongs into `o`, and the logarithms of the denominators, in `dtype`; a softmax over no keys sums to 0."""
+        """What belongs into `o`, and the logarithms of the denominators, in `dtype`; a softmax over
+        no keys sums to 0.
+        """
         latents = self.latents.to(dtype)[self.indices.long()] * self.factors[1]
         outs, logs = [], []
-        for rows, own in zip(self.q.to(dtype).split(self.query_len), latents.split(self.lengths), strict=True):
+        for rows, own in zip(
+            self.q.to(dtype).split(self.query_len), latents.split(self.lengths), strict=True
+        ):
             keys = own[:, None].expand(-1, self.heads, -1)
-            out, log = attention(rows * self.factors[0], keys, keys[..., : self.rank], 0.2, self.causal, dtype)
+            out, log = attention(
+                rows * self.factors[0], keys, keys[..., : self.rank], 0.2, self.causal, dtype
+            )
             outs.append(out)
             logs.append(log)
         return torch.cat(outs), torch.cat(logs)
@@ -147,7 +180,9 @@ DECODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", DECODES)
 @pytest.mark.parametrize("units", [2, 64])
 def test_decode(load: Load, name: str, units: int) -> None:
-    """By work lists with few and with many splits: every row right, in the caller's tensor, with no host waiting."""
+    """By work lists with few and with many splits: every row right, in the caller's tensor, with no
+    host waiting.
+    """
     options, shape = DECODES[name]
     aiter, machine = load(**{"num_compute_units": units, **options})
     batch = Latents([40, 7, 90], **shape)
@@ -156,7 +191,11 @@ def test_decode(load: Load, name: str, units: int) -> None:
         batch.decode(aiter, plan)
     assert_rounded_once(batch.o, batch.wanted()[0])
     assert (plan["reduce_indptr"][-1] > 0) == (units == 64) or units == 2
-    assert [call.name for call in machine.calls] == ["get_mla_metadata_info_v1", "get_mla_metadata_v1", "mla_decode_fwd"]
+    assert [call.name for call in machine.calls] == [
+        "get_mla_metadata_info_v1",
+        "get_mla_metadata_v1",
+        "mla_decode_fwd",
+    ]
 
 
 @pytest.mark.parametrize("shape", [{}, {"query_len": 4}, {"query_len": 8}, FP8_942])
@@ -171,7 +210,9 @@ def test_decode_without_a_plan(load: Load, shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("version", ["0.1.17", "0.1.18"])
 def test_large_batches_ignore_their_plan(load: Load, version: str) -> None:
-    """From 0.1.18 on, on gfx950: from 32 requests on, the plainest decode takes the other kernel."""
+    """From 0.1.18 on, on gfx950: from 32 requests on,
+    the plainest decode takes the other kernel.
+    """
     aiter, machine = load(version=version, **GFX950)
     batch = Latents([3] * 32)
     batch.decode(aiter, batch.plan(aiter))
@@ -229,12 +270,21 @@ def test_reduction(load: Load) -> None:
     arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in maps.items()}
     final = torch.tensor([[1, 3], [3, 5], [5, 6], [0, 0]], dtype=torch.int32)
     aiter.mla_reduce_v1(
-        parts, logs, reduce_final_map=final, max_seqlen_q=2, num_kv_splits=0, final_output=out, final_lse=lse, **arrays
+        parts,
+        logs,
+        reduce_final_map=final,
+        max_seqlen_q=2,
+        num_kv_splits=0,
+        final_output=out,
+        final_lse=lse,
+        **arrays,
     )
     exact = logs.double()
     weights = torch.stack([exact[:2], exact[4:]]).softmax(0)[..., None]
     assert_rounded_once(out[1:3], weights[0] * parts[:2] + weights[1] * parts[4:])
-    assert_as_exact(lse[1:3], torch.logaddexp(logs[:2], logs[4:]), torch.logaddexp(exact[:2], exact[4:]))
+    assert_as_exact(
+        lse[1:3], torch.logaddexp(logs[:2], logs[4:]), torch.logaddexp(exact[:2], exact[4:])
+    )
     kept = [0, 3, 4, 5]
     assert (out[kept] == 5).all() and (lse[kept] == 5).all()
 
@@ -248,17 +298,27 @@ def test_latents_are_written(load: Load) -> None:
         cache = torch.zeros(2, 4, RANK + ROPE, dtype=dtype)
         aiter.concat_and_cache_mla(compressed, rotated, cache, slots, kind, torch.tensor([0.5]))
         rows = torch.cat([compressed, rotated], -1).float()
-        assert torch.equal(cache.float().view(8, -1)[[5, 0]], (rows[[0, 2]] / factor).to(dtype).float())
+        assert torch.equal(
+            cache.float().view(8, -1)[[5, 0]], (rows[[0, 2]] / factor).to(dtype).float()
+        )
         assert not cache.float().view(8, -1)[[1, 2, 3, 4, 6, 7]].any()
 
 
-def _decode(shape: dict[str, Any] | None = None, planned: dict[str, Any] | None = None, **changes: Any) -> Attempt:
-    """A decode with something wrong about its shape, its plan or its call; a function gets the batch."""
+def _decode(
+    shape: dict[str, Any] | None = None, planned: dict[str, Any] | None = None, **changes: Any
+) -> Attempt:
+    """A decode with something wrong about its shape, its plan or its call; a function gets the
+    batch.
+    """
 
     def attempt(aiter: Any, _: Machine) -> None:
         batch = Latents([40, 7, 90], **(shape or {}))
         plan = batch.plan(aiter, **(planned or {}))
-        batch.decode(aiter, plan, **{name: value(batch) if callable(value) else value for name, value in changes.items()})
+        batch.decode(
+            aiter,
+            plan,
+            **{name: value(batch) if callable(value) else value for name, value in changes.items()},
+        )
 
     return attempt
 
@@ -291,10 +351,21 @@ def _no_plan(shape: dict[str, Any]) -> Attempt:
 
 def _reduced(heads: int, dim: int) -> Attempt:
     def attempt(aiter: Any, _: Machine) -> None:
-        maps = {name: torch.zeros(2, dtype=torch.int32) for name in ("reduce_indptr", "reduce_partial_map")}
+        maps = {
+            name: torch.zeros(2, dtype=torch.int32)
+            for name in ("reduce_indptr", "reduce_partial_map")
+        }
         parts, out = torch.zeros(2, heads, dim), torch.zeros(2, heads, dim).bfloat16()
         final = torch.zeros(1, 2, dtype=torch.int32)
-        aiter.mla_reduce_v1(parts, parts[..., 0], reduce_final_map=final, max_seqlen_q=1, num_kv_splits=0, final_output=out, **maps)
+        aiter.mla_reduce_v1(
+            parts,
+            parts[..., 0],
+            reduce_final_map=final,
+            max_seqlen_q=1,
+            num_kv_splits=0,
+            final_output=out,
+            **maps,
+        )
 
     return attempt
 
@@ -318,59 +389,194 @@ BF16 = torch.bfloat16
 MISUSES: dict[str, Misuse] = {
     "24 heads": ({}, _decode({"heads": 24}), MisuseError, "multiple of 16"),
     "8 heads": ({}, _decode({"heads": 8}), MisuseError, "multiple of 16"),
-    "not causal on gfx942": ({}, _decode({"query_len": 2, "causal": False}), MisuseError, "no code object"),
-    "not causal in 0.1.16": ({"version": "0.1.16"}, _decode({"causal": False}), TypeError, "causal"),
-    "not causal, 8-bit, 2 queries": (GFX950, _decode({**FP8_950, "query_len": 2, "causal": False}), MisuseError, "no code object"),
+    "not causal on gfx942": (
+        {},
+        _decode({"query_len": 2, "causal": False}),
+        MisuseError,
+        "no code object",
+    ),
+    "not causal in 0.1.16": (
+        {"version": "0.1.16"},
+        _decode({"causal": False}),
+        TypeError,
+        "causal",
+    ),
+    "not causal, 8-bit, 2 queries": (
+        GFX950,
+        _decode({**FP8_950, "query_len": 2, "causal": False}),
+        MisuseError,
+        "no code object",
+    ),
     "5 queries on gfx942": ({}, _decode({"query_len": 5}), MisuseError, "no code object"),
     "LSE on gfx942": ({}, _decode(return_lse=True), MisuseError, "no code object"),
-    "9 queries without a plan": ({}, _no_plan({"query_len": 7 + 2}), MisuseError, "9 queries on 7|no code object"),
+    "9 queries without a plan": (
+        {},
+        _no_plan({"query_len": 7 + 2}),
+        MisuseError,
+        "9 queries on 7|no code object",
+    ),
     "48 heads without a plan": ({}, _no_plan({"heads": 48}), MisuseError, "no code object"),
     "RDNA": ({"architecture": "gfx1100"}, _decode(), MisuseError, "gfx1100"),
     "real sizes": ({"any_shape": False}, _decode(), MisuseError, "sizes"),
-    "fp16": ({}, _decode({"query": torch.float16, "cache": torch.float16}), MisuseError, "no kernel"),
-    "float32": ({}, _decode({"query": torch.float32, "cache": torch.float32}), MisuseError, "no kernel"),
+    "fp16": (
+        {},
+        _decode({"query": torch.float16, "cache": torch.float16}),
+        MisuseError,
+        "no kernel",
+    ),
+    "float32": (
+        {},
+        _decode({"query": torch.float32, "cache": torch.float32}),
+        MisuseError,
+        "no kernel",
+    ),
     "the other fp8": ({}, _decode(FP8_950), MisuseError, "no kernel"),
     "8-bit without scales": ({}, _decode(FP8_942, q_scale=None), MisuseError, "q_scale"),
-    "8-bit cache without scale": ({}, _decode({"cache": FNUZ}, kv_scale=None), MisuseError, "kv_scale"),
+    "8-bit cache without scale": (
+        {},
+        _decode({"cache": FNUZ}, kv_scale=None),
+        MisuseError,
+        "kv_scale",
+    ),
     "implicit scale": ({}, _decode(sm_scale=None), MisuseError, "sm_scale"),
     "logit cap": ({}, _decode(logit_cap=1.0), AssertionError, "logit_cap"),
     "pages of 64": ({}, _decode(page_size=64), MisuseError, "pages of 64"),
-    "last pages": ({}, _decode(kv_last_page_lens=torch.zeros(3, dtype=torch.int32)), MisuseError, "kv_last_page_lens"),
-    "tail falls to 0": ({}, _decode(kv_indptr=torch.tensor([0, 40, 47, 0]).int()), MisuseError, "repeat the last value"),
+    "last pages": (
+        {},
+        _decode(kv_last_page_lens=torch.zeros(3, dtype=torch.int32)),
+        MisuseError,
+        "kv_last_page_lens",
+    ),
+    "tail falls to 0": (
+        {},
+        _decode(kv_indptr=torch.tensor([0, 40, 47, 0]).int()),
+        MisuseError,
+        "repeat the last value",
+    ),
     "int64 indices": ({}, _decode(kv_indices=lambda b: b.indices.long()), MisuseError, "int32"),
-    "index past the cache": ({}, _decode(kv_indices=lambda b: b.indices + 100), MisuseError, "outside the cache"),
-    "negative index": ({}, _decode(kv_indices=lambda b: b.indices - 100), MisuseError, "outside the cache"),
-    "too few indices": ({}, _decode(kv_indices=lambda b: b.indices[:90]), MisuseError, "of 90 indices"),
-    "strided query": ({}, _decode(q=lambda b: b.q.transpose(0, 1).contiguous().transpose(0, 1)), MisuseError, "dense"),
+    "index past the cache": (
+        {},
+        _decode(kv_indices=lambda b: b.indices + 100),
+        MisuseError,
+        "outside the cache",
+    ),
+    "negative index": (
+        {},
+        _decode(kv_indices=lambda b: b.indices - 100),
+        MisuseError,
+        "outside the cache",
+    ),
+    "too few indices": (
+        {},
+        _decode(kv_indices=lambda b: b.indices[:90]),
+        MisuseError,
+        "of 90 indices",
+    ),
+    "strided query": (
+        {},
+        _decode(q=lambda b: b.q.transpose(0, 1).contiguous().transpose(0, 1)),
+        MisuseError,
+        "dense",
+    ),
     "fp16 output": ({}, _decode(o=lambda b: b.o.half()), MisuseError, "output"),
     "more queries than keys": ({}, _no_plan({"query_len": 8}), MisuseError, "8 queries on 7"),
-    "query bound too small": ({}, _decode({"query_len": 2}, max_seqlen_q=1), MisuseError, "max_seqlen_q 1 below 2"),
+    "query bound too small": (
+        {},
+        _decode({"query_len": 2}, max_seqlen_q=1),
+        MisuseError,
+        "max_seqlen_q 1 below 2",
+    ),
     "stale plan": ({}, _stale([41, 7, 90]), MisuseError, "other lengths"),
     "stale plan, permuted": ({}, _stale([7, 40, 90]), MisuseError, "other lengths"),
     "plan of another batch size": ({}, _stale([40, 7]), MisuseError, "other (lengths|queries)"),
     "plan for other heads": ({}, _other_heads, MisuseError, "planned for heads 32"),
-    "plan for another type": ({}, _decode(FP8_942, {"dtype_q": BF16, "dtype_kv": BF16}), MisuseError, "planned for kind bf16"),
+    "plan for another type": (
+        {},
+        _decode(FP8_942, {"dtype_q": BF16, "dtype_kv": BF16}),
+        MisuseError,
+        "planned for kind bf16",
+    ),
     "plan without the cache's type": (
         {"version": "0.1.15"},
         _decode(FP8_942, {"dtype_q": None, "dtype_kv": None}),
         MisuseError,
         "planned for kind bf16",
     ),
-    "causal plan": (GFX950, _decode({"query_len": 2, "causal": False}, {"is_causal": True}), MisuseError, "planned for causal"),
-    "plan for fewer queries": ({}, _decode({"query_len": 2}, {"max_seqlen_qo": 1}), MisuseError, "max_seqlen_qo 1 below 2"),
-    "plan for uniform queries": ({}, _decode(planned={"uni_seqlen_qo": 2}), MisuseError, "uni_seqlen_qo"),
-    "plan with int64 starts": ({}, _decode(planned={"seqlens_kv_indptr": torch.zeros(4).long()}), MisuseError, "int32"),
-    "plan with granularity 8": ({}, _decode(planned={"kv_granularity": 8}), MisuseError, "granularity 8"),
-    "plan with granularity 24": ({}, _decode(planned={"kv_granularity": 24}), MisuseError, "granularity"),
-    "plan into small buffers": ({}, _decode(planned={"work_info_set": torch.zeros(2, 8).int()}), MisuseError, "elements"),
+    "causal plan": (
+        GFX950,
+        _decode({"query_len": 2, "causal": False}, {"is_causal": True}),
+        MisuseError,
+        "planned for causal",
+    ),
+    "plan for fewer queries": (
+        {},
+        _decode({"query_len": 2}, {"max_seqlen_qo": 1}),
+        MisuseError,
+        "max_seqlen_qo 1 below 2",
+    ),
+    "plan for uniform queries": (
+        {},
+        _decode(planned={"uni_seqlen_qo": 2}),
+        MisuseError,
+        "uni_seqlen_qo",
+    ),
+    "plan with int64 starts": (
+        {},
+        _decode(planned={"seqlens_kv_indptr": torch.zeros(4).long()}),
+        MisuseError,
+        "int32",
+    ),
+    "plan with granularity 8": (
+        {},
+        _decode(planned={"kv_granularity": 8}),
+        MisuseError,
+        "granularity 8",
+    ),
+    "plan with granularity 24": (
+        {},
+        _decode(planned={"kv_granularity": 24}),
+        MisuseError,
+        "granularity",
+    ),
+    "plan into small buffers": (
+        {},
+        _decode(planned={"work_info_set": torch.zeros(2, 8).int()}),
+        MisuseError,
+        "elements",
+    ),
     "copied plan": ({}, _copied_plan, MisuseError, "another plan"),
-    "compiles in a capture": ({"capturing": True}, _no_plan({}), MisuseError, "compiles during capture"),
-    "reduction of 20 heads": ({"any_shape": False}, _reduced(20, 512), MisuseError, "not compiled for 20 heads"),
+    "compiles in a capture": (
+        {"capturing": True},
+        _no_plan({}),
+        MisuseError,
+        "compiles during capture",
+    ),
+    "reduction of 20 heads": (
+        {"any_shape": False},
+        _reduced(20, 512),
+        MisuseError,
+        "not compiled for 20 heads",
+    ),
     "reduction on RDNA": ({"architecture": "gfx1100"}, _reduced(16, 512), MisuseError, "gfx1100"),
     "latents overflow": ({}, _write_latents(300.0), MisuseError, "overflows"),
-    "latents into int32 slots": ({}, _write_latents(slot_mapping=torch.tensor([3]).int()), MisuseError, "int64"),
-    "latents past the end": ({}, _write_latents(slot_mapping=torch.tensor([8])), MisuseError, "past the cache"),
-    "latents, wrong kind": ({}, _write_latents(kv_cache_dtype="auto"), MisuseError, "kv_cache_dtype"),
+    "latents into int32 slots": (
+        {},
+        _write_latents(slot_mapping=torch.tensor([3]).int()),
+        MisuseError,
+        "int64",
+    ),
+    "latents past the end": (
+        {},
+        _write_latents(slot_mapping=torch.tensor([8])),
+        MisuseError,
+        "past the cache",
+    ),
+    "latents, wrong kind": (
+        {},
+        _write_latents(kv_cache_dtype="auto"),
+        MisuseError,
+        "kv_cache_dtype",
+    ),
 }
 
 
@@ -381,7 +587,9 @@ def test_misuse_raises(load: Load, name: str) -> None:
 
 
 def test_which_code_objects_exist() -> None:
-    """A sample of what ships: the same call has a kernel on one architecture and aborts on the other."""
+    """A sample of what ships: the same call has a kernel on one architecture and aborts on the
+    other.
+    """
     new = {arch: Machine(version="0.1.20", architecture=arch) for arch in ("gfx942", "gfx950")}
     persistent = {"persistent": True}
     assert code_object(new["gfx942"], "bf16", 16, 4, **persistent) == "16p4"
@@ -390,21 +598,37 @@ def test_which_code_objects_exist() -> None:
     assert code_object(new["gfx950"], "bf16", 16, 16, causal=False, **persistent) == "32p4+open"
     assert code_object(new["gfx950"], "fp8", 64, 2, causal=False, **persistent) == "32p4+open"
     assert code_object(new["gfx950"], "fp8", 16, 2, causal=False, **persistent) is None
-    assert code_object(new["gfx942"], "bf16", 16, 1, causal=False, **persistent) == "16p4"  # one query: nothing to mask
-    old = {version: Machine(version=version, architecture="gfx950") for version in ("0.1.15", "0.1.16.post6", "0.1.17", "0.1.18")}
+    assert (
+        code_object(new["gfx942"], "bf16", 16, 1, causal=False, **persistent) == "16p4"
+    )  # one query: nothing to mask
+    old = {
+        version: Machine(version=version, architecture="gfx950")
+        for version in ("0.1.15", "0.1.16.post6", "0.1.17", "0.1.18")
+    }
     assert code_object(old["0.1.15"], "fp8", 64, 2, **persistent) == "32p4"
-    assert code_object(old["0.1.16.post6"], "bf16", 16, 2, **persistent) == "16p4"  # 32 rows: one kernel, then the other
+    assert (
+        code_object(old["0.1.16.post6"], "bf16", 16, 2, **persistent) == "16p4"
+    )  # 32 rows: one kernel, then the other
     assert code_object(old["0.1.17"], "bf16", 16, 2, **persistent) == "64p1"
     assert code_object(old["0.1.16.post6"], "fp8", 32, 1, **persistent) is None
     assert code_object(old["0.1.17"], "fp8", 32, 1, **persistent) == "32p1"
     assert code_object(old["0.1.17"], "fp8", 16, 5, **persistent) is None
     assert code_object(old["0.1.18"], "fp8", 16, 5, **persistent) == "32p4"
     single = {"persistent": False, "lse": True}
-    assert code_object(old["0.1.18"], "bf16", 64, 1, **single) == "64n1+lse"  # later ones ignore that it was asked for
-    assert code_object(Machine(version="0.1.19.post2", architecture="gfx950"), "bf16", 64, 1, **single) == "64n1"
-    assert not is_native(old["0.1.16.post6"], "fp8", 32, 1) and is_native(old["0.1.17"], "fp8", 32, 1)
+    assert (
+        code_object(old["0.1.18"], "bf16", 64, 1, **single) == "64n1+lse"
+    )  # later ones ignore that it was asked for
+    assert (
+        code_object(Machine(version="0.1.19.post2", architecture="gfx950"), "bf16", 64, 1, **single)
+        == "64n1"
+    )
+    assert not is_native(old["0.1.16.post6"], "fp8", 32, 1) and is_native(
+        old["0.1.17"], "fp8", 32, 1
+    )
     assert not is_native(old["0.1.17"], "fp8", 32, 5) and is_native(old["0.1.18"], "fp8", 32, 5)
-    assert not is_native(Machine(version="0.1.17"), "fp8", 64, 1) and is_native(Machine(version="0.1.18"), "fp8", 64, 1)
+    assert not is_native(Machine(version="0.1.17"), "fp8", 64, 1) and is_native(
+        Machine(version="0.1.18"), "fp8", 64, 1
+    )
 
 
 def test_replanning_in_place(load: Load) -> None:
@@ -418,12 +642,16 @@ def test_replanning_in_place(load: Load) -> None:
 
 
 def test_arguments_moved_between_versions(load: Load) -> None:
-    """Calls of the reduction by position break at 0.1.16; planners name the same two outputs in different orders."""
+    """Calls of the reduction by position break at 0.1.16; planners name the same two outputs in
+    different orders.
+    """
     orders = []
     for version in VERSIONS:
         aiter, _ = load(version=version)
         orders.append(list(inspect.signature(aiter.mla_reduce_v1).parameters))
-    assert [order[6] for order in orders[:2]] == ["final_output"] * 2 and {order[6] for order in orders[2:]} == {"num_kv_splits"}
+    assert [order[6] for order in orders[:2]] == ["final_output"] * 2 and {
+        order[6] for order in orders[2:]
+    } == {"num_kv_splits"}
     for name, first, second in (
         ("get_mla_metadata_v1", "work_info_set", "work_indptr"),
         ("get_ps_metadata_v1", "work_indptr", "work_info"),
@@ -439,22 +667,36 @@ def test_loading(load: Load, version: str) -> None:
     mla = families.load(families.AiterMla)
     assert mla.reduce_options == ({} if version < "0.1.16" else {"num_kv_splits": 0})
     assert mla.mla_prefill_ps_asm_fwd is not None
-    kinds: list[Any] = [families.AiterTriton, families.AiterFa, families.AiterMla, families.AiterIndexer, families.AiterRouter]
+    kinds: list[Any] = [
+        families.AiterTriton,
+        families.AiterFa,
+        families.AiterMla,
+        families.AiterIndexer,
+        families.AiterRouter,
+    ]
     for family in kinds:
         assert families.load(family).version == families.version_numbers(version)
         assert not families.unavailable_reasons(family)
 
 
 def test_one_family_does_not_break_another(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing function or keyword is the loss of its own family; the functions of the 8-bit prefill may be missing."""
+    """A missing function or keyword is the loss of its own family; the functions of the 8-bit
+    prefill may be missing.
+    """
     aiter, _ = load()
     home = importlib.import_module("aiter.mla")
     monkeypatch.delattr(home, "mla_decode_fwd")
-    assert families.unavailable_reasons(families.AiterMla) == ["amd-aiter 0.1.20 cannot be used: aiter.mla has no mla_decode_fwd"]
-    assert not families.unavailable_reasons() and not families.unavailable_reasons(families.AiterRouter)
+    assert families.unavailable_reasons(families.AiterMla) == [
+        "amd-aiter 0.1.20 cannot be used: aiter.mla has no mla_decode_fwd"
+    ]
+    assert not families.unavailable_reasons() and not families.unavailable_reasons(
+        families.AiterRouter
+    )
     monkeypatch.setattr(home, "mla_decode_fwd", lambda q, o: None, raising=False)
     assert "takes no qo_indptr" in families.unavailable_reasons(families.AiterMla)[0]
-    monkeypatch.setattr(home, "mla_decode_fwd", lambda *args, **kwargs: None)  # a wrapper that hides its arguments
+    monkeypatch.setattr(
+        home, "mla_decode_fwd", lambda *args, **kwargs: None
+    )  # a wrapper that hides its arguments
     monkeypatch.delattr(aiter, "mla_prefill_ps_asm_fwd")
     mla = families.load(families.AiterMla)
     assert mla.mla_prefill_ps_asm_fwd is None

@@ -1,4 +1,6 @@
-"""The emulation of AITER's 8-bit prefill of latent attention: right where it answers, and an error elsewhere."""
+"""The emulation of AITER's 8-bit prefill of latent attention: right where it answers, and an error
+elsewhere.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -34,18 +36,34 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
 class Prefill:
     """Packed prompts in 8 bits, each with some keys before its queries."""
 
-    def __init__(self, widths: list[int], contexts: list[int], heads: int = 16, dim: int = 8) -> None:
+    def __init__(
+        self, widths: list[int], contexts: list[int], heads: int = 16, dim: int = 8
+    ) -> None:
         torch.manual_seed(2)
-        self.widths, self.lengths, self.heads = widths, [w + c for w, c in zip(widths, contexts, strict=True)], heads
+        self.widths, self.lengths, self.heads = (
+            widths,
+            [w + c for w, c in zip(widths, contexts, strict=True)],
+            heads,
+        )
         self.queries, self.keys = starts(widths), starts(self.lengths)
         self.q = torch.randn(sum(widths), heads, dim + 4).to(FN)
-        self.k, self.v = torch.randn(sum(self.lengths), heads, dim + 4).to(FN), torch.randn(sum(self.lengths), heads, dim).to(FN)
+        self.k, self.v = (
+            torch.randn(sum(self.lengths), heads, dim + 4).to(FN),
+            torch.randn(sum(self.lengths), heads, dim).to(FN),
+        )
         self.out = torch.full((len(self.q), heads, dim), torch.nan, dtype=torch.bfloat16)
 
     def plan(self, aiter: Any, **changes: Any) -> dict[str, Tensor]:
         """The outputs of the planner, by its own names."""
         sizes = aiter.get_ps_metadata_info_v1(len(self.widths), self.heads, max(self.widths))
-        names = ("work_metadata_ptrs", "work_indptr", "work_info", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+        names = (
+            "work_metadata_ptrs",
+            "work_indptr",
+            "work_info",
+            "reduce_indptr",
+            "reduce_final_map",
+            "reduce_partial_map",
+        )
         plan = {
             name: torch.full(shape if isinstance(shape, tuple) else (shape,), 77).to(dtype)
             for name, (shape, dtype) in zip(names, sizes, strict=True)
@@ -65,7 +83,10 @@ class Prefill:
     def run(self, aiter: Any, plan: dict[str, Tensor], **changes: Any) -> tuple[Tensor, Tensor]:
         """Both kernels; partial results before the reduction, and the logarithms after it."""
         count = int(plan["reduce_indptr"][-1]) * 256
-        partial, logs = torch.full((count, *self.out.shape[1:]), torch.nan), torch.full((count, self.heads), torch.nan)
+        partial, logs = (
+            torch.full((count, *self.out.shape[1:]), torch.nan),
+            torch.full((count, self.heads), torch.nan),
+        )
         one = torch.ones(1)
         arguments = {
             "Q": self.q,
@@ -86,17 +107,34 @@ class Prefill:
         }
         aiter.mla_prefill_ps_asm_fwd(**{**arguments, **changes})
         lse = torch.full((len(self.q), self.heads), torch.nan)
-        maps = {name: plan[name] for name in ("reduce_indptr", "reduce_final_map", "reduce_partial_map")}
-        splits = {"num_kv_splits": 0} if "num_kv_splits" in inspect.signature(aiter.mla_reduce_v1).parameters else {}
+        maps = {
+            name: plan[name] for name in ("reduce_indptr", "reduce_final_map", "reduce_partial_map")
+        }
+        splits = (
+            {"num_kv_splits": 0}
+            if "num_kv_splits" in inspect.signature(aiter.mla_reduce_v1).parameters
+            else {}
+        )
         aiter.mla_reduce_v1(
-            partial_output=partial, partial_lse=logs, max_seqlen_q=256, final_output=self.out, final_lse=lse, **maps, **splits
+            partial_output=partial,
+            partial_lse=logs,
+            max_seqlen_q=256,
+            final_output=self.out,
+            final_lse=lse,
+            **maps,
+            **splits,
         )
         return partial, lse
 
 
-@pytest.mark.parametrize(("version", "units"), [("0.1.15", 3), ("0.1.15", 112), ("0.1.16", 48), ("0.1.20", 3), ("0.1.20", 112)])
+@pytest.mark.parametrize(
+    ("version", "units"),
+    [("0.1.15", 3), ("0.1.15", 112), ("0.1.16", 48), ("0.1.20", 3), ("0.1.20", 112)],
+)
 def test_prefill(load: Load, version: str, units: int) -> None:
-    """Several prompts, some longer than a tile and some with a context: no row is missing, and unsplit rows have no logarithm."""
+    """Several prompts, some longer than a tile and some with a context: no row is missing, and
+    unsplit rows have no logarithm.
+    """
     aiter, _ = load(version=version, num_compute_units=units, **GFX950)
     batch = Prefill([300, 20, 1, 530], [0, 150, 40, 0])
     plan = batch.plan(aiter)
@@ -107,7 +145,8 @@ def test_prefill(load: Load, version: str, units: int) -> None:
     for i in range(4):
         rows, keys = (slice(int(s[i]), int(s[i + 1])) for s in (batch.queries, batch.keys))
         (_, plain), (want, log) = (
-            attention(batch.q[rows], batch.k[keys], batch.v[keys], 0.3, True, dtype) for dtype in (torch.float32, torch.float64)
+            attention(batch.q[rows], batch.k[keys], batch.v[keys], 0.3, True, dtype)
+            for dtype in (torch.float32, torch.float64)
         )
         assert_rounded_once(batch.out[rows], want)
         mine = [row - rows.start for row in range(rows.start, rows.stop) if row in split]
@@ -118,27 +157,44 @@ def test_prefill(load: Load, version: str, units: int) -> None:
 
 
 def test_the_prefill_plan_by_hand(load: Load) -> None:
-    """Two clusters of two groups; five units of keys, three for the first group; the second tile is cut."""
+    """Two clusters of two groups; five units of keys, three for the first group; the second tile is
+    cut.
+    """
     aiter, _ = load(num_compute_units=4, **GFX950)
     plan = Prefill([300], [0], heads=2).plan(aiter)
-    tile = [[0, -1, 0, 256, 0, 256, 0], [0, 0, 256, 300, 0, 128, 172], [0, 256, 256, 300, 128, 300, 0]]
-    assert plan["work_info"][:6].tolist() == [[*work, (head + 1) << 16 | head] for head in range(2) for work in tile]
+    tile = [
+        [0, -1, 0, 256, 0, 256, 0],
+        [0, 0, 256, 300, 0, 128, 172],
+        [0, 256, 256, 300, 128, 300, 0],
+    ]
+    assert plan["work_info"][:6].tolist() == [
+        [*work, (head + 1) << 16 | head] for head in range(2) for work in tile
+    ]
     assert plan["work_indptr"].tolist() == [0, 2, 3, 5, 6]
     assert (
         plan["reduce_indptr"].tolist() == [0, 2, 2]
-        and plan["reduce_partial_map"].tolist() == [0, 256, *[0] * 2][: len(plan["reduce_partial_map"])]
+        and plan["reduce_partial_map"].tolist()
+        == [0, 256, *[0] * 2][: len(plan["reduce_partial_map"])]
     )
     assert plan["reduce_final_map"].tolist() == [[256, 300], [0, 0]]
     assert plan["work_metadata_ptrs"].view(torch.int64).tolist() == [77, 77]
     aiter, _ = load(num_compute_units=2, **GFX950)
-    assert Prefill([600], [0], heads=2).plan(aiter)["work_info"][:3, 2].tolist() == [0, 512, 256]  # from the head and the tail
+    assert Prefill([600], [0], heads=2).plan(aiter)["work_info"][:3, 2].tolist() == [
+        0,
+        512,
+        256,
+    ]  # from the head and the tail
 
 
 def _prefill(batch: dict[str, Any] | None = None, **changes: Any) -> Attempt:
     def attempt(aiter: Any, _: Machine) -> None:
         data = Prefill(**{"widths": [300, 20], "contexts": [0, 0], **(batch or {})})
         plan = data.plan(aiter)
-        data.run(aiter, plan, **{name: value(data) if callable(value) else value for name, value in changes.items()})
+        data.run(
+            aiter,
+            plan,
+            **{name: value(data) if callable(value) else value for name, value in changes.items()},
+        )
 
     return attempt
 
@@ -194,23 +250,60 @@ def _both_at_0(plan: dict[str, Tensor]) -> None:
 
 
 ONE_CLUSTER = {**GFX950, "num_compute_units": 3}
-"""The tiles of 300 and 20 rows are 2 + 3 + 1 units of keys: each compute unit gets two, and the second tile is cut after two."""
+"""The tiles of 300 and 20 rows are 2 + 3 + 1 units of keys: each compute unit gets two, and the
+second tile is cut after two.
+"""
 
 MISUSES: dict[str, Misuse] = {
-    "prefill list, not causal": (ONE_CLUSTER, _altered(lambda plan: None, is_causal=False), MisuseError, "beyond the diagonal"),
-    "prefill list, a tile short of keys": (ONE_CLUSTER, _altered(_work(0, 5, 128)), MisuseError, "other lengths"),
+    "prefill list, not causal": (
+        ONE_CLUSTER,
+        _altered(lambda plan: None, is_causal=False),
+        MisuseError,
+        "beyond the diagonal",
+    ),
+    "prefill list, a tile short of keys": (
+        ONE_CLUSTER,
+        _altered(_work(0, 5, 128)),
+        MisuseError,
+        "other lengths",
+    ),
     "prefill list, a tile missing": (ONE_CLUSTER, _altered(_fewer), MisuseError, "other lengths"),
     "prefill list, a tile twice": (ONE_CLUSTER, _altered(_twice), MisuseError, "other lengths"),
-    "prefill list, another cut": (ONE_CLUSTER, _altered(lambda plan: None, kvlen_granularity=64), MisuseError, "multiples of 128"),
-    "prefill list, a whole tile to scratch": (ONE_CLUSTER, _altered(_work(0, 1, 1024)), MisuseError, "1 parts at"),
-    "prefill list, parts in one place": (ONE_CLUSTER, _altered(_both_at_0), MisuseError, "two parts at row 0"),
-    "prefill list, keys behind": (ONE_CLUSTER, _altered(_work(0, 6, 44)), MisuseError, "keys behind the parts"),
+    "prefill list, another cut": (
+        ONE_CLUSTER,
+        _altered(lambda plan: None, kvlen_granularity=64),
+        MisuseError,
+        "multiples of 128",
+    ),
+    "prefill list, a whole tile to scratch": (
+        ONE_CLUSTER,
+        _altered(_work(0, 1, 1024)),
+        MisuseError,
+        "1 parts at",
+    ),
+    "prefill list, parts in one place": (
+        ONE_CLUSTER,
+        _altered(_both_at_0),
+        MisuseError,
+        "two parts at row 0",
+    ),
+    "prefill list, keys behind": (
+        ONE_CLUSTER,
+        _altered(_work(0, 6, 44)),
+        MisuseError,
+        "keys behind the parts",
+    ),
     "prefill on gfx942": ({}, _prefill(), MisuseError, "gfx942"),
     "prefill, not causal": (GFX950, _prefill(is_causal=False), MisuseError, "logarithms"),
     "prefill, 8 heads": (GFX950, _prefill({"heads": 8}), MisuseError, "multiple of 16"),
     "prefill, real sizes": ({**GFX950, "any_shape": False}, _prefill(), MisuseError, "sizes"),
     "prefill, bf16": (GFX950, _prefill(V=lambda d: d.v.bfloat16()), MisuseError, "takes"),
-    "prefill, fp16 output": (GFX950, _prefill(output=lambda d: d.out.half()), MisuseError, "bf16 bits"),
+    "prefill, fp16 output": (
+        GFX950,
+        _prefill(output=lambda d: d.out.half()),
+        MisuseError,
+        "bf16 bits",
+    ),
     "prefill without a scale": (GFX950, _prefill(k_scale=None), MisuseError, "k_scale"),
     "prefill without work": (GFX950, _prefill(work_indptr=None), MisuseError, "work list"),
     "prefill, small scratch": (
@@ -220,9 +313,24 @@ MISUSES: dict[str, Misuse] = {
         "scratch",
     ),
     "prefill, stale plan": (GFX950, _stale_prefill, MisuseError, "other lengths"),
-    "prefill plan on the device": (GFX950, _plan_on_device(lambda d: d.queries), MisuseError, "makes the host wait"),
-    "prefill plan on the device, a view": (GFX950, _plan_on_device(lambda d: d.keys[1:]), MisuseError, "makes the host wait"),
-    "prefill plan in a capture": ({**GFX950, "capturing": True}, _prefill(), MisuseError, "cannot be captured"),
+    "prefill plan on the device": (
+        GFX950,
+        _plan_on_device(lambda d: d.queries),
+        MisuseError,
+        "makes the host wait",
+    ),
+    "prefill plan on the device, a view": (
+        GFX950,
+        _plan_on_device(lambda d: d.keys[1:]),
+        MisuseError,
+        "makes the host wait",
+    ),
+    "prefill plan in a capture": (
+        {**GFX950, "capturing": True},
+        _prefill(),
+        MisuseError,
+        "cannot be captured",
+    ),
 }
 
 

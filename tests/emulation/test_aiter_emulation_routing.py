@@ -19,15 +19,28 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Load:
     return loader(monkeypatch, tmp_path)
 
 
-def route(logits: Tensor, bias: Tensor | None, groups: int, kept: int, topk: int, softmax: bool) -> list[dict[int, Tensor]]:
-    """Weights before scaling by expert of every token, one token at a time, in the type of `logits`."""
+def route(
+    logits: Tensor, bias: Tensor | None, groups: int, kept: int, topk: int, softmax: bool
+) -> list[dict[int, Tensor]]:
+    """Weights before scaling by expert of every token, one token at a time, in the type of
+    `logits`.
+    """
     rows = []
     for token in logits:
         scores = token.softmax(0) if softmax else token.sigmoid()
         choice = scores + (bias.to(token.dtype) if bias is not None else 0)
-        members = [list(range(g * len(token) // groups, (g + 1) * len(token) // groups)) for g in range(groups)]
+        members = [
+            list(range(g * len(token) // groups, (g + 1) * len(token) // groups))
+            for g in range(groups)
+        ]
         depth = 2 if bias is not None else 1
-        order = sorted(range(groups), key=lambda g: (-sum(sorted((float(choice[e]) for e in members[g]), reverse=True)[:depth]), g))
+        order = sorted(
+            range(groups),
+            key=lambda g: (
+                -sum(sorted((float(choice[e]) for e in members[g]), reverse=True)[:depth]),
+                g,
+            ),
+        )
         allowed = [e for g in order[:kept] for e in members[g]]
         rows.append({e: scores[e] for e in sorted(allowed, key=lambda e: -float(choice[e]))[:topk]})
     return rows
@@ -55,17 +68,34 @@ def test_routing(load: Load, kind: str, renorm: bool) -> None:
     for dtype in (torch.float32, torch.float64):
         rows = route(logits.to(dtype), bias if kind == "biased" else None, *groups, 3, softmax)
         assert [set(row) for row in rows] == [set(row) for row in ids.tolist()]
-        wanted = torch.stack([torch.stack([row[e] for e in own]) for row, own in zip(rows, ids.tolist(), strict=True)])
+        wanted = torch.stack(
+            [
+                torch.stack([row[e] for e in own])
+                for row, own in zip(rows, ids.tolist(), strict=True)
+            ]
+        )
         runs.append(wanted * factor / (wanted.sum(-1, keepdim=True) if renorm else 1))
     assert_as_exact(weights, *runs)
 
 
 def _route(
-    bias: torch.dtype = torch.bfloat16, groups: int = 4, kept: int = 2, ids: torch.dtype = torch.int32, topk: int = 3
+    bias: torch.dtype = torch.bfloat16,
+    groups: int = 4,
+    kept: int = 2,
+    ids: torch.dtype = torch.int32,
+    topk: int = 3,
 ) -> Attempt:
     def attempt(aiter: Any, _: Machine) -> None:
         weights, chosen = torch.zeros(9, topk), torch.zeros(9, topk, dtype=ids)
-        aiter.biased_grouped_topk(torch.randn(9, 16).bfloat16(), torch.zeros(16, dtype=bias), weights, chosen, groups, kept, True)
+        aiter.biased_grouped_topk(
+            torch.randn(9, 16).bfloat16(),
+            torch.zeros(16, dtype=bias),
+            weights,
+            chosen,
+            groups,
+            kept,
+            True,
+        )
 
     return attempt
 
@@ -75,7 +105,12 @@ MISUSES: dict[str, Misuse] = {
     "3 groups": ({}, _route(groups=3), MisuseError, "3 groups"),
     "5 of 4 groups": ({}, _route(kept=5), MisuseError, "5 of 4 groups"),
     "int64 ids": ({}, _route(ids=torch.int64), MisuseError, "int32 ids"),
-    "more experts than the groups hold": ({}, _route(topk=9), MisuseError, "9 experts from 2 groups"),
+    "more experts than the groups hold": (
+        {},
+        _route(topk=9),
+        MisuseError,
+        "9 experts from 2 groups",
+    ),
 }
 
 

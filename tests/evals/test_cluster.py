@@ -1,4 +1,6 @@
-"""`bench` and `eval` through the engines of a cluster, here in this process: they report what one engine reports."""
+"""`bench` and `eval` through the engines of a cluster, here in this process: they report what one
+engine reports.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class PoolHere(Pool):
         """See `Pool`."""
         return function(load(self.spec), *args)
 
-    def answers(self, rows: Sequence[Row], expected: dict[str, Any] | None = None) -> Iterator[Answer]:
+    def answers(
+        self, rows: Sequence[Row], expected: dict[str, Any] | None = None
+    ) -> Iterator[Answer]:
         """See `Pool`."""
 
         async def every() -> list[str]:
@@ -83,7 +87,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_bench_reports_what_one_engine_reports(folder: Path, tmp_path: Path) -> None:
-    """Conversations of two turns among them, sampled; and a second run reads all of them from its journal."""
+    """Conversations of two turns among them, sampled; and a second run reads all of them from its
+    journal.
+    """
     config = BenchConfig(
         (PROMPTS,),
         ("ngram",),
@@ -97,7 +103,9 @@ def test_a_bench_reports_what_one_engine_reports(folder: Path, tmp_path: Path) -
     )
     loading = LoadConfig(device="cpu", dtype="float32")
     spec = EngineSpec(str(folder), None, loading, EngineConfig(max_num_seqs=1, max_model_len=2))
-    (report,) = ClusterBench(PoolHere(ClusterConfig(engines=2), spec), config, path=tmp_path / "kept.jsonl").run()
+    (report,) = ClusterBench(
+        PoolHere(ClusterConfig(engines=2), spec), config, path=tmp_path / "kept.jsonl"
+    ).run()
     (expected,) = Bench(load(spec), config).run(PROVENANCE)
     assert report["complete"]
     assert report["settings"] == expected["settings"] | {"num_engines": 2}
@@ -110,31 +118,73 @@ def test_a_bench_reports_what_one_engine_reports(folder: Path, tmp_path: Path) -
     assert report["rows"][1]["num_answers"] == 4, "one of three conversations has two turns"
 
     class Nobody(PoolHere):
-        def answers(self, rows: Sequence[Row], expected: dict[str, Any] | None = None) -> Iterator[Answer]:
+        def answers(
+            self, rows: Sequence[Row], expected: dict[str, Any] | None = None
+        ) -> Iterator[Answer]:
             assert not rows, "everything is finished"
             return iter(())
 
-    (again,) = ClusterBench(Nobody(ClusterConfig(engines=2), spec), config, path=tmp_path / "kept.jsonl").run()
+    (again,) = ClusterBench(
+        Nobody(ClusterConfig(engines=2), spec), config, path=tmp_path / "kept.jsonl"
+    ).run()
     assert again["rows"] == report["rows"]
 
 
-def test_an_eval_reports_what_one_engine_reports(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval asks on the driver, answers come in another order, and scores, tau and differences are the same."""
+def test_an_eval_reports_what_one_engine_reports(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval asks on the driver, answers come in another order, and scores, tau and differences
+    are the same.
+    """
 
     def pool(args: Any, drafter: str | None, engine: EngineConfig) -> Pool:
-        return PoolHere(ClusterConfig(engines=2), EngineSpec(args.model, drafter, LoadConfig("cpu", "float32"), engine))
+        return PoolHere(
+            ClusterConfig(engines=2),
+            EngineSpec(args.model, drafter, LoadConfig("cpu", "float32"), engine),
+        )
 
     monkeypatch.setattr(eval_command, "load_pool", pool)
-    arguments = ["eval", "--tasks", "bundled", "--limit", "3", "--model", str(folder), "--device", "cpu", "--dtype", "float32"]
-    arguments += ["-k", "2", "--max-num-seqs", "2", "--max-tokens", "8", "--max-model-len", "512", "--kv-memory", "4M"]
+    arguments = [
+        "eval",
+        "--tasks",
+        "bundled",
+        "--limit",
+        "3",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    arguments += [
+        "-k",
+        "2",
+        "--max-num-seqs",
+        "2",
+        "--max-tokens",
+        "8",
+        "--max-model-len",
+        "512",
+        "--kv-memory",
+        "4M",
+    ]
     assert main([*arguments, "--out", str(tmp_path / "here")]) == 0
     assert main([*arguments, "--out", str(tmp_path / "there"), "--ray"]) == 0
-    (expected,), (found,) = (read_report(tmp_path / name / "report.json")["tasks"] for name in ("here", "there"))
+    (expected,), (found,) = (
+        read_report(tmp_path / name / "report.json")["tasks"] for name in ("here", "there")
+    )
     for side in ("plain", "speculative"):
         assert found[side]["metrics"] == expected[side]["metrics"]
         assert found[side]["num_tokens"] == expected[side]["num_tokens"]
-    assert found["speculative"]["acceptance"]["tau_per_request"] == expected["speculative"]["acceptance"]["tau_per_request"]
+    assert (
+        found["speculative"]["acceptance"]["tau_per_request"]
+        == expected["speculative"]["acceptance"]["tau_per_request"]
+    )
     assert found["differences"] == expected["differences"]
     # Where one machine began, another goes on, as the settings are the same.
-    heads = [(tmp_path / name / "speculative.jsonl").read_text().splitlines()[0] for name in ("here", "there")]
+    heads = [
+        (tmp_path / name / "speculative.jsonl").read_text().splitlines()[0]
+        for name in ("here", "there")
+    ]
     assert heads[0] == heads[1]

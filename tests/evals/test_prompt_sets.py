@@ -18,12 +18,17 @@ def test_bundled_problems_are_many_distinct_and_have_numeric_answers() -> None:
     assert len({problem["question"] for problem in problems}) == len(problems)
     assert len({problem["id"] for problem in problems}) == len(problems)
     assert all(str(int(problem["answer"])) == problem["answer"] for problem in problems)
-    assert all(example["solution"].endswith(f"#### {example['answer']}") for example in read_bundled()["examples"])
+    assert all(
+        example["solution"].endswith(f"#### {example['answer']}")
+        for example in read_bundled()["examples"]
+    )
 
 
 def test_bundled_programs_print_the_stored_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a wrong answer key for the problems that carry their own proof."""
-    programs = [problem for problem in read_bundled()["problems"] if "```python" in problem["question"]]
+    programs = [
+        problem for problem in read_bundled()["problems"] if "```python" in problem["question"]
+    ]
     assert len(programs) >= 8
     for problem in programs:
         exec(problem["question"].split("```python\n")[1].split("```")[0], {})
@@ -58,17 +63,29 @@ def test_rows_of_local_files_become_turns(
         ("mbpp", {"text": "Write f.", "test_list": ["assert f() == 1"]}, "assert f() == 1"),
     ],
 )
-def test_instructions_keep_the_text_of_the_row(name: str, row: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_instructions_keep_the_text_of_the_row(
+    name: str, row: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     prompts = load_prompt_set(name, files={name: str(write_jsonl(tmp_path / "rows.jsonl", [row]))})
     assert expected in prompts.items[0].turns[0]
 
 
 def test_hash_follows_the_prompts(tmp_path: Path) -> None:
     """Catches reports of different prompts that look comparable."""
-    one = load_prompt_set("x", files={"x": str(write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))})
-    same = load_prompt_set("y", files={"y": str(write_jsonl(tmp_path / "two.jsonl", [{"question": "a"}, {"question": "b"}]))})
+    one = load_prompt_set(
+        "x",
+        files={"x": str(write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))},
+    )
+    same = load_prompt_set(
+        "y",
+        files={
+            "y": str(write_jsonl(tmp_path / "two.jsonl", [{"question": "a"}, {"question": "b"}]))
+        },
+    )
     assert one.sha256 == same.sha256
-    assert load_prompt_set("x", files={"x": str(tmp_path / "one.jsonl")}, limit=1).sha256 != one.sha256
+    assert (
+        load_prompt_set("x", files={"x": str(tmp_path / "one.jsonl")}, limit=1).sha256 != one.sha256
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +100,9 @@ def test_hash_follows_the_prompts(tmp_path: Path) -> None:
         ('{"question": 3}\n', ["rows.jsonl:1", "not a string"]),
     ],
 )
-def test_bad_files_are_named_with_the_line(text: str | None, fragments: list[str], tmp_path: Path) -> None:
+def test_bad_files_are_named_with_the_line(
+    text: str | None, fragments: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     if text is not None:
         path.write_text(text, encoding="utf-8")
@@ -97,17 +116,23 @@ def test_unknown_names_and_limits_outside_the_set_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="did you mean 'gsm8k'"):
         load_prompt_set("gsm8")
     size = len(read_bundled()["problems"])
-    with pytest.raises(InvalidInputError, match=f"limit is {size + 1} and prompt set 'bundled' has {size} rows"):
+    with pytest.raises(
+        InvalidInputError, match=f"limit is {size + 1} and prompt set 'bundled' has {size} rows"
+    ):
         load_prompt_set("bundled", limit=size + 1)
     with pytest.raises(InvalidInputError, match="limit is 0"):
         load_prompt_set("bundled", limit=0)
     assert len(load_prompt_set("bundled", limit=3).items) == 3
-    assert {"gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "bundled", *MANUAL_KINDS} == set(SET_NAMES)
+    assert {"gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "bundled", *MANUAL_KINDS} == set(
+        SET_NAMES
+    )
 
 
 @pytest.mark.parametrize("kind", MANUAL_KINDS)
 def test_prompts_from_the_manual(kind: str) -> None:
-    """Catches a manual that yields too few prompts, prompts twice, and passages that are missing."""
+    """Catches a manual that yields too few prompts, prompts twice,
+    and passages that are missing.
+    """
     prompts = [item.turns[0] for item in load_prompt_set(kind).items]
     assert len(prompts) >= 12 and len(set(prompts)) == len(prompts)
     assert max(map(len, prompts)) < 6000

@@ -32,7 +32,9 @@ def inputs(kind: str, seed: int, until: float) -> Iterator[Any]:
 
 def main() -> int:
     """Prints failing inputs; 1 where there are any."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seconds", type=float, default=60.0, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)

@@ -122,7 +122,9 @@ def safetensors(draw: Random) -> dict[str, Any]:
         "lm_head.weight": other,
     }
     if draw.random() < 0.8:
-        header = changed(draw, header, ["model.embed_tokens.weight", "dtype", "shape", "data_offsets"])
+        header = changed(
+            draw, header, ["model.embed_tokens.weight", "dtype", "shape", "data_offsets"]
+        )
     if draw.random() < 0.3:
         header = damaged_json(draw, header)
     off = draw.choice([0, 0, 0, 1, -1, 8, -(2**40), 2**31, 2**62])
@@ -199,7 +201,9 @@ def start_drafters(folder: Path) -> Check:
         for problem in fit_of(raw, TARGET).problems if isinstance(raw, dict) else ():
             line(problem)
         filled = place.filled(files)
-        decoder = attempt(lambda: SpecDecoder.from_pretrained(model, drafter=filled, engine=ENGINE, **CPU))
+        decoder = attempt(
+            lambda: SpecDecoder.from_pretrained(model, drafter=filled, engine=ENGINE, **CPU)
+        )
         if decoder is not None:
             attempt(lambda: decoder.generate("abc", max_tokens=3))
             decoder.close()

@@ -100,7 +100,11 @@ def _change(draw: Random, root: list[Any], names: list[str]) -> None:
     """One change somewhere below `root[0]`."""
     holder: Any = root
     key: Any = 0
-    while isinstance(holder[key], dict | list) and holder[key] and draw.random() < (0.98 if holder is root else 0.7):
+    while (
+        isinstance(holder[key], dict | list)
+        and holder[key]
+        and draw.random() < (0.98 if holder is root else 0.7)
+    ):
         holder = holder[key]
         if next(iter(holder), "") in ("$times", "$each", "$deep", "$raw"):
             return

@@ -38,7 +38,9 @@ class Broken(AssertionError):
 def line(text: str) -> str:
     """The text, which is one line."""
     if not text.strip() or len(text.splitlines()) != 1 or len(text) > LONGEST:
-        raise Broken(f"a message of {len(text.splitlines())} lines, {len(text):,} characters: {text[:300]!r}")
+        raise Broken(
+            f"a message of {len(text.splitlines())} lines, {len(text):,} characters: {text[:300]!r}"
+        )
     return text
 
 

@@ -32,7 +32,9 @@ PROMPT = {
 
 
 def journal(draw: Random) -> dict[str, Any]:
-    """What is done to the lines of a journal: a record's changes by seed, and damage to all bytes."""
+    """What is done to the lines of a journal: a record's changes by seed,
+    and damage to all bytes.
+    """
     return {"seed": draw.randrange(2**32), "way": draw.choice(["record", "head", "bytes"])}
 
 
@@ -67,7 +69,11 @@ def told(*arguments: str | Path) -> None:
         for one in errors:
             line(one)
     most = {0: 0, 1: NUM_PROMPTS, 2: 1}.get(status, 0)
-    if status not in (0, 1, 2) or not (status == 2) <= len(errors) <= most or "Traceback" in err.getvalue():
+    if (
+        status not in (0, 1, 2)
+        or not (status == 2) <= len(errors) <= most
+        or "Traceback" in err.getvalue()
+    ):
         raise Broken(f"status {status}, {len(errors)} lines of errors: {err.getvalue()[-300:]!r}")
 
 
@@ -124,7 +130,11 @@ def start_training(folder: Path) -> Check:
     def check(one: Mapping[str, Any]) -> None:
         path, made = folder / f"run.{one['end']}", one["text"]
         toml = one["end"] == "toml" and isinstance(made, dict) and "$raw" not in made
-        lines = [f"{name} = {written(value)}" for name, value in made.items()] if toml else [written(made)]
+        lines = (
+            [f"{name} = {written(value)}" for name, value in made.items()]
+            if toml
+            else [written(made)]
+        )
         path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
         attempt(lambda: build_config({}, str(path)))
 

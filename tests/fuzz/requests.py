@@ -104,7 +104,9 @@ def body(draw: Random) -> dict[str, Any]:
 
 def sampling(draw: Random) -> dict[str, Any]:
     """Fields of a request in Python."""
-    made = changed(draw, SAMPLING, ["min_tokens", "ignore_eos", "logprobs", "top_logprobs", "grammar", "x"])
+    made = changed(
+        draw, SAMPLING, ["min_tokens", "ignore_eos", "logprobs", "top_logprobs", "grammar", "x"]
+    )
     return made if isinstance(made, dict) else {"seed": any_value(draw)}
 
 
@@ -121,7 +123,9 @@ def start_bodies(folder: Path) -> Check:
             line(json.loads(text)["error"]["message"])
         status, _ = client.ask("GET", "/health")
         if status != 200 or not live.front.idle:
-            raise Broken(f"afterwards /health says {status}, and {live.front.num_open} outputs are open")
+            raise Broken(
+                f"afterwards /health says {status}, and {live.front.num_open} outputs are open"
+            )
 
     return check
 

@@ -14,7 +14,9 @@ from tests.fuzz.bounded import MOST_BYTES, failures
 from tests.fuzz.kind import Kind, line
 from tests.fuzz.kinds import KINDS
 
-CASES = [json.loads(text) for text in (Path(__file__).parent / "cases.jsonl").read_text().splitlines()]
+CASES = [
+    json.loads(text) for text in (Path(__file__).parent / "cases.jsonl").read_text().splitlines()
+]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.share])
@@ -23,7 +25,9 @@ def test_any_input_ends_in_a_result_or_a_line(name: str) -> None:
     inputs = [case["input"] for case in CASES if case["kind"] == name]
     inputs += [kind.make(draw) for _ in range(kind.share)]
     broken = list(failures(kind, inputs))
-    assert not broken, "\n".join(f"{json.dumps({'kind': name, 'input': one})}\n{said}" for one, said in broken)
+    assert not broken, "\n".join(
+        f"{json.dumps({'kind': name, 'input': one})}\n{said}" for one, said in broken
+    )
 
 
 def test_cases_are_of_known_kinds() -> None:
@@ -52,5 +56,7 @@ def test_what_breaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = Kind(lambda draw: None, lambda folder: breaking, 0)
     seen = dict(failures(kind, inputs))
     assert list(seen) == ["raise", "lines", "die", "spin", "grow"]
-    assert "KeyError" in seen["raise"] and "2 lines" in seen["lines"] and "MemoryError" in seen["grow"]
+    assert (
+        "KeyError" in seen["raise"] and "2 lines" in seen["lines"] and "MemoryError" in seen["grow"]
+    )
     assert "status -9" in seen["die"] and "of the processor" in seen["spin"]

@@ -1,1 +1,3 @@
-"""What tests share: tiny models, scripted drafters, guards, an emulation of AITER, and where Triton kernels run."""
+"""What tests share: tiny models, scripted drafters, guards, an emulation of AITER, and where Triton
+kernels run.
+"""

@@ -1,4 +1,6 @@
-"""What the tests of AITER's emulation share: loading it, the plain formula of attention, and calls that must raise."""
+"""What the tests of AITER's emulation share: loading it, the plain formula of attention, and calls
+that must raise.
+"""
 
 import importlib
 import itertools
@@ -22,11 +24,17 @@ Misuse = tuple[dict[str, Any], Attempt, type[Exception], str]
 
 
 def loader(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Load:
-    """A function that installs the emulation and imports it, functions of submodules beside the exported ones."""
+    """A function that installs the emulation and imports it, functions of submodules beside the
+    exported ones.
+    """
 
     def load(**machine: Any) -> tuple[Any, Machine]:
         pretended = install(
-            monkeypatch, folder, Machine(**{"any_shape": True, "num_compute_units": 8, "signatures": "shown", **machine})
+            monkeypatch,
+            folder,
+            Machine(
+                **{"any_shape": True, "num_compute_units": 8, "signatures": "shown", **machine}
+            ),
         )
         module = importlib.import_module("aiter")
         for name in ("mla_decode_fwd", "fp8_mqa_logits", "deepgemm_fp8_paged_mqa_logits"):
@@ -51,9 +59,16 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool, dtype: torch.dtype = torch.float64
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    causal: bool,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Rows [Sq, heads, D], the last of [Sk, heads, D], in `dtype`; also the logarithm of the denominator [Sq, heads]."""
+    """Rows [Sq, heads, D], the last of [Sk, heads, D], in `dtype`; also the logarithm of the
+    denominator [Sq, heads].
+    """
     scores = torch.einsum("ihd,jhd->ihj", q.to(dtype), keys.to(dtype)) * scale
     if causal:
         hidden = torch.ones(len(q), len(keys)).triu(len(keys) - len(q) + 1).bool()
@@ -64,9 +79,13 @@ def attention(
 def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
     """`got`, of 16 bits, is `exact` in float64 but for one rounding.
 
-    Sums in float32 are a thousand times as exact as that and add next to nothing to its error; a factor off by 1e-3 adds more than
-    the tenth that is allowed.
+    Sums in float32 are a thousand times as exact as that and add next to nothing to its error; a
+    factor off by 1e-3 adds more than the tenth that is allowed.
     """
     assert got.dtype.itemsize == 2 and exact.dtype == torch.float64 and got.shape == exact.shape
-    found, rounding = (float((x.double() - exact).square().mean().sqrt()) for x in (got, exact.to(got.dtype)))
-    assert found <= 1.1 * rounding, f"off by {found:.3e}, where rounding is off by {rounding:.3e}"  # false for NaN, too
+    found, rounding = (
+        float((x.double() - exact).square().mean().sqrt()) for x in (got, exact.to(got.dtype))
+    )
+    assert found <= 1.1 * rounding, (
+        f"off by {found:.3e}, where rounding is off by {rounding:.3e}"
+    )  # false for NaN, too

@@ -17,11 +17,22 @@ def wide_dflash(verifier: Verifier) -> DFlashDrafter:
     return random_dflash(verifier, head_dim=16, seed=1)
 
 
-def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False, **config: Any) -> list[list[int]]:
-    """Tokens of a few prompts, prefilled in chunks and decoded in batches; with `guard`, what waits within a step raises."""
+def generate(
+    verifier: Verifier, drafter: Drafter | None, *, guard: bool = False, **config: Any
+) -> list[list[int]]:
+    """Tokens of a few prompts, prefilled in chunks and decoded in batches; with `guard`, what waits
+    within a step raises.
+    """
     cache = CacheConfig(memory_bytes=2**23)
     engine = SpecEngine(
-        verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **{"num_draft_tokens": None, **config})
+        verifier,
+        drafter,
+        EngineConfig(
+            max_num_seqs=3,
+            max_prefill_tokens=13,
+            cache=cache,
+            **{"num_draft_tokens": None, **config},
+        ),
     )
     if guard:
         launch = engine.runner.step
@@ -31,7 +42,9 @@ def generate(verifier: Verifier, drafter: Drafter | None, *, guard: bool = False
                 return launch(batch)
 
         engine.runner.step = guarded  # type: ignore[method-assign]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=14)) for prompt in random_prompts(4)]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=14)) for prompt in random_prompts(4)
+    ]
     while engine.has_work:
         engine.step()
     return [request.output_token_ids for request in requests]

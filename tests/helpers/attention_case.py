@@ -1,4 +1,6 @@
-"""Attention over a paged cache on made-up requests, and the right answer: what the tests of every backend compare."""
+"""Attention over a paged cache on made-up requests, and the right answer: what the tests of every
+backend compare.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ def spec(**changes: Any) -> AttentionSpec:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """[heads, rows, inner] times [heads, inner, columns], term by term where the order of sums matters."""
+    """[heads, rows, inner] times [heads, inner, columns], term by term where the order of sums
+    matters.
+    """
     if a.dtype == torch.float64:
         return a @ b
     total = a.new_zeros(*a.shape[:2], b.shape[2])
@@ -51,12 +55,14 @@ def attention(
     trees: Sequence[Parents] = (),
     chunk: int | None = None,
 ) -> Tensor:
-    """The definition [num_tokens, num_heads, head_dim], in `dtype`, request by request; the rows' own keys are in the cache.
+    """The definition [num_tokens, num_heads, head_dim], in `dtype`, request by request; the rows'
+    own keys are in the cache.
 
     Of rows that see ancestors it is told the `trees`, and does not read the metadata's.
 
-    In float64 the right answer. In float32 a plain one, whose products are added term by term, the order in which errors grow
-    most: no sensible kernel exceeds them by much, and they hardly differ between machines.
+    In float64 the right answer. In float32 a plain one, whose products are added term by term, the
+    order in which errors grow most: no sensible kernel exceeds them by much, and they hardly differ
+    between machines.
     """
     block_size, num_kv_heads = cache.key.shape[1:3]
     starts = metadata.query_start_loc.tolist()
@@ -64,8 +70,13 @@ def attention(
     for i, length in enumerate(metadata.seq_lens.tolist()):
         q = query[starts[i] : starts[i + 1]].to(dtype)
         places = torch.arange(length, device=query.device)
-        slots = metadata.block_table[i, places // block_size].long() * block_size + places % block_size
-        k, v = (t.flatten(0, 1)[slots].to(dtype).repeat_interleave(q.shape[1] // num_kv_heads, dim=1) for t in cache)
+        slots = (
+            metadata.block_table[i, places // block_size].long() * block_size + places % block_size
+        )
+        k, v = (
+            t.flatten(0, 1)[slots].to(dtype).repeat_interleave(q.shape[1] // num_kv_heads, dim=1)
+            for t in cache
+        )
         scores = _products(q.transpose(0, 1), k.permute(1, 2, 0)) * scale
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
@@ -79,7 +90,9 @@ def attention(
             hidden |= places // chunk != places[length - len(q) :, None] // chunk
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
-            scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)], dim=-1)
+            scores = torch.cat(
+                [scores, sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)], dim=-1
+            )
         weights = scores.softmax(-1)[..., :length]
         outputs.append(_products(weights, v.transpose(0, 1)).transpose(0, 1))
     return torch.cat(outputs)
@@ -87,11 +100,15 @@ def attention(
 
 def _rows(keys: list[Tensor], values: list[Tensor], parts: list[slice]) -> dict[str, Any]:
     """The given part of every request's keys and values, packed."""
-    return {name: torch.cat([t[p] for t, p in zip(side, parts, strict=True)]) for name, side in (("key", keys), ("value", values))}
+    return {
+        name: torch.cat([t[p] for t, p in zip(side, parts, strict=True)])
+        for name, side in (("key", keys), ("value", values))
+    }
 
 
 class Case:
-    """Requests whose context lies in a cache of scattered blocks, and the metadata of their last rows.
+    """Requests whose context lies in a cache of scattered blocks, and the metadata of their last
+    rows.
 
     Keys and values are numbers that the cache holds exactly, so that one of 8 bits adds no error.
 
@@ -100,8 +117,10 @@ class Case:
         lengths: tokens of each request, its rows included.
         widths: rows of each request; None of them known to the host when `uniform`.
         spare: columns of the block table behind the blocks of the longest request.
-        trees: parents of the drafts of each request, for rows that see their ancestors; see `tests.helpers.trees`.
-        packed: cut the rows' queries, keys and values from one tensor, as a joined product yields them.
+        trees: parents of the drafts of each request, for rows that see their ancestors; see
+            `tests.helpers.trees`.
+        packed: cut the rows' queries, keys and values from one tensor, as a joined product yields
+            them.
     """
 
     def __init__(
@@ -123,24 +142,42 @@ class Case:
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
         self.num_blocks = sum(counts) + 1
         heads, dim, size = spec.num_kv_heads, spec.head_dim, spec.block_size
-        slots = [tables[i][torch.arange(n) // size] * size + torch.arange(n) % size for i, n in enumerate(lengths)]
-        self.old_slots = torch.cat([s[: len(s) - w] for s, w in zip(slots, widths, strict=True)]).to(device)
-        keys, values = ([torch.randn(n, heads, dim).to(spec.kv_dtype).to(device, spec.dtype) for n in lengths] for _ in "kv")
-        self.old = _rows(keys, values, [slice(0, n - w) for n, w in zip(lengths, widths, strict=True)])
-        self.new = _rows(keys, values, [slice(n - w, n) for n, w in zip(lengths, widths, strict=True)])
+        slots = [
+            tables[i][torch.arange(n) // size] * size + torch.arange(n) % size
+            for i, n in enumerate(lengths)
+        ]
+        self.old_slots = torch.cat(
+            [s[: len(s) - w] for s, w in zip(slots, widths, strict=True)]
+        ).to(device)
+        keys, values = (
+            [torch.randn(n, heads, dim).to(spec.kv_dtype).to(device, spec.dtype) for n in lengths]
+            for _ in "kv"
+        )
+        self.old = _rows(
+            keys, values, [slice(0, n - w) for n, w in zip(lengths, widths, strict=True)]
+        )
+        self.new = _rows(
+            keys, values, [slice(n - w, n) for n, w in zip(lengths, widths, strict=True)]
+        )
         self.query = torch.randn(sum(widths), spec.num_heads, dim).to(device, spec.dtype)
         if packed:
             product = torch.cat([self.query, *self.new.values()], dim=1)
             self.query, *rows = product.split([spec.num_heads, heads, heads], dim=1)
             self.new = dict(zip(self.new, rows, strict=True))
-        table = torch.full((len(lengths), max(counts) + spare), int(tables[0][0]), dtype=torch.int32)
+        table = torch.full(
+            (len(lengths), max(counts) + spare), int(tables[0][0]), dtype=torch.int32
+        )
         for i, blocks in enumerate(tables):
             table[i, : counts[i]] = blocks.int()
         self.metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32).to(device),
+            query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32).to(
+                device
+            ),
             seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
             block_table=table.to(device),
-            slot_mapping=torch.cat([s[len(s) - w :] for s, w in zip(slots, widths, strict=True)]).to(device),
+            slot_mapping=torch.cat(
+                [s[len(s) - w :] for s, w in zip(slots, widths, strict=True)]
+            ).to(device),
             num_reqs=len(lengths),
             num_tokens=sum(widths),
             max_query_len=max(widths),
@@ -156,7 +193,11 @@ class Case:
         """An empty cache."""
         kv = KVLayerSpec(self.spec.num_kv_heads, self.spec.head_dim)
         return PagedKVCache(
-            [kv], num_blocks=self.num_blocks, block_size=self.spec.block_size, dtype=self.spec.kv_dtype, device=self.spec.device
+            [kv],
+            num_blocks=self.num_blocks,
+            block_size=self.spec.block_size,
+            dtype=self.spec.kv_dtype,
+            device=self.spec.device,
         ).layers[0]
 
     def attend(self, backend: AttentionBackend, layers: int = 1, **how: Any) -> Tensor:
@@ -178,17 +219,23 @@ class Case:
 
     def exact(self, **how: Any) -> Tensor:
         """The right answer, in float64."""
-        return attention(self.query, self.filled(), self.metadata, dtype=torch.float64, trees=self.trees, **how)
+        return attention(
+            self.query, self.filled(), self.metadata, dtype=torch.float64, trees=self.trees, **how
+        )
 
     def check(self, got: Tensor, *, added: float = 0.0, **how: Any) -> None:
-        """`got`, from `attend`, is as exact as the definition computed in float32; of 16 bits, as the right answer rounded.
+        """`got`, from `attend`, is as exact as the definition computed in float32; of 16 bits, as
+        the right answer rounded.
 
         Args:
-            added: what a kernel adds to the denominator, of which 1 belongs to the largest score: the plain one is as far off.
+            added: what a kernel adds to the denominator, of which 1 belongs to the largest score:
+                the plain one is as far off.
         """
         cache, exact = self.filled(), self.exact(**how)
         if got.dtype == torch.float32:
-            plain = attention(self.query, cache, self.metadata, dtype=torch.float32, trees=self.trees, **how) * (1 - added)
+            plain = attention(
+                self.query, cache, self.metadata, dtype=torch.float32, trees=self.trees, **how
+            ) * (1 - added)
         else:
             plain = exact.to(got.dtype)
         assert_as_exact(got, plain, exact)
@@ -198,5 +245,7 @@ class Case:
         exact = replace(self.spec, dtype=torch.float32, cache_dtype=None)
         case = Case.__new__(Case)
         case.__dict__ = {**self.__dict__, "spec": exact, "query": self.query.float()}
-        case.old, case.new = ({name: tensor.float() for name, tensor in side.items()} for side in (self.old, self.new))
+        case.old, case.new = (
+            {name: tensor.float() for name, tensor in side.items()} for side in (self.old, self.new)
+        )
         return case.attend(TorchRefBackend(exact), **how)

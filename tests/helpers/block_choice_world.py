@@ -1,4 +1,6 @@
-"""Decoding without a model or a clock: made-up times and acceptance, on which ways of choosing k are compared."""
+"""Decoding without a model or a clock: made-up times and acceptance, on which ways of choosing k
+are compared.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -56,7 +58,9 @@ class ChainLength:
     def choose(self, num_reqs: int) -> int:
         return self.choice.choose(num_reqs).drafts
 
-    def observe(self, num_reqs: int, k: int, accepted: Sequence[int], seconds: float | None) -> None:
+    def observe(
+        self, num_reqs: int, k: int, accepted: Sequence[int], seconds: float | None
+    ) -> None:
         self.choice.observe(num_reqs, BlockShape(k), accepted, seconds)
 
 
@@ -68,8 +72,10 @@ class World:
         time: undisturbed milliseconds of a step, by requests and k.
         rate: P(a draft is accepted | those before it are), by its position from 0 and the step.
         num_reqs: of a step.
-        spread: relative standard deviation of a step's time; one in 30 is disturbed and takes up to five times as long.
-        moods: by how much the acceptance of each request is off at most, for a hundred steps at a time.
+        spread: relative standard deviation of a step's time; one in 30 is disturbed and takes up to
+            five times as long.
+        moods: by how much the acceptance of each request is off at most, for a hundred steps at a
+            time.
     """
 
     time: Time

@@ -1,6 +1,8 @@
-"""An n-gram drafter for engines of a cluster that tells what they do, and does what goes wrong there.
+"""An n-gram drafter for engines of a cluster that tells what they do, and does what goes wrong
+there.
 
-The target's folder holds `plan.json` for it, and gets a line in `begun.jsonl` for every prompt that an engine begins.
+The target's folder holds `plan.json` for it, and gets a line in `begun.jsonl` for every prompt that
+an engine begins.
 """
 
 import json
@@ -22,11 +24,17 @@ HOME = "tests.helpers.cluster_drafter:load"
 def begun(folder: Path) -> list[tuple[int, list[int]]]:
     """Process and prompt of every beginning so far."""
     path = folder / "begun.jsonl"
-    return [(line["pid"], line["prompt"]) for line in map(json.loads, path.read_text().splitlines())] if path.exists() else []
+    return (
+        [(line["pid"], line["prompt"]) for line in map(json.loads, path.read_text().splitlines())]
+        if path.exists()
+        else []
+    )
 
 
 def load(path: Path | None, *, verifier: Verifier) -> Drafter:
-    """The drafter; in the second engine, where the plan says so, on a machine that has another device."""
+    """The drafter; in the second engine, where the plan says so, on a machine that has another
+    device.
+    """
     folder = Path(verifier.name)
     plan = json.loads((folder / "plan.json").read_text())
     if plan.get("other_device") and list(folder.glob("loaded-*")):
@@ -60,8 +68,12 @@ def _begin(folder: Path, plan: dict[str, Any], prompt: list[int]) -> None:
     if len(begun(folder)) > plan.get("most", math.inf):
         wait_until((folder / "go_on").exists)
     if prompt == plan.get("poison"):
-        keys = {plan["prompts"].index(prompt) for pid, prompt in begun(folder) if pid == os.getpid()}
-        wait_until(lambda: len(keys - _kept(folder)) <= 2)  # its own, and the other slot's may be unfinished
+        keys = {
+            plan["prompts"].index(prompt) for pid, prompt in begun(folder) if pid == os.getpid()
+        }
+        wait_until(
+            lambda: len(keys - _kept(folder)) <= 2
+        )  # its own, and the other slot's may be unfinished
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -74,6 +86,12 @@ def _kept(folder: Path) -> set[int]:
 
 
 def _both(folder: Path, plan: dict[str, Any]) -> bool:
-    """Whether the second engine is there too; one that is to give itself away must have begun a prompt."""
-    there = {pid for pid, _ in begun(folder)} if plan.get("other_device") else set(folder.glob("loaded-*"))
+    """Whether the second engine is there too; one that is to give itself away must have begun a
+    prompt.
+    """
+    there = (
+        {pid for pid, _ in begun(folder)}
+        if plan.get("other_device")
+        else set(folder.glob("loaded-*"))
+    )
     return len(there) >= 2

@@ -1,4 +1,6 @@
-"""Our Triton kernels as they are launched, compiled for machines that need not be here, and what each takes of a machine."""
+"""Our Triton kernels as they are launched, compiled for machines that need not be here, and what
+each takes of a machine.
+"""
 
 import re
 from collections.abc import Iterator
@@ -34,9 +36,10 @@ class Target:
         shared_memory: bytes that one program can have.
         eight_bits: Triton's name of the 8-bit float it computes with; None when there is none.
         is_cdna: AMD's for computing, which `auto` serves.
-        leads: stands for the others of its maker in all that multiplies no matrices and has no tile that depends on the memory.
-        follows: another target has the same memory and threads of a warp, so that one of them stands for both in the kernels that
-            take a compiler longest.
+        leads: stands for the others of its maker in all that multiplies no matrices and has no tile
+            that depends on the memory.
+        follows: another target has the same memory and threads of a warp, so that one of them
+            stands for both in the kernels that take a compiler longest.
     """
 
     compiler: tuple[str, int | str, int]
@@ -72,7 +75,9 @@ TARGETS = {
 
 
 class Use(NamedTuple):
-    """What a kernel takes of an AMD machine: vector registers of a thread, spilled ones, and bytes of shared memory."""
+    """What a kernel takes of an AMD machine: vector registers of a thread, spilled ones, and bytes
+    of shared memory.
+    """
 
     registers: int
     spilled: int
@@ -81,15 +86,19 @@ class Use(NamedTuple):
 
 def use_of(kernel: Any) -> Use:
     """Read from the metadata of the assembly."""
-    counts = {name: int(number) for name, number in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", kernel.asm["amdgcn"])}
+    counts = {
+        name: int(number)
+        for name, number in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", kernel.asm["amdgcn"])
+    }
     return Use(counts["vgpr_count"], counts["vgpr_spill_count"], kernel.metadata.shared)
 
 
 def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, Any]]:
     """Name and compiled form of every kernel, in shapes of an 8 B model and of the embedded one.
 
-    Without `every_shape` a target that leads has every kernel, and each of what it is compiled for once or twice; any other just
-    one or two of every kernel whose code its matrix instructions and its memory decide.
+    Without `every_shape` a target that leads has every kernel, and each of what it is compiled for
+    once or twice; any other just one or two of every kernel whose code its matrix instructions and
+    its memory decide.
     """
     whole = every_shape or target.leads
     yield from attention_kernels(target, every_shape=every_shape)
@@ -107,31 +116,50 @@ def kernels(target: Target, *, every_shape: bool = True) -> Iterator[tuple[str, 
 
 
 def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
-    """Verification by an 8 B model, of a tree and on an 8-bit cache too; a windowed draft block of a small one; float32.
+    """Verification by an 8 B model, of a tree and on an 8-bit cache too; a windowed draft block of
+    a small one; float32.
 
-    Without `every_shape` a tree stands for a chain, of which it has all, and on CDNA the tree is verified on the 8-bit cache.
+    Without `every_shape` a tree stands for a chain, of which it has all, and on CDNA the tree is
+    verified on the 8-bit cache.
     """
     lead = every_shape or target.leads
     wide: dict[str, Any] = {"head_dim": 128, "group": 4, "width": 16, "splits": 8}
-    small: dict[str, Any] = {"head_dim": 64, "group": 3, "width": 1, "splits": 1, "CAUSAL": False, "WINDOW": 128, "SOFTCAP": True}
+    small: dict[str, Any] = {
+        "head_dim": 64,
+        "group": 3,
+        "width": 1,
+        "splits": 1,
+        "CAUSAL": False,
+        "WINDOW": 128,
+        "SOFTCAP": True,
+    }
     tree: dict[str, Any] = {**wide, "tree": True}
     if lead or target.follows:
         yield "attention, heads of 128", attention(target, "bf16", **wide)
     if not every_shape and target.is_cdna:
-        yield "attention of a tree, window, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, WINDOW=1024, **tree)
+        yield (
+            "attention of a tree, window, 8-bit cache",
+            attention(target, "bf16", cache=target.eight_bits, WINDOW=1024, **tree),
+        )
     elif every_shape or not target.follows:
         yield "attention of a tree, window", attention(target, "bf16", WINDOW=1024, **tree)
     if every_shape:
         yield "attention of a tree", attention(target, "bf16", **tree)
     if every_shape or target.is_cdna:
-        yield "attention, heads of 512", attention(target, "bf16", head_dim=512, group=8, width=8, splits=8)
+        yield (
+            "attention, heads of 512",
+            attention(target, "bf16", head_dim=512, group=8, width=8, splits=8),
+        )
     if target.eight_bits and every_shape:
         yield "attention, 8-bit cache", attention(target, "bf16", cache=target.eight_bits, **wide)
     if every_shape or target.overlaps:
         yield "attention, heads of 64, window", attention(target, "bf16", **small)
     yield from prefill_kernels(target, every_shape=every_shape)
     if every_shape or target.overlaps:
-        yield "attention, float32", attention(target, "fp32", head_dim=64, group=3, width=5, splits=1)
+        yield (
+            "attention, float32",
+            attention(target, "fp32", head_dim=64, group=3, width=5, splits=1),
+        )
     if lead:
         yield (
             "merge of a split context",
@@ -139,20 +167,31 @@ def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[st
                 triton_splits._merge_kernel,
                 target.compiler,
                 pointers={"parts": "fp32", "log_sums": "fp32", "output": "bf16"},
-                constants={"HEAD_DIM": 128, "SPLITS": 2, "ROWS": 8, "BLOCK_D": 128, "OVERLAP": target.overlaps},
+                constants={
+                    "HEAD_DIM": 128,
+                    "SPLITS": 2,
+                    "ROWS": 8,
+                    "BLOCK_D": 128,
+                    "OVERLAP": target.overlaps,
+                },
             ),
         )
 
 
 def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str, Any]]:
-    """Prompts of an 8 B model, behind what a library has computed where there is one; wide heads with a window; sinks.
+    """Prompts of an 8 B model, behind what a library has computed where there is one; wide heads
+    with a window; sinks.
 
-    Without `every_shape` heads of 256 are left to where memory is scarcest, and stand there for those of 128.
+    Without `every_shape` heads of 256 are left to where memory is scarcest, and stand there for
+    those of 128.
     """
     wide = every_shape or target.compiler[1] in (89, "gfx942", "gfx1201")
     earlier: dict[str, Any] = {} if target.overlaps else {"earlier": None, "earlier_log_sums": None}
     if every_shape or target.leads or not wide:
-        yield "attention of prompts, heads of 128", prefill(target, head_dim=128, group=4, sinks=None, **earlier)
+        yield (
+            "attention of prompts, heads of 128",
+            prefill(target, head_dim=128, group=4, sinks=None, **earlier),
+        )
     absent: dict[str, Any] = {"earlier": None, "earlier_log_sums": None}
     if wide:
         yield (
@@ -160,16 +199,24 @@ def prefill_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[str,
             prefill(target, head_dim=256, group=2, WINDOW=1024, sinks=None, **absent),
         )
     if every_shape or target.is_cdna:
-        yield "attention of prompts, heads of 512", prefill(target, head_dim=512, group=8, sinks=None, **absent)
+        yield (
+            "attention of prompts, heads of 512",
+            prefill(target, head_dim=512, group=8, sinks=None, **absent),
+        )
     if every_shape or target.overlaps:
         window: dict[str, Any] = {} if every_shape else {"WINDOW": 128}
-        yield "attention of prompts, heads of 64, sinks", prefill(target, head_dim=64, group=8, **window, **absent)
+        yield (
+            "attention of prompts, heads of 64, sinks",
+            prefill(target, head_dim=64, group=8, **window, **absent),
+        )
     if target.eight_bits and every_shape:
         eight: dict[str, Any] = {"cache": target.eight_bits, "sinks": None, **absent}
         yield "attention of prompts, 8-bit cache", prefill(target, head_dim=128, group=4, **eight)
 
 
-def prefill(target: Target, *, head_dim: int, group: int, cache: str = "bf16", **constants: Any) -> Any:
+def prefill(
+    target: Target, *, head_dim: int, group: int, cache: str = "bf16", **constants: Any
+) -> Any:
     """The kernel for prompts, with the tile it would be launched with."""
     tile = triton_prefill.prefill_tile(group, head_dim, torch.bfloat16, target.shared_memory)
     values: dict[str, Any] = {
@@ -183,11 +230,20 @@ def prefill(target: Target, *, head_dim: int, group: int, cache: str = "bf16", *
         "SOFTCAP": False,
         "OVERLAP": target.overlaps,
     }
-    types = {"query": "bf16", "key_cache": cache, "value_cache": cache, "output": "bf16", "sinks": "bf16", "earlier": "bf16"}
+    types = {
+        "query": "bf16",
+        "key_cache": cache,
+        "value_cache": cache,
+        "output": "bf16",
+        "sinks": "bf16",
+        "earlier": "bf16",
+    }
     return compile_for(
         triton_prefill._prefill_kernel,
         target.compiler,
-        pointers=types | {"earlier_log_sums": "fp32"} | dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "i32"),
+        pointers=types
+        | {"earlier_log_sums": "fp32"}
+        | dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), "i32"),
         floats=("score_scale", "softcap"),
         constants=values | constants,
         num_warps=tile.num_warps,
@@ -225,8 +281,18 @@ def attention(
         "sinks": None,
         **({} if tree else {"ancestors": None, "depths": None}),
     }
-    types = {"query": dtype, "key_cache": cache or dtype, "value_cache": cache or dtype, "sinks": dtype}
-    types |= {"output": "fp32" if splits > 1 else dtype, "log_sums": "fp32", "ancestors": "i64", "depths": "i64"}
+    types = {
+        "query": dtype,
+        "key_cache": cache or dtype,
+        "value_cache": cache or dtype,
+        "sinks": dtype,
+    }
+    types |= {
+        "output": "fp32" if splits > 1 else dtype,
+        "log_sums": "fp32",
+        "ancestors": "i64",
+        "depths": "i64",
+    }
     return compile_for(
         triton_attention._attention_kernel,
         target.compiler,
@@ -246,17 +312,41 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     yield (
         "embedding",
         compiled(
-            triton_embedding._embed_kernel, pointers=lookup, floats=("scale",), constants={"BLOCK": 1024, "SCALED": True} | overlap
+            triton_embedding._embed_kernel,
+            pointers=lookup,
+            floats=("scale",),
+            constants={"BLOCK": 1024, "SCALED": True} | overlap,
         ),
     )
-    merged = dict.fromkeys(("first", "second", "sinks", "output"), "bf16") | dict.fromkeys(("first_sums", "second_sums"), "fp32")
-    of_heads: dict[str, Any] = {"HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": triton_merge.ROWS, **overlap}
-    yield "merge of two sets of keys", compiled(triton_merge._merge_two_kernel, pointers=merged, constants=of_heads)
+    merged = dict.fromkeys(("first", "second", "sinks", "output"), "bf16") | dict.fromkeys(
+        ("first_sums", "second_sums"), "fp32"
+    )
+    of_heads: dict[str, Any] = {
+        "HEAD_DIM": 128,
+        "BLOCK_D": 128,
+        "ROWS": triton_merge.ROWS,
+        **overlap,
+    }
+    yield (
+        "merge of two sets of keys",
+        compiled(triton_merge._merge_two_kernel, pointers=merged, constants=of_heads),
+    )
     rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16"}
     alone: dict[str, Any] = {"places": None, "epochs": None, "MOST": 64, "RANK": 0, "SIZE": 1}
-    for width, parts, kind, warps, around in ((576, 1, "bf16", 8, False), (576, 4, "fp32", 8, False), (4096, 1, "bf16", 16, True)):
+    for width, parts, kind, warps, around in (
+        (576, 1, "bf16", 8, False),
+        (576, 4, "fp32", 8, False),
+        (4096, 1, "bf16", 16, True),
+    ):
         constants: dict[str, Any] = (
-            {"WIDTH": width, "PARTS": parts, "SCALED": around, "BLOCK": 1024 if width == 576 else 4096} | overlap | silent
+            {
+                "WIDTH": width,
+                "PARTS": parts,
+                "SCALED": around,
+                "BLOCK": 1024 if width == 576 else 4096,
+            }
+            | overlap
+            | silent
         )
         constants |= alone | ({} if around else {"after": None, "factor": None})
         kernel = compiled(
@@ -266,7 +356,11 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
             constants=constants,
             num_warps=warps,
         )
-        yield f"norm of {width:,}" + (" over partial sums" if parts > 1 else " twice" if around else ""), kernel
+        yield (
+            f"norm of {width:,}"
+            + (" over partial sums" if parts > 1 else " twice" if around else ""),
+            kernel,
+        )
     ranks = {
         "WIDTH": 4096,
         "PARTS": 4,
@@ -291,7 +385,10 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     activation = {"gate_up": "bf16", "output": "bf16"}
     for name in ACTIVATIONS:
         of_kind: dict[str, Any] = {"BLOCK": 1024, "KIND": name, **overlap}
-        yield f"activation {name}", compiled(triton_activation._activation_kernel, pointers=activation, constants=of_kind)
+        yield (
+            f"activation {name}",
+            compiled(triton_activation._activation_kernel, pointers=activation, constants=of_kind),
+        )
     sizes: dict[str, Any] = {"SIDE": 1, "CHANNELS": 5120, "TAPS": 2, "GROUP": 16, "ROWS": 8}
     yield (
         "convolution of blocks",
@@ -301,13 +398,17 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
             constants=sizes | {"BLOCK": triton_grouped_convolution.CHANNELS_PER_PROGRAM, **overlap},
         ),
     )
-    heads = dict.fromkeys(("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16")
+    heads = dict.fromkeys(
+        ("query", "key", "value", "rotated", "key_cache", "value_cache", "cos", "sin"), "bf16"
+    )
     heads |= {"query_norm": "bf16", "key_norm": "bf16", "value_norm": "fp32", "slot_mapping": "i64"}
     rope = partial(compiled, triton_rope._rope_store_kernel, floats=("epsilon", "limit"))
     shape = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 64} | overlap | silent
     yield "RoPE and cache write", rope(pointers=heads, constants=shape)
     yield "RoPE alone", rope(pointers=heads, constants=shape | {"slot_mapping": None})
-    absent = dict.fromkeys(("query", "cos", "sin", "query_norm", "key_norm", "value_norm")) | {"NUM_HEADS": 0}
+    absent = dict.fromkeys(("query", "cos", "sin", "query_norm", "key_norm", "value_norm")) | {
+        "NUM_HEADS": 0
+    }
     if target.eight_bits:
         eight = dict.fromkeys(("key_cache", "value_cache"), target.eight_bits)
         yield "8-bit cache write", rope(pointers=heads | eight, constants=shape | absent)
@@ -316,22 +417,48 @@ def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
 def product_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     """Split and gated."""
     for gated, splits, count in ((False, 2, 64), (True, 1, 16)):
-        yield f"product of {count} rows" + (" with SwiGLU" if gated else ""), few_rows(target, gated, splits, count)
+        yield (
+            f"product of {count} rows" + (" with SwiGLU" if gated else ""),
+            few_rows(target, gated, splits, count),
+        )
 
 
 def few_rows(target: Target, gated: bool, splits: int, count: int) -> Any:
-    """The product of few rows with the weights of an 8 B model, as it would be divided on Hopper."""
+    """The product of few rows with the weights of an 8 B model,
+    as it would be divided on Hopper.
+    """
     width = 12288 if gated else 4096
     plan = triton_linear.divide(width, 4096, gated=gated, may_split=not gated, processors=132)
     assert plan is not None and plan.splits == splits
-    sizes = {"WIDTH": width, "INPUTS": 4096, "ACTIVATION": "silu" if gated else None, "ROWS": count, "SPLITS": splits}
+    sizes = {
+        "WIDTH": width,
+        "INPUTS": 4096,
+        "ACTIVATION": "silu" if gated else None,
+        "ROWS": count,
+        "SPLITS": splits,
+    }
     sizes["SMALL"] = triton_linear.is_small(width, 4096, gated=gated)
-    tile = {"COLUMNS": plan.columns, "DEPTH": plan.depth, "OVERLAP": target.overlaps, "ahead": None, "AHEAD": None}
-    stages = 1 if target.assembly == "amdgcn" else triton_linear.stages_of(plan, count, gated=gated, memory=target.shared_memory)
+    tile = {
+        "COLUMNS": plan.columns,
+        "DEPTH": plan.depth,
+        "OVERLAP": target.overlaps,
+        "ahead": None,
+        "AHEAD": None,
+    }
+    stages = (
+        1
+        if target.assembly == "amdgcn"
+        else triton_linear.stages_of(plan, count, gated=gated, memory=target.shared_memory)
+    )
     return compile_for(
         triton_linear._few_rows_kernel,
         target.compiler,
-        pointers={"x": "bf16", "weight": "bf16", "bias": "bf16", "output": "fp32" if splits > 1 else "bf16"},
+        pointers={
+            "x": "bf16",
+            "weight": "bf16",
+            "bias": "bf16",
+            "output": "fp32" if splits > 1 else "bf16",
+        },
         constants=sizes | tile,
         num_stages=stages,
     )
@@ -339,7 +466,12 @@ def few_rows(target: Target, gated: bool, splits: int, count: int) -> Any:
 
 def argmax_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     """Slices of logits of every type, and what chooses among them."""
-    sizes = {"SLICE": triton_argmax.SLICE, "vocab_size": 49152, "group_stride": 16 * 49152, "row_stride": 49152}
+    sizes = {
+        "SLICE": triton_argmax.SLICE,
+        "vocab_size": 49152,
+        "group_stride": 16 * 49152,
+        "row_stride": 49152,
+    }
     for dtype in DTYPES:
         kernel = compile_for(
             triton_argmax._slice_max_kernel,
@@ -352,14 +484,23 @@ def argmax_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     constants = {"SLICES": 38, "OVERLAP": target.overlaps}
     yield (
         "arg max of slices",
-        compile_for(triton_argmax._row_max_kernel, target.compiler, pointers=pointers, constants=constants, num_warps=1),
+        compile_for(
+            triton_argmax._row_max_kernel,
+            target.compiler,
+            pointers=pointers,
+            constants=constants,
+            num_warps=1,
+        ),
     )
 
 
 def sampler_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     """What filters and what draws, from logits in bfloat16."""
     numbers = {"logits": "bf16", "floats": "fp32", "ints": "i64", "least": "fp32"}
-    found, group = {"highest": "bf16", "parts": "fp32", "listed": "i32"}, triton_filters.SMALLEST_GROUP
+    found, group = (
+        {"highest": "bf16", "parts": "fp32", "listed": "i32"},
+        triton_filters.SMALLEST_GROUP,
+    )
     sizes = {"GROUP": group, "OVERLAP": target.overlaps}
     yield (
         "highest logits of groups",

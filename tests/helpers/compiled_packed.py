@@ -1,4 +1,6 @@
-"""The kernels of weights of few bits, compiled for machines that need not be here; see `tests.helpers.compiled_kernels`."""
+"""The kernels of weights of few bits, compiled for machines that need not be here; see
+`tests.helpers.compiled_kernels`.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,23 +20,37 @@ GPT_OSS = (2880, 2880, 4, 32)
 """Inputs, width, experts of a row, experts."""
 
 
-def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Iterator[tuple[str, Any]]:
+def packed_kernels(
+    target: "Target", *, whole: bool, every_shape: bool
+) -> Iterator[tuple[str, Any]]:
     """Products of an 8 B model, few rows and many, with each code and in two of GGUF's types;
     experts of gpt-oss and of Qwen3-30B-A3B; numbers in memory.
 
-    Without `every_shape` each code with few rows and with many, but not every number of few ones. Or each code once, with few rows,
-    64 or many, of two targets with the same memory in one of them.
+    Without `every_shape` each code with few rows and with many, but not every number of few ones.
+    Or each code once, with few rows, 64 or many, of two targets with the same memory in one of
+    them.
     """
     if not whole:
         if not target.follows:
             yield "product of 64 rows in e4m3", product(target, "e4m3", 128, 64, gated=True)
-            yield "product of 64 rows with experts in e2m1", experts(target, "e2m1", 32, 64, GPT_OSS, "swiglu_oai")
+            yield (
+                "product of 64 rows with experts in e2m1",
+                experts(target, "e2m1", 32, 64, GPT_OSS, "swiglu_oai"),
+            )
         if target.follows or target.is_cdna or target.assembly == "ptx":
             yield "product of 256 rows in int8", product(target, "int8", 4096, 256)
-            rows = 64 if target.assembly == "ptx" else 8  # of 8 it takes a compiler for NVIDIA's long
-            yield f"product of {rows} rows in int4", product(target, "int4", 128, rows, gated=True, zeros=True)
+            rows = (
+                64 if target.assembly == "ptx" else 8
+            )  # of 8 it takes a compiler for NVIDIA's long
+            yield (
+                f"product of {rows} rows in int4",
+                product(target, "int4", 128, rows, gated=True, zeros=True),
+            )
         if target.is_cdna:
-            yield "product of 4,096 rows with experts in e2m1", experts(target, "e2m1", 32, 4096, GPT_OSS, "swiglu_oai")
+            yield (
+                "product of 4,096 rows with experts in e2m1",
+                experts(target, "e2m1", 32, 4096, GPT_OSS, "swiglu_oai"),
+            )
         return
     left_out = ("e4m3", 8), ("int8", 64), ("int4", 64)
     cases: tuple[tuple[Code, int, bool, bool], ...]
@@ -42,7 +58,10 @@ def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Itera
     for code, group, gated, zeros in cases:
         for rows in (8, 64, 256):
             if (rows <= 64 or not gated) and (every_shape or (code, rows) not in left_out):
-                yield f"product of {rows} rows in {code}", product(target, code, group, rows, gated=gated, zeros=zeros)
+                yield (
+                    f"product of {rows} rows in {code}",
+                    product(target, code, group, rows, gated=gated, zeros=zeros),
+                )
     yield "product of 64 rows in e2m1", product(target, "e2m1", 32, 64, gated=True)
     if every_shape:
         yield "product of 256 rows in int4", product(target, "int4", 128, 256)
@@ -53,9 +72,15 @@ def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Itera
     yield "product of 8 rows in e4m3, float16", product(target, "e4m3", 128, 8, dtype="fp16")
     for rows in (1, 64, 4096):
         if every_shape or rows > 1:
-            yield f"product of {rows:,} rows with experts in e2m1", experts(target, "e2m1", 32, rows, GPT_OSS, "swiglu_oai")
+            yield (
+                f"product of {rows:,} rows with experts in e2m1",
+                experts(target, "e2m1", 32, rows, GPT_OSS, "swiglu_oai"),
+            )
         if every_shape or rows == 1:
-            yield f"product of {rows:,} rows with experts in e4m3", experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu")
+            yield (
+                f"product of {rows:,} rows with experts in e4m3",
+                experts(target, "e4m3", 128, rows, (2048, 768, 8, 128), "silu"),
+            )
     for code, group, outer in (("int4", 128, False), ("int6", 16, True)):  # Q4_K beside Q6_K
         weight = shell(code, group, 4096, 4096, True, outer=outer)
         constants = codes_of(weight, target)
@@ -67,7 +92,9 @@ def packed_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Itera
                 triton_packed._dequantize_kernel,
                 target.compiler,
                 pointers=pointers | {"output": "bf16"},
-                constants=constants | {"OUTS": 16, "OVERLAP": target.overlaps} | {"order": None, "SCALED": False, "factor": 1.0},
+                constants=constants
+                | {"OUTS": 16, "OVERLAP": target.overlaps}
+                | {"order": None, "SCALED": False, "factor": 1.0},
             ),
         )
 
@@ -106,7 +133,9 @@ def shell(
 
 def codes_of(weight: PackedWeight, target: "Target") -> dict[str, Any]:
     """What a launch on the target says of a weight, and which of its tensors there are none of."""
-    constants = triton_packed.codes_of(weight, weight.device) | {"ASSEMBLY": target.assembly == "ptx"}
+    constants = triton_packed.codes_of(weight, weight.device) | {
+        "ASSEMBLY": target.assembly == "ptx"
+    }
     return constants | {name: None for name, tensor in tensors_of(weight).items() if tensor is None}
 
 
@@ -170,16 +199,38 @@ def compiled(
     )
 
 
-def experts(target: "Target", code: Code, group: int, rows: int, sizes: tuple[int, int, int, int], kind: str) -> Any:
-    """The first product of experts, as it would be divided on this target; gpt-oss's with a bias."""
+def experts(
+    target: "Target", code: Code, group: int, rows: int, sizes: tuple[int, int, int, int], kind: str
+) -> Any:
+    """The first product of experts, as it would be divided on this target;
+    gpt-oss's with a bias.
+    """
     hidden, width, top_k, num_experts = sizes
     weight, few = shell(code, group, 2 * width, hidden), rows <= triton_experts.FEW_ROWS
     bits, memory = 4 if weight.halves else 8, target.shared_memory
     tile = triton_experts.packed_tile(bits, min(rows, 64), few=few, gated=True, memory=memory)
-    *codes, lanes, _ = triton_packed.expert_codes(weight, tile.num_warps if few else 1, weight.device)
-    constants: dict[str, Any] = {"WIDTH": width, "INPUTS": hidden, "x_stride": hidden, "TOP_K": top_k, "ACTIVATION": kind}
-    constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "OVERLAP": target.overlaps, "PRECISION": None}
-    constants |= {"PACKED": (*codes, lanes, target.assembly == "ptx"), "zero": None, "factors": None}
+    *codes, lanes, _ = triton_packed.expert_codes(
+        weight, tile.num_warps if few else 1, weight.device
+    )
+    constants: dict[str, Any] = {
+        "WIDTH": width,
+        "INPUTS": hidden,
+        "x_stride": hidden,
+        "TOP_K": top_k,
+        "ACTIVATION": kind,
+    }
+    constants |= {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "OVERLAP": target.overlaps,
+        "PRECISION": None,
+    }
+    constants |= {
+        "PACKED": (*codes, lanes, target.assembly == "ptx"),
+        "zero": None,
+        "factors": None,
+    }
     constants |= {} if kind == "swiglu_oai" else {"bias": None}
     if few:
         constants |= {"BY_RANK": False, "BY_EXPERT": rows * top_k > num_experts, "ALONE": rows == 1}

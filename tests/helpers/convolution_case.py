@@ -21,7 +21,10 @@ def at_once(joined: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
     """Of a whole sequence, in its own type."""
     before, after, value = joined.chunk(3, dim=1)
     return (
-        after * F.conv1d((before * value).mT[None], kernel[:, None], bias, padding=TAPS - 1, groups=WIDTH)[0, :, : len(joined)].mT
+        after
+        * F.conv1d(
+            (before * value).mT[None], kernel[:, None], bias, padding=TAPS - 1, groups=WIDTH
+        )[0, :, : len(joined)].mT
     )
 
 
@@ -33,14 +36,25 @@ def empty_cache(num_slots: int, dtype: torch.dtype, device: torch.device | str) 
     return cache
 
 
-def weights(biased: bool, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+def weights(
+    biased: bool, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor | None]:
     """Random ones."""
     kernel, bias = (torch.randn(shape).to(device, dtype) for shape in ((WIDTH, TAPS), (WIDTH,)))
     return kernel, bias if biased else None
 
 
-def check_steps(convolve: Convolve, device: Any, *, biased: bool, dtype: torch.dtype = torch.float32, padding: int = 0) -> None:
-    """Pieces of prompts, longer than the ring and not, and steps, as over the whole sequence at once; so many rows only pad."""
+def check_steps(
+    convolve: Convolve,
+    device: Any,
+    *,
+    biased: bool,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+) -> None:
+    """Pieces of prompts, longer than the ring and not, and steps, as over the whole sequence at
+    once; so many rows only pad.
+    """
     torch.manual_seed(0)
     kernel, bias = weights(biased, dtype, device)
     texts = torch.randn(2, 160, 3 * WIDTH).to(device, dtype)
@@ -50,11 +64,26 @@ def check_steps(convolve: Convolve, device: Any, *, biased: bool, dtype: torch.d
     cache, slots, done, chance = empty_cache(3, dtype, device), [2, 0], [0, 0], random.Random(0)
     some = [([k, k], [chance.randint(1, k) for _ in slots]) for k in (4, 1, 8, 8, 2, 5)]
     outputs: list[list[Tensor]] = [[], []]
-    for counts, accepted in [([9, 1], None), ([2, 20], None), *some, ([100, 1], None), ([8, 8], [3, 8]), ([1, 70], None)]:
+    for counts, accepted in [
+        ([9, 1], None),
+        ([2, 20], None),
+        *some,
+        ([100, 1], None),
+        ([8, 8], [3, 8]),
+        ([1, 70], None),
+    ]:
         kept = accepted or counts
-        x = torch.full((sum(counts) + 2 * padding, 3 * WIDTH), NAN, dtype=dtype, device=device)  # so are rejected rows
+        x = torch.full(
+            (sum(counts) + 2 * padding, 3 * WIDTH), NAN, dtype=dtype, device=device
+        )  # so are rejected rows
         rows = forward_rows(
-            slots, done, counts, torch.device(device), max_pending=MOST_ROWS, final=accepted is None, padding=padding
+            slots,
+            done,
+            counts,
+            torch.device(device),
+            max_pending=MOST_ROWS,
+            final=accepted is None,
+            padding=padding,
         )
         firsts = rows.first_rows.tolist()
         for text, first, start, count in zip(texts, firsts, done, kept, strict=False):
@@ -64,7 +93,9 @@ def check_steps(convolve: Convolve, device: Any, *, biased: bool, dtype: torch.d
         for parts, first, count in zip(outputs, firsts, kept, strict=False):
             parts.append(out[first : first + count])
         if padding:
-            assert not any(out[end - padding : end].any() for end in firsts[1:]), "rows that pad are zeros"
+            assert not any(out[end - padding : end].any() for end in firsts[1:]), (
+                "rows that pad are zeros"
+            )
         done = [start + count for start, count in zip(done, kept, strict=True)]
     for i, parts in enumerate(outputs):
         assert_as_exact(torch.cat(parts), plain[i][: done[i]], exact[i][: done[i]])

@@ -10,7 +10,9 @@ from specdec.layers.packed.gguf import BLOCK_SHAPES
 
 
 def blocks(kind: str, outputs: int, inputs: int, *experts: int) -> Tensor:
-    """Bytes [..., outputs, bytes] of any codes, whose products with normal rows are about normal."""
+    """Bytes [..., outputs, bytes] of any codes,
+    whose products with normal rows are about normal.
+    """
     shape = BLOCK_SHAPES[kind]
     count = math.prod(experts) * outputs * inputs // shape.inputs
     raw = torch.randint(0, 256, (count, shape.size), dtype=torch.uint8)

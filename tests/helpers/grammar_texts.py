@@ -35,12 +35,19 @@ def writes(grammar: Grammar, text: str) -> bool:
 
 def writes_json(grammar: Grammar, document: Any) -> bool:
     """Whether a document is, with characters escaped or as they are."""
-    return any(writes(grammar, json.dumps(document, ensure_ascii=escaped)) for escaped in (False, True))
+    return any(
+        writes(grammar, json.dumps(document, ensure_ascii=escaped)) for escaped in (False, True)
+    )
 
 
 def sample(grammar: Grammar, draw: random.Random, most: int = 400) -> str | None:
-    """A text drawn character by character, with a leaning to its end; None where it grew too long."""
-    matcher, mask = xgrammar.GrammarMatcher(_compiled(grammar)), xgrammar.allocate_token_bitmask(1, END + 1)
+    """A text drawn character by character, with a leaning to its end;
+    None where it grew too long.
+    """
+    matcher, mask = (
+        xgrammar.GrammarMatcher(_compiled(grammar)),
+        xgrammar.allocate_token_bitmask(1, END + 1),
+    )
     text = ""
     while len(text) < most:
         matcher.fill_next_token_bitmask(mask)

@@ -10,8 +10,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.sampling import noise
 
-_SYNCING_METHODS = ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-_SYNCING_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal")
+_SYNCING_METHODS = (
+    "item",
+    "cpu",
+    "tolist",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+)
+_SYNCING_OPS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "is_nonzero",
+    "equal",
+)
 
 
 class HostSyncError(AssertionError):
@@ -23,15 +41,25 @@ class _NoSyncOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        masks = [a for arg in args[1:] if isinstance(arg, list | tuple) for a in arg if isinstance(a, torch.Tensor)]
-        if name in _SYNCING_OPS or (name.startswith("index") and any(m.dtype == torch.bool for m in masks)):
+        masks = [
+            a
+            for arg in args[1:]
+            if isinstance(arg, list | tuple)
+            for a in arg
+            if isinstance(a, torch.Tensor)
+        ]
+        if name in _SYNCING_OPS or (
+            name.startswith("index") and any(m.dtype == torch.bool for m in masks)
+        ):
             raise HostSyncError(f"{name} makes the host wait")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Within it `.item()`, `.cpu()`, `.tolist()`, `bool(tensor)`, boolean indexing and tensors from host lists raise."""
+    """Within it `.item()`, `.cpu()`, `.tolist()`, `bool(tensor)`, boolean indexing and tensors from
+    host lists raise.
+    """
 
     def refuse(name: str) -> Any:
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +71,9 @@ def no_host_sync() -> Iterator[None]:
 
     def set_item(self: torch.Tensor, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
-        if not isinstance(value, torch.Tensor) and any(isinstance(part, torch.Tensor) for part in parts):
+        if not isinstance(value, torch.Tensor) and any(
+            isinstance(part, torch.Tensor) for part in parts
+        ):
             raise HostSyncError("a number assigned through an index tensor makes the host wait")
         assign(self, index, value)
 

@@ -17,7 +17,10 @@ GRAMMARS: list[Grammar | None] = [
     Grammar.json_schema(
         {
             "type": "object",
-            "properties": {"id": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3}},
+            "properties": {
+                "id": {"type": "integer"},
+                "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+            },
             "required": ["id", "tags"],
         }
     ),
@@ -30,7 +33,14 @@ GRAMMARS: list[Grammar | None] = [
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.2},
-    "filtered": {"temperature": 1.1, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logprobs": True},
+    "filtered": {
+        "temperature": 1.1,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "logprobs": True,
+    },
 }
 
 
@@ -42,20 +52,39 @@ class GuidedCase:
         self.verifier: Verifier = paged_verifier(self.model)
         self.tokenizer = tiny_tokenizer()
         self.prompts = random_prompts(len(GRAMMARS), seed=4)
-        self.grammars = GrammarCompiler(self.tokenizer, self.verifier.vocab_size, self.verifier.eos_token_ids)
-        self.plain = {name: self.run(self.engine(None), **sampling) for name, sampling in SAMPLINGS.items()}
+        self.grammars = GrammarCompiler(
+            self.tokenizer, self.verifier.vocab_size, self.verifier.eos_token_ids
+        )
+        self.plain = {
+            name: self.run(self.engine(None), **sampling) for name, sampling in SAMPLINGS.items()
+        }
 
-    def engine(self, drafter: Drafter | None, *, num_blocks: int = 300, **changes: Any) -> SpecEngine:
+    def engine(
+        self, drafter: Drafter | None, *, num_blocks: int = 300, **changes: Any
+    ) -> SpecEngine:
         specs = [*self.verifier.kv_specs, *(drafter.kv_specs if drafter else [])]
-        cache = CacheConfig(memory_bytes=num_blocks * 4 * sum(spec.bytes_per_token(self.verifier.dtype) for spec in specs))
-        options = {"max_num_seqs": 4, "max_prefill_tokens": 13, "num_draft_tokens": None, "cache": cache, **changes}
+        cache = CacheConfig(
+            memory_bytes=num_blocks
+            * 4
+            * sum(spec.bytes_per_token(self.verifier.dtype) for spec in specs)
+        )
+        options = {
+            "max_num_seqs": 4,
+            "max_prefill_tokens": 13,
+            "num_draft_tokens": None,
+            "cache": cache,
+            **changes,
+        }
         return SpecEngine(self.verifier, drafter, EngineConfig(**options), self.grammars)
 
     def add(self, engine: SpecEngine, **sampling: Any) -> list[Request]:
         """A request for each grammar, each with a seed of its own."""
         pairs = enumerate(zip(self.prompts, GRAMMARS, strict=True))
         params = {"max_tokens": MAX_TOKENS, **sampling}
-        return [engine.add_request(p, SamplingParams(seed=seed, grammar=grammar, **params)) for seed, (p, grammar) in pairs]
+        return [
+            engine.add_request(p, SamplingParams(seed=seed, grammar=grammar, **params))
+            for seed, (p, grammar) in pairs
+        ]
 
     def run(self, engine: SpecEngine, **sampling: Any) -> list[Request]:
         requests = self.add(engine, **sampling)
@@ -66,7 +95,10 @@ class GuidedCase:
 
     def outputs(self, sampling: str) -> dict[tuple[int, ...], list[int]]:
         """By prompt, as plain decoding writes them."""
-        return {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain[sampling]}
+        return {
+            tuple(request.prompt_token_ids): request.output_token_ids
+            for request in self.plain[sampling]
+        }
 
     def text(self, request: Request) -> str:
         return str(self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True))

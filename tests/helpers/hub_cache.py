@@ -1,4 +1,6 @@
-"""Checkpoints in a cache as the hub's client lays it out, and a process that cannot reach the hub."""
+"""Checkpoints in a cache as the hub's client lays it out,
+and a process that cannot reach the hub.
+"""
 
 import hashlib
 import os
@@ -11,7 +13,9 @@ from huggingface_hub import constants
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def cached(cache: Path, repo: str, folder: Path, *, revision: str = "main", commit: str = COMMIT) -> Path:
+def cached(
+    cache: Path, repo: str, folder: Path, *, revision: str = "main", commit: str = COMMIT
+) -> Path:
     """Puts what is in a folder into the cache as a repository; the snapshot's folder."""
     base = cache / f"models--{repo.replace('/', '--')}"
     snapshot, blobs = base / "snapshots" / commit, base / "blobs"

@@ -24,7 +24,12 @@ from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.helpers.waiting import HANG, wait_until
 
 MODEL = "tiny"
-for phase in ("connect", "read", "write", "pool"):  # five seconds by default, which a busy machine may need
+for phase in (
+    "connect",
+    "read",
+    "write",
+    "pool",
+):  # five seconds by default, which a busy machine may need
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, phase, HANG)
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -37,7 +42,12 @@ def tiny_decoder(**engine: Any) -> SpecDecoder:
     verifier = paged_verifier(plain_model("llama"), 4)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    config = {"max_num_seqs": 4, "num_draft_tokens": 3, "cache": CacheConfig(memory_bytes=2**22), **engine}
+    config = {
+        "max_num_seqs": 4,
+        "num_draft_tokens": 3,
+        "cache": CacheConfig(memory_bytes=2**22),
+        **engine,
+    }
     return SpecDecoder(verifier, tokenizer, random_dflash(verifier), EngineConfig(**config))
 
 
@@ -86,7 +96,9 @@ class Live:
 
 
 @contextmanager
-def live_server(decoder: SpecDecoder | None = None, drafter: str | None = None, **config: Any) -> Iterator[Live]:
+def live_server(
+    decoder: SpecDecoder | None = None, drafter: str | None = None, **config: Any
+) -> Iterator[Live]:
     """A server, which has ended afterwards."""
     live = Live(decoder or tiny_decoder(), drafter, **{"drain_seconds": 0.0, **config})
     try:

@@ -1,4 +1,6 @@
-"""What single ranks are made to do in tests; called on every rank through `everywhere`, so a module that all can import."""
+"""What single ranks are made to do in tests; called on every rank through `everywhere`, so a module
+that all can import.
+"""
 
 import os
 import signal
@@ -70,7 +72,8 @@ def run_out_of_memory(verifier: Any, calls: int) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory 0 bytes are free."
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nOf the allocated memory 0 bytes"
+                " are free."
             )
         return head(*args)
 
@@ -128,7 +131,9 @@ def lose_a_block(engine: Any) -> None:
 
 @on_ranks
 def judge_apart(engine: Any) -> None:
-    """Rank 0 takes the models among its drafters to be worth their time and rank 1 does not; nobody asks what drafters expect."""
+    """Rank 0 takes the models among its drafters to be worth their time and rank 1 does not; nobody
+    asks what drafters expect.
+    """
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a rank looks for itself")
@@ -140,7 +145,9 @@ def judge_apart(engine: Any) -> None:
 
 @on_ranks
 def spoil_drafts(verifier: Any, engine: Any, token: int) -> None:
-    """Every block has a token at its second place, whose row makes all rows of its request NaN, as a backend may have it."""
+    """Every block has a token at its second place, whose row makes all rows of its request NaN, as
+    a backend may have it.
+    """
     forward, propose = verifier.forward, engine.runner.drafter.propose
 
     def spoiled(rows: Any, *rest: Any) -> Any:
@@ -169,7 +176,9 @@ def num_blocks(engine: Any) -> tuple[int, int]:
     """The least and the most of all ranks' caches."""
     mirror = current()
     assert mirror is not None
-    return least(engine.pool.num_blocks, mirror.group), -least(-engine.pool.num_blocks, mirror.group)
+    return least(engine.pool.num_blocks, mirror.group), -least(
+        -engine.pool.num_blocks, mirror.group
+    )
 
 
 @on_ranks
@@ -199,7 +208,12 @@ def outcomes_agree(path: bool) -> bool:
         return torch.arange(torch.Size(shape).numel()).view(shape) + number
 
     found = AcceptOutput(
-        tensor(2, 4), tensor(2), tensor(2) + 1, torch.tensor([True, rank() == 0]), None, tensor(2, 4) if path else None
+        tensor(2, 4),
+        tensor(2),
+        tensor(2) + 1,
+        torch.tensor([True, rank() == 0]),
+        None,
+        tensor(2, 4) if path else None,
     )
     got, number = agreed(found, mirror.group), 0
     dense = got.num_accepted, got.next_anchors, got.finite, got.token_ids, got.path
@@ -208,7 +222,11 @@ def outcomes_agree(path: bool) -> bool:
         lambda: torch.equal(got.num_accepted, tensor(2)),
         lambda: torch.equal(got.next_anchors, tensor(2) + 1),
         lambda: got.finite.tolist() == [True, True],
-        lambda: torch.equal(got.path, tensor(2, 4)) if path and got.path is not None else got.path is None and not path,
+        lambda: (
+            torch.equal(got.path, tensor(2, 4))
+            if path and got.path is not None
+            else got.path is None and not path
+        ),
         # Kernels read them so.
         lambda: all(one.is_contiguous() for one in dense if one is not None),
     ]

@@ -1,4 +1,6 @@
-"""Things in a file system that are no regular files, each made for one test in a folder of its own."""
+"""Things in a file system that are no regular files,
+each made for one test in a folder of its own.
+"""
 
 import os
 import stat
@@ -33,7 +35,10 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 def look(path: Path) -> list[tuple[str, int, int, str]]:
     """What stands in a folder: names, kinds, inodes, and where links lead."""
     found = [(one, one.lstat()) for one in sorted(path.rglob("*"))]
-    return [(one.name, info.st_mode, info.st_ino, os.readlink(one) if one.is_symlink() else "") for one, info in found]
+    return [
+        (one.name, info.st_mode, info.st_ino, os.readlink(one) if one.is_symlink() else "")
+        for one, info in found
+    ]
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""A DFlash drafter in whose place a table answers: the target's own logits at every position of known texts, disturbed."""
+"""A DFlash drafter in whose place a table answers: the target's own logits at every position of
+known texts, disturbed.
+"""
 
 from collections.abc import Sequence
 
@@ -17,7 +19,8 @@ from specdec.model.core import AcceptOutput, Drafter, Verifier, VerifyOutput
 
 
 class OracleDrafter(Drafter):
-    """Drafts as `DFlashDrafter` does, by coupling, trees and rejection sampling of its own, from given logits.
+    """Drafts as `DFlashDrafter` does, by coupling, trees and rejection sampling of its own, from
+    given logits.
 
     Args:
         texts: prompt -> its whole output, all as long together.
@@ -38,10 +41,20 @@ class OracleDrafter(Drafter):
         head: Head | None = None,
     ) -> None:
         self.coupling, self.head = coupling, head
-        self.texts, self.logits, self.max_draft_tokens = {text: i for i, text in enumerate(texts)}, logits, k
+        self.texts, self.logits, self.max_draft_tokens = (
+            {text: i for i, text in enumerate(texts)},
+            logits,
+            k,
+        )
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[LayerCache],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> "BoundOracle":
         return BoundOracle(self, max_num_seqs, draft_sampling)
 
@@ -51,15 +64,28 @@ class BoundOracle(BoundDFlash):
 
     most_deferred = 0
 
-    def __init__(self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling) -> None:
+    def __init__(
+        self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling
+    ) -> None:
         self.drafter: OracleDrafter = drafter  # type: ignore[assignment]
-        coupling = None if drafter.coupling is None else CouplingTable(drafter.coupling, torch.device("cpu"))
-        self.drafts, self.table = Drafts(draft_sampling, coupling, None, drafter.head), drafter.logits
+        coupling = (
+            None
+            if drafter.coupling is None
+            else CouplingTable(drafter.coupling, torch.device("cpu"))
+        )
+        self.drafts, self.table = (
+            Drafts(draft_sampling, coupling, None, drafter.head),
+            drafter.logits,
+        )
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         texts = self.drafter.texts
-        self.texts[slot] = next(texts[prompt] for n in range(1, len(token_ids) + 1) if (prompt := tuple(token_ids[:n])) in texts)
+        self.texts[slot] = next(
+            texts[prompt]
+            for n in range(1, len(token_ids) + 1)
+            if (prompt := tuple(token_ids[:n])) in texts
+        )
 
     def draft_hidden(self, batch: DecodeBatch) -> Tensor:
         positions = batch.positions(batch.shape.depth).clamp(max=self.table.shape[1] - 1)
@@ -71,13 +97,19 @@ class BoundOracle(BoundDFlash):
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         pass
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput) -> None:
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
+    ) -> None:
         pass
 
 
 @torch.inference_mode()
-def disturbed_logits(model: PreTrainedModel, texts: Sequence[Sequence[int]], spread: float) -> Tensor:
-    """The target's logits over whole texts, padded behind, plus normal noise of that standard deviation."""
+def disturbed_logits(
+    model: PreTrainedModel, texts: Sequence[Sequence[int]], spread: float
+) -> Tensor:
+    """The target's logits over whole texts, padded behind, plus normal noise of that standard
+    deviation.
+    """
     length = max(map(len, texts))
     tokens = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts])
     logits = torch.cat([model(part).logits for part in tokens.split(128)])

@@ -18,7 +18,9 @@ def packed(
     dtype: torch.dtype = torch.float16,
     device: torch.device | None = None,
 ) -> PackedWeight:
-    """A weight [..., out, in] whose products with normal rows are about normal; its scales are bfloat16 numbers in float32."""
+    """A weight [..., out, in] whose products with normal rows are about normal; its scales are
+    bfloat16 numbers in float32.
+    """
     *outer, inputs = shape
     groups = (*outer, -(-inputs // group))
     if code == "e4m3":
@@ -26,7 +28,10 @@ def packed(
     elif code == "int8":
         codes, size = torch.randint(-128, 128, shape, dtype=torch.int8), 74.0
     else:
-        codes, size = torch.randint(0, 256, (*outer, inputs // 2), dtype=torch.uint8), 3.0 if code == "e2m1" else 4.6
+        codes, size = (
+            torch.randint(0, 256, (*outer, inputs // 2), dtype=torch.uint8),
+            3.0 if code == "e2m1" else 4.6,
+        )
     scale = ((torch.rand(groups) + 0.5) / (size * inputs**0.5)).bfloat16().float()
     zeros = torch.full(groups, float(zero)) if isinstance(zero, (int, float)) else zero
     weight = PackedWeight(codes, scale, zeros, group, code, dtype)
@@ -34,7 +39,9 @@ def packed(
 
 
 def in_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A product that adds its terms up one after another, as the chip does for any shape, which a CPU's library does not."""
+    """A product that adds its terms up one after another, as the chip does for any shape, which a
+    CPU's library does not.
+    """
     total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
     for depth in range(a.shape[-1]):
         total += a[..., depth, None].astype(dtype) * b[..., depth, None, :].astype(dtype)

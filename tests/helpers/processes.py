@@ -41,5 +41,7 @@ def memory(pids: set[int]) -> int:
     total = 0
     for pid in pids:
         with suppress(OSError):
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
+                "SC_PAGESIZE"
+            )
     return total

@@ -1,4 +1,6 @@
-"""The few PTX instructions of our inline assembly, executed on tensors: a CPU's tests read what the interpreter cannot run."""
+"""The few PTX instructions of our inline assembly, executed on tensors: a CPU's tests read what the
+interpreter cannot run.
+"""
 
 import re
 from collections.abc import Callable
@@ -34,7 +36,9 @@ def run(
     def value(name: str) -> Tensor:
         if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", name):
             number = int(name, 0)
-            return torch.tensor(number - 2**32 if number >= 2**31 else number, dtype=torch.int32).expand_as(register)
+            return torch.tensor(
+                number - 2**32 if number >= 2**31 else number, dtype=torch.int32
+            ).expand_as(register)
         return held[name]
 
     def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

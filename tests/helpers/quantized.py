@@ -1,4 +1,6 @@
-"""Quantized weights written by hand: the tensors of each format beside the numbers that they stand for."""
+"""Quantized weights written by hand: the tensors of each format beside the numbers that they stand
+for.
+"""
 
 import itertools
 import json
@@ -23,7 +25,9 @@ class Written(NamedTuple):
 
 def blocks_of(weight: Tensor, block: tuple[int, int]) -> Tensor:
     """The block of each number, int64 [out, in, 2]."""
-    rows, columns = (torch.arange(size) // share for size, share in zip(weight.shape, block, strict=True))
+    rows, columns = (
+        torch.arange(size) // share for size, share in zip(weight.shape, block, strict=True)
+    )
     return torch.stack(torch.broadcast_tensors(rows[:, None], columns[None]), dim=-1)
 
 
@@ -33,7 +37,9 @@ def spread(scale: Tensor, weight: Tensor, block: tuple[int, int]) -> Tensor:
     return scale[rows, columns]
 
 
-def random_scales(weight: Tensor, block: tuple[int, int], kind: torch.dtype = torch.float32) -> Tensor:
+def random_scales(
+    weight: Tensor, block: tuple[int, int], kind: torch.dtype = torch.float32
+) -> Tensor:
     """Scales of very different sizes, each for one block."""
     generator = torch.Generator().manual_seed(weight.numel())
     grid = [-(-size // share) for size, share in zip(weight.shape, block, strict=True)]
@@ -55,11 +61,18 @@ def random_codes(weight: Tensor, count: int) -> Tensor:
     return torch.randint(0, count, weight.shape, generator=generator)
 
 
-def float8(weight: Tensor, block: tuple[int, int], kind: torch.dtype = torch.float32, name: str = "weight_scale_inv") -> Written:
+def float8(
+    weight: Tensor,
+    block: tuple[int, int],
+    kind: torch.dtype = torch.float32,
+    name: str = "weight_scale_inv",
+) -> Written:
     """Blocks of 8-bit floats."""
     scale = random_scales(weight, block, kind)
     codes = (weight / weight.abs().max() * 400).to(torch.float8_e4m3fn)
-    return Written({"weight": codes, name: scale}, codes.double() * as_factor(spread(scale, weight, block)))
+    return Written(
+        {"weight": codes, name: scale}, codes.double() * as_factor(spread(scale, weight, block))
+    )
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
@@ -85,7 +98,11 @@ def packed_integers(
     scale = random_scales(weight, block, kind)
     codes = random_codes(weight, 2**bits)
     zero = random_codes(scale, 2**bits) if zeros else torch.full(scale.shape, middle)
-    parts = {"weight_packed": words(codes, bits), "weight_scale": scale, "weight_shape": torch.tensor([out_features, in_features])}
+    parts = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([out_features, in_features]),
+    }
     if zeros:
         parts["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
     groups = torch.arange(in_features) // block[1]
@@ -96,19 +113,28 @@ def packed_integers(
 
 
 def awq(weight: Tensor, group: int) -> Written:
-    """AWQ, version gemm: of eight outputs in a word, 0, 2, 4, 6, 1, 3, 5, 7 lie from low to high."""
+    """AWQ, version gemm: of eight outputs in a word, 0, 2, 4, 6, 1, 3, 5,
+    7 lie from low to high.
+    """
     scale, codes = random_scales(weight, (1, group), torch.float16), random_codes(weight, 16)
     zero = random_codes(scale, 16)
-    order = torch.cat([torch.tensor([0, 2, 4, 6, 1, 3, 5, 7]) + start for start in range(0, weight.shape[0], 8)])
+    order = torch.cat(
+        [torch.tensor([0, 2, 4, 6, 1, 3, 5, 7]) + start for start in range(0, weight.shape[0], 8)]
+    )
     parts = {
         "qweight": words(codes.t()[:, order], 4),
         "qzeros": words(zero.t()[:, order], 4),
         "scales": scale.t().contiguous(),
     }
-    return Written(parts, (codes - spread(zero, weight, (1, group))) * spread(scale, weight, (1, group)).double())
+    return Written(
+        parts,
+        (codes - spread(zero, weight, (1, group))) * spread(scale, weight, (1, group)).double(),
+    )
 
 
-def gptq(weight: Tensor, bits: int, group: int, *, version: int = 1, scattered: bool = False) -> Written:
+def gptq(
+    weight: Tensor, bits: int, group: int, *, version: int = 1, scattered: bool = False
+) -> Written:
     """GPTQ; files of version 1 hold each zero less by one."""
     scale, codes = random_scales(weight, (1, group), torch.float16), random_codes(weight, 2**bits)
     zero = random_codes(scale, 2**bits)
@@ -131,16 +157,26 @@ def pairs(codes: Tensor) -> Tensor:
 
 
 def nvfp4(weight: Tensor, *, divides: bool) -> Written:
-    """NVFP4 with the names of compressed-tensors, whose second scale divides, or of ModelOpt, whose multiplies."""
+    """NVFP4 with the names of compressed-tensors, whose second scale divides, or of ModelOpt, whose
+    multiplies.
+    """
     codes, block = random_codes(weight, 16), (1, 16)
     scale = (random_scales(weight, block) * 1e4).to(torch.float8_e4m3fn)
     factor = torch.tensor([0.0007])
     values = torch.tensor(E2M1, dtype=torch.float64)[codes]
     if divides:
-        parts = {"weight_packed": pairs(codes), "weight_scale": scale, "weight_global_scale": 1 / factor}
+        parts = {
+            "weight_packed": pairs(codes),
+            "weight_scale": scale,
+            "weight_global_scale": 1 / factor,
+        }
         factor = 1 / (1 / factor)
     else:
-        parts = {"weight": pairs(codes), "weight_scale": scale, "weight_scale_2": factor.reshape(())}
+        parts = {
+            "weight": pairs(codes),
+            "weight_scale": scale,
+            "weight_scale_2": factor.reshape(()),
+        }
     return Written(parts, values * spread((scale.float() * factor).double(), weight, block))
 
 
@@ -148,11 +184,16 @@ def mxfp4_pairs(weight: Tensor) -> Written:
     """Quark's MXFP4: `weight` uint8 [out, in / 2] and powers of two in bytes."""
     codes, scale = random_codes(weight, 16), random_scales(weight, (1, 32), torch.uint8)
     values = torch.tensor(E2M1, dtype=torch.float64)[codes]
-    return Written({"weight": pairs(codes), "weight_scale": scale}, values * spread(as_factor(scale), weight, (1, 32)))
+    return Written(
+        {"weight": pairs(codes), "weight_scale": scale},
+        values * spread(as_factor(scale), weight, (1, 32)),
+    )
 
 
 def modelopt_int4(weight: Tensor, group: int, *, factors: bool) -> Written:
-    """ModelOpt's AWQ: signed halves, of neighboring outputs in a byte; `factors` of the inputs belong to the weight."""
+    """ModelOpt's AWQ: signed halves, of neighboring outputs in a byte; `factors` of the inputs
+    belong to the weight.
+    """
     scale, codes = random_scales(weight, (1, group)), random_codes(weight, 16)
     stored = codes ^ 8
     parts = {"weight": (stored[::2] | stored[1::2] << 4).to(torch.uint8), "weight_scale": scale}
@@ -163,8 +204,12 @@ def modelopt_int4(weight: Tensor, group: int, *, factors: bool) -> Written:
     return Written(parts, numbers)
 
 
-def quark_int4(weight: Tensor, group: int | None, *, signed: bool, reordered: bool = True) -> Written:
-    """Quark's integers: with groups [in, out / 8] and scales [groups, out], else [out, in / 8] and a scale per output."""
+def quark_int4(
+    weight: Tensor, group: int | None, *, signed: bool, reordered: bool = True
+) -> Written:
+    """Quark's integers: with groups [in, out / 8] and scales [groups, out], else [out, in / 8] and
+    a scale per output.
+    """
     block = (1, group or weight.shape[1])
     scale, codes = random_scales(weight, block), random_codes(weight, 16)
     zero = torch.full(scale.shape, 8) if signed else random_codes(scale, 16)
@@ -175,45 +220,82 @@ def quark_int4(weight: Tensor, group: int | None, *, signed: bool, reordered: bo
         return words(stored.unflatten(1, (-1, 8))[..., places].flatten(1), 4)
 
     if group:
-        parts = {"weight": packed(codes.t()), "weight_scale": scale.t().contiguous(), "weight_zero_point": packed(zero.t())}
+        parts = {
+            "weight": packed(codes.t()),
+            "weight_scale": scale.t().contiguous(),
+            "weight_zero_point": packed(zero.t()),
+        }
     else:
-        parts = {"weight": packed(codes), "weight_scale": scale[:, 0], "weight_zero_point": packed(zero.t())[0]}
-    return Written(parts, (codes - spread(zero, weight, block)) * spread(scale, weight, block).double())
+        parts = {
+            "weight": packed(codes),
+            "weight_scale": scale[:, 0],
+            "weight_zero_point": packed(zero.t())[0],
+        }
+    return Written(
+        parts, (codes - spread(zero, weight, block)) * spread(scale, weight, block).double()
+    )
 
 
 def bitsandbytes4(weight: Tensor, kind: str = "nf4", *, nested: bool = False) -> Written:
-    """Four bits: high halves first, in blocks of 64 numbers of row after row; `nested` scales are codes of 8 bits."""
+    """Four bits: high halves first, in blocks of 64 numbers of row after row; `nested` scales are
+    codes of 8 bits.
+    """
     codes, block, nested_block, offset = random_codes(weight, 16).flatten(), 64, 256, 0.25
     table = torch.linspace(-1, 1, 16).pow(3)
     parts = {"weight.absmax": random_scales(codes[None], (1, block))[0]}
     scale = parts["weight.absmax"].double()
-    state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    state: dict[str, Any] = {
+        "quant_type": kind,
+        "blocksize": block,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
     if nested:
         parts = {"weight.absmax": random_codes(scale, 256).to(torch.uint8)}
         parts["weight.nested_quant_map"] = torch.linspace(-1, 1, 256)
         parts["weight.nested_absmax"] = random_scales(scale[None], (1, nested_block))[0]
         large = parts["weight.nested_absmax"].double().repeat_interleave(nested_block)[: len(scale)]
-        scale = parts["weight.nested_quant_map"].double()[parts["weight.absmax"].long()] * large + offset
-        state |= {"nested_blocksize": nested_block, "nested_offset": offset, "nested_dtype": "float32"}
+        scale = (
+            parts["weight.nested_quant_map"].double()[parts["weight.absmax"].long()] * large
+            + offset
+        )
+        state |= {
+            "nested_blocksize": nested_block,
+            "nested_offset": offset,
+            "nested_dtype": "float32",
+        }
     parts["weight"] = (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None]
     parts["weight.quant_map"] = table
-    parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
     numbers = table.double()[codes] * scale.repeat_interleave(block)[: len(codes)]
     return Written(parts, numbers.view(weight.shape))
 
 
 def bitsandbytes8(weight: Tensor) -> Written:
     """Eight bits: the largest number of each row, whose code is 127."""
-    codes, largest = random_codes(weight, 255) - 127, random_scales(weight, (1, weight.shape[1]))[:, 0]
-    parts = {"weight": codes.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    codes, largest = (
+        random_codes(weight, 255) - 127,
+        random_scales(weight, (1, weight.shape[1]))[:, 0],
+    )
+    parts = {
+        "weight": codes.to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
     return Written(parts, codes * (largest.double() / 127)[:, None])
 
 
 def mxfp4(shape: tuple[int, int, int]) -> Written:
     """Experts of gpt-oss: `_blocks` [E, out, in / 32, 16] and `_scales` [E, out, in / 32]."""
     codes = random_codes(torch.empty(shape), 16)
-    scale = random_scales(torch.empty(shape[0] * shape[1], shape[2]), (1, 32), torch.uint8).view(*shape[:2], -1)
-    values = torch.tensor(E2M1, dtype=torch.float64)[codes] * as_factor(scale).repeat_interleave(32, dim=-1)
+    scale = random_scales(torch.empty(shape[0] * shape[1], shape[2]), (1, 32), torch.uint8).view(
+        *shape[:2], -1
+    )
+    values = torch.tensor(E2M1, dtype=torch.float64)[codes] * as_factor(scale).repeat_interleave(
+        32, dim=-1
+    )
     return Written({"blocks": pairs(codes).unflatten(-1, (-1, 16)), "scales": scale}, values)
 
 
@@ -242,15 +324,24 @@ def quantize_files(
     tensors, numbers = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        written = write(module, tensor.float()) if name.endswith(".weight") and tensor.ndim == 2 else None
+        written = (
+            write(module, tensor.float()) if name.endswith(".weight") and tensor.ndim == 2 else None
+        )
         numbers[name] = tensor if written is None else written.numbers
         renamed = prefix + module if name.startswith("model.") else module
         for part, value in ({"weight": tensor} if written is None else written.parts).items():
-            tensors[f"{renamed}.{part}" if name.endswith(".weight") else (prefix + name)] = value.contiguous()
+            tensors[f"{renamed}.{part}" if name.endswith(".weight") else (prefix + name)] = (
+                value.contiguous()
+            )
     target.mkdir(exist_ok=True)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": dict(quantization)}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": dict(quantization)
+    }
     (target / "config.json").write_text(json.dumps(config))
-    files = {name: f"model-{number}.safetensors" for name, number in zip(tensors, itertools.cycle(range(shards)), strict=False)}
+    files = {
+        name: f"model-{number}.safetensors"
+        for name, number in zip(tensors, itertools.cycle(range(shards)), strict=False)
+    }
     for file in set(files.values()):
         save_file({name: tensors[name] for name, at in files.items() if at == file}, target / file)
     (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))

@@ -28,7 +28,9 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         processes = [
-            context.Process(target=_rank, args=(rank, size, folder, pipes[rank][1], work, args), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, size, folder, pipes[rank][1], work, args), daemon=True
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -49,14 +51,18 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     return results
 
 
-def _rank(rank: int, size: int, folder: str, sender: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, size: int, folder: str, sender: Any, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     import torch.distributed as dist
 
     from specdec.parallel.group import join_group
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=size
+        )
         # Plain bytes: tensors would be shared with a process that is about to end.
         sender.send_bytes(pickle.dumps((False, work(join_group(torch.device("cpu")), *args))))
         dist.barrier()  # a rank that ends early would take its connections along

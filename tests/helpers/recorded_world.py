@@ -1,4 +1,6 @@
-"""Decoding again what a model once decoded: what every shape would have accepted at each place of its answers, at made-up times."""
+"""Decoding again what a model once decoded: what every shape would have accepted at each place of
+its answers, at made-up times.
+"""
 
 import json
 import pathlib
@@ -31,17 +33,24 @@ class Place(NamedTuple):
 
     def accepted(self, shape: BlockShape) -> int:
         """Drafts that a step accepts. The first rows of a tree are a smaller tree."""
-        return sum(row <= shape.drafts for row in self.rows) if shape.is_tree else min(self.chain, shape.drafts)
+        return (
+            sum(row <= shape.drafts for row in self.rows)
+            if shape.is_tree
+            else min(self.chain, shape.drafts)
+        )
 
 
 @cache
 def recorded(name: str) -> list[list[Place]]:
-    """The embedded model's answers to ten questions of GSM8K's test split, with the shipped drafter.
+    """The embedded model's answers to ten questions of GSM8K's test split, with the shipped
+    drafter.
 
     Args:
         name: "greedy", or "sampled" at temperature 1.
     """
-    answers = json.loads(pathlib.Path(__file__).with_name("recorded_acceptance.json").read_text())[name]
+    answers = json.loads(pathlib.Path(__file__).with_name("recorded_acceptance.json").read_text())[
+        name
+    ]
     return [[Place(*place) for place in answer] for answer in answers]
 
 
@@ -64,7 +73,8 @@ class Replay:
     Args:
         answers: of `recorded`.
         time: undisturbed seconds of a step by shape.
-        seed: of where to begin, and of the disturbances: one step in 30 takes up to five times as long.
+        seed: of where to begin, and of the disturbances: one step in 30 takes up to five times as
+            long.
     """
 
     answers: Sequence[Sequence[Place]]
@@ -72,9 +82,16 @@ class Replay:
     seed: int
 
     def run(
-        self, choose: Callable[[], BlockShape], steps: int, choice: BlockChoice | None = None, *, sampled: bool = False
+        self,
+        choose: Callable[[], BlockShape],
+        steps: int,
+        choice: BlockChoice | None = None,
+        *,
+        sampled: bool = False,
     ) -> Ended:
-        """So many steps; the choice, if there is one, learns of each while the next is under way."""
+        """So many steps; the choice, if there is one,
+        learns of each while the next is under way.
+        """
         rng = random.Random(self.seed)
         taken, took, tokens = [], 0.0, 0
         unread: tuple[BlockShape, list[int], float, list[Path]] | None = None
@@ -88,7 +105,11 @@ class Replay:
             place = self.answers[answer][at]
             accepted = place.accepted(shape)
             undisturbed = self.time(shape)
-            seconds = undisturbed * max(0.5, rng.gauss(1, 0.05)) * (1 + 4 * rng.random() if rng.random() < 1 / 30 else 1)
+            seconds = (
+                undisturbed
+                * max(0.5, rng.gauss(1, 0.05))
+                * (1 + 4 * rng.random() if rng.random() < 1 / 30 else 1)
+            )
             took += undisturbed
             tokens += accepted + 1
             path = Path(place.rows[:accepted], place.ranks[:accepted])

@@ -17,7 +17,9 @@ Recur = Callable[[Tensor, Recurrence, StateCache, RecurrentRows], Tensor]
 NAN = float("nan")
 
 EXPONENTIALS = 4
-"""Factor for `assert_as_exact`: a GPU's exponential is off by more than torch's, and a state decays by one in every row."""
+"""Factor for `assert_as_exact`: a GPU's exponential is off by more than torch's, and a state decays
+by one in every row.
+"""
 
 
 def layer(
@@ -43,7 +45,9 @@ def layer(
         value_dim,
         kernel=(torch.randn(channels, taps) / 2).to(device, dtype),
         rate=(torch.rand(value_heads) * 2 + 0.05).to(device),
-        time_bias=(torch.randn(value_heads * (key_dim if options.get("decays_by_key") else 1)) - 2).to(device, dtype),
+        time_bias=(
+            torch.randn(value_heads * (key_dim if options.get("decays_by_key") else 1)) - 2
+        ).to(device, dtype),
         rule=rule,  # type: ignore[arg-type]
         **{"kernel_bias": None} | options,
     )
@@ -57,19 +61,34 @@ def doubled(one: Recurrence) -> Recurrence:
     return replace(one, **doubles)
 
 
-def spoiled_cache(one: Recurrence, num_slots: int, most_rows: int, dtype: torch.dtype, device: torch.device | str) -> StateCache:
+def spoiled_cache(
+    one: Recurrence, num_slots: int, most_rows: int, dtype: torch.dtype, device: torch.device | str
+) -> StateCache:
     """A cache whose slots hold what is no number, and lengths that mean nothing."""
-    state = torch.full((num_slots, one.num_value_heads, one.key_dim, one.value_dim), NAN, device=device)
-    inputs = torch.full((num_slots, one.taps - 1 + 2 * most_rows, one.width), NAN, dtype=dtype, device=device)
+    state = torch.full(
+        (num_slots, one.num_value_heads, one.key_dim, one.value_dim), NAN, device=device
+    )
+    inputs = torch.full(
+        (num_slots, one.taps - 1 + 2 * most_rows, one.width), NAN, dtype=dtype, device=device
+    )
     return StateCache(state, inputs, torch.full((num_slots,), 5, device=device))
 
 
 def forward_rows(
-    slots: list[int], starts: list[int], counts: list[int], device: torch.device, *, max_pending: int, final: bool, padding: int = 0
+    slots: list[int],
+    starts: list[int],
+    counts: list[int],
+    device: torch.device,
+    *,
+    max_pending: int,
+    final: bool,
+    padding: int = 0,
 ) -> RecurrentRows:
     """Each request's rows with so many that only pad behind them."""
     ends = torch.tensor([0, *counts]).cumsum(0) + torch.arange(len(counts) + 1) * padding
-    places, begins, numbers = (torch.tensor(part, device=device) for part in (slots, starts, counts))
+    places, begins, numbers = (
+        torch.tensor(part, device=device) for part in (slots, starts, counts)
+    )
     most = max(counts) + padding
     return RecurrentRows(places, begins, numbers, ends.int().to(device), most, max_pending, final)
 
@@ -99,12 +118,16 @@ class World:
     def __post_init__(self) -> None:
         x = self.inputs[0]
         self.slots = [2 * i + 1 for i in range(len(self.inputs))][::-1]
-        self.cache = spoiled_cache(self.one, 2 * len(self.inputs) + 1, self.most_rows, x.dtype, x.device)
+        self.cache = spoiled_cache(
+            self.one, 2 * len(self.inputs) + 1, self.most_rows, x.dtype, x.device
+        )
         self.done = [0] * len(self.inputs)
         self.outputs: list[list[Tensor]] = [[] for _ in self.inputs]
 
     def step(self, counts: list[int], accepted: list[int] | None = None) -> None:
-        """Rows for each request that has any, of which so many are accepted and the others hold no number; None is a final step."""
+        """Rows for each request that has any, of which so many are accepted and the others hold no
+        number; None is a final step.
+        """
         final, x = accepted is None, self.inputs[0]
         kept = counts if accepted is None else accepted
         present = [i for i, count in enumerate(counts) if count]
@@ -118,7 +141,12 @@ class World:
             final=final,
             padding=self.padding,
         )
-        packed = torch.full((int(rows.first_rows[-1]), self.one.width + self.extra), NAN, dtype=x.dtype, device=x.device)
+        packed = torch.full(
+            (int(rows.first_rows[-1]), self.one.width + self.extra),
+            NAN,
+            dtype=x.dtype,
+            device=x.device,
+        )
         firsts = rows.first_rows.tolist()
         for i, first in zip(present, firsts, strict=False):
             new = self.inputs[i][self.done[i] : self.done[i] + kept[i]]
@@ -127,16 +155,25 @@ class World:
             packed[first, : self.one.width] = 1
         out = self.recur(packed, self.one, self.cache, rows)
         rows.finish(self.cache.lengths)
-        assert out.shape == (len(packed), self.one.num_value_heads * self.one.value_dim) and out.dtype == x.dtype
+        assert (
+            out.shape == (len(packed), self.one.num_value_heads * self.one.value_dim)
+            and out.dtype == x.dtype
+        )
         for i, first in zip(present, firsts, strict=False):
             self.outputs[i].append(out[first : first + kept[i]])
-            assert not out[first + counts[i] : first + counts[i] + self.padding].any(), "rows that pad are zeros"
+            assert not out[first + counts[i] : first + counts[i] + self.padding].any(), (
+                "rows that pad are zeros"
+            )
             self.done[i] += kept[i]
         for first in firsts[len(present) : -1]:
             assert out[first].isfinite().all()
 
-    def finish(self, seed: int, *, most_prompt: int, drafts: tuple[int, ...] = (0, 1, 3, 7)) -> list[Tensor]:
-        """Prompts in pieces, then drafts of which some are accepted, up to the end of each sequence; its outputs."""
+    def finish(
+        self, seed: int, *, most_prompt: int, drafts: tuple[int, ...] = (0, 1, 3, 7)
+    ) -> list[Tensor]:
+        """Prompts in pieces, then drafts of which some are accepted, up to the end of each
+        sequence; its outputs.
+        """
         chance = random.Random(seed)
         lengths = [len(x) for x in self.inputs]
         for i, length in enumerate(lengths):  # prompts one after the other, while those before wait
@@ -147,7 +184,9 @@ class World:
                 self.step(counts)
         while any(done < length for done, length in zip(self.done, lengths, strict=True)):
             width = chance.choice(drafts) + 1
-            left = [min(width, length - done) for done, length in zip(self.done, lengths, strict=True)]
+            left = [
+                min(width, length - done) for done, length in zip(self.done, lengths, strict=True)
+            ]
             counts = [width if some else 0 for some in left]
             if width == 1 and chance.random() < 0.7:
                 self.step(counts)
@@ -160,7 +199,9 @@ def at_once(one: Recurrence, x: Tensor, recur: Recur = oracle) -> tuple[Tensor, 
     """Outputs [length, heads * V] and state of one sequence that is taken in by a single call."""
     cache = spoiled_cache(one, 1, 1, x.dtype, x.device)
     cache = cache._replace(state=cache.state.to(torch.promote_types(x.dtype, torch.float32)))
-    out = recur(x, one, cache, forward_rows([0], [0], [len(x)], x.device, max_pending=0, final=True))
+    out = recur(
+        x, one, cache, forward_rows([0], [0], [len(x)], x.device, max_pending=0, final=True)
+    )
     return out, cache.state[0]
 
 

@@ -1,4 +1,6 @@
-"""Drafters that know the answer, for tests: always right, always wrong, or wrong at one chosen position."""
+"""Drafters that know the answer, for tests: always right, always wrong, or wrong at one chosen
+position.
+"""
 
 from collections.abc import Sequence
 
@@ -16,14 +18,26 @@ class ScriptedDrafter(Drafter):
     Args:
         outputs: prompt -> its whole greedy output.
         k: drafts per step.
-        wrong_at: draft positions (0-based) to spoil; one set for all requests, or per prompt by index modulo its length.
+        wrong_at: draft positions (0-based) to spoil; one set for all requests, or per prompt by
+            index modulo its length.
     """
 
-    def __init__(self, outputs: dict[tuple[int, ...], list[int]], k: int, wrong_at: Sequence[set[int]] = (set(),)) -> None:
+    def __init__(
+        self,
+        outputs: dict[tuple[int, ...], list[int]],
+        k: int,
+        wrong_at: Sequence[set[int]] = (set(),),
+    ) -> None:
         self.outputs, self.max_draft_tokens, self.wrong_at = outputs, k, wrong_at
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[LayerCache],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> "BoundScript":
         return BoundScript(self, verifier, max_num_seqs, max_len)
 
@@ -31,9 +45,13 @@ class ScriptedDrafter(Drafter):
 class BoundScript(BoundDrafter):
     """The scripts of the requests of one engine."""
 
-    def __init__(self, drafter: ScriptedDrafter, verifier: Verifier, max_num_seqs: int, max_len: int) -> None:
+    def __init__(
+        self, drafter: ScriptedDrafter, verifier: Verifier, max_num_seqs: int, max_len: int
+    ) -> None:
         self.drafter, self.vocab_size, most = drafter, verifier.vocab_size, drafter.max_draft_tokens
-        self.script = torch.zeros(max_num_seqs, max_len + most + 1, dtype=torch.int64, device=verifier.device)
+        self.script = torch.zeros(
+            max_num_seqs, max_len + most + 1, dtype=torch.int64, device=verifier.device
+        )
         self.spoil = torch.zeros(max_num_seqs, most, dtype=torch.int64, device=verifier.device)
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -43,14 +61,20 @@ class BoundScript(BoundDrafter):
         """Writes the script of a request; returns the index of its prompt."""
         tokens, outputs, wrong_at = tuple(token_ids), self.drafter.outputs, self.drafter.wrong_at
         index, prompt = max(
-            ((i, p) for i, p in enumerate(outputs) if tokens[: len(p)] == p and _fits(tokens, p, outputs[p])),
+            (
+                (i, p)
+                for i, p in enumerate(outputs)
+                if tokens[: len(p)] == p and _fits(tokens, p, outputs[p])
+            ),
             key=lambda found: len(found[1]),
         )
         row = [*prompt, *outputs[prompt]]
         self.script[slot] = 0
         self.script[slot, : len(row)] = torch.tensor(row)
         wrong = wrong_at[index % len(wrong_at)]
-        self.spoil[slot] = torch.tensor([int(j in wrong) for j in range(self.drafter.max_draft_tokens)])
+        self.spoil[slot] = torch.tensor(
+            [int(j in wrong) for j in range(self.drafter.max_draft_tokens)]
+        )
         return index
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:

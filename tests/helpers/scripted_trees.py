@@ -1,4 +1,6 @@
-"""Drafters of trees that know the answer, for tests: right along one path, which ends at another draft every step."""
+"""Drafters of trees that know the answer, for tests: right along one path, which ends at another
+draft every step.
+"""
 
 from collections.abc import Sequence
 
@@ -18,22 +20,28 @@ FIRST = 5
 
 
 class ScriptedTrees(ScriptedDrafter):
-    """Proposes trees that follow the known continuation of each prompt to one draft, and leave it there.
+    """Proposes trees that follow the known continuation of each prompt to one draft, and leave it
+    there.
 
-    Drafts beside that path are wrong where they leave it. Behind a wrong draft the first is the right token of its position, so who
-    looks at the position alone is led astray. Siblings are different tokens.
+    Drafts beside that path are wrong where they leave it. Behind a wrong draft the first is the
+    right token of its position, so who looks at the position alone is led astray. Siblings are
+    different tokens.
 
     Args:
         outputs: prompt -> its whole output.
-        trees: the shapes, all of as many drafts; request `i` has that of its prompt's index modulo their number.
-        ends: rows, 0 for the anchor, at which the right path ends: one a step, again and again; requests begin at different ones.
-            Left out, every row in turn.
+        trees: the shapes, all of as many drafts; request `i` has that of its prompt's index modulo
+            their number.
+        ends: rows, 0 for the anchor, at which the right path ends: one a step, again and again;
+            requests begin at different ones. Left out, every row in turn.
     """
 
     draws_trees = True
 
     def __init__(
-        self, outputs: dict[tuple[int, ...], list[int]], trees: Sequence[Parents], ends: Sequence[int] | None = None
+        self,
+        outputs: dict[tuple[int, ...], list[int]],
+        trees: Sequence[Parents],
+        ends: Sequence[int] | None = None,
     ) -> None:
         paths = [[path_to(parents, row) for row in range(len(parents) + 1)] for parents in trees]
         super().__init__(outputs, max(len(path) - 1 for tree in paths for path in tree))
@@ -41,7 +49,13 @@ class ScriptedTrees(ScriptedDrafter):
         self.ends = list(range(len(trees[0]) + 1)) if ends is None else list(ends)
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[LayerCache],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> "BoundTrees":
         return BoundTrees(self, verifier, max_num_seqs, max_len)
 
@@ -51,15 +65,21 @@ class BoundTrees(BoundScript):
 
     drafter: ScriptedTrees
 
-    def __init__(self, drafter: ScriptedTrees, verifier: Verifier, max_num_seqs: int, max_len: int) -> None:
+    def __init__(
+        self, drafter: ScriptedTrees, verifier: Verifier, max_num_seqs: int, max_len: int
+    ) -> None:
         super().__init__(drafter, verifier, max_num_seqs, max_len)
         device = verifier.device
         self.shape = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.steps = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.ends = torch.tensor(drafter.ends, device=device)
         self.parents = torch.tensor([list(parents) for parents in drafter.trees], device=device)
-        self.depths = torch.tensor([[len(path) - 1 for path in tree[1:]] for tree in drafter.paths], device=device)
-        self.ancestors = torch.tensor([[_word(path) for path in tree[1:]] for tree in drafter.paths], device=device)
+        self.depths = torch.tensor(
+            [[len(path) - 1 for path in tree[1:]] for tree in drafter.paths], device=device
+        )
+        self.ancestors = torch.tensor(
+            [[_word(path) for path in tree[1:]] for tree in drafter.paths], device=device
+        )
         self.siblings = torch.tensor([_places(parents) for parents in drafter.trees], device=device)
         offsets = [
             [_offsets(parents, tree[end]) for end in range(len(tree))]
@@ -74,7 +94,10 @@ class BoundTrees(BoundScript):
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         if not batch.shape.is_tree:
             return super().propose(batch)
-        shape, steps = self.shape.index_select(0, batch.slots), self.steps.index_select(0, batch.slots)
+        shape, steps = (
+            self.shape.index_select(0, batch.slots),
+            self.steps.index_select(0, batch.slots),
+        )
         self.steps.index_copy_(0, batch.slots, steps + 1)
         end = self.ends.index_select(0, steps % len(self.ends))
 
@@ -84,7 +107,9 @@ class BoundTrees(BoundScript):
         depths = cut(self.depths)
         rows = self.script.index_select(0, batch.slots)
         right = rows.gather(1, (batch.seq_lens[:, None] + depths).clamp(max=rows.shape[1] - 1))
-        offsets = self.offsets.flatten(0, 1).index_select(0, shape * self.offsets.shape[1] + end)[:, : batch.k]
+        offsets = self.offsets.flatten(0, 1).index_select(0, shape * self.offsets.shape[1] + end)[
+            :, : batch.k
+        ]
         tree = DraftTree(cut(self.parents), depths, cut(self.ancestors), cut(self.siblings))
         return DraftOutput(token_ids=(right + offsets) % self.vocab_size, tree=tree)
 
@@ -103,4 +128,7 @@ def _places(parents: Parents) -> list[int]:
 def _offsets(parents: Parents, path: list[int]) -> list[int]:
     """What to add to the right token of its position for each draft."""
     leaves = [parent in path for parent in parents]
-    return [0 if row in path else place + leaves[row - 1] for row, place in enumerate(_places(parents), 1)]
+    return [
+        0 if row in path else place + leaves[row - 1]
+        for row, place in enumerate(_places(parents), 1)
+    ]

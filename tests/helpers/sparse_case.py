@@ -14,7 +14,14 @@ import specdec.device.device
 from specdec.attention.aiter import latents
 from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.backend import AttentionMetadata
-from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
+from specdec.attention.mla import (
+    IndexerRows,
+    IndexerSpec,
+    MlaRows,
+    MlaSpec,
+    SparseMlaBackend,
+    UpProjection,
+)
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache, PagedKVCache, blocks_for
 from tests.helpers.aiter_emulation import Machine, install
@@ -25,15 +32,25 @@ Install = Callable[..., Machine]
 
 
 def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
-    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small latents, as no real kernel does."""
+    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small
+    latents, as no real kernel does.
+    """
 
-    def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any) -> Machine:
+    def setup(
+        version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = True, **options: Any
+    ) -> Machine:
         monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         if tiny:
             monkeypatch.setattr(latents, "DTYPES", (torch.float32,))
             monkeypatch.setattr(latents, "LATENT_SHAPES", ((32, 16), (16, 8)))
             monkeypatch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16, 32))
-        machine = Machine(version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, **options)
+        machine = Machine(
+            version=version,
+            architecture=architecture,
+            allow_float32=tiny,
+            any_shape=tiny,
+            **options,
+        )
         return install(monkeypatch, folder, machine)
 
     return setup
@@ -88,7 +105,8 @@ class Layer:
 class Case:
     """Requests in scattered blocks, run forward some rows at a time.
 
-    What the layers are given are numbers that the spec's types hold exactly, so that all types run on the same.
+    What the layers are given are numbers that the spec's types hold exactly, so that all types run
+    on the same.
 
     Args:
         spec: shape.
@@ -97,13 +115,23 @@ class Case:
         num_layers: with different rows each.
     """
 
-    def __init__(self, spec: MlaSpec, lengths: Sequence[int], *, exact: bool = True, num_layers: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: MlaSpec,
+        lengths: Sequence[int],
+        *,
+        exact: bool = True,
+        num_layers: int = 1,
+        seed: int = 0,
+    ) -> None:
         torch.default_generator.manual_seed(seed)
         self.spec, self.lengths = spec, list(lengths)
         counts = [blocks_for(n, spec.block_size) for n in lengths]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
         self.num_blocks = sum(counts) + 1
-        self.table = torch.zeros(len(lengths), max(counts) + 5, dtype=torch.int32)[:, :-3]  # rows further apart than long
+        self.table = torch.zeros(len(lengths), max(counts) + 5, dtype=torch.int32)[
+            :, :-3
+        ]  # rows further apart than long
         for i, blocks in enumerate(tables):
             self.table[i, : counts[i]] = blocks.int()
         self._made = [self._layer(exact) for _ in range(num_layers)]
@@ -116,7 +144,10 @@ class Case:
             return [torch.randn(n, *shape).to(dtype).float() for n in self.lengths]
 
         def index_rows(*shape: int) -> list[Tensor]:
-            return [torch.randint(-7, 8, (n, *shape)).float() if exact else torch.randn(n, *shape) for n in self.lengths]
+            return [
+                torch.randint(-7, 8, (n, *shape)).float() if exact else torch.randn(n, *shape)
+                for n in self.lengths
+            ]
 
         rows = zip(
             random_rows(spec.num_heads, spec.qk_nope_head_dim),
@@ -131,8 +162,16 @@ class Case:
             random_rows(indexer.num_heads, dtype=torch.float32),
             strict=True,
         )
-        shapes = [(spec.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank), (spec.num_heads, spec.kv_lora_rank, spec.v_head_dim)]
-        up = UpProjection(*((torch.randn(shape) / spec.kv_lora_rank**0.5).to(spec.dtype).float() for shape in shapes))
+        shapes = [
+            (spec.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank),
+            (spec.num_heads, spec.kv_lora_rank, spec.v_head_dim),
+        ]
+        up = UpProjection(
+            *(
+                (torch.randn(shape) / spec.kv_lora_rank**0.5).to(spec.dtype).float()
+                for shape in shapes
+            )
+        )
         return [MlaRows(*r) for r in rows], [IndexerRows(*i) for i in index], up
 
     def layers(self, backend: SparseMlaBackend) -> list[Layer]:
@@ -149,7 +188,11 @@ class Case:
             Layer(
                 [MlaRows(*(t.to(dtype) for t in r)) for r in rows],
                 [
-                    IndexerRows(i.query.to(dtype), i.key.to(dtype), i.weights.to(torch.promote_types(dtype, torch.float32)))
+                    IndexerRows(
+                        i.query.to(dtype),
+                        i.key.to(dtype),
+                        i.weights.to(torch.promote_types(dtype, torch.float32)),
+                    )
                     for i in index
                 ],
                 UpProjection(*(t.to(dtype) for t in up)),
@@ -158,8 +201,12 @@ class Case:
             for (rows, index, up), cache in zip(self._made, caches, strict=True)
         ]
 
-    def metadata(self, done: Sequence[int], widths: Sequence[int], *, known: bool) -> AttentionMetadata:
-        """The next `widths` rows of every request after `done`; `known`: the host has the lengths, else not even a lower bound."""
+    def metadata(
+        self, done: Sequence[int], widths: Sequence[int], *, known: bool
+    ) -> AttentionMetadata:
+        """The next `widths` rows of every request after `done`; `known`: the host has the lengths,
+        else not even a lower bound.
+        """
         seq_lens = [d + w for d, w in zip(done, widths, strict=True)]
         size = self.spec.block_size
         positions = [torch.arange(d, n) for d, n in zip(done, seq_lens, strict=True)]
@@ -188,7 +235,9 @@ class Case:
         shared: bool = False,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs the next rows through all layers. Returns selections and outputs."""
-        return self.run(backend, layers, done, widths, self.metadata(done, widths, known=known), shared=shared)
+        return self.run(
+            backend, layers, done, widths, self.metadata(done, widths, known=known), shared=shared
+        )
 
     def run(
         self,
@@ -204,20 +253,33 @@ class Case:
         parts = [slice(d, d + w) for d, w in zip(done, widths, strict=True)]
 
         def packed(kind: Any, sources: list[Any]) -> Any:
-            return kind(*(torch.cat([t[p] for t, p in zip(ts, parts, strict=True)]) for ts in zip(*sources, strict=True)))
+            return kind(
+                *(
+                    torch.cat([t[p] for t, p in zip(ts, parts, strict=True)])
+                    for ts in zip(*sources, strict=True)
+                )
+            )
 
         plan = backend.plan(metadata)
         selections: list[Tensor] = []
         outputs = []
         for layer in layers:
             if not (shared and selections):
-                selections.append(backend.select(packed(IndexerRows, layer.index), layer.cache, plan))
+                selections.append(
+                    backend.select(packed(IndexerRows, layer.index), layer.cache, plan)
+                )
             rows = packed(MlaRows, layer.rows)
-            outputs.append(backend.run(rows, layer.up, layer.cache, plan, scale=0.2, selected=selections[-1]))
+            outputs.append(
+                backend.run(rows, layer.up, layer.cache, plan, scale=0.2, selected=selections[-1])
+            )
         return selections, outputs
 
-    def history(self, backend: SparseMlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any) -> list[tuple[Any, Any]]:
-        """Selections and outputs of successive forwards, given as widths and whether the host knows the lengths."""
+    def history(
+        self, backend: SparseMlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any
+    ) -> list[tuple[Any, Any]]:
+        """Selections and outputs of successive forwards, given as widths and whether the host knows
+        the lengths.
+        """
         layers, done, results = self.layers(backend), [0] * len(self.lengths), []
         for widths, known in steps:
             results.append(self.forward(backend, layers, done, widths, known=known, **how))
@@ -228,12 +290,18 @@ class Case:
         """The oracle, in `dtype`; float64 needs `Float64`."""
         return TorchRefMlaBackend(replace(self.spec, dtype=dtype, cache_dtype=None))
 
-    def check(self, backend: SparseMlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any) -> None:
+    def check(
+        self, backend: SparseMlaBackend, steps: Sequence[tuple[Sequence[int], bool]], **how: Any
+    ) -> None:
         """`backend` selects what the oracle selects, and its outputs are as exact."""
-        got, plain = (self.history(b, steps, **how) for b in (backend, self.reference(self.spec.dtype)))
+        got, plain = (
+            self.history(b, steps, **how) for b in (backend, self.reference(self.spec.dtype))
+        )
         with Float64():
             exact = self.history(self.reference(torch.float64), steps, **how)
-        for (selections, outputs), (_, plain_outputs), (exact_selections, exact_outputs) in zip(got, plain, exact, strict=True):
+        for (selections, outputs), (_, plain_outputs), (exact_selections, exact_outputs) in zip(
+            got, plain, exact, strict=True
+        ):
             assert [sets(s) for s in selections] == [sets(s) for s in exact_selections]
             for runs in zip(outputs, plain_outputs, exact_outputs, strict=True):
                 assert_as_exact(*runs)

@@ -10,18 +10,28 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-_FOR_DATA_ALONE = ("openai", "openai.types", "openai.types.chat", "openai.types.completion", "hs_connectors")
+_FOR_DATA_ALONE = (
+    "openai",
+    "openai.types",
+    "openai.types.chat",
+    "openai.types.completion",
+    "hs_connectors",
+)
 """Packages that it imports for the generation of data, which no test does."""
 
 
 def speculators(module: str) -> Any:
-    """A module of the package, such as "models.eagle3.core"; skips the test that asks for it where the package is not installed."""
+    """A module of the package, such as "models.eagle3.core"; skips the test that asks for it where
+    the package is not installed.
+    """
     if find_spec("speculators") is None:
         pytest.skip("the package `speculators` is not installed")
     for name in _FOR_DATA_ALONE:
         sys.modules.setdefault(name, MagicMock())
     found = import_module(f"speculators.{module}")
-    for config in list(vars(found).values()):  # older Transformers leave a name of torch open in their configs
+    for config in list(
+        vars(found).values()
+    ):  # older Transformers leave a name of torch open in their configs
         if isinstance(config, type) and issubclass(config, BaseModel):
             config.model_rebuild(_types_namespace={"torch": torch})
     return found

@@ -45,7 +45,9 @@ def thinking_tokenizer(template: str) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         pad_token="<pad>",
     )
-    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in special], special_tokens=True)
+    made.add_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in special], special_tokens=True
+    )
     made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
     made.chat_template = template
     assert len(made) == len(pieces) <= VOCAB

@@ -22,7 +22,8 @@ TOKENS = VOCAB + 1
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """Lets layers of a Gemma 4 read keys and values from outside, and others store them where none of its own reads them.
+    """Lets layers of a Gemma 4 read keys and values from outside, and others store them where none
+    of its own reads them.
 
     transformers does both up to 5.17; 5.23 says so, and refuses the one and leaves out the other.
     """
@@ -31,18 +32,27 @@ def sharing() -> Iterator[None]:
         first = config.num_hidden_layers - config.num_kv_shared_layers
         last = {kind: layer for layer, kind in enumerate(config.layer_types[:first])}
         return [
-            "reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)
+            "reuse" if layer >= first else "store" if layer in last.values() else None
+            for layer in range(config.num_hidden_layers)
         ]
 
     with ExitStack() as stack:
         for kind in {Gemma4TextConfig, type(AutoConfig.for_model(_text_type(unified=True)))}:
-            stack.enter_context(patch.object(kind, "kv_sharing_modes", property(modes), create=True))
+            stack.enter_context(
+                patch.object(kind, "kv_sharing_modes", property(modes), create=True)
+            )
         yield
 
 
 def _text_type(*, unified: bool) -> str:
-    """Of an assistant's layers; the 12B model's are of a type of their own, where transformers has it."""
-    return "gemma4_unified_text" if unified and "gemma4_unified_text" in CONFIG_MAPPING_NAMES else "gemma4_text"
+    """Of an assistant's layers; the 12B model's are of a type of their own, where transformers has
+    it.
+    """
+    return (
+        "gemma4_unified_text"
+        if unified and "gemma4_unified_text" in CONFIG_MAPPING_NAMES
+        else "gemma4_text"
+    )
 
 
 def assistant_class(config: Any) -> Any:
@@ -51,7 +61,9 @@ def assistant_class(config: Any) -> Any:
     return getattr(folder, type(config).__name__.replace("Config", "ForCausalLM"))
 
 
-def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = False, seed: int = 3) -> PreTrainedModel:
+def write_assistant(
+    path: Path, target: PreTrainedModel, *, clusters: bool = False, seed: int = 3
+) -> PreTrainedModel:
     """Saves a random assistant of a Gemma 4 target to `path` and returns it.
 
     Args:
@@ -62,8 +74,15 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
     """
     torch.manual_seed(seed)
     theirs = target.config
-    text: dict[str, Any] = {name: getattr(theirs, name) for name in ("vocab_size", "sliding_window", "rope_parameters")}
-    text |= {"head_dim": 16, "num_key_value_heads": 2, "global_head_dim": 24, "max_position_embeddings": 512}
+    text: dict[str, Any] = {
+        name: getattr(theirs, name) for name in ("vocab_size", "sliding_window", "rope_parameters")
+    }
+    text |= {
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "global_head_dim": 24,
+        "max_position_embeddings": 512,
+    }
     if getattr(theirs, "attention_k_eq_v", False):
         text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
     kind = _text_type(unified="unified" in theirs.model_type)
@@ -89,7 +108,9 @@ def write_assistant(path: Path, target: PreTrainedModel, *, clusters: bool = Fal
         centroid_intermediate_top_k=9,
     )
     with sharing():
-        made = assistant_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        made = assistant_class(config)._from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
     model: PreTrainedModel = made.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -117,22 +138,33 @@ def gemma4_target(path: Path, name: str, seed: int = 0) -> PreTrainedModel:
 
 @torch.inference_mode()
 def assistant_logits(
-    target: PreTrainedModel, assistant: PreTrainedModel, token_ids: Sequence[int], drafts: Sequence[int], wrong: str = ""
+    target: PreTrainedModel,
+    assistant: PreTrainedModel,
+    token_ids: Sequence[int],
+    drafts: Sequence[int],
+    wrong: str = "",
 ) -> Tensor:
-    """Logits [k, V] of `drafts`, each given those before it, as transformers' `generate` has them when nothing was rejected.
+    """Logits [k, V] of `drafts`, each given those before it, as transformers' `generate` has them
+    when nothing was rejected.
 
     Args:
         target, assistant: transformers' models.
         token_ids: of the prompt and the anchor.
         drafts: k tokens.
-        wrong: "position" takes that of the last token that the target has read, "order" puts the hidden state first, and "scale"
-            takes raw rows of the embedding table.
+        wrong: "position" takes that of the last token that the target has read, "order" puts the
+            hidden state first, and "scale" takes raw rows of the embedding table.
     """
-    read = target.base_model(torch.tensor([list(token_ids[:-1])]), return_shared_kv_states=True, use_cache=False)
+    read = target.base_model(
+        torch.tensor([list(token_ids[:-1])]), return_shared_kv_states=True, use_cache=False
+    )
     hidden, embeddings = read.last_hidden_state[:, -1:], target.get_input_embeddings()
     logits = []
     for token in [token_ids[-1], *drafts[:-1]]:
-        embedding = embeddings.weight[None, None, token] if wrong == "scale" else embeddings(torch.tensor([[token]]))
+        embedding = (
+            embeddings.weight[None, None, token]
+            if wrong == "scale"
+            else embeddings(torch.tensor([[token]]))
+        )
         halves = [embedding, hidden]
         out = assistant(
             inputs_embeds=torch.cat(halves[::-1] if wrong == "order" else halves, dim=-1),

@@ -1,4 +1,6 @@
-"""Tiny random multimodal models with a tower of one layer, saved under the names of public files."""
+"""Tiny random multimodal models with a tower of one layer,
+saved under the names of public files.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +81,14 @@ _PICTURES = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 
 
 def _sections(*sizes: int, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sizes), **more}}
+    return {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": list(sizes),
+            **more,
+        }
+    }
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -89,7 +98,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "image_token_index": IMAGE,
     },
-    "gemma4": {"text_config": {**_TEXT, **_WINDOWED, "hidden_size_per_layer_input": 0}, "vision_config": _TOWER, **_PICTURES},
+    "gemma4": {
+        "text_config": {**_TEXT, **_WINDOWED, "hidden_size_per_layer_input": 0},
+        "vision_config": _TOWER,
+        **_PICTURES,
+    },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16},
@@ -115,7 +128,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "attention_chunk_size": WINDOW,
             "floor_scale": 5,
         },
-        "vision_config": {**_TOWER, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        "vision_config": {
+            **_TOWER,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
         "image_token_index": IMAGE,
     },
     "llava": {
@@ -128,10 +146,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "image_size": [28, 28], "patch_size": [14, 14]},
         "image_token_id": IMAGE,
     },
-    "kimi_k25": {"text_config": {**_LATENT, "model_type": "kimi_k2"}, "vision_config": _TOWER, **_PICTURES},
+    "kimi_k25": {
+        "text_config": {**_LATENT, "model_type": "kimi_k2"},
+        "vision_config": _TOWER,
+        **_PICTURES,
+    },
     "qwen2_vl": {
         "text_config": {**_WITHOUT_HEAD_DIM, **_sections(1, 1, 2)},
-        "vision_config": {"embed_dim": 32, "hidden_size": 32, "depth": 1, "num_heads": 2, "mlp_ratio": 1},
+        "vision_config": {
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "depth": 1,
+            "num_heads": 2,
+            "mlp_ratio": 1,
+        },
         **_PICTURES,
     },
     "qwen2_5_vl": {
@@ -166,7 +194,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_QWEN_TOWER, "image_size": 28},
         **_PICTURES,
     },
-    "muse_glimmer": {"text_config": {**_TEXT, **_WINDOWED}, "vision_config": _QWEN_TOWER, **_PICTURES},
+    "muse_glimmer": {
+        "text_config": {**_TEXT, **_WINDOWED},
+        "vision_config": _QWEN_TOWER,
+        **_PICTURES,
+    },
     "qwen3_5": {"text_config": {**_TEXT, **_STATES}, "vision_config": _QWEN_TOWER, **_PICTURES},
     "qwen3_5_moe": {
         "text_config": {**_TEXT, **_STATES, **_EXPERTS, "shared_expert_intermediate_size": 20},
@@ -190,7 +222,9 @@ def composite(name: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     entries = {"tie_word_embeddings": False, **CONFIGS[name], **changes}
     config = AutoConfig.for_model(type_of(name), **entries)
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -202,11 +236,18 @@ def save(model: PreTrainedModel, folder: Path, rename: Rename = str) -> None:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     # The names of its tower's layers, under which transformers saves those of Kimi's text as well.
-    change_tensors(folder, lambda name: rename(name.replace("language_model.model.blocks.", "language_model.model.layers.")))
+    change_tensors(
+        folder,
+        lambda name: rename(
+            name.replace("language_model.model.blocks.", "language_model.model.layers.")
+        ),
+    )
 
 
 def change_tensors(folder: Path, rename: Callable[[str], str | None]) -> None:
     """Gives tensors of a saved model other names; None drops one."""
     path = folder / "model.safetensors"
-    tensors: dict[str, Tensor] = {new: tensor for name, tensor in load_file(path).items() if (new := rename(name)) is not None}
+    tensors: dict[str, Tensor] = {
+        new: tensor for name, tensor in load_file(path).items() if (new := rename(name)) is not None
+    }
     save_file(tensors, path, metadata={"format": "pt"})

@@ -1,6 +1,7 @@
 """Tiny configs of families of which some layers keep a state per request.
 
-Values are of another width than keys, and groups of heads share a key, so that no state is right transposed or shared wrongly.
+Values are of another width than keys, and groups of heads share a key, so that no state is right
+transposed or shared wrongly.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,8 +70,16 @@ _FALCON: dict[str, Any] = {
 }
 _ZAMBA: dict[str, Any] = {
     "num_hidden_layers": 6,
-    "initializer_range": 0.1,  # without residuals more would make sharp scores, and those rounding errors that tell nothing
-    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
+    # without residuals more would make sharp scores, and those rounding errors that tell nothing
+    "initializer_range": 0.1,
+    "layers_block_type": [
+        "linear_attention",
+        "hybrid",
+        "hybrid",
+        "linear_attention",
+        "hybrid",
+        "hybrid",
+    ],
     "mamba_d_state": 12,
     "mamba_ngroups": 2,
     "n_mamba_heads": 4,
@@ -85,20 +94,41 @@ _LFM2: dict[str, Any] = {
 def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], PreTrainedConfig]]:
     """One factory per family and feature; `common` is what all tiny models have."""
     whole = dict(common)
-    plain = {name: value for name, value in whole.items() if name != "head_dim"}  # of which the heads' width follows
+    plain = {
+        name: value for name, value in whole.items() if name != "head_dim"
+    }  # of which the heads' width follows
     return {
         "bamba": lambda: BambaConfig(
-            **plain, **_MAMBA, mamba_d_conv=3, mamba_proj_bias=True, mamba_conv_bias=False, attn_layer_indices=[1]
+            **plain,
+            **_MAMBA,
+            mamba_d_conv=3,
+            mamba_proj_bias=True,
+            mamba_conv_bias=False,
+            attn_layer_indices=[1],
         ),
         "falcon_h1": lambda: FalconH1Config(**plain, **_FALCON),
         "falcon_h1_normed": lambda: FalconH1Config(
-            **plain, **_FALCON, mamba_rms_norm=True, mamba_proj_bias=True, projectors_bias=True, attention_bias=True, mlp_bias=True
+            **plain,
+            **_FALCON,
+            mamba_rms_norm=True,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
         ),
         "granite_hybrid": lambda: GraniteMoeHybridConfig(
-            **plain, **_GRANITE, num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True
+            **plain,
+            **_GRANITE,
+            num_local_experts=0,
+            position_embedding_type="rope",
+            mamba_proj_bias=True,
         ),
-        "granite_hybrid_moe": lambda: GraniteMoeHybridConfig(**plain, **_GRANITE, num_local_experts=4, num_experts_per_tok=2),
-        "lfm2": lambda: Lfm2Config(**plain, **_LFM2, conv_bias=True, block_auto_adjust_ff_dim=False),
+        "granite_hybrid_moe": lambda: GraniteMoeHybridConfig(
+            **plain, **_GRANITE, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "lfm2": lambda: Lfm2Config(
+            **plain, **_LFM2, conv_bias=True, block_auto_adjust_ff_dim=False
+        ),
         "lfm2_moe": lambda: Lfm2MoeConfig(
             **plain,
             **_LFM2,
@@ -111,7 +141,14 @@ def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], PreTrain
         ),
         "nemotron_h": lambda: NemotronHConfig(
             **{name: value for name, value in whole.items() if name != "num_hidden_layers"},
-            layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "linear_attention"],
+            layers_block_type=[
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "linear_attention",
+                "mlp",
+                "linear_attention",
+            ],
             mamba_num_heads=4,
             mamba_head_dim=8,
             ssm_state_size=12,
@@ -134,7 +171,12 @@ def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], PreTrain
             linear_num_value_heads=4,
             linear_key_head_dim=8,
             linear_value_head_dim=12,
-            layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            layer_types=[
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+            ],
         ),
         "qwen3_5": lambda: Qwen3_5TextConfig(**whole, **_DELTA),
         "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**whole, **_DELTA, **_EXPERTS),

@@ -103,19 +103,35 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_without("head_dim"), use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
     "qwen3": lambda: Qwen3Config(**_COMMON),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_COMMON, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_COMMON, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    ),
     "mistral": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
     "gemma2": lambda: Gemma2Config(
-        **_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=8.0
+        **_COMMON,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0,
     ),
-    "gemma3": lambda: Gemma3TextConfig(**_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=16, layer_types=_WINDOWED),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=16, layer_types=_WINDOWED
+    ),
     "gpt_oss": lambda: GptOssConfig(
-        **_COMMON, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2, layer_types=_WINDOWED
+        **_COMMON,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=_WINDOWED,
     ),
     "gemma": lambda: GemmaConfig(**_COMMON),
     "glm4": lambda: Glm4Config(**_COMMON, attention_bias=True, rope_parameters=_PARTIAL),
     "granite": lambda: GraniteConfig(
-        **_COMMON, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=2.5
+        **_COMMON,
+        attention_multiplier=0.2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        logits_scaling=2.5,
     ),
     "olmo2": lambda: Olmo2Config(**_COMMON),
     "olmo3": lambda: Olmo3Config(**_COMMON, sliding_window=WINDOW, layer_types=_WINDOWED),
@@ -125,7 +141,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         original_max_position_embeddings=SHORT_LEN,
         rope_parameters={**_LONG, "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]},
     ),
-    "llama_dynamic": lambda: LlamaConfig(**_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}),
+    "llama_dynamic": lambda: LlamaConfig(
+        **_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    ),
     "glm4_moe": lambda: Glm4MoeConfig(
         **_COMMON,
         moe_intermediate_size=24,
@@ -151,7 +169,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "ernie4_5": lambda: Ernie4_5Config(**_COMMON, use_bias=True),
     "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(
-        **_COMMON, use_bias=True, moe_intermediate_size=24, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1
+        **_COMMON,
+        use_bias=True,
+        moe_intermediate_size=24,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
     ),
     "hy_v3": lambda: HYV3Config(
         **_COMMON,
@@ -172,8 +195,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts=4,
         num_experts_per_tok=2,
     ),
-    "olmoe": lambda: OlmoeConfig(**_without("head_dim"), num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
-    "seed_oss": lambda: SeedOssConfig(**_COMMON, attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    "olmoe": lambda: OlmoeConfig(
+        **_without("head_dim"), num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "seed_oss": lambda: SeedOssConfig(
+        **_COMMON, attention_bias=True, attention_out_bias=True, mlp_bias=True
+    ),
     "mimo_v2_flash": lambda: MiMoV2FlashConfig(
         **_COMMON,
         v_head_dim=12,
@@ -181,7 +208,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_bias=True,
         sliding_window=WINDOW,
         layer_types=["full_attention", "sliding_attention"] * 2,
-        rope_parameters={kind: {**_PARTIAL, "rope_theta": theta} for kind, theta in zip(_WINDOWED, (1e3, 1e4), strict=False)},
+        rope_parameters={
+            kind: {**_PARTIAL, "rope_theta": theta}
+            for kind, theta in zip(_WINDOWED, (1e3, 1e4), strict=False)
+        },
         moe_intermediate_size=24,
         n_routed_experts=8,
         num_experts_per_tok=2,
@@ -203,13 +233,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     **hybrid_configs(_COMMON),
     **shape_configs(_COMMON, WINDOW),
 }
-"""One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts, multipliers, tied heads, joined
-projections, norms after sublayers, layers and numbers that RoPE leaves alone."""
+"""One factory per architecture and feature: grouped heads, windows, sinks, softcaps, experts,
+multipliers, tied heads, joined projections, norms after sublayers, layers and numbers that RoPE
+leaves alone."""
 
 TOPK = 8
 
 _LATENT: dict[str, Any] = {
-    **{key: value for key, value in _COMMON.items() if key not in ("head_dim", "num_key_value_heads")},
+    **{
+        key: value
+        for key, value in _COMMON.items()
+        if key not in ("head_dim", "num_key_value_heads")
+    },
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -226,37 +261,61 @@ _LATENT_MOE: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
 }
-# With few heads in the indexer, a position often scores exactly 0 in all of them, and which of several such a row takes is chance.
+# With few heads in the indexer, a position often scores exactly 0 in all of them, and which of
+# several such a row takes is chance.
 _INDEXER: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": TOPK}
 LATENT_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "deepseek_v2": lambda: DeepseekV2Config(**{**_LATENT_MOE, "q_lora_rank": None}, first_k_dense_replace=1),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **{**_LATENT_MOE, "q_lora_rank": None}, first_k_dense_replace=1
+    ),
     "deepseek_v2_yarn": lambda: DeepseekV2Config(
-        **_LATENT_MOE, first_k_dense_replace=1, topk_method="group_limited_greedy", rope_parameters=_YARN
+        **_LATENT_MOE,
+        first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        rope_parameters=_YARN,
     ),
-    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT_MOE, first_k_dense_replace=1, rope_parameters=_YARN),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **_LATENT_MOE, first_k_dense_replace=1, rope_parameters=_YARN
+    ),
     "deepseek_v3_halves": lambda: DeepseekV3Config(
-        **{**_LATENT_MOE, "q_lora_rank": None}, first_k_dense_replace=1, rope_interleave=False, attention_bias=True
+        **{**_LATENT_MOE, "q_lora_rank": None},
+        first_k_dense_replace=1,
+        rope_interleave=False,
+        attention_bias=True,
     ),
-    "deepseek_v32": lambda: DeepseekV32Config(**_LATENT_MOE, **_INDEXER, first_k_dense_replace=1, rope_parameters=_YARN),
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **_LATENT_MOE, **_INDEXER, first_k_dense_replace=1, rope_parameters=_YARN
+    ),
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
-        **_LATENT_MOE, **_INDEXER, first_k_dense_replace=1, indexer_types=["full", "shared", "full", "shared"]
+        **_LATENT_MOE,
+        **_INDEXER,
+        first_k_dense_replace=1,
+        indexer_types=["full", "shared", "full", "shared"],
     ),
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**_LATENT_MOE),
     "axk1": lambda: AXK1Config(**_LATENT_MOE),
     "mistral4": lambda: Mistral4Config(
-        **{**_LATENT_MOE, "n_group": 1}, first_k_dense_replace=1, rope_parameters={**_YARN, **_TEMPERED}, routed_scaling_factor=1.7
+        **{**_LATENT_MOE, "n_group": 1},
+        first_k_dense_replace=1,
+        rope_parameters={**_YARN, **_TEMPERED},
+        routed_scaling_factor=1.7,
     ),
     "youtu": lambda: YoutuConfig(**_LATENT),
     "kimi_linear": lambda: KimiLinearConfig(
-        **{**{key: value for key, value in _LATENT_MOE.items() if key != "n_routed_experts"}, "q_lora_rank": None},
+        **{
+            **{key: value for key, value in _LATENT_MOE.items() if key != "n_routed_experts"},
+            "q_lora_rank": None,
+        },
         num_local_experts=8,
         linear_num_heads=3,
         linear_head_dim=8,
         layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     ),
 }
-"""The same for latent attention: with a compressed query and without, YaRN, both pairings of RoPE, indexers of every layer and
-shared ones that choose far fewer positions than there are, a dense layer before experts, states beside latents."""
+"""The same for latent attention: with a compressed query and without, YaRN, both pairings of RoPE,
+indexers of every layer and shared ones that choose far fewer positions than there are, a dense
+layer before experts, states beside latents.
+"""
 
 
 def _without(*keys: str) -> dict[str, Any]:
@@ -264,7 +323,9 @@ def _without(*keys: str) -> dict[str, Any]:
 
 
 def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """The model as transformers alone runs it, eager attention, float32; `changes` are made to its config."""
+    """The model as transformers alone runs it, eager attention, float32; `changes` are made to its
+    config.
+    """
     torch.manual_seed(seed)
     config = (CONFIGS | LATENT_CONFIGS)[name]()
     config.tie_word_embeddings = config.tie_word_embeddings and not name.startswith("gemma")
@@ -275,9 +336,13 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks") or "norm" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            if parameter_name.endswith(("router.scale", "per_expert_scale", "e_score_correction_bias")):
+            if parameter_name.endswith(
+                ("router.scale", "per_expert_scale", "e_score_correction_bias")
+            ):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            if parameter_name.endswith("A_log"):  # by default a state forgets all within a token or two
+            if parameter_name.endswith(
+                "A_log"
+            ):  # by default a state forgets all within a token or two
                 parameter.uniform_(-2, 0)
             if parameter_name.endswith(("dt_bias", ".D")):
                 parameter.normal_()
@@ -291,14 +356,19 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             if buffer_name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         if name in LATENT_CONFIGS:
-            # transformers makes the padding token's row zero, for which all positions score the same in the first indexer.
-            model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)
+            # transformers makes the padding token's row zero, for which all positions score the
+            # same in the first indexer.
+            model.get_input_embeddings().weight[config.pad_token_id].normal_(
+                std=config.initializer_range
+            )
     return model
 
 
 def _from_config(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """A causal language model."""
-    model: PreTrainedModel = text_class(config)._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model: PreTrainedModel = text_class(config)._from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
     return model
 
 
@@ -310,12 +380,16 @@ def paged_verifier(
     backend: Callable[[Any], Any] | None = None,
     device: str = "cpu",
 ) -> Verifier:
-    """A second model with the same weights behind our paged attention, torch_ref's unless `backend` makes another of the spec."""
+    """A second model with the same weights behind our paged attention, torch_ref's unless `backend`
+    makes another of the spec.
+    """
     config = copy.deepcopy(model.config)
     paged = _from_config(config, ATTENTION_NAME)
     paged.load_state_dict(model.state_dict())
     paged.generation_config.eos_token_id = model.generation_config.eos_token_id
-    spec = backend_spec(config, device=torch.device(device), dtype=torch.float32, block_size=block_size)
+    spec = backend_spec(
+        config, device=torch.device(device), dtype=torch.float32, block_size=block_size
+    )
     attention = backend(spec) if backend is not None else select_backend("torch_ref", spec)
     return verifier_for(paged.to(device), name=config.model_type, backend=attention, fuse=fuse)
 
@@ -324,16 +398,22 @@ def paged_verifier(
 def plain_greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """New tokens of `generate`, greedy, end-of-sequence included."""
     ids = torch.tensor([list(prompt)])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+    )
     return output[0, len(prompt) :].tolist()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, the same size as the tiny models' vocabulary."""
     pieces = ["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCAB - 3))]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<pad>")
+    )
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
 
 
 def random_dflash(
@@ -346,7 +426,9 @@ def random_dflash(
     taps: tuple[int, ...] = (0, 2, 3),
     head: HeadConfig | None = None,
 ) -> DFlashDrafter:
-    """A DFlash drafter with random weights, one full layer and two sliding ones; with a head, the anchor's row predicts."""
+    """A DFlash drafter with random weights, one full layer and two sliding ones; with a head, the
+    anchor's row predicts.
+    """
     torch.manual_seed(seed)
     config = DFlashConfig(
         block_size=block_size,

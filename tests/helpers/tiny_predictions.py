@@ -1,4 +1,6 @@
-"""Tiny targets on disk with layers for multi-token prediction, and what transformers' own layers make of the same weights."""
+"""Tiny targets on disk with layers for multi-token prediction, and what transformers' own layers
+make of the same weights.
+"""
 
 import copy
 import re
@@ -37,7 +39,14 @@ class Layout(NamedTuple):
 
 
 QWEN = Layout(
-    dict(zip(PARTS, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), strict=True)), "mtp.layers."
+    dict(
+        zip(
+            PARTS,
+            ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+            strict=True,
+        )
+    ),
+    "mtp.layers.",
 )
 APPENDED = Layout(
     {
@@ -57,7 +66,12 @@ HUNYUAN = APPENDED._replace(
     ],
 )
 ERNIE = Layout(
-    {part: f"model.{name}.0" for part, name in zip(PARTS[:3], ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"), strict=True)},
+    {
+        part: f"model.{name}.0"
+        for part, name in zip(
+            PARTS[:3], ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj"), strict=True
+        )
+    },
     "model.mtp_block.",
 )
 MIMO = Layout(
@@ -72,7 +86,14 @@ MIMO = Layout(
 NEMOTRON = Layout(
     dict(
         zip(
-            PARTS, ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"), strict=True
+            PARTS,
+            (
+                "mtp.layers.0.enorm",
+                "mtp.layers.0.hnorm",
+                "mtp.layers.0.eh_proj",
+                "mtp.layers.1.final_layernorm",
+            ),
+            strict=True,
         )
     ),
     "mtp.layers.",
@@ -80,7 +101,11 @@ NEMOTRON = Layout(
 SPECULATORS = Layout(
     {
         part: f"mtp_layers.0.{name}"
-        for part, name in zip(PARTS, ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), strict=True)
+        for part, name in zip(
+            PARTS,
+            ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            strict=True,
+        )
     },
     "mtp_layers.",
 )
@@ -123,17 +148,31 @@ class Reference(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """By the names of the helper."""
-        named = {name: tensor for name, tensor in self.layers.state_dict().items() if name.startswith("model.layers.")}
+        named = {
+            name: tensor
+            for name, tensor in self.layers.state_dict().items()
+            if name.startswith("model.layers.")
+        }
         embedding_norm, hidden_norm = (norm.weight for norm in self.norms)
-        own = {"embedding_norm": embedding_norm, "hidden_norm": hidden_norm, "projection": self.projection}
+        own = {
+            "embedding_norm": embedding_norm,
+            "hidden_norm": hidden_norm,
+            "projection": self.projection,
+        }
         own["norm"] = final_norm(self.layers).weight
         return named | {f"{part}.weight": tensor for part, tensor in own.items()}
 
     def hidden(self, token_ids: Sequence[int], *, raw: bool = False) -> Tensor:
-        """Hidden states [T, H] that the target's head is given, or the `raw` ones that its last norm is given."""
+        """Hidden states [T, H] that the target's head is given, or the `raw` ones that its last
+        norm is given.
+        """
         kept: list[Tensor] = []
-        hook = self.target.base_model.layers[-1].register_forward_hook(lambda module, given, out: kept.append(first(out)[0]))
-        normed = self.target.base_model(torch.tensor([list(token_ids)]), use_cache=False).last_hidden_state[0]
+        hook = self.target.base_model.layers[-1].register_forward_hook(
+            lambda module, given, out: kept.append(first(out)[0])
+        )
+        normed = self.target.base_model(
+            torch.tensor([list(token_ids)]), use_cache=False
+        ).last_hidden_state[0]
         hook.remove()
         return kept[0] if raw else normed
 
@@ -145,8 +184,12 @@ class Reference(NamedTuple):
     def out(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] behind the last norm, and before it."""
         kept: list[Tensor] = []
-        hook = self.layers.base_model.layers[-1].register_forward_hook(lambda module, given, out: kept.append(first(out)[0]))
-        normed = self.layers.base_model(inputs_embeds=rows[None], use_cache=False).last_hidden_state[0]
+        hook = self.layers.base_model.layers[-1].register_forward_hook(
+            lambda module, given, out: kept.append(first(out)[0])
+        )
+        normed = self.layers.base_model(
+            inputs_embeds=rows[None], use_cache=False
+        ).last_hidden_state[0]
         hook.remove()
         return normed, kept[0]
 
@@ -157,11 +200,16 @@ class Reference(NamedTuple):
         Args:
             token_ids: of the prompt and the anchor.
             drafts: k tokens.
-            wrong: "hidden" takes the target's hidden states from before its norm, "order" puts them first, "shift" gives a row the
-                token of its own position, and "recursion" takes the layers' own from before their norm.
+            wrong: "hidden" takes the target's hidden states from before its norm, "order" puts them
+                first, "shift" gives a row the token of its own position, and "recursion" takes the
+                layers' own from before their norm.
         """
         embed = self.target.get_input_embeddings().weight
-        hidden, tokens, found = self.hidden(token_ids[:-1], raw=wrong == "hidden"), [*token_ids, *drafts], []
+        hidden, tokens, found = (
+            self.hidden(token_ids[:-1], raw=wrong == "hidden"),
+            [*token_ids, *drafts],
+            [],
+        )
         for draft in range(len(drafts)):
             ahead = 0 if wrong == "shift" else 1
             given = torch.tensor(tokens[ahead : ahead + len(token_ids) - 1 + draft])
@@ -189,7 +237,11 @@ def reference(name: str, seed: int = 0, **entries: Any) -> Reference:
     config = copy.deepcopy(target.config)
     count = len(changes.get("layer_types") or [0])
     changed = {**entries, **changes, "num_hidden_layers": count}
-    layers = plain_model(name, seed + 1, **{entry: value for entry, value in changed.items() if hasattr(config, entry)})
+    layers = plain_model(
+        name,
+        seed + 1,
+        **{entry: value for entry, value in changed.items() if hasattr(config, entry)},
+    )
     norm = final_norm(layers)
     if name in CASES and "norm" not in CASES[name][0].parts:
         norm.load_state_dict(final_norm(target).state_dict())
@@ -202,7 +254,9 @@ def reference(name: str, seed: int = 0, **entries: Any) -> Reference:
 
 
 def write_target(path: Path, ref: Reference, layout: Layout, *, own: bool = True) -> Path:
-    """Saves the target, and if they are its `own` the layers, those of experts one by one, under the names of public files."""
+    """Saves the target, and if they are its `own` the layers, those of experts one by one, under
+    the names of public files.
+    """
     config = ref.target.config
     config.num_nextn_predict_layers = int(own)
     ref.target.save_pretrained(path)
@@ -211,15 +265,24 @@ def write_target(path: Path, ref: Reference, layout: Layout, *, own: bool = True
         return path
     tensors = load_file(path / "model.safetensors")
     written = {
-        one: tensor for one, tensor in experts_apart(ref.tensors()).items() if "norm" in layout.parts or one != "norm.weight"
+        one: tensor
+        for one, tensor in experts_apart(ref.tensors()).items()
+        if "norm" in layout.parts or one != "norm.weight"
     }
-    further = {layout.name(one, config.num_hidden_layers): tensor for one, tensor in written.items()}
+    further = {
+        layout.name(one, config.num_hidden_layers): tensor for one, tensor in written.items()
+    }
     if layout in (APPENDED, HUNYUAN):
         scope = f"model.layers.{config.num_hidden_layers}."
-        further |= {f"{scope}{name}.weight": tensors["lm_head.weight"].clone() for name in ("embed_tokens", "shared_head.head")}
+        further |= {
+            f"{scope}{name}.weight": tensors["lm_head.weight"].clone()
+            for name in ("embed_tokens", "shared_head.head")
+        }
     further |= {scope + "mlp.down_proj.weight": torch.zeros(3, 3) for scope in layout.further}
     save_file(
-        {name: tensor.contiguous() for name, tensor in (tensors | further).items()}, path / "model.safetensors", {"format": "pt"}
+        {name: tensor.contiguous() for name, tensor in (tensors | further).items()},
+        path / "model.safetensors",
+        {"format": "pt"},
     )
     return path
 

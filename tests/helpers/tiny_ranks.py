@@ -43,8 +43,12 @@ def random_drafter(path: Path | None, *, verifier: DecoderVerifier) -> DFlashDra
     return random_dflash(verifier)
 
 
-def make(group: Group | None, folders: Mapping[str, Path], ways: Mapping[str, Way]) -> dict[str, Made]:
-    """Logits of a sequence in three chunks, and what an engine with a drafter writes, of every target."""
+def make(
+    group: Group | None, folders: Mapping[str, Path], ways: Mapping[str, Way]
+) -> dict[str, Made]:
+    """Logits of a sequence in three chunks, and what an engine with a drafter writes, of every
+    target.
+    """
     made, device = {}, torch.device("cpu")
     for name, folder in folders.items():
         options: dict[str, Any] = {"attention": "torch_ref", "block_size": BLOCK, "group": group}
@@ -62,16 +66,30 @@ def _made(verifier: DecoderVerifier, way: Way) -> Made:
     return Made(logits, *decode(verifier, way), verifier.weight_bytes, per_token)
 
 
-def decode(verifier: DecoderVerifier, way: Way) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Tokens, drafts and accepted drafts of two prompts, with a random drafter that every rank has whole."""
-    config = EngineConfig(max_num_seqs=2, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=2**22), num_draft_tokens=way.k)
+def decode(
+    verifier: DecoderVerifier, way: Way
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Tokens, drafts and accepted drafts of two prompts, with a random drafter that every rank has
+    whole.
+    """
+    config = EngineConfig(
+        max_num_seqs=2,
+        max_prefill_tokens=13,
+        cache=CacheConfig(memory_bytes=2**22),
+        num_draft_tokens=way.k,
+    )
     engine: Any = SpecEngine(verifier, random_dflash(verifier, block_size=8), config)
     requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=6, temperature=way.temperature, top_p=0.9, seed=number))
+        engine.add_request(
+            prompt,
+            SamplingParams(max_tokens=6, temperature=way.temperature, top_p=0.9, seed=number),
+        )
         for number, prompt in enumerate(random_prompts(2, seed=6, longest=16))
     ]
     while engine.has_work:
         engine.step()
     names = ("output_token_ids", "num_drafted", "num_accepted")
-    tokens, drafted, accepted = ([list(getattr(request, name)) for request in requests] for name in names)
+    tokens, drafted, accepted = (
+        [list(getattr(request, name)) for request in requests] for name in names
+    )
     return tokens, drafted, accepted

@@ -9,8 +9,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 _KINDS = ["sliding_attention", "full_attention"]
 
 
-def shape_configs(common: Mapping[str, Any], window: int, *, global_kv_heads: int = 1) -> dict[str, Callable[[], PreTrainedConfig]]:
-    """Factories by name: Gemma 4 as its 31B, E2B, 26B-A4B and 12B are, as far as this transformers has them, and Laguna.
+def shape_configs(
+    common: Mapping[str, Any], window: int, *, global_kv_heads: int = 1
+) -> dict[str, Callable[[], PreTrainedConfig]]:
+    """Factories by name: Gemma 4 as its 31B, E2B, 26B-A4B and 12B are, as far as this transformers
+    has them, and Laguna.
 
     Args:
         common: entries of all.
@@ -25,12 +28,21 @@ def shape_configs(common: Mapping[str, Any], window: int, *, global_kv_heads: in
         "final_logit_softcapping": 8.0,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e5},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e5,
+            },
         },
     }
     same = {"attention_k_eq_v": True, "num_global_key_value_heads": global_kv_heads}
     no_inputs = {"hidden_size_per_layer_input": 0}
-    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    experts = {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    }
     found: dict[str, Callable[[], PreTrainedConfig]] = {
         "gemma4": lambda: Gemma4TextConfig(**gemma4, **same, **no_inputs),
         "gemma4_shared": lambda: Gemma4TextConfig(
@@ -54,5 +66,7 @@ def shape_configs(common: Mapping[str, Any], window: int, *, global_kv_heads: in
         ),
     }
     if "gemma4_unified_text" in CONFIG_MAPPING_NAMES:
-        found["gemma4_unified"] = lambda: AutoConfig.for_model("gemma4_unified_text", **gemma4, **same)
+        found["gemma4_unified"] = lambda: AutoConfig.for_model(
+            "gemma4_unified_text", **gemma4, **same
+        )
     return found

@@ -1,4 +1,6 @@
-"""Tables of scores, and trees and walks that are compared with `tests.helpers.tree_oracle`, wherever they were computed."""
+"""Tables of scores, and trees and walks that are compared with `tests.helpers.tree_oracle`,
+wherever they were computed.
+"""
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ SHAPES: list[Shape] = [  # requests, K, C, N, conditional, distinct scores
 
 
 def scores_of(shape: Shape) -> tuple[Tensor, int]:
-    """Log-probabilities, in falling order unless they are conditional; with few distinct values many sums are equal."""
+    """Log-probabilities, in falling order unless they are conditional; with few distinct values
+    many sums are equal.
+    """
     num_reqs, depth, count, num_nodes, conditional, distinct = shape
     generator = torch.Generator().manual_seed(sum(shape[:4]))
     size = (num_reqs, depth, count, count) if conditional else (num_reqs, depth, count)
@@ -38,7 +42,14 @@ def assert_as_heap(best: BestPaths, scores: Tensor, num_nodes: int) -> list[list
     count = scores.shape[-1]
     for i, nodes in enumerate(requests):
         expected = [
-            (node.parent, len(node.path), node.path[-1], (len(node.path) - 1) * count + node.path[-1], node.score) for node in nodes
+            (
+                node.parent,
+                len(node.path),
+                node.path[-1],
+                (len(node.path) - 1) * count + node.path[-1],
+                node.score,
+            )
+            for node in nodes
         ]
         tree = best.tree
         fields = (tree.parents, tree.depths, tree.ranks, best.places, best.scores)
@@ -46,7 +57,9 @@ def assert_as_heap(best: BestPaths, scores: Tensor, num_nodes: int) -> list[list
         rows = {0: 0}
         for node in nodes:
             rows[node.row] = rows[node.parent] | 1 << (node.row - 1)
-        assert [word % 2**64 for word in tree.ancestors[i].tolist()] == [rows[node.row] for node in nodes]
+        assert [word % 2**64 for word in tree.ancestors[i].tolist()] == [
+            rows[node.row] for node in nodes
+        ]
     return requests
 
 
@@ -63,18 +76,32 @@ def chain_by_hand(scores: Tensor) -> list[list[int]]:
 
 
 def choices(best: BestPaths, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the drafts, different ones for siblings, and of the target: mostly those of a child."""
+    """Tokens of the drafts, different ones for siblings, and of the target: mostly those of a
+    child.
+    """
     generator = torch.Generator().manual_seed(seed)
     ranks, parents = best.tree.ranks, best.tree.parents
-    target_ids = torch.randint(int(ranks.max()) + 1, (ranks.shape[0], ranks.shape[1] + 1), generator=generator)
+    target_ids = torch.randint(
+        int(ranks.max()) + 1, (ranks.shape[0], ranks.shape[1] + 1), generator=generator
+    )
     likely = torch.rand(ranks.shape, generator=generator) < 0.8
     for i in range(ranks.shape[1] - 1, -1, -1):  # the best child last
         row = parents[:, i : i + 1]
-        target_ids.scatter_(1, row, torch.where(likely[:, i : i + 1], ranks[:, i : i + 1], target_ids.gather(1, row)))
+        target_ids.scatter_(
+            1,
+            row,
+            torch.where(likely[:, i : i + 1], ranks[:, i : i + 1], target_ids.gather(1, row)),
+        )
     return ranks * 7 + 3, target_ids * 7 + 3
 
 
-def assert_walked(path: Tensor, num_accepted: Tensor, nodes: list[list[Node]], token_ids: Tensor, target_ids: Tensor) -> int:
+def assert_walked(
+    path: Tensor,
+    num_accepted: Tensor,
+    nodes: list[list[Node]],
+    token_ids: Tensor,
+    target_ids: Tensor,
+) -> int:
     """The walk by dictionaries takes the same rows; returns how many it takes in all."""
     total = 0
     for i, request in enumerate(nodes):
@@ -82,7 +109,10 @@ def assert_walked(path: Tensor, num_accepted: Tensor, nodes: list[list[Node]], t
         assert num_accepted[i] == len(rows)
         assert path[i].tolist() == [0, *rows, *range(len(rows) + 1, path.shape[1])]
         tokens = target_ids[i, path[i]].tolist()[: len(rows) + 1]
-        assert tokens == [*(int(token_ids[i, row - 1]) for row in rows), int(target_ids[i, rows[-1] if rows else 0])]
+        assert tokens == [
+            *(int(token_ids[i, row - 1]) for row in rows),
+            int(target_ids[i, rows[-1] if rows else 0]),
+        ]
         total += len(rows)
     return total
 

@@ -17,9 +17,21 @@ TREES: list[Parents] = random_trees(4, DRAFTS)
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "penalized": {"repetition_penalty": 1.8, "frequency_penalty": 0.6, "logit_bias": {3: 2.0, 4: -2.0}, "top_logprobs": 3},
+    "penalized": {
+        "repetition_penalty": 1.8,
+        "frequency_penalty": 0.6,
+        "logit_bias": {3: 2.0, 4: -2.0},
+        "top_logprobs": 3,
+    },
     "sampled": {"temperature": 0.8},
-    "filtered": {"temperature": 1.1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "logprobs": True},
+    "filtered": {
+        "temperature": 1.1,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "logprobs": True,
+    },
 }
 
 
@@ -34,7 +46,10 @@ class TreeCase:
 
     def outputs_of(self, sampling: str) -> Outputs:
         """By prompt."""
-        return {tuple(request.prompt_token_ids): request.output_token_ids for request in self.plain[sampling]}
+        return {
+            tuple(request.prompt_token_ids): request.output_token_ids
+            for request in self.plain[sampling]
+        }
 
     def engine(self, drafter: Drafter | None, **changes: Any) -> SpecEngine:
         trees = {"tree_nodes": DRAFTS} if drafter else {}
@@ -42,7 +57,9 @@ class TreeCase:
         return SpecEngine(
             self.verifier,
             drafter,
-            EngineConfig(**{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes}),
+            EngineConfig(
+                **{"max_num_seqs": 4, "num_draft_tokens": None, "cache": cache, **trees, **changes}
+            ),
         )
 
     def scripted(self, sampling: str = "greedy", **changes: Any) -> SpecEngine:
@@ -52,8 +69,14 @@ class TreeCase:
     def run(self, engine: SpecEngine | None, **sampling: Any) -> list[Request]:
         """All prompts, each with a seed of its own; without an engine plain."""
         engine = engine or self.engine(None)
-        options = [{"max_tokens": MAX_TOKENS, "seed": seed, **sampling} for seed in range(len(self.prompts))]
-        requests = [engine.add_request(prompt, SamplingParams(**each)) for prompt, each in zip(self.prompts, options, strict=True)]
+        options = [
+            {"max_tokens": MAX_TOKENS, "seed": seed, **sampling}
+            for seed in range(len(self.prompts))
+        ]
+        requests = [
+            engine.add_request(prompt, SamplingParams(**each))
+            for prompt, each in zip(self.prompts, options, strict=True)
+        ]
         return finish(engine, *requests)
 
 

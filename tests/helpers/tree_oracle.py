@@ -1,4 +1,6 @@
-"""DDTree in plain Python, as its paper puts it: a heap of paths, and a walk by dictionaries. Shares nothing with what it judges."""
+"""DDTree in plain Python, as its paper puts it: a heap of paths, and a walk by dictionaries. Shares
+nothing with what it judges.
+"""
 
 import heapq
 from collections.abc import Sequence
@@ -12,7 +14,9 @@ Table = Sequence[Sequence[float]]
 
 @dataclass
 class Node:
-    """A draft: its row and its parent's (0 is the anchor), the candidates on its path, and the path's sum in float32."""
+    """A draft: its row and its parent's (0 is the anchor), the candidates on its path, and the
+    path's sum in float32.
+    """
 
     row: int
     parent: int
@@ -21,7 +25,8 @@ class Node:
 
 
 def heap_tree(table: Table | Sequence[Table], num_nodes: int) -> list[Node]:
-    """The best paths, best first: of equal ones the shorter, then the one behind the earlier parent, then the lower candidate.
+    """The best paths, best first: of equal ones the shorter, then the one behind the earlier
+    parent, then the lower candidate.
 
     Each position of `table` is a list of scores, or one such list for each candidate before.
     """
@@ -46,7 +51,9 @@ def heap_tree(table: Table | Sequence[Table], num_nodes: int) -> list[Node]:
     return nodes
 
 
-def walk_tree(nodes: Sequence[Node], token_ids: Sequence[int], target_ids: Sequence[int]) -> list[int]:
+def walk_tree(
+    nodes: Sequence[Node], token_ids: Sequence[int], target_ids: Sequence[int]
+) -> list[int]:
     """Rows of the drafts that the target's tokens lead to, given those of every row."""
     children: dict[int, dict[int, int]] = {}
     for node, token in zip(nodes, token_ids, strict=True):

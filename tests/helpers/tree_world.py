@@ -1,4 +1,6 @@
-"""Decoding without a model or a clock where drafts may form trees: made-up times, and how often each candidate is right."""
+"""Decoding without a model or a clock where drafts may form trees: made-up times, and how often
+each candidate is right.
+"""
 
 import math
 import random
@@ -28,7 +30,9 @@ class TreeLength:
     ) -> None:
         self.rungs = shapes(most, trees=MOST_NODES, forward_for_each=forward_for_each)
         likeliest_first = ranks_of is not None
-        self.choice = BlockChoice(self.rungs, likeliest_first=likeliest_first, forward_for_each=forward_for_each)
+        self.choice = BlockChoice(
+            self.rungs, likeliest_first=likeliest_first, forward_for_each=forward_for_each
+        )
         self.ranks_of = ranks_of or (lambda shape, rows: [0] * len(rows))
 
     def choose(self, num_reqs: int) -> BlockShape:
@@ -41,7 +45,11 @@ class TreeLength:
         accepted: Sequence[Sequence[int]],
         seconds: float | None,
     ) -> None:
-        paths = [Path(rows, self.ranks_of(shape, rows)) for rows in accepted if rows] if shape.is_tree else []
+        paths = (
+            [Path(rows, self.ranks_of(shape, rows)) for rows in accepted if rows]
+            if shape.is_tree
+            else []
+        )
         self.choice.observe(num_reqs, shape, [len(rows) for rows in accepted], seconds, paths=paths)
 
 

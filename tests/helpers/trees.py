@@ -1,4 +1,6 @@
-"""Draft trees on made-up requests, as the parents of their drafts: the one in row `i` continues row `parents[i - 1]`."""
+"""Draft trees on made-up requests, as the parents of their drafts: the one in row `i` continues row
+`parents[i - 1]`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ Parents = Sequence[int]
 def random_trees(num_reqs: int, drafts: int, seed: int = 0) -> list[Parents]:
     """Of any shape; the second is a star, and the third a chain."""
     draw = random.Random(seed)
-    trees: list[Parents] = [[draw.randint(max(0, i - 4), i) for i in range(drafts)] for _ in range(num_reqs)]
+    trees: list[Parents] = [
+        [draw.randint(max(0, i - 4), i) for i in range(drafts)] for _ in range(num_reqs)
+    ]
     trees[1:3] = [[0] * drafts, range(drafts)]
     return trees[:num_reqs]
 
@@ -33,7 +37,9 @@ def with_trees(metadata: AttentionMetadata, trees: Sequence[Parents]) -> Attenti
     signed = torch.tensor([word - (word >> 63 << 64) for word in words])
     depths = torch.tensor([len(path) - 1 for path in paths])
     device = metadata.seq_lens.device
-    return replace(metadata, visibility="ancestors", tree=TreeRows(signed.to(device), depths.to(device)))
+    return replace(
+        metadata, visibility="ancestors", tree=TreeRows(signed.to(device), depths.to(device))
+    )
 
 
 class Sight(NamedTuple):
@@ -55,5 +61,7 @@ def sight_of(parents: Parents, length: int) -> Sight:
         hidden[row, :context] = False
         hidden[row, [context + other for other in path]] = False
         for key in range(length):
-            ahead[row, key] = (key if key < context else context + len(paths[key - context]) - 1) - position
+            ahead[row, key] = (
+                key if key < context else context + len(paths[key - context]) - 1
+            ) - position
     return Sight(hidden, ahead)

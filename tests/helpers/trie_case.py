@@ -14,7 +14,9 @@ Paths = dict[tuple[int, ...], float]
 
 
 def paths_of(drafts: ScoredDrafts, request: int) -> Paths:
-    """Every path that counts with its probability, in order; checks that parents come first and siblings differ."""
+    """Every path that counts with its probability, in order; checks that parents come first and
+    siblings differ.
+    """
     tree, tokens = drafts.tree, drafts.token_ids[request].tolist()
     rows: list[tuple[int, ...]] = [()]
     words = [0]
@@ -25,7 +27,10 @@ def paths_of(drafts: ScoredDrafts, request: int) -> Paths:
         assert parent <= i
         rows.append((*rows[parent], tokens[i]))
         words.append(words[parent] | 1 << i)
-        assert int(tree.depths[request, i]) == len(rows[-1]) and int(tree.ancestors[request, i]) % 2**64 == words[-1]
+        assert (
+            int(tree.depths[request, i]) == len(rows[-1])
+            and int(tree.ancestors[request, i]) % 2**64 == words[-1]
+        )
         assert rows[-1] not in found and int(tree.ranks[request, i]) == children[parent]
         children[parent] += 1
         found[rows[-1]] = math.exp(drafts.scores[request, i])
@@ -34,11 +39,15 @@ def paths_of(drafts: ScoredDrafts, request: int) -> Paths:
 
 
 def assert_best(drafts: ScoredDrafts, request: int, expected: Paths) -> None:
-    """The drafts are the most probable of `expected`, as many as there is room for, each as probable."""
+    """The drafts are the most probable of `expected`, as many as there is room for, each as
+    probable.
+    """
     found, num_nodes = paths_of(drafts, request), drafts.token_ids.shape[1]
     assert len(found) == min(num_nodes, len(expected))
     assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-5)
-    assert sum(found.values()) == pytest.approx(sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5)
+    assert sum(found.values()) == pytest.approx(
+        sum(sorted(expected.values(), reverse=True)[:num_nodes]), rel=1e-5
+    )
 
 
 def union_of(sides: Sequence[ScoredDrafts], request: int) -> Paths:
@@ -58,7 +67,9 @@ def shares(continuations: list[list[int]], weights: list[float], keep: float) ->
 
 
 def case(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Continuations of few different tokens, some of them short or missing; one request has none at all."""
+    """Continuations of few different tokens, some of them short or missing; one request has none at
+    all.
+    """
     generator = torch.Generator().manual_seed(seed)
     continuations = torch.randint(3, (4, 6, 5), generator=generator)
     lengths = torch.randint(6, (4, 6), generator=generator)

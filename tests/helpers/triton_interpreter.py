@@ -25,7 +25,9 @@ def require_triton() -> torch.device:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed", allow_module_level=True)
     if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton before 3.7 needs numpy before 2.4", allow_module_level=True)
+        pytest.skip(
+            "the interpreter of Triton before 3.7 needs numpy before 2.4", allow_module_level=True
+        )
     if os.environ.get("TRITON_INTERPRET") == "1":
         _fix_order_of_products()
         _hasten()
@@ -36,7 +38,8 @@ def require_triton() -> torch.device:
 
 
 def product(left: NDArray[Any], right: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """`left [..., M, K] @ right [..., K, N]`, each element summed over K from its beginning, rounded at every term.
+    """`left [..., M, K] @ right [..., K, N]`, each element summed over K from its beginning,
+    rounded at every term.
 
     NumPy's own goes to a BLAS: its order depends on the processor, M and N, and bits would say
     nothing about our kernels.
@@ -72,12 +75,16 @@ class _Numpy:
 def _hasten() -> None:
     """Leaves out what takes most of the interpreter's time and adds nothing.
 
-    It makes Triton's language its own at every launch and at every call in a kernel: here once per module, for good. It computes
-    whether integers overflow, which it looks at in its debug mode alone. And it works out the same types of NumPy, of blocks and of
-    tensors at every operation: here once each.
+    It makes Triton's language its own at every launch and at every call in a kernel: here once per
+    module, for good. It computes whether integers overflow, which it looks at in its debug mode
+    alone. And it works out the same types of NumPy, of blocks and of tensors at every operation:
+    here once each.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
-    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "interpreter_builder")):
+    if not all(
+        hasattr(interpreter, name)
+        for name in ("_patch_lang", "_LangPatchScope", "interpreter_builder")
+    ):
         return  # another version of Triton, which is as slow as it is
     adapt, builder = interpreter._patch_lang, interpreter.interpreter_builder
     adapted = set()
@@ -95,12 +102,18 @@ def _hasten() -> None:
 
 
 def _remember_types(interpreter: Any) -> None:
-    """Attributes of a type of blocks follow from its elements and shape, and the sizes of a tensor from its type's shape.
+    """Attributes of a type of blocks follow from its elements and shape, and the sizes of a tensor
+    from its type's shape.
 
-    A key is what an object is, and not what it equals: the attributes that are kept for it keep it alive.
+    A key is what an object is, and not what it equals: the attributes that are kept for it keep it
+    alive.
     """
     core = import_module("triton.language.core")
-    numpy_type, make_type, make_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
+    numpy_type, make_type, make_tensor = (
+        interpreter._get_np_dtype,
+        core.block_type.__init__,
+        core.tensor.__init__,
+    )
     numpy_types: dict[int, tuple[Any, Any]] = {}
     types: dict[tuple[int, tuple[Any, ...]], dict[str, Any]] = {}
     sizes: dict[int, tuple[Any, Any, Any]] = {}
@@ -123,9 +136,18 @@ def _remember_types(interpreter: Any) -> None:
         if (known := sizes.get(id(shape))) is None:
             make_tensor(self, handle, type)
             known = sizes[id(shape)] = shape, self.shape, self.numel
-        self.handle, self.type, self.dtype, (_, self.shape, self.numel) = handle, type, type.scalar, known
+        self.handle, self.type, self.dtype, (_, self.shape, self.numel) = (
+            handle,
+            type,
+            type.scalar,
+            known,
+        )
 
-    interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__ = numpy_type_once, make_type_once, make_tensor_once
+    interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__ = (
+        numpy_type_once,
+        make_type_once,
+        make_tensor_once,
+    )
 
 
 def compile_for(
@@ -138,14 +160,18 @@ def compile_for(
     descriptors: dict[str, str] | None = None,
     **options: int,
 ) -> Any:
-    """Compiles `kernel` for a machine that need not be here; arguments that are nothing else are 32-bit integers.
+    """Compiles `kernel` for a machine that need not be here; arguments that are nothing else are
+    32-bit integers.
 
     Descriptors are given as type and shape of their tiles, as in "bf16[128, 64]".
     """
     compiler, backends = import_module("triton.compiler"), import_module("triton.backends.compiler")
     types = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(floats, "fp32")
     types |= {name: f"tensordesc<{tile}>" for name, tile in (descriptors or {}).items()}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {
         (i,): [["tt.divisibility", 16]]

@@ -1,4 +1,6 @@
-"""Waiting for what others do: a test is decided by events, and no machine is too fast or too slow for it."""
+"""Waiting for what others do: a test is decided by events, and no machine is too fast or too slow
+for it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Gate:
         with self._told:
             self._left += steps
             self._told.notify_all()
-            assert self._told.wait_for(lambda: self._stands and not self._left, HANG), "no more work"
+            assert self._told.wait_for(lambda: self._stands and not self._left, HANG), (
+                "no more work"
+            )
 
     def open(self) -> None:
         """Lets the engine go on for good."""

@@ -35,7 +35,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
 def test_every_kernel_stands_in_the_table() -> None:
     assert {name: one.name for name, one in homes().items()} == {name: name for name in KERNELS}
     makers = {file for file in sources() if " = Kernel(" in file.read_text()}
-    tabled = {ROOT / (home.partition(":")[0].replace(".", "/") + ".py") for home in KERNELS.values()}
+    tabled = {
+        ROOT / (home.partition(":")[0].replace(".", "/") + ".py") for home in KERNELS.values()
+    }
     assert makers == tabled
     assert sum(file.read_text().count(" = Kernel(") for file in makers) == len(KERNELS)
 
@@ -54,7 +56,9 @@ def test_every_file_of_kernels_has_a_home() -> None:
     for module in [module for module in users if is_kernel(module)]:
         reached, ends = [module], set()
         for one in reached:
-            reached += [user for user in users.get(one, ()) if is_kernel(user) and user not in reached]
+            reached += [
+                user for user in users.get(one, ()) if is_kernel(user) and user not in reached
+            ]
             ends |= {user for user in users.get(one, ()) if not is_kernel(user)}
         assert ends & tabled or any(end.startswith(ATTENTION) for end in ends), module
 
@@ -85,20 +89,29 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     return asked
 
 
-def test_what_a_step_may_meet_is_decided_when_the_engine_is_built(made: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_may_meet_is_decided_when_the_engine_is_built(
+    made: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A drafter's kernels as well, for a check within a captured step would fail."""
     monkeypatch.setattr(kernel, "unavailable_reasons", lambda device: [])
     asked = noted(monkeypatch)
-    made[:] = [edges.KERNEL, Kernel("fused_layers", lambda device, dtype: Deviation(0, 0), dtypes=HALF)]
+    made[:] = [
+        edges.KERNEL,
+        Kernel("fused_layers", lambda device, dtype: Deviation(0, 0), dtypes=HALF),
+    ]
     edges.KERNEL.forget()
     SpecEngine(paged_verifier(plain_model("llama"), 16), None)
     edges.KERNEL.forget()
     assert asked == [("edges",)]
 
 
-def test_a_kernel_is_asked_for_a_device_and_a_type(made: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_asked_for_a_device_and_a_type(
+    made: list[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = noted(monkeypatch)
-    one = Kernel("argmax", lambda device, dtype: Deviation(0, 0), dtypes=HALF, reasons=lambda *where: [])
+    one = Kernel(
+        "argmax", lambda device, dtype: Deviation(0, 0), dtypes=HALF, reasons=lambda *where: []
+    )
     for _ in range(2):
         assert one.runs_on(CPU, torch.float16) and not one.runs_on(CPU, torch.float32)
     assert asked == [("argmax", torch.float16)] * 2

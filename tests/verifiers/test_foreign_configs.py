@@ -1,4 +1,6 @@
-"""Configs of strangers: whatever stands at any entry, loading and `doctor` end in a result or in one line that names the entry."""
+"""Configs of strangers: whatever stands at any entry, loading and `doctor` end in a result or in
+one line that names the entry.
+"""
 
 import json
 import math
@@ -12,17 +14,35 @@ import torch
 from specdec import SpecDecoder
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, SpecDecError
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, plain_greedy, plain_model, tiny_tokenizer
+from tests.helpers.tiny_models import (
+    CONFIGS,
+    LATENT_CONFIGS,
+    plain_greedy,
+    plain_model,
+    tiny_tokenizer,
+)
 from verifiers import needs
 from verifiers.load import load_verifier
 from verifiers.needs import needs_of, read_needs
 
 CPU = torch.device("cpu")
 VALUES: tuple[Any, ...] = (None, 5, "x", [], 0, 1.5)
-EXTRA = ("layer_types", "sliding_window", "quantization_config", "text_config", "per_layer_config", "is_causal", "auto_map")
+EXTRA = (
+    "layer_types",
+    "sliding_window",
+    "quantization_config",
+    "text_config",
+    "per_layer_config",
+    "is_causal",
+    "auto_map",
+)
 """What a config may state though its type has no such entry."""
 
-COMPOSITE = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4}, "vision_config": {}}
+COMPOSITE = {
+    "model_type": "qwen3_5",
+    "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
+    "vision_config": {},
+}
 FAMILIES: dict[str, Any] = {
     "llama": lambda: CONFIGS["llama"]().to_dict(),
     "gemma4_shared": lambda: CONFIGS["gemma4_shared"]().to_dict(),
@@ -30,7 +50,14 @@ FAMILIES: dict[str, Any] = {
     "qwen3_5_moe": lambda: CONFIGS["qwen3_5_moe"]().to_dict(),
     "deepseek_v32": lambda: LATENT_CONFIGS["deepseek_v32"]().to_dict(),
     "composite": lambda: COMPOSITE,
-    "gpt2": lambda: {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 97, "n_positions": 40},
+    "gpt2": lambda: {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 2,
+        "vocab_size": 97,
+        "n_positions": 40,
+    },
 }
 
 
@@ -48,8 +75,12 @@ def changed(entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_value_at_any_entry_ends_in_one_line(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "blamed", lambda entries, judge, error: "")  # which takes a while, and is tested below
+def test_any_value_at_any_entry_ends_in_one_line(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        needs, "blamed", lambda entries, judge, error: ""
+    )  # which takes a while, and is tested below
     monkeypatch.setattr(needs, "divisions", lambda config, *_, **__: {1: 1})
     if family != "llama":
         monkeypatch.setattr(needs, "weight_bytes", lambda *_, **__: 1)
@@ -90,20 +121,34 @@ def test_the_entry_is_named(entry: str, value: Any, llama: Path, tmp_path: Path)
     [
         ({"head_dim": -16}, "-16"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 1e30, "original_max_position_embeddings": 32}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 1e30,
+                    "original_max_position_embeddings": 32,
+                }
+            },
             "rope_parameters stretch positions to 32000000",
         ),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "RoPE's factor is 'x'; it must be a positive number"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": "x"}},
+            "RoPE's factor is 'x'; it must be a positive number",
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "RoPE's factor is -1"),
         ({"rope_parameters": {"rope_theta": True}}, "RoPE's rope_theta is True"),
         ({"rope_theta": 0}, "rope_theta is 0; it must lie in"),
-        ({"rope_parameters": {"rope_theta": math.inf}}, "rope_theta is inf; it must be a positive number"),
+        (
+            {"rope_parameters": {"rope_theta": math.inf}},
+            "rope_theta is inf; it must be a positive number",
+        ),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; it must lie in \\[0, 1\\]"),
         ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e\\+300; it must lie in"),
         ({"rms_norm_eps": {"__float__": "Infinity"}}, "rms_norm_eps is inf; it must lie in"),
     ],
 )
-def test_numbers_that_no_model_has(entries: dict[str, Any], reason: str, llama: Path, tmp_path: Path) -> None:
+def test_numbers_that_no_model_has(
+    entries: dict[str, Any], reason: str, llama: Path, tmp_path: Path
+) -> None:
     change(tmp_path, llama, **entries)
     for judge in (read_needs, load_verifier):
         options: dict[str, Any] = {"gpu_bytes": 10**9} if judge is read_needs else {}
@@ -119,7 +164,10 @@ def test_an_infinite_limit_is_read_however_it_is_written(limits: list[Any], tmp_
     assert read_needs(str(tmp_path), device=CPU, dtype=torch.float32, gpu_bytes=10**9).would_run
 
 
-@pytest.mark.parametrize("entry", ["num_hidden_layers", "num_nextn_predict_layers", "num_experts", "n_layer", "num_labels"])
+@pytest.mark.parametrize(
+    "entry",
+    ["num_hidden_layers", "num_nextn_predict_layers", "num_experts", "n_layer", "num_labels"],
+)
 def test_counts_are_refused_before_memory_is_taken(entry: str, tmp_path: Path) -> None:
     """At any depth; a list of a billion layers would not fit."""
     forms: tuple[dict[str, Any], ...] = ({entry: 10**9}, {"text_config": {entry: 10**9}})
@@ -134,13 +182,23 @@ def test_counts_are_refused_before_memory_is_taken(entry: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "junk", [[1], 5, "x", None, {"metadata": [1], "weight_map": 5}, {"metadata": {"total_size": float("nan")}}]
+    "junk",
+    [
+        [1],
+        5,
+        "x",
+        None,
+        {"metadata": [1], "weight_map": 5},
+        {"metadata": {"total_size": float("nan")}},
+    ],
 )
 def test_a_junk_index(junk: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]().to_dict(), default=str))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(junk))
     try:
-        assert read_needs(str(tmp_path), device=CPU, dtype=torch.float32, gpu_bytes=10**9).weights > 0
+        assert (
+            read_needs(str(tmp_path), device=CPU, dtype=torch.float32, gpu_bytes=10**9).weights > 0
+        )
     except CheckpointError as error:
         assert "holds no JSON object" in str(error)
 
@@ -166,7 +224,9 @@ def change(folder: Path, source: Path, **entries: Any) -> None:
 def decoder(folder: Path, source: Path, **entries: Any) -> SpecDecoder:
     change(folder, source, **entries)
     engine = EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**19))
-    return SpecDecoder.from_pretrained(str(folder), drafter="none", device="cpu", dtype="float32", engine=engine)
+    return SpecDecoder.from_pretrained(
+        str(folder), drafter="none", device="cpu", dtype="float32", engine=engine
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,32 +241,46 @@ def decoder(folder: Path, source: Path, **entries: Any) -> SpecDecoder:
         ("hidden_activation", ("relu", 5)),
     ],
 )
-def test_entries_of_other_types_change_nothing(llama: Path, tmp_path: Path, entry: str, values: tuple[Any, ...]) -> None:
+def test_entries_of_other_types_change_nothing(
+    llama: Path, tmp_path: Path, entry: str, values: tuple[Any, ...]
+) -> None:
     """A Llama has no windows in Transformers, whatever its file says."""
     expected = plain_greedy(plain_model("llama"), list(range(3, 23)), 12)
     for value in values:
         own = decoder(tmp_path, llama, **{entry: value})
-        assert own.generate(list(range(3, 23)), max_tokens=12, ignore_eos=True).token_ids == expected
+        assert (
+            own.generate(list(range(3, 23)), max_tokens=12, ignore_eos=True).token_ids == expected
+        )
 
 
 @pytest.mark.parametrize(
     "entries",
     [
         {"attn_implementation": "flash_attention_2"},
-        {"_attn_implementation": "owner/kernels", "_attn_implementation_internal": "flash_attention_3"},
-        {"attn_implementation": {"": "flash_attention_2", "text_config": "sdpa"}, "experts_implementation": "owner/kernels"},
+        {
+            "_attn_implementation": "owner/kernels",
+            "_attn_implementation_internal": "flash_attention_3",
+        },
+        {
+            "attn_implementation": {"": "flash_attention_2", "text_config": "sdpa"},
+            "experts_implementation": "owner/kernels",
+        },
         {"output_attentions": True, "output_hidden_states": True, "return_dict": False},
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_how_to_run_a_model_is_not_for_its_file_to_say(name: str, entries: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+def test_how_to_run_a_model_is_not_for_its_file_to_say(
+    name: str, entries: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     source, folder = llama, tmp_path / "changed"
     folder.mkdir()
     if name == "gpt2":
         torch.manual_seed(0)
-        model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=2)).eval()
+        model: Any = GPT2LMHeadModel(
+            GPT2Config(vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=2)
+        ).eval()
         source = tmp_path / "gpt2"
         model.save_pretrained(source)
         tiny_tokenizer().save_pretrained(source)
@@ -229,8 +303,12 @@ def test_how_to_run_a_model_is_not_for_its_file_to_say(name: str, entries: dict[
     ],
 )
 def test_numbers_that_layers_would_stumble_over(name: str, entry: str, value: Any) -> None:
-    """What no config class sees to, and a first step would: a root of a negative number, nothing as a factor."""
-    entries = json.loads(json.dumps((CONFIGS | LATENT_CONFIGS)[name]().to_dict(), default=str)) | {entry: value}
+    """What no config class sees to, and a first step would: a root of a negative number, nothing as
+    a factor.
+    """
+    entries = json.loads(json.dumps((CONFIGS | LATENT_CONFIGS)[name]().to_dict(), default=str)) | {
+        entry: value
+    }
     with pytest.raises(CheckpointError, match=f"{entry} is "):
         needs_of(entries, name="target", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
 

@@ -1,4 +1,6 @@
-"""The target on our paged cache against plain transformers: same logits, same features, for every architecture."""
+"""The target on our paged cache against plain transformers: same logits, same features, for every
+architecture.
+"""
 
 import copy
 from typing import Any
@@ -20,7 +22,14 @@ from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier
 from tests.helpers.bounds import assert_as_exact, assert_rows_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
-from tests.helpers.tiny_models import CONFIGS, SHORT_LEN, WINDOW, paged_verifier, plain_model, random_prompts
+from tests.helpers.tiny_models import (
+    CONFIGS,
+    SHORT_LEN,
+    WINDOW,
+    paged_verifier,
+    plain_model,
+    random_prompts,
+)
 from verifiers.config.families import describe
 from verifiers.config.hybrids import HYBRIDS
 from verifiers.config.shape import layer_windows, peculiarity
@@ -35,7 +44,9 @@ THEIRS = [name for name in CONFIGS if not peculiarity(CONFIGS[name]())]
 
 
 class PackedRun:
-    """Feeds several sequences to a verifier in packed chunks over one cache with scattered blocks."""
+    """Feeds several sequences to a verifier in packed chunks over one cache with scattered
+    blocks.
+    """
 
     def __init__(self, verifier: Verifier, sequences: list[list[int]]) -> None:
         self.verifier, self.sequences = verifier, sequences
@@ -51,17 +62,32 @@ class PackedRun:
             num_slots=len(sequences),
         )
 
-    def forward(self, spans: list[tuple[int, int, int]], aux: tuple[int, ...] = (), *, host_lengths: bool = True) -> list[Tensor]:
-        """Runs rows `start .. end - 1` of sequence `i` for every (i, start, end); returns logits, or features when tapping."""
+    def forward(
+        self,
+        spans: list[tuple[int, int, int]],
+        aux: tuple[int, ...] = (),
+        *,
+        host_lengths: bool = True,
+    ) -> list[Tensor]:
+        """Runs rows `start .. end - 1` of sequence `i` for every (i, start, end); returns logits,
+        or features when tapping.
+        """
         tokens = torch.cat([torch.tensor(self.sequences[i][a:b]) for i, a, b in spans])
         positions = torch.cat([torch.arange(a, b) for _, a, b in spans])
-        slots = torch.cat([self.tables[i][torch.arange(a, b) // BLOCK] * BLOCK + torch.arange(a, b) % BLOCK for i, a, b in spans])
+        slots = torch.cat(
+            [
+                self.tables[i][torch.arange(a, b) // BLOCK] * BLOCK + torch.arange(a, b) % BLOCK
+                for i, a, b in spans
+            ]
+        )
         widths, ends = [b - a for _, a, b in spans], [b for *_, b in spans]
         table = torch.zeros(len(spans), max(len(t) for t in self.tables), dtype=torch.int32)
         for row, (i, _, _) in enumerate(spans):
             table[row, : len(self.tables[i])] = self.tables[i].int()
         metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *torch.tensor(widths).cumsum(0).tolist()], dtype=torch.int32),
+            query_start_loc=torch.tensor(
+                [0, *torch.tensor(widths).cumsum(0).tolist()], dtype=torch.int32
+            ),
             seq_lens=torch.tensor(ends, dtype=torch.int32),
             block_table=table,
             slot_mapping=slots,
@@ -89,19 +115,26 @@ def check_logits(got: Tensor, model: nn.Module, sequence: list[int]) -> None:
     tokens = torch.tensor([sequence])
     with torch.inference_mode():
         plain = model(tokens).logits[0]
-    # A state is summed up in another order than in transformers, row by row and not in chunks, so more is left to chance.
+    # A state is summed up in another order than in transformers, row by row and not in chunks, so
+    # more is left to chance.
     config: Any = model.config
     factor = {"factor": 4} if config.model_type in HYBRIDS else {}
     assert_rows_as_exact(got, plain, in_float64(model, tokens).logits[0], **factor)
 
 
-@pytest.mark.parametrize(("name", "fuse"), [*((name, False) for name in THEIRS), *((name, True) for name in DESCRIBED)])
+@pytest.mark.parametrize(
+    ("name", "fuse"), [*((name, False) for name in THEIRS), *((name, True) for name in DESCRIBED)]
+)
 def test_logits_equal_transformers(name: str, fuse: bool) -> None:
-    """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window, on scattered blocks."""
+    """Packed prefill, a chunked extension, a multi-token verify and single tokens, past the window,
+    on scattered blocks.
+    """
     model = plain_model(name)
     verifier = paged_verifier(model, BLOCK, fuse=fuse)
     assert isinstance(verifier, DecoderVerifier if fuse else HFVerifier)
-    sequences = [s[:1] * 3 + s for s in random_prompts(3, seed=2, longest=30)] + [random_prompts(1, seed=3)[0] * 30]
+    sequences = [s[:1] * 3 + s for s in random_prompts(3, seed=2, longest=30)] + [
+        random_prompts(1, seed=3)[0] * 30
+    ]
     sequences[-1] = sequences[-1][: 4 * WINDOW]
     sequences = [[*s, 7, 11, 13, 17, 19, 23, 29] for s in sequences]
     run = PackedRun(verifier, sequences)
@@ -118,7 +151,9 @@ def test_logits_equal_transformers(name: str, fuse: bool) -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_features_are_raw_layer_outputs(fuse: bool) -> None:
-    """Taps hold what each decoder layer returned, also the last one, whose `hidden_states` entry would be normed."""
+    """Taps hold what each decoder layer returned, also the last one, whose `hidden_states` entry
+    would be normed.
+    """
     model = plain_model("qwen3")
     sequence = random_prompts(1, seed=5)[0]
     tokens = torch.tensor([sequence])
@@ -135,7 +170,9 @@ def test_features_are_raw_layer_outputs(fuse: bool) -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_embeddings_are_a_feature_too(fuse: bool) -> None:
-    """Tap -1 is what the first layer is given, scaled, beside the layers' outputs in the order that was asked for."""
+    """Tap -1 is what the first layer is given, scaled, beside the layers' outputs in the order that
+    was asked for.
+    """
     model = plain_model("gemma2")
     sequence = random_prompts(1, seed=5)[0]
     with torch.inference_mode():
@@ -160,7 +197,12 @@ def test_embeddings_are_a_feature_too(fuse: bool) -> None:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "partial_rotary_factor": 0.5},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "partial_rotary_factor": 0.5,
+        },
     ],
     ids=lambda rope: rope["rope_type"] + "_partial" * ("partial_rotary_factor" in rope),
 )
@@ -170,24 +212,36 @@ def test_angles_are_those_of_transformers(rope: dict[str, Any], dtype: torch.dty
     partial = "partial_rotary_factor" in rope
     config = copy.deepcopy(CONFIGS["glm4" if partial else "llama"]())
     config.rope_parameters = {"rope_theta": 1e4, **rope}
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=dtype
+    )
     position_ids, hidden = torch.tensor([0, 1, 17, 90, 511]), torch.zeros(5, 32, dtype=dtype)
     expected = model.model.rotary_emb(hidden[None], position_ids[None])
     head_dim = config.head_dim
-    angles = Angles.of(position_ids, Rope.of(config.rope_parameters, head_dim, config.max_position_embeddings), dtype)
+    angles = Angles.of(
+        position_ids,
+        Rope.of(config.rope_parameters, head_dim, config.max_position_embeddings),
+        dtype,
+    )
     for ours, theirs, still in zip((angles.cos, angles.sin), expected, (1, 0), strict=True):
         rotated = theirs.shape[-1] // 2
-        assert ours[:, :rotated].equal(theirs[0, :, :rotated]) and (ours[:, rotated:] == still).all()
+        assert (
+            ours[:, :rotated].equal(theirs[0, :, :rotated]) and (ours[:, rotated:] == still).all()
+        )
         assert ours.shape[-1] == head_dim // 2 and (rotated < head_dim // 2) == partial
 
 
 def test_proportional_angles_are_those_of_transformers() -> None:
     """To the bit, of whole heads, most of whose pairs stay as they are."""
     config: Any = CONFIGS["gemma4"]()
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+    )
     positions = torch.tensor([0, 1, 17, 90, 511])
     expected = model.model.rotary_emb(torch.zeros(1, 5, 32), positions[None], "full_attention")
-    angles = Angles.of(positions, Rope.of(config.rope_parameters["full_attention"], 24, 512), torch.float32)
+    angles = Angles.of(
+        positions, Rope.of(config.rope_parameters["full_attention"], 24, 512), torch.float32
+    )
     for ours, theirs in zip((angles.cos, angles.sin), expected, strict=True):
         assert ours.equal(theirs[0, :, :12])
     assert (angles.sin[1:, :3] != 0).all() and (angles.sin[:, 3:] == 0).all()
@@ -197,22 +251,31 @@ def test_proportional_angles_are_those_of_transformers() -> None:
 def test_longrope_angles_are_those_of_transformers(length: int) -> None:
     """To the bit, of a short and of a long request side by side."""
     config: Any = CONFIGS["phi3_long"]()
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+    )
     positions = torch.arange(length)
     expected = model.model.rotary_emb(torch.zeros(1, length, 32), positions[None])
     rope = Rope.of(config.rope_parameters, 8, config.max_position_embeddings)
     neighbor = torch.full((length,), length <= SHORT_LEN)
-    angles = Angles.of(torch.cat([positions] * 2), rope, torch.float32, torch.cat([~neighbor, neighbor]))
+    angles = Angles.of(
+        torch.cat([positions] * 2), rope, torch.float32, torch.cat([~neighbor, neighbor])
+    )
     for ours, theirs in zip((angles.cos, angles.sin), expected, strict=True):
         assert ours[:length, :2].equal(theirs[0, :, :2])
         assert not ours[length:, :2].equal(theirs[0, :, :2])
 
 
 def test_temperatures_are_those_of_transformers() -> None:
-    """Rounded to the model's type, as far as a logarithm may differ in its last bit: half of a step of bfloat16 above 1."""
+    """Rounded to the model's type, as far as a logarithm may differ in its last bit: half of a step
+    of bfloat16 above 1.
+    """
     config: Any = CONFIGS["ministral3"]()
     parameters = config.rope_parameters
-    period, beta = parameters["original_max_position_embeddings"], parameters["llama_4_scaling_beta"]
+    period, beta = (
+        parameters["original_max_position_embeddings"],
+        parameters["llama_4_scaling_beta"],
+    )
     positions = torch.arange(512)
     expected = get_llama_4_attn_scale(positions[None], beta, period)[0, 0].bfloat16()
     description = describe(config)
@@ -223,7 +286,9 @@ def test_temperatures_are_those_of_transformers() -> None:
 
 
 def test_modules_with_dynamic_rope_do_not_wait() -> None:
-    """To learn whether frequencies change, transformers looks at the positions, for which the host would wait."""
+    """To learn whether frequencies change, transformers looks at the positions, for which the host
+    would wait.
+    """
     verifier = paged_verifier(plain_model("llama_dynamic"), fuse=False)
     assert isinstance(verifier, HFVerifier)
     rotary: Any = verifier.model.base_model.rotary_emb
@@ -234,7 +299,9 @@ def test_modules_with_dynamic_rope_do_not_wait() -> None:
 
 
 def test_windows_come_from_the_config() -> None:
-    """Every source of windows: a list of layer types, one window for all layers, and a window that is switched off."""
+    """Every source of windows: a list of layer types, one window for all layers, and a window that
+    is switched off.
+    """
     assert layer_windows(CONFIGS["gemma3"]()) == [WINDOW, None, WINDOW, None]
     assert layer_windows(CONFIGS["mistral"]()) == [WINDOW] * 4
     assert layer_windows(CONFIGS["qwen2_window"]()) == [None, None, WINDOW, WINDOW]
@@ -250,7 +317,9 @@ def test_model_called_without_its_cache_says_so() -> None:
 
 
 def test_layers_of_another_kind_stay_as_they_are() -> None:
-    """A projection that is no plain one, as in a quantized model, leaves the whole model to transformers' modules."""
+    """A projection that is no plain one, as in a quantized model, leaves the whole model to
+    transformers' modules.
+    """
     model = plain_model("llama")
     assert description_of(model) is not None
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
@@ -261,12 +330,19 @@ def test_no_tensor_is_left_unused() -> None:
     """A bias that our layers know nothing of would be missing from every logit."""
     model = plain_model("llama")
     model.model.norm.bias = torch.nn.Parameter(torch.ones(32))
-    with pytest.raises(CheckpointError, match=r"no use for 1 tensors .*'model.norm.bias'; load it with fuse=False"):
+    with pytest.raises(
+        CheckpointError, match=r"no use for 1 tensors .*'model.norm.bias'; load it with fuse=False"
+    ):
         verifier_for(model, name="llama", backend=paged_verifier(plain_model("llama")).attention)
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden_act": "tanh"}, {"model_type": "other"}, {"rope_parameters": {"rope_type": "other", "rope_theta": 1e4}}]
+    "change",
+    [
+        {"hidden_act": "tanh"},
+        {"model_type": "other"},
+        {"rope_parameters": {"rope_type": "other", "rope_theta": 1e4}},
+    ],
 )
 def test_what_the_stack_lacks_is_not_described(change: dict[str, Any]) -> None:
     """An activation, a family or a RoPE type that it does not have."""
@@ -276,17 +352,22 @@ def test_what_the_stack_lacks_is_not_described(change: dict[str, Any]) -> None:
     assert describe(config) is None
 
 
-@pytest.mark.skipif(not can_block(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU has no blocked bfloat16 layout")
+@pytest.mark.skipif(
+    not can_block(torch.ones(1, dtype=torch.bfloat16)),
+    reason="this CPU has no blocked bfloat16 layout",
+)
 @pytest.mark.parametrize("num_rows", [1, 9, 70])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_weights_give_the_same_bits(num_rows: int, bias: bool) -> None:
-    """oneDNN's layout changes where numbers lie, not what comes out; a residual added in the product rounds once, not twice.
+    """oneDNN's layout changes where numbers lie, not what comes out; a residual added in the
+    product rounds once, not twice.
 
     A sum in float32 that lies between two bfloat16 numbers may still fall to either.
     """
     generator = torch.Generator().manual_seed(0)
     x, weight, added, residual = (
-        torch.randn(*shape, generator=generator).bfloat16() for shape in ((num_rows, 96), (160, 96), (160,), (num_rows, 160))
+        torch.randn(*shape, generator=generator).bfloat16()
+        for shape in ((num_rows, 96), (160, 96), (160,), (num_rows, 160))
     )
     layer = linear(weight, added if bias else None)
     assert isinstance(layer, BlockedLinear)

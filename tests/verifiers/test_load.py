@@ -16,7 +16,11 @@ from verifiers.load import load_verifier
 from verifiers.weights.tokenizer import load_tokenizer, tokenizer_reasons
 
 FOREIGN = "raise SystemExit('code of the repository was run')\n"
-AUTO_MAP = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model", "AutoTokenizer": ["foreign.Tok", None]}
+AUTO_MAP = {
+    "AutoConfig": "foreign.Config",
+    "AutoModelForCausalLM": "foreign.Model",
+    "AutoTokenizer": ["foreign.Tok", None],
+}
 
 
 def load(folder: Path) -> Verifier:
@@ -56,11 +60,17 @@ def test_code_beside_a_known_architecture_is_left_alone(folder: Path) -> None:
 def test_an_architecture_of_foreign_code_is_refused(folder: Path) -> None:
     """With one line, and without a question on standard input."""
     change(folder / "config.json", model_type="never_heard_of", architectures=["Model"])
-    with pytest.raises(UnsupportedModelError, match="need code from its repository, which is never run; use a checkpoint"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="need code from its repository, which is never run; use a checkpoint",
+    ):
         load(folder)
 
 
-OF_KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["foreign.TikTokenTokenizer", None]}}
+OF_KIMI = {
+    "tokenizer_class": "TikTokenTokenizer",
+    "auto_map": {"AutoTokenizer": ["foreign.TikTokenTokenizer", None]},
+}
 
 
 def with_ranks(folder: Path, file: str, **stated: Any) -> None:
@@ -74,10 +84,28 @@ def with_ranks(folder: Path, file: str, **stated: Any) -> None:
 @pytest.mark.parametrize(
     ("file", "stated", "reason"),
     [
-        ("tiktoken.model", OF_KIMI, "is TikTokenTokenizer, code from its repository, which is never run; put a tokenizer.json"),
-        ("tiktoken.model", {}, "is tiktoken.model of tiktoken alone, which does not say where text is split; put a tokenizer.json"),
-        ("qwen.tiktoken", {"tokenizer_class": "QWenTokenizer"}, "is QWenTokenizer, code from its repository"),
-        ("tokenizer.model", {"tokenizer_class": "LlamaTokenizer"}, "is tokenizer.model of tiktoken alone"),
+        (
+            "tiktoken.model",
+            OF_KIMI,
+            "is TikTokenTokenizer, code from its repository, which is never run; put a"
+            " tokenizer.json",
+        ),
+        (
+            "tiktoken.model",
+            {},
+            "is tiktoken.model of tiktoken alone, which does not say where text is split; put a"
+            " tokenizer.json",
+        ),
+        (
+            "qwen.tiktoken",
+            {"tokenizer_class": "QWenTokenizer"},
+            "is QWenTokenizer, code from its repository",
+        ),
+        (
+            "tokenizer.model",
+            {"tokenizer_class": "LlamaTokenizer"},
+            "is tokenizer.model of tiktoken alone",
+        ),
     ],
 )
 def test_a_tokenizer_whose_files_do_not_say_how_text_is_split(

@@ -1,4 +1,6 @@
-"""For how many public drafters the target would run on one GPU of 192 GB; every refusal says why. And the page of types."""
+"""For how many public drafters the target would run on one GPU of 192 GB; every refusal says why.
+And the page of types.
+"""
 
 from collections import Counter
 
@@ -51,17 +53,25 @@ def found() -> list[Row]:
 
 
 def test_rows() -> None:
-    """All of the list: 89 of the DFlash family, 55 of EAGLE's, 46 of multi-token prediction; each names a target that is there."""
+    """All of the list: 89 of the DFlash family, 55 of EAGLE's, 46 of multi-token prediction; each
+    names a target that is there.
+    """
     assert (len(data()["drafters"]), len(data()["others"])) == (89, 55 + 46)
-    assert {row["target"] for row in data()["drafters"] + data()["others"]} == set(data()["targets"])
+    assert {row["target"] for row in data()["drafters"] + data()["others"]} == set(
+        data()["targets"]
+    )
 
 
 def test_accepted(found: list[Row]) -> None:
     """40 of 89, and 50 with Gemma 4."""
     accepted = [row for row in found if row.needs.would_run]
     assert {row.target for row in accepted} >= ACCEPTED
-    assert len(accepted) >= (50 if {"gemma4_text", "gemma4_unified_text"} <= FAMILIES.keys() else 40)
-    assert all(row.needs.gpus == 1 and row.needs.attention and row.needs.token_bytes for row in accepted)
+    assert len(accepted) >= (
+        50 if {"gemma4_text", "gemma4_unified_text"} <= FAMILIES.keys() else 40
+    )
+    assert all(
+        row.needs.gpus == 1 and row.needs.attention and row.needs.token_bytes for row in accepted
+    )
 
 
 def test_every_refusal_has_a_reason(found: list[Row]) -> None:
@@ -82,7 +92,11 @@ def test_the_size_counts() -> None:
 def test_what_a_family_would_add(found: list[Row]) -> None:
     """Rows whose targets fit one GPU and are refused for what they are, by type."""
     counts = missing_types(found)
-    assert counts["nemotron_h"] in (0, 2) and "qwen3_moe" not in counts and "qwen3_5_moe_text" not in counts
+    assert (
+        counts["nemotron_h"] in (0, 2)
+        and "qwen3_moe" not in counts
+        and "qwen3_5_moe_text" not in counts
+    )
     assert sum(counts.values()) <= 89 - len(ACCEPTED)
 
 
@@ -91,7 +105,9 @@ def test_command(capsys: pytest.CaptureFixture[str], found: list[Row]) -> None:
     assert public_targets.main([]) == 0
     out = capsys.readouterr().out
     accepted = sum(row.needs.would_run for row in found)
-    assert out.startswith(f"{accepted} of 89 drafters have a target that would run on one GPU of 192 GB\n")
+    assert out.startswith(
+        f"{accepted} of 89 drafters have a target that would run on one GPU of 192 GB\n"
+    )
     head, _, tail = out.partition("\nwhat each model type")
     counts = Counter(row.target for row in found)
     for target, count in counts.items():
@@ -100,7 +116,9 @@ def test_command(capsys: pytest.CaptureFixture[str], found: list[Row]) -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """`python -m tests.checks.targets_table --write` writes it; another transformers has other types."""
+    """`python -m tests.checks.targets_table --write` writes it; another transformers has other
+    types.
+    """
     text = PAGE.read_text()
     if f"Transformers {transformers.__version__}." not in text:
         pytest.skip("the page was made with another version of transformers")

@@ -1,4 +1,6 @@
-"""Whole quantized checkpoints, written by hand from tiny models, against the numbers that they stand for."""
+"""Whole quantized checkpoints, written by hand from tiny models, against the numbers that they
+stand for.
+"""
 
 import json
 import logging
@@ -34,31 +36,50 @@ class Case(NamedTuple):
 
 
 def _group(**weights: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
 
 
 BLOCK = (16, 24)
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
 CASES = {
     "fp8": Case(_FP8, lambda w: quantized.float8(w, BLOCK), "modules_to_not_convert"),
-    "fp8_bfloat16": Case(_FP8, lambda w: quantized.float8(w, BLOCK, torch.bfloat16), "modules_to_not_convert"),
-    "fp8_exponents": Case(_FP8, lambda w: quantized.float8(w, BLOCK, torch.float8_e8m0fnu), "modules_to_not_convert"),
-    "fp8_tensor": Case({"quant_method": "fp8"}, lambda w: quantized.float8(w, (w.shape[0], w.shape[1])), "modules_to_not_convert"),
+    "fp8_bfloat16": Case(
+        _FP8, lambda w: quantized.float8(w, BLOCK, torch.bfloat16), "modules_to_not_convert"
+    ),
+    "fp8_exponents": Case(
+        _FP8, lambda w: quantized.float8(w, BLOCK, torch.float8_e8m0fnu), "modules_to_not_convert"
+    ),
+    "fp8_tensor": Case(
+        {"quant_method": "fp8"},
+        lambda w: quantized.float8(w, (w.shape[0], w.shape[1])),
+        "modules_to_not_convert",
+    ),
     "channel": Case(
         _group(num_bits=8, type="float", strategy="channel"),
         lambda w: quantized.float8(w, (1, w.shape[1]), torch.bfloat16, name="weight_scale"),
         "ignore",
     ),
     "int4": Case(
-        _group(num_bits=4, type="int", strategy="group", group_size=16), lambda w: quantized.packed_integers(w, 4, 16), "ignore"
+        _group(num_bits=4, type="int", strategy="group", group_size=16),
+        lambda w: quantized.packed_integers(w, 4, 16),
+        "ignore",
     ),
     "int4_zeros": Case(
         _group(num_bits=4, type="int", strategy="group", group_size=16, symmetric=False),
         lambda w: quantized.packed_integers(w, 4, 16, zeros=True),
         "ignore",
     ),
-    "awq": Case({"quant_method": "awq", "bits": 4, "group_size": 8}, lambda w: quantized.awq(w, 8), "modules_to_not_convert"),
-    "gptq": Case({"quant_method": "gptq", "bits": 4, "group_size": 8}, lambda w: quantized.gptq(w, 4, 8), ""),
+    "awq": Case(
+        {"quant_method": "awq", "bits": 4, "group_size": 8},
+        lambda w: quantized.awq(w, 8),
+        "modules_to_not_convert",
+    ),
+    "gptq": Case(
+        {"quant_method": "gptq", "bits": 4, "group_size": 8}, lambda w: quantized.gptq(w, 4, 8), ""
+    ),
     "gptq_scattered": Case(
         {"quant_method": "gptq", "bits": 8, "group_size": 8, "desc_act": True},
         lambda w: quantized.gptq(w, 8, 8, scattered=True),
@@ -66,7 +87,9 @@ CASES = {
         stored=False,
     ),
     "nvfp4": Case(
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda w: quantized.nvfp4(w, divides=False), "exclude_modules"
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        lambda w: quantized.nvfp4(w, divides=False),
+        "exclude_modules",
     ),
     "int4_factors": Case(
         {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
@@ -75,12 +98,22 @@ CASES = {
         stored=False,
     ),
     "quark": Case(
-        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}}},
+        {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}
+            },
+        },
         quantized.mxfp4_pairs,
         "exclude",
     ),
     "auto_round": Case(
-        {"quant_method": "auto-round", "bits": 4, "group_size": 8, "packing_format": "auto_round:auto_gptq"},
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 8,
+            "packing_format": "auto_round:auto_gptq",
+        },
         lambda w: quantized.gptq(w, 4, 8),
         "",
     ),
@@ -92,20 +125,30 @@ CASES = {
     ),
 }
 MODELS = ("llama", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
-RUNS = [(case, "qwen3_moe") for case in CASES] + [("fp8", name) for name in MODELS if name != "qwen3_moe"]
+RUNS = [(case, "qwen3_moe") for case in CASES] + [
+    ("fp8", name) for name in MODELS if name != "qwen3_moe"
+]
 
 
 def fits(case: str, weight: Tensor) -> bool:
-    """Whether a format can say such a shape; each model has shapes that are no multiples of its groups."""
-    rows, columns = {"awq": (8, 1), "gptq": (8, 1), "auto_round": (8, 1), "nvfp4": (1, 16), "quark": (1, 32)}.get(
-        case.removesuffix("_scattered"), (1, 1)
-    )
+    """Whether a format can say such a shape; each model has shapes that are no multiples of its
+    groups.
+    """
+    rows, columns = {
+        "awq": (8, 1),
+        "gptq": (8, 1),
+        "auto_round": (8, 1),
+        "nvfp4": (1, 16),
+        "quark": (1, 32),
+    }.get(case.removesuffix("_scattered"), (1, 1))
     return weight.shape[0] % rows == 0 and weight.shape[1] % columns == 0
 
 
 @pytest.fixture
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, Any]:
-    """A quantized checkpoint in two files, one with the same numbers unquantized, and the model's config."""
+    """A quantized checkpoint in two files, one with the same numbers unquantized, and the model's
+    config.
+    """
     case_name, model_name = request.param
     case, model = CASES[case_name], plain_model(model_name)
     plain, target, twin = tmp_path / "plain", tmp_path / "quantized", tmp_path / "twin"
@@ -120,7 +163,9 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path,
 
     numbers = quantize_files(plain, target, case.config, write)
     twin.mkdir()
-    save_file({name: tensor.float() for name, tensor in numbers.items()}, twin / "model.safetensors")
+    save_file(
+        {name: tensor.float() for name, tensor in numbers.items()}, twin / "model.safetensors"
+    )
     config = json.loads((target / "config.json").read_text())
     if case.plain:
         config["quantization_config"][case.plain] = sorted(listed)
@@ -130,8 +175,12 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path,
 
 @pytest.mark.parametrize("written", RUNS, indirect=True, ids=lambda run: "-".join(run))
 @pytest.mark.parametrize("as_stored", [False, True])
-def test_numbers_are_those_that_were_written(written: tuple[Path, Path, Any], as_stored: bool, request: Any) -> None:
-    """With experts joined; packed where a packed form says the same, and only where it was asked for."""
+def test_numbers_are_those_that_were_written(
+    written: tuple[Path, Path, Any], as_stored: bool, request: Any
+) -> None:
+    """With experts joined; packed where a packed form says the same, and only where it was asked
+    for.
+    """
     target, twin, config = written
     case = CASES[request.node.callspec.params["written"][0]]
     found, expected = read(target, config, as_stored=as_stored), read(twin, config)
@@ -150,13 +199,21 @@ def test_numbers_are_those_that_were_written(written: tuple[Path, Path, Any], as
     assert (packed > 8) == (as_stored and case.stored)
 
 
-LOGITS = [("fp8", "llama"), ("fp8", "mixtral"), ("fp8", "qwen3_moe"), ("fp8", "deepseek_v3"), ("int4", "qwen3_moe")]
+LOGITS = [
+    ("fp8", "llama"),
+    ("fp8", "mixtral"),
+    ("fp8", "qwen3_moe"),
+    ("fp8", "deepseek_v3"),
+    ("int4", "qwen3_moe"),
+]
 
 
 @pytest.mark.parametrize("written", LOGITS, indirect=True, ids=lambda run: "-".join(run))
 @pytest.mark.parametrize("as_stored", [False, True])
 def test_logits_are_those_of_the_numbers(written: tuple[Path, Path, Any], as_stored: bool) -> None:
-    """Dequantized at load or by the layers, which on a CPU have plain numbers, the model computes the same to the bit."""
+    """Dequantized at load or by the layers, which on a CPU have plain numbers, the model computes
+    the same to the bit.
+    """
     target, twin, config = written
     found = read(target, config, as_stored=as_stored)
     assert logits(verifier_of(found, config)).equal(logits(verifier_of(read(twin, config), config)))
@@ -165,7 +222,9 @@ def test_logits_are_those_of_the_numbers(written: tuple[Path, Path, Any], as_sto
 @pytest.mark.parametrize("as_stored", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_of_gpt_oss(as_stored: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Blocks of 32 among tensors that stay as they are: packed one way round, in numbers as transformers has them."""
+    """Blocks of 32 among tensors that stay as they are: packed one way round, in numbers as
+    transformers has them.
+    """
     model = plain_model("gpt_oss", hidden_size=32, intermediate_size=64)
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -176,23 +235,36 @@ def test_experts_of_gpt_oss(as_stored: bool, dtype: torch.dtype, tmp_path: Path)
         tensors |= {f"{name}_{part}": value for part, value in file.parts.items()}
         expected[name] = file.numbers
     save_file(tensors, path)
-    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    model.config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["lm_head"],
+    }
     found = read(tmp_path, model.config, dtype, as_stored=as_stored)
     for name, numbers in expected.items():
         weight = found[name]
         if as_stored:
             assert isinstance(weight, Quantized) and weight.dequantized().equal(numbers.to(dtype))
         else:
-            assert isinstance(weight, Tensor) and weight.equal(numbers.transpose(1, 2).to(dtype)) and weight.is_contiguous()
+            assert (
+                isinstance(weight, Tensor)
+                and weight.equal(numbers.transpose(1, 2).to(dtype))
+                and weight.is_contiguous()
+            )
     assert found.keys() == dict(model.named_parameters()).keys()
     if dtype == torch.float32:
-        own = model.state_dict() | {name: numbers.transpose(1, 2).float() for name, numbers in expected.items()}
+        own = model.state_dict() | {
+            name: numbers.transpose(1, 2).float() for name, numbers in expected.items()
+        }
         model.load_state_dict(own)
         whole = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-        assert logits(verifier_of(found, model.config)).equal(logits(verifier_of(dict(whole), model.config)))
+        assert logits(verifier_of(found, model.config)).equal(
+            logits(verifier_of(dict(whole), model.config))
+        )
 
 
-def fp8_files(tmp_path: Path, name: str = "llama", prefix: str = "", **changes: Any) -> tuple[Path, Any]:
+def fp8_files(
+    tmp_path: Path, name: str = "llama", prefix: str = "", **changes: Any
+) -> tuple[Path, Any]:
     """An FP8 checkpoint of a tiny model, and the model's config with its `quantization_config`."""
     model = plain_model(name)
     model.save_pretrained(tmp_path / "plain")
@@ -201,13 +273,17 @@ def fp8_files(tmp_path: Path, name: str = "llama", prefix: str = "", **changes: 
     def write(module: str, weight: Tensor) -> Written | None:
         return None if module in Listed(PLAIN) else quantized.float8(weight, BLOCK)
 
-    quantize_files(tmp_path / "plain", tmp_path / "fp8", quantization, write, prefix=prefix, shards=1)
+    quantize_files(
+        tmp_path / "plain", tmp_path / "fp8", quantization, write, prefix=prefix, shards=1
+    )
     model.config.quantization_config = quantization
     return tmp_path / "fp8", model.config
 
 
 def test_merged_experts_of_8_bit_floats(tmp_path: Path) -> None:
-    """As transformers saves them: one tensor for all experts of a layer, and one for their scales."""
+    """As transformers saves them: one tensor for all experts of a layer,
+    and one for their scales.
+    """
     folder, config = fp8_files(tmp_path, "qwen3_moe")
     expected = read(folder, config)
     path = folder / "model-0.safetensors"
@@ -215,38 +291,62 @@ def test_merged_experts_of_8_bit_floats(tmp_path: Path) -> None:
     for layer in range(4):
         scope = f"model.layers.{layer}.mlp.experts"
         for part, merged in (("weight", "down_proj"), ("weight_scale_inv", "down_proj_scale_inv")):
-            tensors[f"{scope}.{merged}"] = torch.stack([tensors.pop(f"{scope}.{expert}.down_proj.{part}") for expert in range(4)])
+            tensors[f"{scope}.{merged}"] = torch.stack(
+                [tensors.pop(f"{scope}.{expert}.down_proj.{part}") for expert in range(4)]
+            )
     save_file(tensors, path)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.name)}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, path.name)})
+    )
     found = read(folder, config)
     assert found.keys() == expected.keys()
     for layer in range(4):
-        weight, want = (weights[f"model.layers.{layer}.mlp.experts.down_proj"] for weights in (found, expected))
+        weight, want = (
+            weights[f"model.layers.{layer}.mlp.experts.down_proj"] for weights in (found, expected)
+        )
         assert isinstance(weight, Quantized) and isinstance(want, Quantized)
         assert weight.dequantized().equal(want.dequantized())
 
 
-def test_lists_with_the_prefix_of_a_composite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The names of the text model and of the whole are one; what is quantized though listed is used, and said."""
-    listed = ["lm_head", "model.language_model.layers.0.mlp.gate_proj", "model.layers.1.mlp.up_proj"]
+def test_lists_with_the_prefix_of_a_composite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The names of the text model and of the whole are one; what is quantized though listed is
+    used, and said.
+    """
+    listed = [
+        "lm_head",
+        "model.language_model.layers.0.mlp.gate_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
     for prefix in ("", "language_model."):
-        folder, config = fp8_files(tmp_path / (prefix or "none"), prefix=prefix, modules_to_not_convert=listed)
+        folder, config = fp8_files(
+            tmp_path / (prefix or "none"), prefix=prefix, modules_to_not_convert=listed
+        )
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             found = read(folder, config)
         assert isinstance(found["model.layers.0.mlp.gate_proj.weight"], PackedWeight)
-        (message,) = [record.message for record in caplog.records if record.name == "verifiers.weights.checkpoint"]
+        (message,) = [
+            record.message
+            for record in caplog.records
+            if record.name == "verifiers.weights.checkpoint"
+        ]
         first = f"{prefix}model.layers.0.mlp.gate_proj"
         assert (
             message
-            == f"2 modules are quantized though the config lists them as plain, the first being {first}; their scales are used"
+            == f"2 modules are quantized though the config lists them as plain, the first being"
+            f" {first}; their scales are used"
         )
 
 
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("weight_scale_inv", "holds 8-bit floats without a scale; fetch the whole checkpoint again"),
+        (
+            "weight_scale_inv",
+            "holds 8-bit floats without a scale; fetch the whole checkpoint again",
+        ),
         ("weight", "has weight_scale_inv but no weight; fetch the whole checkpoint again"),
     ],
 )
@@ -256,7 +356,9 @@ def test_a_missing_part_is_named(part: str, message: str, tmp_path: Path) -> Non
     lost = f"model.layers.2.mlp.up_proj.{part}"
     tensors = {name: tensor for name, tensor in load_file(path).items() if name != lost}
     save_file(tensors, path)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.name)}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, path.name)})
+    )
     with pytest.raises(CheckpointError, match=rf"'model\.layers\.2\.mlp\.up_proj' {message}"):
         read(folder, config)
 
@@ -271,7 +373,9 @@ def test_8_bit_floats_without_a_config_are_refused(tmp_path: Path) -> None:
         read(folder, config)
 
 
-def test_experts_of_several_kinds_become_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_of_several_kinds_become_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One expert of a layer that was left out of the quantization, and the log says so."""
     model = plain_model("mixtral")
     model.save_pretrained(tmp_path / "plain")
@@ -286,22 +390,34 @@ def test_experts_of_several_kinds_become_numbers(tmp_path: Path, caplog: pytest.
     weight = found["model.layers.1.mlp.experts.down_proj"]
     scope = "model.layers.1.block_sparse_moe.experts"
     assert isinstance(weight, Tensor)
-    assert weight.equal(torch.stack([numbers[f"{scope}.{expert}.w2.weight"].float() for expert in range(4)]))
+    assert weight.equal(
+        torch.stack([numbers[f"{scope}.{expert}.w2.weight"].float() for expert in range(4)])
+    )
     assert isinstance(found["model.layers.0.mlp.experts.down_proj"], PackedWeight)
-    said = [record.message for record in caplog.records if record.name == "verifiers.weights.checkpoint"]
-    assert len(said) == 2 and all("layers.1.mlp.experts.0." in line and "stored in several ways" in line for line in said)
+    said = [
+        record.message for record in caplog.records if record.name == "verifiers.weights.checkpoint"
+    ]
+    assert len(said) == 2 and all(
+        "layers.1.mlp.experts.0." in line and "stored in several ways" in line for line in said
+    )
 
 
 @pytest.mark.parametrize(
     ("quantization", "write"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, quantized.bitsandbytes4),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 8}, lambda w: quantized.gptq(w, 4, 8, scattered=True)),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 8},
+            lambda w: quantized.gptq(w, 4, 8, scattered=True),
+        ),
     ],
     ids=["bitsandbytes", "gptq"],
 )
 def test_what_no_packed_form_has_is_said_once(
-    quantization: dict[str, Any], write: Callable[[Tensor], Written], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    quantization: dict[str, Any],
+    write: Callable[[Tensor], Written],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And becomes numbers of the model's type."""
     model = plain_model("mixtral")
@@ -315,24 +431,41 @@ def test_what_no_packed_form_has_is_said_once(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             found = read(tmp_path / "target", model.config, torch.bfloat16, as_stored=as_stored)
-        assert all(isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 for weight in found.values())
-        said = [record.message for record in caplog.records if record.name == "verifiers.weights.checkpoint"]
-        assert len(said) == count and all("68 quantized weights become plain numbers" in line for line in said)
+        assert all(
+            isinstance(weight, Tensor) and weight.dtype == torch.bfloat16
+            for weight in found.values()
+        )
+        said = [
+            record.message
+            for record in caplog.records
+            if record.name == "verifiers.weights.checkpoint"
+        ]
+        assert len(said) == count and all(
+            "68 quantized weights become plain numbers" in line for line in said
+        )
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.svdquant_lora_a", "shared_input_rotation_64"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.svdquant_lora_a", "shared_input_rotation_64"]
+)
 def test_what_a_quantized_layer_computes_besides_is_refused(name: str, tmp_path: Path) -> None:
-    """It would be left out without an error; biases and scales of activations are no such things."""
+    """It would be left out without an error; biases and scales of activations are no such
+    things.
+    """
     folder, config = fp8_files(tmp_path)
     path = folder / "model-0.safetensors"
 
     def add(added: str) -> None:
         save_file({**load_file(path), added: torch.ones(3)}, path)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(load_file(path), path.name)}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(load_file(path), path.name)})
+        )
 
     for harmless in ("up_proj.bias", "up_proj.act_scale", "gate.extra"):
         add(f"model.layers.1.mlp.{harmless}")
     assert read(folder, config)
     add(name)
-    with pytest.raises(CheckpointError, match=rf"'{name}' changes what a quantized layer computes and is not read"):
+    with pytest.raises(
+        CheckpointError, match=rf"'{name}' changes what a quantized layer computes and is not read"
+    ):
         read(folder, config)

@@ -1,4 +1,6 @@
-"""Which parts of a checkpoint a rank reads, and which targets are not divided; no rank needs another one for that."""
+"""Which parts of a checkpoint a rank reads, and which targets are not divided; no rank needs
+another one for that.
+"""
 
 import re
 from pathlib import Path
@@ -33,12 +35,23 @@ def share_of(config: Any, rank: int, size: int = 2) -> Share:
     return Share(config, description, group, name="tiny")
 
 
-def read(folder: Path, config: Any, share: Share | None = None, *, as_stored: bool = False) -> dict[str, Any]:
-    return read_weights(folder, config, device=torch.device("cpu"), dtype=torch.float32, as_stored=as_stored, share=share)
+def read(
+    folder: Path, config: Any, share: Share | None = None, *, as_stored: bool = False
+) -> dict[str, Any]:
+    return read_weights(
+        folder,
+        config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        as_stored=as_stored,
+        share=share,
+    )
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gpt_oss", "qwen3_next", "nemotron_h"])
-def test_a_rank_reads_its_slices_and_nothing_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_its_slices_and_nothing_else(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes that leave the files are those that stay."""
     model = plain_model(name)
     model.save_pretrained(tmp_path)
@@ -55,8 +68,12 @@ def test_a_rank_reads_its_slices_and_nothing_else(name: str, tmp_path: Path, mon
     for rank in range(2):
         taken, share = 0, share_of(config, rank)
         parts = read(tmp_path, config, share)
-        tables = [part for part in parts.values() if len(part) == -(-VOCAB // 2)]  # of an odd vocabulary; the last has a row more
-        kept = sum(part.nbytes for part in parts.values()) - rank * sum(table[0].nbytes for table in tables)
+        tables = [
+            part for part in parts.values() if len(part) == -(-VOCAB // 2)
+        ]  # of an odd vocabulary; the last has a row more
+        kept = sum(part.nbytes for part in parts.values()) - rank * sum(
+            table[0].nbytes for table in tables
+        )
         assert tables and kept == taken < 0.7 * sum(t.nbytes for t in whole.values())
         for key, part in parts.items():
             expected = share.part(key, whole[key])
@@ -65,21 +82,37 @@ def test_a_rank_reads_its_slices_and_nothing_else(name: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("case", ["int4_zeros", "channel", "awq"])
-def test_packed_weights_are_divided_by_outputs_and_by_groups_of_inputs(case: str, tmp_path: Path) -> None:
+def test_packed_weights_are_divided_by_outputs_and_by_groups_of_inputs(
+    case: str, tmp_path: Path
+) -> None:
     """Joined again, the parts are the whole."""
     plain_model("mixtral", intermediate_size=64).save_pretrained(tmp_path / "plain")
     form, folder = CASES[case], tmp_path / "packed"
-    quantize_files(tmp_path / "plain", folder, form.config, lambda name, weight: None if _is_plain(name) else form.write(weight))
+    quantize_files(
+        tmp_path / "plain",
+        folder,
+        form.config,
+        lambda name, weight: None if _is_plain(name) else form.write(weight),
+    )
     config = read_config(str(folder))
     whole = read(folder, config, as_stored=True)
     ranks = [read(folder, config, share_of(config, rank), as_stored=True) for rank in range(2)]
     packed = {name: weight for name, weight in whole.items() if isinstance(weight, PackedWeight)}
-    assert {"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"} <= packed.keys()
+    assert {
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.0.mlp.experts.gate_up_proj",
+    } <= packed.keys()
     for name, weight in packed.items():
         parts = [rank[name].dequantized() for rank in ranks]
         if name.endswith("gate_up_proj"):
-            parts = [half for halves in zip(*(part.chunk(2, dim=1) for part in parts), strict=True) for half in halves]
-        assert all(rank[name].codes.untyped_storage().nbytes() < weight.codes.nbytes for rank in ranks), "the rest is not kept"
+            parts = [
+                half
+                for halves in zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+                for half in halves
+            ]
+        assert all(
+            rank[name].codes.untyped_storage().nbytes() < weight.codes.nbytes for rank in ranks
+        ), "the rest is not kept"
         joined = torch.cat(parts, dim=-1 if re.search(r"\.(o|down)_proj", name) else -2)
         assert torch.equal(joined, weight.dequantized()), name
 
@@ -90,7 +123,13 @@ def _is_plain(name: str) -> bool:
 
 def refusal(folder: Path, size: int, **options: Any) -> str:
     with pytest.raises(SpecDecError) as caught:
-        load_verifier(folder, device=torch.device("cpu"), dtype=torch.float32, group=Group(0, size, None, None), **options)
+        load_verifier(
+            folder,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            group=Group(0, size, None, None),
+            **options,
+        )
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -121,7 +160,10 @@ def test_what_does_not_divide_is_refused_by_name(name: str, tmp_path: Path) -> N
 
 def test_groups_of_inputs_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     folder = fp8_target(tmp_path, "llama")  # in groups of 24 of 32 inputs
-    assert "which 2 ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers" in refusal(folder, 2)
+    assert (
+        "which 2 ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"
+        in refusal(folder, 2)
+    )
 
 
 def test_models_of_transformers_modules_are_refused(tmp_path: Path) -> None:
@@ -142,9 +184,14 @@ def test_random_weights_are_those_of_one_process(name: str) -> None:
         for group in (None, Group(0, 2, None, None), Group(1, 2, None, None))
     )
     outputs = [layer.output for layer in (whole, *ranks)]
-    first, *parts = [output.part if isinstance(output, SummedLinear) else output for output in outputs]
+    first, *parts = [
+        output.part if isinstance(output, SummedLinear) else output for output in outputs
+    ]
     assert isinstance(first, DenseLinear) and all(isinstance(part, DenseLinear) for part in parts)
-    assert torch.equal(torch.cat([part.weight for part in parts], dim=1), first.weight) and first.weight.std() > 0.1  # type: ignore[union-attr]
+    assert (
+        torch.equal(torch.cat([part.weight for part in parts], dim=1), first.weight)  # type: ignore[union-attr]
+        and first.weight.std() > 0.1
+    )
     assert whole.input_norm is not None and (whole.input_norm.weight == 1).all()
 
 

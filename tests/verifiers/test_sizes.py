@@ -43,7 +43,9 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     ],
 )
 def test_public_sizes(target: str, gigabytes: float) -> None:
-    """Within a fiftieth: block scales are not counted, nor what lies in the file beside the model."""
+    """Within a fiftieth: block scales are not counted,
+    nor what lies in the file beside the model.
+    """
     config = text_of(target)
     found = weight_bytes(config, stated_quantization(config), torch.bfloat16)
     assert found / GB == pytest.approx(gigabytes, rel=0.02)
@@ -68,13 +70,23 @@ def test_a_model_without_a_head_of_its_own_class_has_one() -> None:
         (
             {
                 "quant_method": "quark",
-                "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
+                "global_quant_config": {
+                    "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}
+                },
                 "exclude": ["lm_head"],
             },
             4.25,
         ),
         ({"quant_method": "auto-round", "bits": 2, "group_size": 32}, 4.5),
-        ({"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:auto_awq"}, 4.125),
+        (
+            {
+                "quant_method": "auto-round",
+                "bits": 4,
+                "group_size": 128,
+                "packing_format": "auto_round:auto_awq",
+            },
+            4.125,
+        ),
         ({"quant_method": "auto-round", "bits": 8, "data_type": "mx_fp"}, 8.0),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8 + 1 / 64),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 16.0),
@@ -83,7 +95,10 @@ def test_a_model_without_a_head_of_its_own_class_has_one() -> None:
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.125),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 8.125),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}}},
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}},
+            },
             4.5,
         ),
     ],
@@ -104,9 +119,16 @@ def test_a_files_size_comes_first() -> None:
     assert weight_bytes(config, None, torch.float32, total_size=1000) == 2000
     fp8 = {"quant_method": "fp8"}
     assert weight_bytes(config, fp8, torch.bfloat16, total_size=1000) == 1000
-    assert weight_bytes(config, fp8, torch.bfloat16, total_size=1000, packed=False) / GB == pytest.approx(16.38, rel=0.01)
-    for widened, gigabytes in (({"quant_method": "bitsandbytes"}, 16.38), ({"quant_method": "gptq", "bits": 2}, 6.05)):
-        assert weight_bytes(config, widened, torch.bfloat16, total_size=1000) / GB == pytest.approx(gigabytes, rel=0.02)
+    assert weight_bytes(
+        config, fp8, torch.bfloat16, total_size=1000, packed=False
+    ) / GB == pytest.approx(16.38, rel=0.01)
+    for widened, gigabytes in (
+        ({"quant_method": "bitsandbytes"}, 16.38),
+        ({"quant_method": "gptq", "bits": 2}, 6.05),
+    ):
+        assert weight_bytes(config, widened, torch.bfloat16, total_size=1000) / GB == pytest.approx(
+            gigabytes, rel=0.02
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +143,9 @@ def test_experts_alone_are_packed(quantization: dict[str, Any]) -> None:
     """By MXFP4 always, and by others whose lists leave attention out."""
     config = text_of("gpt-oss-20b")
     counts = parameters(config)
-    experts = sum(count for name, count in counts.items() if "experts." in name and "bias" not in name)
+    experts = sum(
+        count for name, count in counts.items() if "experts." in name and "bias" not in name
+    )
     bits = 4.25 if quantization["quant_method"] == "mxfp4" else 8
     expected = experts * bits / 8 + 2 * (sum(counts.values()) - experts)
     assert weight_bytes(config, quantization, torch.bfloat16) == pytest.approx(expected, rel=1e-9)

@@ -1,4 +1,6 @@
-"""Which models are accepted and refused, from the config alone; and that accepted ones do run packed."""
+"""Which models are accepted and refused, from the config alone; and that accepted ones do run
+packed.
+"""
 
 import copy
 from typing import Any, ClassVar
@@ -98,7 +100,8 @@ REFUSED = {
     "bert-generation": "bidirectional",
     "bloom": "BloomForCausalLM does not go through transformers' attention interface",
     "dbrx": "nested configs (attn_config, ffn_config)",
-    "axk2": "latent attention (kv_lora_rank 128) that gates what it returns, which is not available yet",
+    "axk2": "latent attention (kv_lora_rank 128) that gates what it returns, which is not available"
+    " yet",
     "diffllama": "attends twice",
     "doge": "mask depends on the values",
     "falcon": "attention interface",
@@ -127,7 +130,12 @@ NESTED_ROPE = {
     "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+}
 TWO_LENGTHS = {
     kind: LONGROPE | {"original_max_position_embeddings": length}
     for kind, length in (("full_attention", 1024), ("sliding_attention", 512))
@@ -142,9 +150,18 @@ class UnknownConfig(PreTrainedConfig):
 
 
 VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
-    "narrow values": (Qwen3Config(head_dim=128, v_head_dim=64), "its keys have 128 numbers per head and its values 64"),
-    "longrope in transformers' modules": (CohereConfig(rope_parameters=LONGROPE), "RoPE of type longrope"),
-    "longrope of two lengths": (Gemma3TextConfig(rope_parameters=TWO_LENGTHS), "at several lengths (512, 1024)"),
+    "narrow values": (
+        Qwen3Config(head_dim=128, v_head_dim=64),
+        "its keys have 128 numbers per head and its values 64",
+    ),
+    "longrope in transformers' modules": (
+        CohereConfig(rope_parameters=LONGROPE),
+        "RoPE of type longrope",
+    ),
+    "longrope of two lengths": (
+        Gemma3TextConfig(rope_parameters=TWO_LENGTHS),
+        "at several lengths (512, 1024)",
+    ),
     "bidirectional": (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
     "not causal": (LlamaConfig(is_causal=False), "bidirectional"),
     "encoder used as decoder": (RobertaConfig(is_decoder=True), "bidirectional"),
@@ -153,7 +170,10 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         "its layers differ in rms_norm_eps",
     ),
     "bidirectional Gemma 4": (Gemma4TextConfig(use_bidirectional_attention="all"), "bidirectional"),
-    "no window": (Qwen3Config(num_hidden_layers=1, layer_types=["sliding_attention"]), "without a sliding_window"),
+    "no window": (
+        Qwen3Config(num_hidden_layers=1, layer_types=["sliding_attention"]),
+        "without a sliding_window",
+    ),
     "chunks": (
         Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"]),
         "layers of type chunked_attention",
@@ -163,35 +183,59 @@ VARIANTS_REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         "its first layer has no indexer",
     ),
     "indexed attention elsewhere": (
-        Qwen3Config(num_hidden_layers=1, layer_types=GlmMoeDsaConfig(num_hidden_layers=1).layer_types),
+        Qwen3Config(
+            num_hidden_layers=1, layer_types=GlmMoeDsaConfig(num_hidden_layers=1).layer_types
+        ),
         "it has layers of type",
     ),
     "another quantization": (
         LlamaConfig(quantization_config={"quant_method": "hqq"}),
         "weights quantized with 'hqq' are not read",
     ),
-    "no output gate": (Qwen3_5TextConfig(attn_output_gate=False), "has no output gate (attn_output_gate false)"),
-    "another output gate": (Qwen3_5MoeTextConfig(output_gate_type="sigmoid"), "gated by sigmoid (output_gate_type)"),
+    "no output gate": (
+        Qwen3_5TextConfig(attn_output_gate=False),
+        "has no output gate (attn_output_gate false)",
+    ),
+    "another output gate": (
+        Qwen3_5MoeTextConfig(output_gate_type="sigmoid"),
+        "gated by sigmoid (output_gate_type)",
+    ),
     "remote code": (UnknownConfig(), "code from its repository is never run"),
 }
 
 VARIANTS_ACCEPTED: dict[str, PreTrainedConfig] = {
     "head sizes differ": Gemma4TextConfig(),
-    "keys and values of other layers": Gemma4TextConfig(num_hidden_layers=12, num_kv_shared_layers=6),
-    "heads differ": LagunaConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, num_attention_heads_per_layer=[48, 64]),
+    "keys and values of other layers": Gemma4TextConfig(
+        num_hidden_layers=12, num_kv_shared_layers=6
+    ),
+    "heads differ": LagunaConfig(
+        num_hidden_layers=2,
+        layer_types=["full_attention"] * 2,
+        num_attention_heads_per_layer=[48, 64],
+    ),
     "yarn": LlamaConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
     "longrope": Phi3Config(rope_parameters=LONGROPE),
-    "dynamic rope": LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    "dynamic rope": LlamaConfig(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
     "dynamic rope in transformers' modules": CohereConfig(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ),
     "dynamic rope in some layers": Gemma3TextConfig(rope_parameters=NESTED_ROPE),
-    "linear rope": LlamaConfig(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "linear rope": LlamaConfig(
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    ),
     "no window": MistralConfig(sliding_window=None),
     "swish is silu": Qwen3_5TextConfig(attn_output_gate=True, output_gate_type="swish"),
-    "quantized": LlamaConfig(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "quantized latent attention": DeepseekV3Config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "native class beside auto_map": LlamaConfig(auto_map={"AutoModelForCausalLM": "modeling.Model"}),
+    "quantized": LlamaConfig(
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
+    ),
+    "quantized latent attention": DeepseekV3Config(
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}
+    ),
+    "native class beside auto_map": LlamaConfig(
+        auto_map={"AutoModelForCausalLM": "modeling.Model"}
+    ),
 }
 
 
@@ -242,14 +286,24 @@ def test_variant_accepted(name: str) -> None:
     assert unsupported_reasons(VARIANTS_ACCEPTED[name]) == []
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"])
-def test_hybrids_are_accepted_where_our_own_layers_run_them(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a described family has in its layers needs nothing of transformers; without a description it all counts."""
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"]
+)
+def test_hybrids_are_accepted_where_our_own_layers_run_them(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a described family has in its layers needs nothing of transformers; without a
+    description it all counts.
+    """
     config = AutoConfig.for_model(model_type)
     assert unsupported_reasons(config) == []
     monkeypatch.setattr("verifiers.support.describe", lambda config: None)
     reasons = "; ".join(unsupported_reasons(config))
-    assert "recurrent state" in reasons and "attention interface" in reasons and "layers of type linear_attention" in reasons
+    assert (
+        "recurrent state" in reasons
+        and "attention interface" in reasons
+        and "layers of type linear_attention" in reasons
+    )
 
 
 def test_a_state_in_a_family_without_one_is_refused() -> None:
@@ -308,11 +362,15 @@ def tiny(model_type: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("model_type", ACCEPTED)
 def test_accepted_models_run_packed(model_type: str) -> None:
-    """Two sequences in one forward give the logits of each alone: catches architectures accepted by mistake."""
+    """Two sequences in one forward give the logits of each alone: catches architectures accepted by
+    mistake.
+    """
     needs_type(model_type)
     torch.manual_seed(0)
     config = tiny(model_type)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+    ).eval()
     with torch.inference_mode():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -320,7 +378,13 @@ def test_accepted_models_run_packed(model_type: str) -> None:
     sequences = [torch.randint(3, 97, (length,)) for length in lengths]
     positions = torch.cat([torch.arange(length) for length in lengths])
     verifier = paged_verifier(model, BLOCK)
-    cache = PagedKVCache(verifier.kv_specs, num_blocks=6, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu"))
+    cache = PagedKVCache(
+        verifier.kv_specs,
+        num_blocks=6,
+        block_size=BLOCK,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     metadata = AttentionMetadata(
         query_start_loc=torch.tensor([0, 11, 18], dtype=torch.int32),
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
@@ -333,8 +397,17 @@ def test_accepted_models_run_packed(model_type: str) -> None:
         query_lens=lengths,
         seq_lens_host=lengths,
     )
-    got = verifier.forward(ForwardInput(torch.cat(sequences), positions, metadata), cache.layers, (0, 1))
+    got = verifier.forward(
+        ForwardInput(torch.cat(sequences), positions, metadata), cache.layers, (0, 1)
+    )
     with torch.inference_mode():
-        plain = torch.cat([model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences])
-    exact = torch.cat([in_float64(model, input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences])
+        plain = torch.cat(
+            [model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences]
+        )
+    exact = torch.cat(
+        [
+            in_float64(model, input_ids=sequence[None], use_cache=False).logits[0]
+            for sequence in sequences
+        ]
+    )
     assert_as_exact(got.logits, plain, exact)

@@ -35,8 +35,15 @@ class LayerBuilder:
         backend: attention over the cache.
     """
 
-    def __init__(self, config: Any, description: Description, backend: AttentionBackend | MlaBackend) -> None:
-        self._config, self._description, self._device, self._dtype = config, description, backend.spec.device, backend.spec.dtype
+    def __init__(
+        self, config: Any, description: Description, backend: AttentionBackend | MlaBackend
+    ) -> None:
+        self._config, self._description, self._device, self._dtype = (
+            config,
+            description,
+            backend.spec.device,
+            backend.spec.dtype,
+        )
         self._specs = [backend.each[kind].spec for kind in layer_kinds(config, backend)]
         self._windows, self._reads = layer_windows(config), cache_layers(config)
         self._ropes: dict[str, Rope] = {}  # one object for equal parameters
@@ -48,10 +55,23 @@ class LayerBuilder:
         if is_recurrent(self._config, index):
             names = self._description.norms_of_recurrent or names
         weights.scale(self._description.factors)
-        if self._description.shared_blocks and is_recurrent(self._config, index) and attends(self._config, index):
+        if (
+            self._description.shared_blocks
+            and is_recurrent(self._config, index)
+            and attends(self._config, index)
+        ):
             return self._after_shared_block(index, weights)
-        attention, output = mixer(weights, self._config, index, lambda: self._attention(index, weights.under("self_attn.")))
-        mlp = None if attention is not None and self._description.one_sublayer else self._feed_forward(weights)
+        attention, output = mixer(
+            weights,
+            self._config,
+            index,
+            lambda: self._attention(index, weights.under("self_attn.")),
+        )
+        mlp = (
+            None
+            if attention is not None and self._description.one_sublayer
+            else self._feed_forward(weights)
+        )
         return DecoderLayer(
             input_norm=None if attention is None else self.norm(weights, names.input),
             attention=attention,
@@ -60,15 +80,22 @@ class LayerBuilder:
             mlp=mlp,
             attention_norm=self.norm(weights, names.attention),
             # Which some families have in layers with experts alone.
-            output_norm=self.norm(weights, names.output) if weights.has(f"{names.output}.weight") else None,
+            output_norm=self.norm(weights, names.output)
+            if weights.has(f"{names.output}.weight")
+            else None,
             input_gate=self._input_gate(weights) if self._description.layer_inputs else None,
             factor=weights.tensor("layer_scalar") if self._description.scales_layers else None,
         )
 
     def _after_shared_block(self, index: int, weights: Weights) -> DecoderLayer:
         if self._blocks is None:
-            self._blocks = SharedBlocks(self._config, self._description.shared_blocks, replace(weights, prefix=""))
-        linear_attention, output = mamba(weights.under("linear_attn."), self._config), weights.output("linear_attn.out_proj")
+            self._blocks = SharedBlocks(
+                self._config, self._description.shared_blocks, replace(weights, prefix="")
+            )
+        linear_attention, output = (
+            mamba(weights.under("linear_attn."), self._config),
+            weights.output("linear_attn.out_proj"),
+        )
         norm, spec = self.norm(weights, self._description.norms.input), self._specs[index]
         assert norm is not None and isinstance(spec, AttentionSpec)
         attention = self._blocks.before(
@@ -80,7 +107,9 @@ class LayerBuilder:
             linear=linear_attention,
             activation=self._description.activation,
         )
-        return DecoderLayer(input_norm=None, attention=attention, output=output, mlp_norm=None, mlp=None)
+        return DecoderLayer(
+            input_norm=None, attention=attention, output=output, mlp_norm=None, mlp=None
+        )
 
     def inputs(self, weights: Weights) -> LayerInputs:
         """What makes the inputs that every layer is given, from the tensors in `weights`."""
@@ -97,16 +126,23 @@ class LayerBuilder:
     def _input_gate(self, weights: Weights) -> InputGate:
         norm = self.norm(weights, "post_per_layer_input_norm")
         assert norm is not None
-        gate, projection = weights.linear("per_layer_input_gate"), weights.linear("per_layer_projection")
+        gate, projection = (
+            weights.linear("per_layer_input_gate"),
+            weights.linear("per_layer_projection"),
+        )
         return InputGate(gate, projection, norm, self._description.activation)
 
-    def norm(self, weights: Weights, name: str | None, reorder: Reorder | None = None) -> Norm | None:
+    def norm(
+        self, weights: Weights, name: str | None, reorder: Reorder | None = None
+    ) -> Norm | None:
         """The norm of that name; None without one."""
         if name is None:
             return None
         weight, kind = weights.tensor(f"{name}.weight"), self._description.norm_kind
         if kind != "early":
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (kind == "zero_centered")
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (
+                kind == "zero_centered"
+            )
         return Norm(weight if reorder is None else reorder(weight), norm_epsilon(self._config))
 
     def _attention(self, index: int, weights: Weights) -> Attention:
@@ -114,15 +150,23 @@ class LayerBuilder:
         parameters = description.ropes[index]
         if isinstance(spec, MlaSpec):
             rope = None if parameters is None else self._rope(parameters, spec.qk_rope_head_dim)
-            return latent_attention(weights, self._config, spec, rope, interleaved=description.interleaved)
+            return latent_attention(
+                weights, self._config, spec, rope, interleaved=description.interleaved
+            )
         return self._head_attention(index, weights, spec)
 
     def _head_attention(self, index: int, weights: Weights, spec: AttentionSpec) -> HeadAttention:
         description, parameters = self._description, self._description.ropes[index]
         rope = None if parameters is None else self._rope(parameters, spec.head_dim)
         rotated = spec.head_dim if rope is None or rope.rotated is None else rope.rotated
-        order = rotation_order(spec.head_dim, rotated, interleaved=description.interleaved and rope is not None)
-        reorder = None if order is None else lambda rows: rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
+        order = rotation_order(
+            spec.head_dim, rotated, interleaved=description.interleaved and rope is not None
+        )
+        reorder = (
+            None
+            if order is None
+            else lambda rows: rows.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)
+        )
         kind, own = description.norms_of_queries, self._reads[index] == index
         query_norm, key_norm = self._query_norms(index, weights, spec, reorder)
         wide = (query_norm, key_norm) if kind == "all heads" and query_norm and key_norm else None
@@ -133,10 +177,16 @@ class LayerBuilder:
             sinks=weights.optional("sinks"),  # which one kind of layers may have alone
             query_norm=None if wide else query_norm,
             key_norm=None if wide else key_norm,
-            value_norm=self._unweighted(spec.head_dim) if description.norms_values and own else None,
+            value_norm=self._unweighted(spec.head_dim)
+            if description.norms_values and own
+            else None,
         )
         if description.gated_attention:  # each head has its query, then its gate
-            query, gate = torch.arange(2 * spec.num_heads * spec.head_dim).view(-1, 2, spec.head_dim).unbind(1)
+            query, gate = (
+                torch.arange(2 * spec.num_heads * spec.head_dim)
+                .view(-1, 2, spec.head_dim)
+                .unbind(1)
+            )
             weights.split("q_proj", {"q_proj": query.reshape(-1), "gate_proj": gate.reshape(-1)})
         if not own:
             qkv = weights.linear("q_proj", reorder=(reorder,))
@@ -144,15 +194,38 @@ class LayerBuilder:
             assert reorder is None, "values stay in their order"
             qkv = weights.linear("q_proj", "k_proj")
         else:
-            gates = ("gate_proj",) if description.gated_attention else ("g_proj",) if description.softplus_gates else ()
+            gates = (
+                ("gate_proj",)
+                if description.gated_attention
+                else ("g_proj",)
+                if description.softplus_gates
+                else ()
+            )
             qkv = _qkv(weights, spec, reorder, gates)
-        function: Any = "sigmoid" if description.gated_attention else "softplus" if description.softplus_gates else None
-        return HeadAttention(qkv, heads, rope, wide, function, description.value_dim, description.value_scale, weights.group)
+        function: Any = (
+            "sigmoid"
+            if description.gated_attention
+            else "softplus"
+            if description.softplus_gates
+            else None
+        )
+        return HeadAttention(
+            qkv,
+            heads,
+            rope,
+            wide,
+            function,
+            description.value_dim,
+            description.value_scale,
+            weights.group,
+        )
 
     def _query_norms(
         self, index: int, weights: Weights, spec: AttentionSpec, reorder: Reorder | None
     ) -> tuple[Norm | None, Norm | None]:
-        """Of queries and of keys; of one head a norm without weights is the same before its rotation and after it."""
+        """Of queries and of keys; of one head a norm without weights is the same before its
+        rotation and after it.
+        """
         kind, own = self._description.norms_of_queries, self._reads[index] == index
         if kind == "unweighted":
             parameters = self._description.ropes[index]
@@ -163,13 +236,17 @@ class LayerBuilder:
         return query_norm, self.norm(weights, "k_norm" if kind and own else None, reorder)
 
     def _unweighted(self, width: int) -> Norm:
-        ones = torch.ones(width, dtype=torch.promote_types(self._dtype, torch.float32), device=self._device)
+        ones = torch.ones(
+            width, dtype=torch.promote_types(self._dtype, torch.float32), device=self._device
+        )
         return Norm(ones, norm_epsilon(self._config))
 
     def _rope(self, parameters: Any, head_dim: int) -> Rope:
         key = repr((head_dim, *sorted(parameters.items())))
         if key not in self._ropes:
-            self._ropes[key] = Rope.of(parameters, head_dim, position_embeddings(self._config)).to(self._device)
+            self._ropes[key] = Rope.of(parameters, head_dim, position_embeddings(self._config)).to(
+                self._device
+            )
         return self._ropes[key]
 
     def _feed_forward(self, weights: Weights) -> FeedForward:
@@ -181,11 +258,21 @@ class LayerBuilder:
         return gated_mlp(weights, self._description.activation)
 
 
-def _qkv(weights: Weights, spec: AttentionSpec, reorder: Reorder | None, gates: tuple[str, ...]) -> Linear:
+def _qkv(
+    weights: Weights, spec: AttentionSpec, reorder: Reorder | None, gates: tuple[str, ...]
+) -> Linear:
     """The projections to heads, and to gates; `reorder` is for the rows of queries and keys."""
     if not weights.has("qkv_proj.weight"):
-        return weights.linear("q_proj", "k_proj", "v_proj", *gates, reorder=(reorder, reorder, None, *[None] * len(gates)))
+        return weights.linear(
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            *gates,
+            reorder=(reorder, reorder, None, *[None] * len(gates)),
+        )
     if reorder is None:
         return weights.linear("qkv_proj")
     rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    return weights.linear("qkv_proj", reorder=(lambda rows: torch.cat([reorder(rows[:rotated]), rows[rotated:]]),))
+    return weights.linear(
+        "qkv_proj", reorder=(lambda rows: torch.cat([reorder(rows[:rotated]), rows[rotated:]]),)
+    )

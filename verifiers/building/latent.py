@@ -3,19 +3,29 @@
 from typing import Any
 
 from specdec.attention.mla import MlaSpec
-from specdec.layers.latent_attention import Indexer, LatentAttention, halves_first, latent_scale, split_up
+from specdec.layers.latent_attention import (
+    Indexer,
+    LatentAttention,
+    halves_first,
+    latent_scale,
+    split_up,
+)
 from specdec.layers.ops.norm import Norm
 from specdec.layers.rotary.rotary import Rope
 from verifiers.weights.weights import Weights
 
 INTERLEAVED_INDEXERS = frozenset({"glm_moe_dsa"})
-"""Model types whose indexer pairs neighbors in its RoPE; the others pair halves there, whatever their attention does."""
+"""Model types whose indexer pairs neighbors in its RoPE; the others pair halves there, whatever
+their attention does.
+"""
 
 EPSILON = 1e-6
 """Of the norms within latent attention, which no config states."""
 
 
-def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope | None, *, interleaved: bool) -> LatentAttention:
+def latent_attention(
+    weights: Weights, config: Any, spec: MlaSpec, rope: Rope | None, *, interleaved: bool
+) -> LatentAttention:
     """The attention whose tensors these are.
 
     Args:
@@ -23,7 +33,8 @@ def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope | 
         config: the model's.
         spec: of the backend.
         rope: of the rotated parts; None where they are not.
-        interleaved: the model's RoPE turns neighboring numbers; they are stored in the order of halves here.
+        interleaved: the model's RoPE turns neighboring numbers; they are stored in the order of
+            halves here.
     """
     size, head = spec.qk_rope_head_dim, spec.qk_nope_head_dim + spec.qk_rope_head_dim
     latent_order = halves_first(spec.latent_dim, spec.kv_lora_rank, size) if interleaved else None
@@ -33,7 +44,10 @@ def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope | 
         down = weights.linear("q_a_proj", "kv_a_proj_with_mqa", reorder=(None, latent_order))
         query = _norm(weights, "q_a_layernorm"), weights.linear("q_b_proj", reorder=(query_order,))
     else:
-        down, query = weights.linear("q_proj", "kv_a_proj_with_mqa", reorder=(query_order, latent_order)), None
+        down, query = (
+            weights.linear("q_proj", "kv_a_proj_with_mqa", reorder=(query_order, latent_order)),
+            None,
+        )
     return LatentAttention(
         down=down,
         query=query,
@@ -41,7 +55,9 @@ def latent_attention(weights: Weights, config: Any, spec: MlaSpec, rope: Rope | 
         up=split_up(weights.tensor("kv_b_proj.weight"), spec),
         rope=rope,
         scale=latent_scale(getattr(config, "rope_parameters", None) or {}, head),
-        indexer=_indexer(weights.under("indexer."), config, size) if weights.has("indexer.wk.weight") else None,
+        indexer=_indexer(weights.under("indexer."), config, size)
+        if weights.has("indexer.wk.weight")
+        else None,
     )
 
 

@@ -28,22 +28,52 @@ logger = logging.getLogger(__name__)
 def mixture(weights: Weights, description: Description) -> MixtureOfExperts:
     """The mixture of experts whose tensors these are."""
     routed = _experts(weights.under("experts."), description)
-    shared_name = next((name for name in ("shared_experts.", "shared_expert.") if weights.has(f"{name}down_proj.weight")), None)
+    shared_name = next(
+        (
+            name
+            for name in ("shared_experts.", "shared_expert.")
+            if weights.has(f"{name}down_proj.weight")
+        ),
+        None,
+    )
     # What both give is added before the ranks' parts are.
-    shared = None if shared_name is None else gated_mlp(replace(weights.under(shared_name), group=None), description.activation)
-    shared_gate = weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
+    shared = (
+        None
+        if shared_name is None
+        else gated_mlp(replace(weights.under(shared_name), group=None), description.activation)
+    )
+    shared_gate = (
+        weights.linear("shared_expert_gate") if weights.has("shared_expert_gate.weight") else None
+    )
     latent = None
     if weights.has("fc1_latent_proj.weight"):
         latent = weights.linear("fc1_latent_proj"), weights.linear("fc2_latent_proj")
     chooses, joined = router(weights, description), None
     if shared is not None and latent is None and not description.weighs_inputs:
         joined = JoinedExperts.of(chooses, routed, shared, shared_gate)
-    return MixtureOfExperts(chooses, routed, shared, shared_gate, latent, description.weighs_inputs, weights.group, joined)
+    return MixtureOfExperts(
+        chooses,
+        routed,
+        shared,
+        shared_gate,
+        latent,
+        description.weighs_inputs,
+        weights.group,
+        joined,
+    )
 
 
-def mlp_beside_experts(weights: Weights, description: Description, norm: Callable[[str], Norm | None]) -> MlpBesideExperts:
-    """The feed-forward sublayer of a layer with both; `norm` makes the norms of that layer by their names."""
-    names = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+def mlp_beside_experts(
+    weights: Weights, description: Description, norm: Callable[[str], Norm | None]
+) -> MlpBesideExperts:
+    """The feed-forward sublayer of a layer with both; `norm` makes the norms of that layer by their
+    names.
+    """
+    names = (
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    )
     mlp_norm, experts_norm, output_norm = map(norm, names)
     assert mlp_norm is not None and experts_norm is not None and output_norm is not None
     scale = weights.tensor("router.scale")
@@ -65,17 +95,31 @@ def _experts(experts: Weights, description: Description) -> Experts:
     """The routed experts whose tensors these are."""
     first = "up_proj" if description.activation in PLAIN else "gate_up_proj"
     transposed = description.transposed_experts or description.interleaved_experts
-    gate_up, down = (_as_run(experts.experts(name, transposed=transposed)) for name in (first, "down_proj"))
+    gate_up, down = (
+        _as_run(experts.experts(name, transposed=transposed)) for name in (first, "down_proj")
+    )
     gate_up_bias = experts.optional("gate_up_proj_bias")
     if description.interleaved_experts:
         order = torch.arange(gate_up.shape[1], device=gate_up.device).view(-1, 2).t().flatten()
-        gate_up = gate_up.select(order) if isinstance(gate_up, PackedWeight) else gate_up.index_select(1, order)
-        gate_up_bias = None if gate_up_bias is None else torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=-1)
-    return Experts(gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias"))
+        gate_up = (
+            gate_up.select(order)
+            if isinstance(gate_up, PackedWeight)
+            else gate_up.index_select(1, order)
+        )
+        gate_up_bias = (
+            None
+            if gate_up_bias is None
+            else torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=-1)
+        )
+    return Experts(
+        gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias")
+    )
 
 
 def _as_run(weight: Tensor | Quantized) -> Tensor | PackedWeight:
-    """Plain numbers on a CPU, as `linear` has them, and of what the kernels of experts do not take."""
+    """Plain numbers on a CPU, as `linear` has them,
+    and of what the kernels of experts do not take.
+    """
     packed = weight.packed() if isinstance(weight, GgufWeight) else weight
     if not isinstance(packed, PackedWeight) or (packed.plain and packed.device.type != "cpu"):
         return packed
@@ -86,7 +130,9 @@ def _as_run(weight: Tensor | Quantized) -> Tensor | PackedWeight:
 
 def gated_mlp(weights: Weights, activation: str) -> GatedMLP:
     """The gated MLP whose tensors these are, or the one without a gate."""
-    names: tuple[str, ...] = ("gate_up_proj",) if weights.has("gate_up_proj.weight") else ("gate_proj", "up_proj")
+    names: tuple[str, ...] = (
+        ("gate_up_proj",) if weights.has("gate_up_proj.weight") else ("gate_proj", "up_proj")
+    )
     if activation in PLAIN:
         names = ("up_proj",)
     return GatedMLP(weights.linear(*names), weights.output("down_proj"), activation)
@@ -96,8 +142,16 @@ def router(weights: Weights, description: Description) -> Router:
     """What chooses among those experts; AITER's kernels on AMD GPUs that they are built for."""
     routing = description.routing
     assert routing is not None, "a family with experts says how they are chosen"
-    scope = next(weights.under(name) for name in ("router.", "router.proj.", "gate.") if weights.has(f"{name}weight"))
-    weight, gate_bias, bias = scope.tensor("weight"), scope.optional("bias"), scope.optional("e_score_correction_bias")
+    scope = next(
+        weights.under(name)
+        for name in ("router.", "router.proj.", "gate.")
+        if weights.has(f"{name}weight")
+    )
+    weight, gate_bias, bias = (
+        scope.tensor("weight"),
+        scope.optional("bias"),
+        scope.optional("e_score_correction_bias"),
+    )
     bias = None if bias is None else bias.flatten()  # ERNIE's has an axis of one
     if specdec.device.device.rocm_architecture(weight.device) is not None:
         reasons = aiter_reasons(routing, weight.device)

@@ -9,7 +9,12 @@ from torch import Tensor
 from specdec.base.errors import CheckpointError
 from specdec.layers.attention import Attention
 from specdec.layers.linear import Linear
-from specdec.layers.linear_attention import KeyDecayAttention, LinearAttention, ShortConvolution, SideBySide
+from specdec.layers.linear_attention import (
+    KeyDecayAttention,
+    LinearAttention,
+    ShortConvolution,
+    SideBySide,
+)
 from specdec.layers.linear_choice import linear
 from specdec.layers.ops.norm import GroupNorm
 from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
@@ -29,10 +34,18 @@ ZAMBA_EPSILON = 1e-5
 def recurrent_rows(rows: ForwardInput) -> RecurrentRows:
     """The rows of a forward as recurrent layers see them."""
     assert rows.slots is not None, "a state lies in a slot"
-    return RecurrentRows.of(rows.slots, rows.metadata, max_pending=rows.max_pending, final=rows.final, counts=rows.row_counts)
+    return RecurrentRows.of(
+        rows.slots,
+        rows.metadata,
+        max_pending=rows.max_pending,
+        final=rows.final,
+        counts=rows.row_counts,
+    )
 
 
-def mixer(weights: Weights, config: Any, layer: int, attention: Callable[[], Attention]) -> tuple[Attention | None, Linear | None]:
+def mixer(
+    weights: Weights, config: Any, layer: int, attention: Callable[[], Attention]
+) -> tuple[Attention | None, Linear | None]:
     """What a decoder layer has to mix rows, if anything, and its output projection.
 
     Args:
@@ -42,16 +55,24 @@ def mixer(weights: Weights, config: Any, layer: int, attention: Callable[[], Att
         attention: builds its attention, if it has any.
     """
     if not is_recurrent(config, layer):
-        return (attention(), weights.output("self_attn.o_proj")) if attends(config, layer) else (None, None)
+        return (
+            (attention(), weights.output("self_attn.o_proj"))
+            if attends(config, layer)
+            else (None, None)
+        )
     scope = weights.under("linear_attn.")
     if hasattr(config, "conv_L_cache"):
         return short_convolution(scope), scope.output("out_proj")
     if scope.has("a_proj.weight"):
         return key_decay_attention(scope, config), scope.output("out_proj")
-    linear_attention = mamba(scope, config) if sizes_of(config).gates == 1 else delta_net(scope, config)
+    linear_attention = (
+        mamba(scope, config) if sizes_of(config).gates == 1 else delta_net(scope, config)
+    )
     if not attends(config, layer):
         return linear_attention, scope.output("out_proj")
-    return SideBySide(attention(), linear_attention), _joined(weights, "self_attn.o_proj", "linear_attn.out_proj")
+    return SideBySide(attention(), linear_attention), _joined(
+        weights, "self_attn.o_proj", "linear_attn.out_proj"
+    )
 
 
 def _joined(weights: Weights, *names: str) -> Linear:
@@ -64,10 +85,17 @@ def _joined(weights: Weights, *names: str) -> Linear:
 def delta_net(weights: Weights, config: Any) -> LinearAttention:
     """The Gated DeltaNet layer (arXiv 2412.06464) whose tensors these are."""
     sizes = sizes_of(config)
-    if weights.has("in_proj_qkvz.weight"):  # the heads that share a key lie together, as Qwen3-Next has them
+    if weights.has(
+        "in_proj_qkvz.weight"
+    ):  # the heads that share a key lie together, as Qwen3-Next has them
         heads, shared = sizes.key_heads, sizes.value_heads // sizes.key_heads
-        query, key, value, gate = _places(heads, [sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim])
-        weights.split("in_proj_qkvz", {"in_proj_qkv": torch.cat([query, key, value]), "in_proj_z": gate})
+        query, key, value, gate = _places(
+            heads,
+            [sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim],
+        )
+        weights.split(
+            "in_proj_qkvz", {"in_proj_qkv": torch.cat([query, key, value]), "in_proj_z": gate}
+        )
         beta, step = _places(heads, [shared, shared])
         weights.split("in_proj_ba", {"in_proj_b": beta, "in_proj_a": step})
     apart = weights.has("q_proj.weight")  # as OLMo has them
@@ -82,9 +110,16 @@ def delta_net(weights: Weights, config: Any) -> LinearAttention:
         beta_scale=2.0 if getattr(config, "linear_allow_neg_eigval", False) else 1.0,
     )
     if weights.alike(*names, "in_proj_b", "in_proj_a", "in_proj_z"):
-        return LinearAttention(weights.linear(*names, "in_proj_b", "in_proj_a", "in_proj_z"), recurrence, norm)
+        return LinearAttention(
+            weights.linear(*names, "in_proj_b", "in_proj_a", "in_proj_z"), recurrence, norm
+        )
     # Quantized checkpoints leave the two of few outputs as they are.
-    return LinearAttention(weights.linear(*names, "in_proj_z"), recurrence, norm, weights.linear("in_proj_b", "in_proj_a"))
+    return LinearAttention(
+        weights.linear(*names, "in_proj_z"),
+        recurrence,
+        norm,
+        weights.linear("in_proj_b", "in_proj_a"),
+    )
 
 
 def _places(heads: int, widths: list[int]) -> tuple[Tensor, ...]:
@@ -119,7 +154,8 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
     kernel = weights.tensor("conv1d.weight").squeeze(1)
     if len(kernel) != values + 2 * keys:
         raise CheckpointError(
-            f"recurrent layers have {sizes.value_heads} heads of {sizes.value_dim} numbers and {sizes.key_heads} groups of"
+            f"recurrent layers have {sizes.value_heads} heads of {sizes.value_dim} numbers and"
+            f" {sizes.key_heads} groups of"
             f" {sizes.key_dim}, but {len(kernel)} channels; fetch config.json again"
         )
     widths = [values, values, keys, keys, sizes.value_heads]
@@ -138,7 +174,9 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
         skip=weights.tensor("D").float(),
     )
     norm = _mamba_norm(weights, config, values // sizes.key_heads)
-    return LinearAttention(weights.linear("in_proj", reorder=(lambda rows: rows[order],)), recurrence, norm)
+    return LinearAttention(
+        weights.linear("in_proj", reorder=(lambda rows: rows[order],)), recurrence, norm
+    )
 
 
 def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
@@ -150,12 +188,18 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
         return GroupNorm(weight, ZAMBA_EPSILON, width, gate_first=True)
     if not hasattr(config, "mamba_norm_before_gate"):
         return GroupNorm(weight, norm_epsilon(config), width, gate_first=True)
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # Falcon-H1 rounds only once
-    return GroupNorm(weight, norm_epsilon(config), width, gate_first=not config.mamba_norm_before_gate)
+    weight = weight.to(
+        torch.promote_types(weight.dtype, torch.float32)
+    )  # Falcon-H1 rounds only once
+    return GroupNorm(
+        weight, norm_epsilon(config), width, gate_first=not config.mamba_norm_before_gate
+    )
 
 
 def _time_limits(config: Any) -> tuple[float, float]:
-    """Least and largest step; for Nemotron-H and Zamba2 those that transformers computes prompts with."""
+    """Least and largest step; for Nemotron-H and Zamba2 those that transformers computes prompts
+    with.
+    """
     if hasattr(config, "mamba_num_heads") or hasattr(config, "n_mamba_heads"):
         return float(config.time_step_min), float("inf")
     least, largest = config.time_step_limit or (0.0, float("inf"))

@@ -28,7 +28,8 @@ class _Block:
 
 
 class SharedBlocks:
-    """The blocks of a model, which stand before its hybrid layers in turn. Their tensors lie in the first layers that have them.
+    """The blocks of a model, which stand before its hybrid layers in turn. Their tensors lie in the
+    first layers that have them.
 
     Args:
         config: the model's.
@@ -37,7 +38,9 @@ class SharedBlocks:
     """
 
     def __init__(self, config: Any, count: int, weights: Weights) -> None:
-        self._layers = [layer for layer in range(config.num_hidden_layers) if attends(config, layer)]
+        self._layers = [
+            layer for layer in range(config.num_hidden_layers) if attends(config, layer)
+        ]
         self._count, self._weights = count, weights
         self._blocks: list[_Block] = []
 
@@ -65,8 +68,14 @@ class SharedBlocks:
         if use < self._count:
             self._blocks.append(self._block(layer, attention, norm, activation))
         block = self._blocks[use % self._count]
-        qkv = _adapted(block.attention.qkv, block.weights, [f"self_attn.linear_{part}_adapter_list.{use}" for part in "qkv"])
-        gate_up = _adapted(block.mlp.gate_up, block.weights, [f"feed_forward.gate_up_proj_adapter_list.{use}"])
+        qkv = _adapted(
+            block.attention.qkv,
+            block.weights,
+            [f"self_attn.linear_{part}_adapter_list.{use}" for part in "qkv"],
+        )
+        gate_up = _adapted(
+            block.mlp.gate_up, block.weights, [f"feed_forward.gate_up_proj_adapter_list.{use}"]
+        )
         return AfterSharedBlock(
             block.norm,
             replace(block.attention, qkv=qkv),
@@ -89,7 +98,10 @@ class SharedBlocks:
         first, second = norm(weights, "input_layernorm"), norm(weights, "pre_ff_layernorm")
         assert first is not None and second is not None
         heads = attention(weights.under("self_attn."))
-        output, mlp = weights.output("self_attn.o_proj"), gated_mlp(weights.under("feed_forward."), activation)
+        output, mlp = (
+            weights.output("self_attn.o_proj"),
+            gated_mlp(weights.under("feed_forward."), activation),
+        )
         return _Block(weights, first, heads, output, second, mlp)
 
 

@@ -1,4 +1,6 @@
-"""What tells one family of decoders from another, beside its tensors and the sizes in its config."""
+"""What tells one family of decoders from another,
+beside its tensors and the sizes in its config.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ from specdec.layers.experts.routing import Routing
 
 
 class NormNames(NamedTuple):
-    """Names of a layer's norms, by place; None where there is none. See `specdec.layers.decoder.DecoderLayer`."""
+    """Names of a layer's norms, by place; None where there is none. See
+    `specdec.layers.decoder.DecoderLayer`.
+    """
 
     input: str | None
     attention: str | None  # of what attention puts out
@@ -21,7 +25,12 @@ class NormNames(NamedTuple):
 
 BEFORE = NormNames("input_layernorm", None, "post_attention_layernorm", None)
 AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-AROUND = NormNames("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AROUND = NormNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +38,23 @@ class Description:
     """A family, as far as it is not the Llama family; the defaults are that one.
 
     Attributes:
-        names: expressions, and what replaces them in the names of transformers' tensors, so that they become those of Llama or,
-            for recurrent layers, of Qwen3-Next.
-        factors: of tensors of every layer by name, where there are such; they are multiplied into them.
+        names: expressions, and what replaces them in the names of transformers' tensors, so that
+            they become those of Llama or, for recurrent layers, of Qwen3-Next.
+        factors: of tensors of every layer by name, where there are such; they are multiplied into
+            them.
         ropes: RoPE parameters of each layer, as `specdec.layers.rotary.rotary.Rope.of` takes them;
             None where nothing is rotated.
         interleaved: RoPE turns neighboring numbers against each other instead of halves.
         activation: see `specdec.layers.ops.activation`.
         norms: where a layer has norms.
         norms_of_recurrent: the same of recurrent layers, where it differs.
-        shared_blocks: so many blocks of attention and a feed-forward sublayer stand before hybrid layers in turn, see
-            `specdec.layers.shared_block`; 0 for none.
+        shared_blocks: so many blocks of attention and a feed-forward sublayer stand before hybrid
+            layers in turn, see `specdec.layers.shared_block`; 0 for none.
         one_sublayer: a layer has attention, a recurrence or a feed-forward sublayer alone.
-        norm_kind: "early" rounds before the weight, "late" after it, "zero_centered" is late and its weight is short of 1.
-        norms_of_queries: norms of queries and keys, of each head or of all together; "unweighted" ones are of each head that is
-            rotated.
+        norm_kind: "early" rounds before the weight, "late" after it, "zero_centered" is late and
+            its weight is short of 1.
+        norms_of_queries: norms of queries and keys, of each head or of all together; "unweighted"
+            ones are of each head that is rotated.
         scale: factor of the attention scores; None for `head_dim ** -0.5`.
         embedding_scale: factor of the input embeddings.
         rounds_embedding_scale: that factor is rounded to the model's type.
@@ -62,7 +73,8 @@ class Description:
         value_dim, value_scale: see `specdec.layers.attention.HeadAttention`.
         norms_values: values are normed, without a weight.
         scales_layers: a tensor of each layer is a factor of the stream after it.
-        layer_inputs: numbers that each layer is given of the token itself, see `specdec.layers.layer_inputs`; 0 for none.
+        layer_inputs: numbers that each layer is given of the token itself, see
+            `specdec.layers.layer_inputs`; 0 for none.
     """
 
     ropes: Sequence[Mapping[str, Any] | None]
@@ -99,11 +111,17 @@ class Description:
 
     def embedding_scale_in(self, dtype: torch.dtype) -> float:
         """Factor of the input embeddings of a model in this type."""
-        return torch.tensor(self.embedding_scale, dtype=dtype).item() if self.rounds_embedding_scale else self.embedding_scale
+        return (
+            torch.tensor(self.embedding_scale, dtype=dtype).item()
+            if self.rounds_embedding_scale
+            else self.embedding_scale
+        )
 
 
 Family = Callable[[Any, Mapping[str, Any]], Description | None]
-"""Describes a model from its config and from what is read off all of them; None where our layers lack a part of it."""
+"""Describes a model from its config and from what is read off all of them; None where our layers
+lack a part of it.
+"""
 
 
 def sigmoid_routing(config: Any) -> Routing:
@@ -123,4 +141,6 @@ def sigmoid_routing(config: Any) -> Routing:
 def norm_epsilon(config: Any) -> float:
     """Of a model's norms."""
     names = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
-    return float(next(value for name in names if (value := getattr(config, name, None)) is not None))
+    return float(
+        next(value for name in names if (value := getattr(config, name, None)) is not None)
+    )

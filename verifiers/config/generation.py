@@ -1,6 +1,8 @@
-"""What a checkpoint asks of requests in its generation_config.json, and the tokens that end its texts.
+"""What a checkpoint asks of requests in its generation_config.json, and the tokens that end its
+texts.
 
-Transformers' `generate` applies the file to every call, and the entries of config.json where there is no such file.
+Transformers' `generate` applies the file to every call, and the entries of config.json where there
+is no such file.
 """
 
 import logging
@@ -39,17 +41,68 @@ _OFF = {
 """Numbers that ask for nothing, of entries that change outputs."""
 
 _CHANGES_NOTHING = {
-    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind"),
-    *("bos_token_id", "cache_config", "compile_config", "continuous_batching_config", "decoder_start_token_id"),
-    *("disable_compile", "do_sample", "early_stopping", "eos_token_id", "is_assistant", "length_penalty", "low_memory"),
-    *("max_cache_len", "max_length", "max_matching_ngram_size", "max_new_tokens", "min_length", "min_new_tokens"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "num_return_sequences", "output_attentions"),
-    *("output_hidden_states", "output_logits", "output_scores", "pad_token_id", "prefill_chunk_size"),
-    *("prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits", "repetition_penalty"),
-    *("return_dict_in_generate", "speculation_type", "target_lookbehind", "transformers_version", "use_cache", "use_mtp"),
+    *(
+        "assistant_confidence_threshold",
+        "assistant_early_exit",
+        "assistant_ensemble_weight",
+        "assistant_lookbehind",
+    ),
+    *(
+        "bos_token_id",
+        "cache_config",
+        "compile_config",
+        "continuous_batching_config",
+        "decoder_start_token_id",
+    ),
+    *(
+        "disable_compile",
+        "do_sample",
+        "early_stopping",
+        "eos_token_id",
+        "is_assistant",
+        "length_penalty",
+        "low_memory",
+    ),
+    *(
+        "max_cache_len",
+        "max_length",
+        "max_matching_ngram_size",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+    ),
+    *(
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_return_sequences",
+        "output_attentions",
+    ),
+    *(
+        "output_hidden_states",
+        "output_logits",
+        "output_scores",
+        "pad_token_id",
+        "prefill_chunk_size",
+    ),
+    *(
+        "prompt_lookup_num_tokens",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "repetition_penalty",
+    ),
+    *(
+        "return_dict_in_generate",
+        "speculation_type",
+        "target_lookbehind",
+        "transformers_version",
+        "use_cache",
+        "use_mtp",
+    ),
     *_SAMPLED,
 }
-"""Entries that are honored, that are for the caller to say (how long, how many), or that change no token."""
+"""Entries that are honored, that are for the caller to say (how long, how many), or that change no
+token.
+"""
 
 
 class Generation(NamedTuple):
@@ -72,7 +125,12 @@ class Generation(NamedTuple):
 
 
 def read_generation(
-    name: str, folder: Path, *, vocab_size: int, tokenizer: Any = None, source: GenerationSource = "model"
+    name: str,
+    folder: Path,
+    *,
+    vocab_size: int,
+    tokenizer: Any = None,
+    source: GenerationSource = "model",
 ) -> Generation:
     """What the checkpoint in a folder asks; the other arguments are those of `generation_of`.
 
@@ -80,8 +138,12 @@ def read_generation(
         CheckpointError: a file is damaged, or an entry holds what none can.
     """
     paths = (folder / FILE, folder / CONFIG)
-    file, config = (json_object(path, name, what="target") if path.is_file() else None for path in paths)
-    return generation_of(name, file, config or {}, vocab_size=vocab_size, tokenizer=tokenizer, source=source)
+    file, config = (
+        json_object(path, name, what="target") if path.is_file() else None for path in paths
+    )
+    return generation_of(
+        name, file, config or {}, vocab_size=vocab_size, tokenizer=tokenizer, source=source
+    )
 
 
 def generation_of(
@@ -117,27 +179,44 @@ def generation_of(
     try:
         defaults = _defaults(entries, served, sampled=file is not None)
     except InvalidInputError as error:
-        raise CheckpointError(f"{where}: {error}; correct it, or leave it aside with generation_config 'none'") from error
+        raise CheckpointError(
+            f"{where}: {error}; correct it, or leave it aside with generation_config 'none'"
+        ) from error
     return Generation(ends, defaults, [*notes, *_effect(where, entries, defaults)])
 
 
 def _ends(
-    name: str, file: Mapping[str, Any] | None, config: Mapping[str, Any], vocab_size: int, tokenizer: Any
+    name: str,
+    file: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    vocab_size: int,
+    tokenizer: Any,
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
-    """The ends from the first source that names any, the tokenizer's where it is none of them, and notes."""
+    """The ends from the first source that names any, the tokenizer's where it is none of them, and
+    notes.
+    """
     sources = [] if file is None else [(FILE, file.get("eos_token_id"))]
-    sources += [("config.json", config.get("eos_token_id")), ("the tokenizer", getattr(tokenizer, "eos_token_id", None))]
+    sources += [
+        ("config.json", config.get("eos_token_id")),
+        ("the tokenizer", getattr(tokenizer, "eos_token_id", None)),
+    ]
     notes: list[str] = []
     for where, value in sources:
         ids = _ids(f"eos_token_id in {where} of target {name!r}", value)
         ends = tuple(token for token in ids if 0 <= token < vocab_size)
         if strange := [token for token in ids if token not in ends]:
-            notes.append(f"{where} of {name!r} ends texts with {_listed(strange)}, which no text has: ids lie in [0, {vocab_size})")
+            notes.append(
+                f"{where} of {name!r} ends texts with {_listed(strange)}, which no text has: ids"
+                f" lie in [0, {vocab_size})"
+            )
         if ends:
             break
     else:
         if tokenizer is not None:
-            notes.append(f"nothing in {name!r} names a token that ends texts: outputs go on to max_tokens; see stop_token_ids")
+            notes.append(
+                f"nothing in {name!r} names a token that ends texts: outputs go on to max_tokens;"
+                f" see stop_token_ids"
+            )
         return (), (), notes
     if where != sources[0][0]:
         notes.append(
@@ -148,8 +227,10 @@ def _ends(
     further = tuple(token for token in own if 0 <= token < vocab_size and token not in ends)
     if further:
         notes.append(
-            f"the tokenizer of {name!r} ends texts with {_listed(further)} ({tokenizer.eos_token!r}), which {where} does not name:"
-            " specdec serve stops there, too; all else goes on, as generate does, unless stop_token_ids names it"
+            f"the tokenizer of {name!r} ends texts with {_listed(further)}"
+            f" ({tokenizer.eos_token!r}), which {where} does not name:"
+            " specdec serve stops there, too; all else goes on, as generate does, unless"
+            " stop_token_ids names it"
         )
     return ends, further, notes
 
@@ -163,7 +244,10 @@ def _ids(place: str, value: Any) -> list[int]:
     found = []
     for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
         if isinstance(one, bool) or not isinstance(one, int | float) or one % 1:  # inf % 1 is NaN
-            raise CheckpointError(f"{place} is {reprlib.repr(value)}; it must be a token id or a list of them, so correct the file")
+            raise CheckpointError(
+                f"{place} is {reprlib.repr(value)}; it must be a token id or a list of them, so"
+                f" correct the file"
+            )
         found.append(int(one))
     return found
 
@@ -172,8 +256,11 @@ def _listed(tokens: Any) -> str:
     return ", ".join(reprlib.repr(token) for token in tokens)
 
 
-def _defaults(entries: Mapping[str, Any], served_ends: tuple[int, ...], *, sampled: bool) -> SamplingDefaults:
-    """What the entries say of decoding; `sampled` is whether how they sample counts, where they do not rule sampling out.
+def _defaults(
+    entries: Mapping[str, Any], served_ends: tuple[int, ...], *, sampled: bool
+) -> SamplingDefaults:
+    """What the entries say of decoding; `sampled` is whether how they sample counts, where they do
+    not rule sampling out.
 
     Raises:
         InvalidInputError: a value is of another type, or out of range.
@@ -188,22 +275,33 @@ def _defaults(entries: Mapping[str, Any], served_ends: tuple[int, ...], *, sampl
         least[name] = None if entries.get(name) is None else as_integer(name, entries[name])
         require((least[name] or 0) >= 0, f"{name} is {least[name]}; it must be 0 or more")
     samples = entries.get("do_sample")
-    require(samples in (None, True, False), f"do_sample is {reprlib.repr(samples)}; it must be true or false")
+    require(
+        samples in (None, True, False),
+        f"do_sample is {reprlib.repr(samples)}; it must be true or false",
+    )
     return SamplingDefaults(
         repetition_penalty=1.0 if params.repetition_penalty is None else params.repetition_penalty,
         min_tokens=least["min_new_tokens"],
         min_length=least["min_length"] or 0,
-        sampled=() if samples is False else tuple((name, getattr(params, name)) for name in _SAMPLED if name in given),
+        sampled=()
+        if samples is False
+        else tuple((name, getattr(params, name)) for name in _SAMPLED if name in given),
         served_ends=served_ends,
     )
 
 
 def _effect(where: str, entries: Mapping[str, Any], defaults: SamplingDefaults) -> Iterator[str]:
-    """The line that says what of the entries holds, and what is not to be had here; none where there is nothing of it."""
+    """The line that says what of the entries holds, and what is not to be had here; none where
+    there is nothing of it.
+    """
     holds = [f"{name} {value:g}" for name, value in defaults.stated.items() if name not in _SAMPLED]
-    lost = [f"{name} {reprlib.repr(value)}" for name, value in entries.items() if _changes(name, value)]
+    lost = [
+        f"{name} {reprlib.repr(value)}" for name, value in entries.items() if _changes(name, value)
+    ]
     parts = [f"{', '.join(holds)} where a request names none, as in generate"] if holds else []
-    parts += [f"generate would apply {', '.join(lost)}, which specdec does not have"] if lost else []
+    parts += (
+        [f"generate would apply {', '.join(lost)}, which specdec does not have"] if lost else []
+    )
     if parts:
         yield f"{where}: {'; '.join(parts)}; generation_config 'none' leaves it aside"
 

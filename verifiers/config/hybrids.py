@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from specdec.layers.experts.routing import Routing
-from verifiers.config.description import AFTER, BEFORE, Description, Family, NormNames, sigmoid_routing
+from verifiers.config.description import (
+    AFTER,
+    BEFORE,
+    Description,
+    Family,
+    NormNames,
+    sigmoid_routing,
+)
 from verifiers.config.states import sizes_of
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
@@ -72,7 +79,13 @@ def _qwen3_5(config: Any, common: Mapping[str, Any]) -> Description:
         # The newer family has no choice.
         renormalized = config.norm_topk_prob if config.model_type == "qwen3_next" else True
         routing = Routing(config.num_experts, config.num_experts_per_tok, renormalized=renormalized)
-    return Description(**common, norm_kind="zero_centered", norms_of_queries="each head", gated_attention=True, routing=routing)
+    return Description(
+        **common,
+        norm_kind="zero_centered",
+        norms_of_queries="each head",
+        gated_attention=True,
+        routing=routing,
+    )
 
 
 def _nemotron_h(config: Any, common: Mapping[str, Any]) -> Description | None:
@@ -105,7 +118,9 @@ def _granite_hybrid(config: Any, common: Mapping[str, Any]) -> Description | Non
 
 
 def _bamba(config: Any, common: Mapping[str, Any]) -> Description | None:
-    return _convolved_by_silu(common, names=BAMBA_NAMES, norms=BEFORE._replace(mlp="pre_ff_layernorm"))
+    return _convolved_by_silu(
+        common, names=BAMBA_NAMES, norms=BEFORE._replace(mlp="pre_ff_layernorm")
+    )
 
 
 def _falcon_h1(config: Any, common: Mapping[str, Any]) -> Description | None:
@@ -129,7 +144,11 @@ def _falcon_h1(config: Any, common: Mapping[str, Any]) -> Description | None:
         "mlp.gate_proj": gate,
         "mlp.down_proj": down,
     }
-    factors += [(f"{name}.{field}", factor) for name, factor in scaled.items() for field in ("weight", "bias")]
+    factors += [
+        (f"{name}.{field}", factor)
+        for name, factor in scaled.items()
+        for field in ("weight", "bias")
+    ]
     return _convolved_by_silu(
         common,
         names=BAMBA_NAMES,
@@ -153,7 +172,9 @@ def _lfm2(config: Any, common: Mapping[str, Any]) -> Description:
             epsilon=1e-6,
         )
     norms = NormNames("operator_norm", None, "ffn_norm", None)
-    return Description(**common, names=LFM2_NAMES, norms=norms, norms_of_queries="each head", routing=routing)
+    return Description(
+        **common, names=LFM2_NAMES, norms=norms, norms_of_queries="each head", routing=routing
+    )
 
 
 def _olmo_hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
@@ -163,10 +184,17 @@ def _olmo_hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
 
 def _kimi_linear(config: Any, common: Mapping[str, Any]) -> Description | None:
     # Attention of both kinds has the same name.
-    layers = "|".join(str(layer) for layer, kind in enumerate(config.layer_types) if kind == "linear_attention")
+    layers = "|".join(
+        str(layer) for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"
+    )
     names = [(rf"(?<=\.layers\.)({layers})\.self_attn\.", r"\1.linear_attn.")]
-    names += [(rf"\.linear_attn\.{re.escape(old)}(?=\.|$)", f".linear_attn.{new}") for old, new in KIMI_NAMES.items()]
-    return _convolved_by_silu(common, names=names, routing=sigmoid_routing(config), wide_router=True)
+    names += [
+        (rf"\.linear_attn\.{re.escape(old)}(?=\.|$)", f".linear_attn.{new}")
+        for old, new in KIMI_NAMES.items()
+    ]
+    return _convolved_by_silu(
+        common, names=names, routing=sigmoid_routing(config), wide_router=True
+    )
 
 
 def _zamba2(config: Any, common: Mapping[str, Any]) -> Description:
@@ -183,7 +211,9 @@ def _zamba2(config: Any, common: Mapping[str, Any]) -> Description:
 
 
 def _convolved_by_silu(common: Mapping[str, Any], **options: Any) -> Description | None:
-    """Of a family whose convolutions have the activation of its feed-forward sublayers, which for them is SiLU here."""
+    """Of a family whose convolutions have the activation of its feed-forward sublayers, which for
+    them is SiLU here.
+    """
     return Description(**common, **options) if common["activation"] == "silu" else None
 
 

@@ -1,4 +1,6 @@
-"""Names of tensors: from those that the files of published checkpoints have to those that transformers gives its parameters."""
+"""Names of tensors: from those that the files of published checkpoints have to those that
+transformers gives its parameters.
+"""
 
 import re
 from collections.abc import Sequence
@@ -16,10 +18,15 @@ UNUSED = re.compile(
     r"\.((input|output|prob_output|bias)_(scale|zero_point)(_2)?|input_global_scale|input_scale_ub|activation_scale|[qkv]_scale"
     r"|prob_scale|weight_format)$"
 )
-"""Scales of activations and of the cache, which keep their own type here, and a mark of bitsandbytes."""
+"""Scales of activations and of the cache, which keep their own type here, and a mark of
+bitsandbytes.
+"""
 
 RENAMED = (
-    (re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"), "model."),  # of composites, old and new
+    (
+        re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"),
+        "model.",
+    ),  # of composites, old and new
     (re.compile(r"^(model\.)?language_model\.lm_head"), "lm_head"),
     (re.compile(r"^thinker\.(?=model\.|lm_head)"), ""),
     (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),  # saved without a head
@@ -34,7 +41,10 @@ RENAMED_IN = {
     "axk1": ((re.compile(r"(?<=\d\.)post_mlp_layernorm"), "mlp.post_mlp_layernorm"),),
     "ernie4_5_moe": ((re.compile(r"\.mlp\.moe_statics\."), ".mlp.gate.moe_statics."),),
     "granitemoehybrid": (
-        (re.compile(r"(?<=\d\.)mlp\.input_linear\.weight$"), "block_sparse_moe.experts.gate_up_proj"),
+        (
+            re.compile(r"(?<=\d\.)mlp\.input_linear\.weight$"),
+            "block_sparse_moe.experts.gate_up_proj",
+        ),
         (re.compile(r"(?<=\d\.)mlp\.output_linear\.weight$"), "block_sparse_moe.experts.down_proj"),
         (re.compile(r"(?<=\d\.)mlp\.router\.layer\."), "block_sparse_moe.router."),
     ),
@@ -43,7 +53,12 @@ RENAMED_IN = {
         (re.compile(r"\.mlp\.expert_bias$"), ".mlp.e_score_correction_bias"),
         (re.compile(r"\.mlp\.shared_mlp\."), ".mlp.shared_experts."),
     ),
-    "kimi_linear": ((re.compile(r"(?<=\.self_attn\.)(?=f_a_proj\.|f_b_proj\.|dt_bias$|A_log$)"), "forget_gate."),),
+    "kimi_linear": (
+        (
+            re.compile(r"(?<=\.self_attn\.)(?=f_a_proj\.|f_b_proj\.|dt_bias$|A_log$)"),
+            "forget_gate.",
+        ),
+    ),
     "laguna": (
         (re.compile(r"\.experts\.(?=e_score_correction_bias)"), ".gate."),
         (re.compile(r"\.shared_expert\."), ".shared_experts."),
@@ -61,15 +76,36 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)$")
-MERGED = re.compile(r"^(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(blocks|scales|scale_inv|scale|packed|scale_2|global_scale))?$")
+MERGED = re.compile(
+    r"^(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(blocks|scales|scale_inv|scale|packed|scale_2|global_scale))?$"
+)
 
 PARTS = (
-    *("weight", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_packed", "weight_shape"),
-    *("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx", "pre_quant_scale", "SCB"),
+    *(
+        "weight",
+        "weight_scale_inv",
+        "weight_scale",
+        "weight_scale_2",
+        "weight_global_scale",
+        "weight_packed",
+        "weight_shape",
+    ),
+    *(
+        "weight_zero_point",
+        "weight_g_idx",
+        "qweight",
+        "qzeros",
+        "scales",
+        "g_idx",
+        "pre_quant_scale",
+        "SCB",
+    ),
 )
 """What follows the name of a linear layer."""
 
-OF_WEIGHT = re.compile(r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+))$")
+OF_WEIGHT = re.compile(
+    r"^(.*)\.(weight\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+))$"
+)
 """The same of bitsandbytes."""
 
 WIDE = {"lfm2_moe": ("expert_bias",), "olmo_hybrid": ("A_log",)}
@@ -80,7 +116,9 @@ class Place(NamedTuple):
     """What a tensor is."""
 
     module: str  # the linear layer, or the joined experts, that it is a part of
-    part: str | None  # one of `PARTS`, those of joined experts with "weight_" before them; None for a tensor of its own
+    part: (
+        str | None
+    )  # one of `PARTS`, those of joined experts with "weight_" before them; None for a tensor of its own
 
 
 def name_of(name: str, config: Any, ignored: Sequence[str] = ()) -> str | None:
@@ -109,7 +147,8 @@ def place_of(name: str) -> Place:
     >>> place_of("mlp.experts.3.up_proj.weight_scale_inv")
     Place(module='mlp.experts.3.up_proj', part='weight_scale_inv')
     >>> place_of("mlp.experts.down_proj_blocks"), place_of("self_attn.sinks")
-    (Place(module='mlp.experts.down_proj', part='weight_blocks'), Place(module='self_attn.sinks', part=None))
+    (Place(module='mlp.experts.down_proj', part='weight_blocks'), Place(module='self_attn.sinks',
+    part=None))
     """
     if merged := MERGED.match(name):
         return Place(merged[1], f"weight_{merged[2]}" if merged[2] else "weight")
@@ -120,7 +159,9 @@ def place_of(name: str) -> Place:
 
 
 def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """What transformers' class of a model says of its tensors: expressions for those in float32, and for those to be left out."""
+    """What transformers' class of a model says of its tensors: expressions for those in float32,
+    and for those to be left out.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -134,6 +175,8 @@ def class_facts(config: Any, dtype: torch.dtype) -> tuple[list[str], list[str]]:
 
 
 def wide_names(config: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """An expression for the tensors of a model that are float32 whatever `dtype` the others have; None where there are none."""
+    """An expression for the tensors of a model that are float32 whatever `dtype` the others have;
+    None where there are none.
+    """
     kept = class_facts(config, dtype)[0]
     return re.compile("|".join(name.replace("*", ".*") for name in kept)) if kept else None

@@ -1,7 +1,8 @@
 """Where checkpoints keep layers for multi-token prediction, and what kind of layers these are.
 
-Sources: transformers' `MtpModel`, and `gemma4_assistant` for the assistants; vllm-project/vllm `*_mtp.py` and sgl-project/sglang
-`*_nextn.py` for Qwen, Nemotron, MiMo and Hy3; PaddlePaddle/FastDeploy `ernie4_5_mtp.py`; vllm-project/speculators for its layout.
+Sources: transformers' `MtpModel`, and `gemma4_assistant` for the assistants; vllm-project/vllm
+`*_mtp.py` and sgl-project/sglang `*_nextn.py` for Qwen, Nemotron, MiMo and Hy3;
+PaddlePaddle/FastDeploy `ernie4_5_mtp.py`; vllm-project/speculators for its layout.
 """
 
 import re
@@ -29,9 +30,10 @@ class PredictionFamily(NamedTuple):
     """Layers of one depth.
 
     Attributes:
-        names: expressions for names in files, once these are like those of a text model, and what they become: `embedding_norm`,
-            `hidden_norm`, `projection`, `norm`, and `model.layers.0` and so on. `{layers}` stands for the number of the target's
-            layers. The first that matches counts. Without a `norm` it is the target's.
+        names: expressions for names in files, once these are like those of a text model, and what
+            they become: `embedding_norm`, `hidden_norm`, `projection`, `norm`, and `model.layers.0`
+            and so on. `{layers}` stands for the number of the target's layers. The first that
+            matches counts. Without a `norm` it is the target's.
         kinds: of the layers, as `layer_types` of a config, from the target's.
         feed_forward: of each layer, as `mlp_layer_types`, where the config has such.
     """
@@ -155,6 +157,9 @@ def predicts(config: Any, names: Collection[str] = ()) -> bool:
     """
     family = FAMILIES.get(config.model_type)
     if family is None or not names:
-        stated = (getattr(config, name, None) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"))
+        stated = (
+            getattr(config, name, None)
+            for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+        )
         return family is not None and any(stated)
     return any(prediction_name(name, config, family) is not None for name in names)

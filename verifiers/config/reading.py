@@ -1,4 +1,6 @@
-"""The boundary to files of strangers: whatever stands in them, a user reads one line, which names the entry at fault."""
+"""The boundary to files of strangers: whatever stands in them, a user reads one line, which names
+the entry at fault.
+"""
 
 import re
 import reprlib
@@ -7,7 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from specdec.base.errors import CheckpointError, InvalidInputError, SpecDecError, UnsupportedModelError, one_line
+from specdec.base.errors import (
+    CheckpointError,
+    InvalidInputError,
+    SpecDecError,
+    UnsupportedModelError,
+    one_line,
+)
 from specdec.base.validation import LARGEST
 from specdec.layers.rotary.rotary import check_parameters
 
@@ -15,7 +23,9 @@ Read = TypeVar("Read")
 Judge = Callable[[dict[str, Any]], object]
 
 NO_FOREIGN_CODE = {"trust_remote_code": False}
-"""Said each time, since transformers otherwise asks on standard input whether to run code from a repository."""
+"""Said each time, since transformers otherwise asks on standard input whether to run code from a
+repository.
+"""
 
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "layer", "blocks"), (-4096, 4096)),
@@ -24,22 +34,30 @@ RANGES: dict[str, tuple[float, float]] = {
     "length": (-LARGEST, LARGEST),
     "theta": (1e-30, 1e30),
 }
-"""Of numbers in a config, by the last word of an entry: parts, of each of which Transformers makes an object or a list's item, what
-norms add, a tokenizer's longest text, and bases of RoPE."""
+"""Of numbers in a config, by the last word of an entry: parts, of each of which Transformers makes
+an object or a list's item, what norms add, a tokenizer's longest text, and bases of RoPE."""
 
 
-_COUNTS = re.compile(r"^(num|n)_|(?<!_all)_dim$|_(embeddings|experts|groups?|heads|layers|length|rank|size|topk|window)$")
+_COUNTS = re.compile(
+    r"^(num|n)_|(?<!_all)_dim$|_(embeddings|experts|groups?|heads|layers|length|rank|size|topk|window)$"
+)
 """Entries that are integers, or lists of them; mscale_all_dim is none."""
 
 
-def read(name: str, what: str, load: Callable[[], Read], blame: Callable[[BaseException], str] | None = None) -> Read:
+def read(
+    name: str,
+    what: str,
+    load: Callable[[], Read],
+    blame: Callable[[BaseException], str] | None = None,
+) -> Read:
     """Calls `load`, turning what a bad path or damaged file raises into one line.
 
     Args:
         name: of the target.
         what: is read of it.
         load: reads it.
-        blame: says which entry is at fault, with a colon behind it, or nothing; asked where `load` fails for no known reason.
+        blame: says which entry is at fault, with a colon behind it, or nothing; asked where `load`
+            fails for no known reason.
     """
     try:
         return load()
@@ -47,16 +65,21 @@ def read(name: str, what: str, load: Callable[[], Read], blame: Callable[[BaseEx
         raise CheckpointError(f"cannot read the {what} of target {name!r}: {error}") from error
     except InvalidInputError as error:  # as if a user had given the value
         entry = "" if blame is None else blame(error)
-        raise CheckpointError(f"cannot read the {what} of target {name!r}: {entry}{error}") from error
+        raise CheckpointError(
+            f"cannot read the {what} of target {name!r}: {entry}{error}"
+        ) from error
     except SpecDecError:
         raise
     except ImportError as error:  # transformers reads some quantized weights through other packages
         raise CheckpointError(
-            f"the {what} of target {name!r} need a package that is not installed: {one_line(error, 300)}"
+            f"the {what} of target {name!r} need a package that is not installed:"
+            f" {one_line(error, 300)}"
         ) from error
     except (MemoryError, torch.OutOfMemoryError):
         raise  # nothing is wrong with the files
-    except Exception as error:  # transformers believes what files say: a damaged one ends in any kind of error
+    except (
+        Exception
+    ) as error:  # transformers believes what files say: a damaged one ends in any kind of error
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"the {what} of target {name!r} need code from its repository, which is never run;"
@@ -64,12 +87,14 @@ def read(name: str, what: str, load: Callable[[], Read], blame: Callable[[BaseEx
             ) from error
         entry = "" if blame is None else blame(error)
         raise CheckpointError(
-            f"cannot read the {what} of target {name!r}: {entry}{one_line(error, 300)}; check the name or folder, or fetch it again"
+            f"cannot read the {what} of target {name!r}: {entry}{one_line(error, 300)}; check the"
+            f" name or folder, or fetch it again"
         ) from error
 
 
 def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> str:
-    """Which entry of a config makes `judge` fail, as `read` wants it: the first without which it does not.
+    """Which entry of a config makes `judge` fail, as `read` wants it: the first without which it
+    does not.
 
     >>> blamed({"a": 1, "b": {"c": 0}}, lambda entries: 1 / entries.get("b", {}).get("c", 1), ZeroDivisionError())
     'b.c is 0: '
@@ -115,7 +140,8 @@ def _passes(judge: Judge, entries: dict[str, Any]) -> bool:
 
 
 def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
-    """Refuses numbers that no model has, before anything is made of them. Limits in a list may be infinite.
+    """Refuses numbers that no model has, before anything is made of them. Limits in a list may be
+    infinite.
 
     Args:
         entries: of a config, or of an object in it.
@@ -132,7 +158,9 @@ def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
         usual = (-(2**63), 2**63 - 1) if isinstance(value, int) else (-LARGEST, LARGEST)
         least, most = RANGES.get(re.split(r"[_.]", str(key))[-1], usual)
         if isinstance(value, float) and value % 1 and _COUNTS.search(str(key)):  # inf % 1 is NaN
-            raise CheckpointError(f"{key} is {value!r}; it must be an integer, so fetch config.json again")
+            raise CheckpointError(
+                f"{key} is {value!r}; it must be an integer, so fetch config.json again"
+            )
         if isinstance(value, int | float) and not least <= value <= most:  # as NaN never does
             limits = f"it must lie in [{least:,g}, {most:,g}], so fetch config.json again"
             raise CheckpointError(f"{key} is {reprlib.repr(value)}; {limits}")

@@ -28,24 +28,39 @@ INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
 SINKS = frozenset({"gpt_oss", "mimo_v2_flash"})
 """Model types of which some layers, or all, have sinks."""
 
-LATENT_MODELS = INDEXED_MODELS | {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "mistral4", "youtu"}
+LATENT_MODELS = INDEXED_MODELS | {
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_linear",
+    "mistral4",
+    "youtu",
+}
 """Model types with latent attention as `verifiers.building.latent` builds it."""
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Sliding window of each decoder layer in tokens, None for full attention: a row sees positions less than a window away."""
+    """Sliding window of each decoder layer in tokens, None for full attention: a row sees positions
+    less than a window away.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = [
-            "sliding_attention" if declared(config, "use_sliding_window", True) else "full_attention"
+            "sliding_attention"
+            if declared(config, "use_sliding_window", True)
+            else "full_attention"
         ] * config.num_hidden_layers
     return [
-        _tokens(_own(config, layer), "sliding_window") if kind == "sliding_attention" else None for layer, kind in enumerate(kinds)
+        _tokens(_own(config, layer), "sliding_window") if kind == "sliding_attention" else None
+        for layer, kind in enumerate(kinds)
     ]
 
 
 def declared(config: Any, name: str, default: Any = None) -> Any:
-    """An entry that transformers has for models of this type; of others its models know nothing, whatever a file says."""
+    """An entry that transformers has for models of this type; of others its models know nothing,
+    whatever a file says.
+    """
     kind: Any = type(config)
     known = not isinstance(config, PreTrainedConfig) or _has(kind, name)
     return getattr(config, name, default) if known else default
@@ -67,14 +82,21 @@ def _tokens(config: Any, name: str) -> int | None:
         CheckpointError: it does not count any.
     """
     value = declared(config, name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
-        raise CheckpointError(f"{name} is {value!r} and must be a positive number of tokens below 2**31; fetch config.json again")
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31
+    ):
+        raise CheckpointError(
+            f"{name} is {value!r} and must be a positive number of tokens below 2**31; fetch"
+            f" config.json again"
+        )
     return value
 
 
 def _own(config: PreTrainedConfig, layer: int) -> Any:
     """The entries of one decoder layer, where transformers lets layers differ in any."""
-    return config.per_layer_config[layer] if getattr(config, "per_layer_attributes", None) else config
+    return (
+        config.per_layer_config[layer] if getattr(config, "per_layer_attributes", None) else config
+    )
 
 
 def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
@@ -84,25 +106,36 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
     heads = per_layer[layer] if per_layer else own.num_attention_heads
     kv_heads = getattr(own, "num_key_value_heads", None) or heads
     head_dim = getattr(own, "head_dim", None) or config.hidden_size // heads
-    # Releases of transformers without a config per layer have entries of other names for layers of full attention.
+    # Releases of transformers without a config per layer have entries of other names for layers of
+    # full attention.
     if own is config and layer_windows(config)[layer] is None:
         head_dim = declared(config, "global_head_dim") or head_dim
         if declared(config, "attention_k_eq_v"):
             kv_heads = declared(config, "num_global_key_value_heads") or kv_heads
-    if getattr(config, "model_type", None) == "mimo_v2_flash" and layer_windows(config)[layer] is not None:
+    if (
+        getattr(config, "model_type", None) == "mimo_v2_flash"
+        and layer_windows(config)[layer] is not None
+    ):
         kv_heads *= 2  # as its module in Transformers has it; no entry of the config says so
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
     ranks = getattr(config, "ranks", 1)  # see `verifiers.weights.shares.shared`
     if min(heads, kv_heads, head_dim) < 1:
         raise CheckpointError(
-            f"layer {layer} has {heads} heads, {kv_heads} for keys, of {head_dim} numbers; fetch config.json again"
+            f"layer {layer} has {heads} heads, {kv_heads} for keys, of {head_dim} numbers; fetch"
+            f" config.json again"
         )
-    return HeadShape(heads // ranks, kv_heads // ranks, head_dim, _tokens(config, "attention_chunk_size") if chunked else None)
+    return HeadShape(
+        heads // ranks,
+        kv_heads // ranks,
+        head_dim,
+        _tokens(config, "attention_chunk_size") if chunked else None,
+    )
 
 
 def cache_layers(config: PreTrainedConfig) -> list[int]:
-    """For each decoder layer the one whose keys and values it reads: its own, or those of the last before that is of its kind.
+    """For each decoder layer the one whose keys and values it reads: its own, or those of the last
+    before that is of its kind.
 
     -1 are those of another model.
     """
@@ -114,7 +147,9 @@ def cache_layers(config: PreTrainedConfig) -> list[int]:
     return [*range(own), *(last.get(kind, -1) for kind in config.layer_types[own:])]
 
 
-def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionSpec:
+def attention_spec(
+    config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int
+) -> AttentionSpec:
     """What the model asks of an attention backend."""
     windows: dict[HeadShape, set[int | None]] = {}
     for layer, window in enumerate(layer_windows(config)):
@@ -133,15 +168,27 @@ def attention_spec(config: PreTrainedConfig, *, device: torch.device, dtype: tor
     )
 
 
-def mla_spec(config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int) -> MlaSpec:
+def mla_spec(
+    config: PreTrainedConfig, *, device: torch.device, dtype: torch.dtype, block_size: int
+) -> MlaSpec:
     """What a model with latent attention asks of a backend."""
     indexer = None
     if config.model_type in INDEXED_MODELS:
-        indexer = IndexerSpec(num_heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk)
-    widths = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        indexer = IndexerSpec(
+            num_heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk
+        )
+    widths = (
+        "num_attention_heads",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    )
     for name in (*widths, *(("index_n_heads", "index_head_dim", "index_topk") if indexer else ())):
         if getattr(config, name) < 1:
-            raise CheckpointError(f"{name} is {getattr(config, name)!r} and must be positive; fetch config.json again")
+            raise CheckpointError(
+                f"{name} is {getattr(config, name)!r} and must be positive; fetch config.json again"
+            )
     return MlaSpec(
         device=device,
         dtype=dtype,
@@ -168,33 +215,60 @@ def backend_spec(
     if config.model_type in LATENT_MODELS:
         latent = mla_spec(config, device=device, dtype=dtype, block_size=block_size)
         return replace(latent, cache_dtype=cache_dtype, fp8_prefill=fp8_prefill)
-    return replace(attention_spec(config, device=device, dtype=dtype, block_size=block_size), cache_dtype=cache_dtype)
+    return replace(
+        attention_spec(config, device=device, dtype=dtype, block_size=block_size),
+        cache_dtype=cache_dtype,
+    )
 
 
-def layer_specs(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[LayerSpec]:
-    """What decoder layers cache, see `layer_caches`; of latent attention no index keys where a layer uses another's selection."""
+def layer_specs(
+    config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
+) -> list[LayerSpec]:
+    """What decoder layers cache, see `layer_caches`; of latent attention no index keys where a
+    layer uses another's selection.
+    """
     if isinstance(backend, AttentionBackend):
         dtype = backend.spec.dtype
-        return [spec for layer, read in enumerate(cache_layers(config)) for spec in _layer_specs(config, layer, read, dtype)]
+        return [
+            spec
+            for layer, read in enumerate(cache_layers(config))
+            for spec in _layer_specs(config, layer, read, dtype)
+        ]
     spec, dtype = backend.cache_spec, backend.spec.dtype
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     own = [replace(spec, index_bytes=0) if kind == "shared" else spec for kind in kinds]
-    return [state_layer_spec(config, dtype) if is_recurrent(config, layer) else latent for layer, latent in enumerate(own)]
+    return [
+        state_layer_spec(config, dtype) if is_recurrent(config, layer) else latent
+        for layer, latent in enumerate(own)
+    ]
 
 
-def _layer_specs(config: PreTrainedConfig, layer: int, read: int, dtype: torch.dtype) -> list[LayerSpec]:
-    """What one layer stores whose keys and values are those of layer `read`: nothing, one thing, or keys, values and a state."""
+def _layer_specs(
+    config: PreTrainedConfig, layer: int, read: int, dtype: torch.dtype
+) -> list[LayerSpec]:
+    """What one layer stores whose keys and values are those of layer `read`: nothing, one thing, or
+    keys, values and a state.
+    """
     specs: list[LayerSpec] = []
     if attends(config, layer):
         shape = head_shape(config, layer)
-        specs.append(KVLayerSpec(shape.num_kv_heads, shape.head_dim) if read == layer else SharedLayerSpec(read))
+        specs.append(
+            KVLayerSpec(shape.num_kv_heads, shape.head_dim)
+            if read == layer
+            else SharedLayerSpec(read)
+        )
     return [*specs, state_layer_spec(config, dtype)] if is_recurrent(config, layer) else specs
 
 
 def layer_caches(config: PreTrainedConfig) -> list[list[int]]:
     """Of each decoder layer which of the `layer_specs` are its own."""
-    counts = [attends(config, layer) + is_recurrent(config, layer) for layer in range(config.num_hidden_layers)]
-    return [list(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True)]
+    counts = [
+        attends(config, layer) + is_recurrent(config, layer)
+        for layer in range(config.num_hidden_layers)
+    ]
+    return [
+        list(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True)
+    ]
 
 
 def layer_kinds(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[int]:
@@ -206,10 +280,19 @@ def layer_kinds(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend
 
 
 def expert_counts(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Routed experts of a layer, and how many of them a row is sent to; None for a model without."""
+    """Routed experts of a layer, and how many of them a row is sent to;
+    None for a model without.
+    """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    chosen = next((getattr(config, name) for name in ("num_experts_per_tok", "top_k_experts") if getattr(config, name, None)), None)
+    chosen = next(
+        (
+            getattr(config, name)
+            for name in ("num_experts_per_tok", "top_k_experts")
+            if getattr(config, name, None)
+        ),
+        None,
+    )
     return None if experts is None or chosen is None else (experts, chosen)
 
 
@@ -221,8 +304,9 @@ def position_embeddings(config: PreTrainedConfig) -> int:
 def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
     """How long sequences may be.
 
-    YaRN and LongRoPE state which length they stretch, and how far. Of linear and dynamic RoPE some configs mean the length that
-    they state, others the stretched one: it goes on if asked to. Llama 3's factor is none of lengths.
+    YaRN and LongRoPE state which length they stretch, and how far. Of linear and dynamic RoPE some
+    configs mean the length that they state, others the stretched one: it goes on if asked to. Llama
+    3's factor is none of lengths.
 
     Args:
         config: of the text model.
@@ -241,12 +325,16 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
             usual = max(usual, int(factor * original))
         elif len(kinds) == 1:  # a config with several kinds counts the stretched length
             extended = max(extended, int(factor * stated))
-    # Transformers' modules without RoPE have a table of positions, and "dynamic" is kept from stretching in them.
-    if not own and not (kinds and all(rope.get("rope_type") in STATIC_ROPE_TYPES for rope in kinds)):
+    # Transformers' modules without RoPE have a table of positions, and "dynamic" is kept from
+    # stretching in them.
+    if not own and not (
+        kinds and all(rope.get("rope_type") in STATIC_ROPE_TYPES for rope in kinds)
+    ):
         return ContextLimits(stated, stated, stated)
     if max(usual, extended) >= 2**31:
         raise CheckpointError(
-            f"rope_parameters stretch positions to {max(usual, extended)}, of 2**31 at most; fetch config.json again"
+            f"rope_parameters stretch positions to {max(usual, extended)}, of 2**31 at most; fetch"
+            f" config.json again"
         )
     return ContextLimits(usual, max(usual, extended))
 
@@ -254,14 +342,22 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
 def rope_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """RoPE parameters of all layers, each kind once."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested = [entry for entry in parameters.values() if isinstance(entry, dict) and "rope_type" not in parameters]
+    nested = [
+        entry
+        for entry in parameters.values()
+        if isinstance(entry, dict) and "rope_type" not in parameters
+    ]
     return nested or [parameters] if parameters else []
 
 
 def length_rule(config: PreTrainedConfig) -> LengthRule | None:
     """See `Verifier.length_rule`."""
     kinds = rope_kinds(config)
-    lengths = [rope["original_max_position_embeddings"] for rope in kinds if rope.get("rope_type") == "longrope"]
+    lengths = [
+        rope["original_max_position_embeddings"]
+        for rope in kinds
+        if rope.get("rope_type") == "longrope"
+    ]
     if lengths:
         return LengthRule(min(lengths), grows=False)
     grows = any(rope.get("rope_type") == "dynamic" for rope in kinds)
@@ -269,15 +365,23 @@ def length_rule(config: PreTrainedConfig) -> LengthRule | None:
 
 
 def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Numbers of a key head and of a value head where they differ; None where they do not, or where attention is latent."""
+    """Numbers of a key head and of a value head where they differ; None where they do not, or where
+    attention is latent.
+    """
     own = _own(config, 0)
     key_dim, value_dim = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
     latent = getattr(own, "kv_lora_rank", None)
-    return None if latent or not key_dim or not value_dim or key_dim == value_dim else (key_dim, value_dim)
+    return (
+        None
+        if latent or not key_dim or not value_dim or key_dim == value_dim
+        else (key_dim, value_dim)
+    )
 
 
 def peculiarity(config: PreTrainedConfig) -> str | None:
-    """What of a model our own layers alone can do on our cache, in words, beside latent attention; None for nothing."""
+    """What of a model our own layers alone can do on our cache, in words, beside latent attention;
+    None for nothing.
+    """
     if any(is_recurrent(config, layer) for layer in range(config.num_hidden_layers)):
         return "recurrent layers"
     if CHUNKED in (getattr(config, "layer_types", None) or ()):

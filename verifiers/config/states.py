@@ -48,9 +48,13 @@ def _kind(config: Any, layer: int) -> str | None:
 def state_layer_spec(config: Any, dtype: torch.dtype) -> StateLayerSpec:
     """What one recurrent layer of the model stores per request."""
     if hasattr(config, "conv_L_cache"):
-        return StateLayerSpec(config.hidden_size // getattr(config, "ranks", 1), config.conv_L_cache, 0, 0, 0, dtype)
+        return StateLayerSpec(
+            config.hidden_size // getattr(config, "ranks", 1), config.conv_L_cache, 0, 0, 0, dtype
+        )
     sizes = sizes_of(config)
-    return StateLayerSpec(sizes.width, sizes.taps, sizes.value_heads, sizes.key_dim, sizes.value_dim, dtype)
+    return StateLayerSpec(
+        sizes.width, sizes.taps, sizes.value_heads, sizes.key_dim, sizes.value_dim, dtype
+    )
 
 
 def sizes_of(config: Any) -> Sizes:
@@ -58,7 +62,9 @@ def sizes_of(config: Any) -> Sizes:
     `verifiers.weights.shares.shared`.
     """
     whole, ranks = _whole_sizes(config), getattr(config, "ranks", 1)
-    return whole._replace(key_heads=whole.key_heads // ranks, value_heads=whole.value_heads // ranks)
+    return whole._replace(
+        key_heads=whole.key_heads // ranks, value_heads=whole.value_heads // ranks
+    )
 
 
 def _whole_sizes(config: Any) -> Sizes:
@@ -70,7 +76,9 @@ def _whole_sizes(config: Any) -> Sizes:
         return Sizes(config.mamba_ngroups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
     if hasattr(config, "mamba_n_heads"):
         heads, dim = config.mamba_n_heads, config.mamba_d_head
-        return Sizes(config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1)
+        return Sizes(
+            config.mamba_n_groups, heads, config.mamba_d_state, dim, config.mamba_d_conv, 1
+        )
     if hasattr(config, "linear_num_heads"):  # Kimi Linear
         heads, dim = config.linear_num_heads, config.linear_head_dim
         return Sizes(heads, heads, dim, dim, config.linear_conv_kernel_dim, 1 + dim)

@@ -1,4 +1,6 @@
-"""The text part of a multimodal checkpoint, as a target of its own: its config, its class and its tensors, without the tower."""
+"""The text part of a multimodal checkpoint, as a target of its own: its config, its class and its
+tensors, without the tower.
+"""
 
 import copy
 import logging
@@ -10,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -45,7 +53,9 @@ WRAPPERS = frozenset(
         "qwen3_vl_moe",
     }
 )
-"""Model types of composites whose text part is a decoder by itself: rows of text alone meet nothing of the tower."""
+"""Model types of composites whose text part is a decoder by itself: rows of text alone meet nothing
+of the tower.
+"""
 
 TEXT_KEYS = {
     r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
@@ -66,7 +76,9 @@ OURS = frozenset(
         "use_return_dict",
     }
 )
-"""Entries that say how to run a model and not what it is: whatever a file says, that is for us to choose."""
+"""Entries that say how to run a model and not what it is: whatever a file says, that is for us to
+choose.
+"""
 
 _SENSES = {"image": "an image", "video": "a video", "audio": "a sound"}
 
@@ -111,21 +123,30 @@ def _with_types(entries: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in entries.items():
-        if isinstance(value, Mapping) and name.endswith("_config") and name != "quantization_config":
+        if (
+            isinstance(value, Mapping)
+            and name.endswith("_config")
+            and name != "quantization_config"
+        ):
             found[name] = _with_types(value)
         elif name not in ("dtype", "torch_dtype") or not isinstance(value, str):
             found[name] = value
         elif value != "auto":
             found[name] = value.removeprefix("torch.")
             if not isinstance(getattr(torch, found[name], None), torch.dtype):
-                raise CheckpointError(f"{name} is {value!r}, which is no type of numbers; write one such as bfloat16")
+                raise CheckpointError(
+                    f"{name} is {value!r}, which is no type of numbers; write one such as bfloat16"
+                )
     return found
 
 
 def _settled(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The entries without those of `OURS`, at any depth."""
     kept = {name: value for name, value in entries.items() if name not in OURS}
-    return {name: _settled(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+    return {
+        name: _settled(value) if isinstance(value, Mapping) else value
+        for name, value in kept.items()
+    }
 
 
 def is_composite(config: PreTrainedConfig) -> bool:
@@ -134,7 +155,9 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the text part, with what stands in the outer one alone; of a text model the config itself."""
+    """The config of the text part, with what stands in the outer one alone; of a text model the
+    config itself.
+    """
     if not is_composite(config):
         return config
     text: PreTrainedConfig = copy.deepcopy(config.get_text_config(decoder=True))
@@ -147,7 +170,9 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def media_token_ids(config: PreTrainedConfig) -> dict[int, str]:
-    """Token ids that stand for what a tower would have seen or heard, with what that is in words; empty for a text model."""
+    """Token ids that stand for what a tower would have seen or heard, with what that is in words;
+    empty for a text model.
+    """
     if not is_composite(config):
         return {}
     found = {}
@@ -159,7 +184,9 @@ def media_token_ids(config: PreTrainedConfig) -> dict[int, str]:
 
 
 def text_class(config: PreTrainedConfig) -> Any:
-    """The causal language model of a text config; None where transformers has the bare text model alone, or nothing."""
+    """The causal language model of a text config; None where transformers has the bare text model
+    alone, or nothing.
+    """
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is None and not is_composite(config):  # transformers has Mistral 4 on another list
         found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
@@ -173,12 +200,16 @@ def bare_class(config: PreTrainedConfig) -> Any:
 
 
 def shapes_of(config: Any) -> dict[str, torch.Size]:
-    """Shapes of all tensors of a text model by transformers' names, made without memory from its config; a tied head is none."""
+    """Shapes of all tensors of a text model by transformers' names, made without memory from its
+    config; a tied head is none.
+    """
     own = text_class(config)
     found: Any = own or bare_class(config)
     with torch.device("meta"):
         model: nn.Module = found(config)
-    tensors: dict[int, tuple[str, Tensor]] = {}  # those that layers share once, under the first name
+    tensors: dict[
+        int, tuple[str, Tensor]
+    ] = {}  # those that layers share once, under the first name
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), (name, tensor))
     shapes = {name if own else f"model.{name}": tensor.shape for name, tensor in tensors.values()}
@@ -192,12 +223,21 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
 def say_text_only(config: PreTrainedConfig) -> None:
     """Logs which parts of a composite are left out; nothing of a text model."""
     if is_composite(config):
-        parts = ", ".join(sorted(part.removesuffix("_config") for part in config.sub_configs if part != "text_config"))
-        logger.warning("%s is taken as a text model: text only, without its %s part", config.model_type, parts)
+        parts = ", ".join(
+            sorted(
+                part.removesuffix("_config") for part in config.sub_configs if part != "text_config"
+            )
+        )
+        logger.warning(
+            "%s is taken as a text model: text only, without its %s part", config.model_type, parts
+        )
 
 
-def load_text(path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
-    """The text part of a composite on the CPU, and the names of tensors of it that the checkpoint lacks.
+def load_text(
+    path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str
+) -> tuple[Any, list[str]]:
+    """The text part of a composite on the CPU, and the names of tensors of it that the checkpoint
+    lacks.
 
     Args:
         path: folder or hub name.
@@ -206,13 +246,23 @@ def load_text(path: str, config: PreTrainedConfig, dtype: torch.dtype, attention
         attention: value of `attn_implementation`.
     """
     text = text_config(config)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "output_loading_info": True,
+    }
     with _without_reports():
         if (own := text_class(text)) is not None:
             model, report = own.from_pretrained(path, config=text, key_mapping=TEXT_KEYS, **options)
             return model, sorted(report["missing_keys"])
-        composite, report = AutoModelForImageTextToText.from_pretrained(path, config=config, trust_remote_code=False, **options)
-    missing = [name for name in report["missing_keys"] if re.search(r"(^|\.)(language_model|lm_head)\.", name)]
+        composite, report = AutoModelForImageTextToText.from_pretrained(
+            path, config=config, trust_remote_code=False, **options
+        )
+    missing = [
+        name
+        for name in report["missing_keys"]
+        if re.search(r"(^|\.)(language_model|lm_head)\.", name)
+    ]
     return TextPart(composite, text), sorted(missing)
 
 
@@ -228,7 +278,8 @@ def _without_reports() -> Iterator[None]:
 
 
 class TextPart(nn.Module):
-    """The text model of a composite and its head, as much like a causal language model as verifiers need; the rest is given up.
+    """The text model of a composite and its head, as much like a causal language model as verifiers
+    need; the rest is given up.
 
     Args:
         composite: the whole model.
@@ -274,8 +325,12 @@ class TextPart(nn.Module):
         """The head."""
         return self.lm_head
 
-    def forward(self, input_ids: Tensor, *, logits_to_keep: int | Tensor = 0, **options: Any) -> SimpleNamespace:
-        """Logits of all rows, or of the last ones or those that `logits_to_keep` names, as transformers' own classes do."""
+    def forward(
+        self, input_ids: Tensor, *, logits_to_keep: int | Tensor = 0, **options: Any
+    ) -> SimpleNamespace:
+        """Logits of all rows, or of the last ones or those that `logits_to_keep` names, as
+        transformers' own classes do.
+        """
         hidden = self.model(input_ids=input_ids, **options).last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, kept, :])

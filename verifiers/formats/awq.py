@@ -15,7 +15,8 @@ ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class Awq(Format):
-    """`quant_method: awq`, version "gemm": `qweight` int32 [in, out / 8], `qzeros` int32 [groups, out / 8], `scales` [groups, out].
+    """`quant_method: awq`, version "gemm": `qweight` int32 [in, out / 8], `qzeros` int32 [groups,
+    out / 8], `scales` [groups, out].
 
     Args:
         quantization: the config's `quantization_config`.
@@ -31,15 +32,29 @@ class Awq(Format):
         version = word(quantization, "version", default="gemm")
         if bits != 4 or version != "gemm":
             raise CheckpointError(
-                f"AWQ with {bits} bits in version {version!r} is not read; take one with 4 bits in version 'gemm'"
+                f"AWQ with {bits} bits in version {version!r} is not read; take one with 4 bits in"
+                f" version 'gemm'"
             )
         group = group_size(quantization, "group_size", "q_group_size", default=128)
-        super().__init__(memory_bits(bits, group), Listed(names(quantization, "modules_to_not_convert")), group=group)
+        super().__init__(
+            memory_bits(bits, group),
+            Listed(names(quantization, "modules_to_not_convert")),
+            group=group,
+        )
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         codes, zeros = (in_order(parts[name]).t() for name in ("qweight", "qzeros"))
         group = self.group or codes.shape[1]
-        return integers(module, paired(codes.contiguous()), as_number(parts["scales"]).t().float(), zeros, None, 4, group, dtype)
+        return integers(
+            module,
+            paired(codes.contiguous()),
+            as_number(parts["scales"]).t().float(),
+            zeros,
+            None,
+            4,
+            group,
+            dtype,
+        )
 
 
 def in_order(words: Tensor) -> Tensor:

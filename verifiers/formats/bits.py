@@ -25,12 +25,15 @@ def halves(packed: Tensor) -> Tensor:
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Bytes of two codes each, what `halves` takes apart: uint8 [..., n / 2] from uint8 [..., n]."""
+    """Bytes of two codes each, what `halves` takes apart: uint8 [..., n / 2] from uint8 [...,
+    n].
+    """
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Codes from a stream of bits, the lowest first: uint8 [..., count] from uint8 [..., ceil(count * bits / 8)], or a longer one.
+    """Codes from a stream of bits, the lowest first: uint8 [..., count] from uint8 [..., ceil(count
+    * bits / 8)], or a longer one.
 
     >>> unpacked(torch.tensor([0b10_001_000, 0b0_100_011_0], dtype=torch.uint8), 3, 5).tolist()
     [0, 1, 2, 3, 4]
@@ -40,7 +43,9 @@ def unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 4:
         return halves(packed)[..., :count]
     missing = -packed.shape[-1] % bits
-    eights = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, bits))  # as many bytes hold eight codes
+    eights = torch.nn.functional.pad(packed, (0, missing)).unflatten(
+        -1, (-1, bits)
+    )  # as many bytes hold eight codes
     kind = torch.int32 if bits < 4 else torch.int64
     joined = torch.zeros(eights.shape[:-1], dtype=kind, device=packed.device)
     for place in range(bits):
@@ -51,4 +56,6 @@ def unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def signed(codes: Tensor, middle: int = 128) -> Tensor:
     """Codes from 0 to 255 as int8, all less by the middle one."""
-    return (codes ^ 128).view(torch.int8) if middle == 128 else (codes.short() - middle).to(torch.int8)
+    return (
+        (codes ^ 128).view(torch.int8) if middle == 128 else (codes.short() - middle).to(torch.int8)
+    )

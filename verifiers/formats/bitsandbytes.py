@@ -1,4 +1,6 @@
-"""Checkpoints of bitsandbytes: blocks of codes that a table turns into numbers (arXiv 2305.14314), and rows of 8-bit integers."""
+"""Checkpoints of bitsandbytes: blocks of codes that a table turns into numbers (arXiv 2305.14314),
+and rows of 8-bit integers.
+"""
 
 import json
 from typing import Any, NamedTuple
@@ -22,9 +24,10 @@ TABLES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbyt
 class BitsAndBytes(Format):
     """`quant_method: bitsandbytes`, 4 bits (`nf4`, `fp4`) or 8 bits.
 
-    In 4 bits `weight` has two codes to a byte, the first in the high half, row by row, and `weight.absmax` has a scale for
-    each block of them. Scales may be codes themselves, with a table and scales of their own. In 8 bits `SCB` has the largest
-    number of each row of `weight`. Only the 8 bits stay packed: our kernels have no such tables.
+    In 4 bits `weight` has two codes to a byte, the first in the high half, row by row, and
+    `weight.absmax` has a scale for each block of them. Scales may be codes themselves, with a table
+    and scales of their own. In 8 bits `SCB` has the largest number of each row of `weight`. Only
+    the 8 bits stay packed: our kernels have no such tables.
 
     Args:
         quantization: the config's `quantization_config`.
@@ -40,19 +43,36 @@ class BitsAndBytes(Format):
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         if "SCB" in parts:
             if parts["weight"].dtype != torch.int8:
-                raise CheckpointError(f"{module!r} has rows of {parts['weight'].dtype}, not int8; fetch the checkpoint again")
-            return byte_integers(module, {**parts, "weight_scale": as_number(parts["SCB"]).float() / LARGEST}, None, dtype)
+                raise CheckpointError(
+                    f"{module!r} has rows of {parts['weight'].dtype}, not int8; fetch the"
+                    f" checkpoint again"
+                )
+            return byte_integers(
+                module,
+                {**parts, "weight_scale": as_number(parts["SCB"]).float() / LARGEST},
+                None,
+                dtype,
+            )
         state = _State.of(module, parts)
         scales = parts["weight.absmax"]
         if "weight.nested_absmax" in parts:
             nested = as_number(parts["weight.nested_quant_map"]).float()[scales.flatten().long()]
             scales = (
-                _scaled(module, nested, as_number(parts["weight.nested_absmax"]).float(), state.nested_block) + state.nested_offset
+                _scaled(
+                    module,
+                    nested,
+                    as_number(parts["weight.nested_absmax"]).float(),
+                    state.nested_block,
+                )
+                + state.nested_offset
             )
         pairs = parts["weight"].view(torch.uint8).flatten()
         codes, count = torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten(), state.shape.numel()
         if codes.numel() != count + count % 2:
-            raise CheckpointError(f"{module!r} holds {codes.numel()} codes for {list(state.shape)}; fetch the checkpoint again")
+            raise CheckpointError(
+                f"{module!r} holds {codes.numel()} codes for {list(state.shape)}; fetch the"
+                f" checkpoint again"
+            )
         values = as_number(parts["weight.quant_map"]).float()[codes[:count].long()]
         return _scaled(module, values, scales.float().flatten(), state.block).view(state.shape)
 
@@ -70,26 +90,43 @@ class _State(NamedTuple):
         """Those among the parts of a module."""
         stored = next((parts[name] for name in TABLES if name in parts), None)
         scales, table = parts["weight.absmax"], parts.get("weight.quant_map")
-        nested = [parts[name] for name in ("weight.nested_absmax", "weight.nested_quant_map") if name in parts]
+        nested = [
+            parts[name]
+            for name in ("weight.nested_absmax", "weight.nested_quant_map")
+            if name in parts
+        ]
         coded = scales.dtype == torch.uint8
-        fits = len(nested) == 2 and nested[1].numel() == 256 if coded else not nested and scales.is_floating_point()
+        fits = (
+            len(nested) == 2 and nested[1].numel() == 256
+            if coded
+            else not nested and scales.is_floating_point()
+        )
         if stored is None or table is None or table.numel() != 16 or not fits:
-            raise CheckpointError(f"{module!r} has {', '.join(sorted(parts))} but no whole state; fetch the whole checkpoint again")
+            raise CheckpointError(
+                f"{module!r} has {', '.join(sorted(parts))} but no whole state; fetch the whole"
+                f" checkpoint again"
+            )
         try:
             entries: dict[str, Any] = json.loads(bytes(stored.flatten().tolist()))
             shape = torch.Size(entries["shape"])
-            block, nested_block = int(entries["blocksize"]), int(entries.get("nested_blocksize", 256))
+            block, nested_block = (
+                int(entries["blocksize"]),
+                int(entries.get("nested_blocksize", 256)),
+            )
             if len(shape) != 2 or min(*shape, block, nested_block) <= 0:
                 raise ValueError(f"{entries} has no sizes of a matrix")
             return _State(shape, block, nested_block, float(entries.get("nested_offset", 0)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"the state of {module!r} is none of bitsandbytes; fetch the checkpoint again") from error
+            raise CheckpointError(
+                f"the state of {module!r} is none of bitsandbytes; fetch the checkpoint again"
+            ) from error
 
 
 def _scaled(module: str, values: Tensor, scales: Tensor, block: int) -> Tensor:
     """Numbers in blocks, each times the scale of its block."""
     if scales.numel() != -(-values.numel() // block):
         raise CheckpointError(
-            f"{module!r} has {scales.numel()} scales for {values.numel()} numbers in blocks of {block}; fetch the checkpoint again"
+            f"{module!r} has {scales.numel()} scales for {values.numel()} numbers in blocks of"
+            f" {block}; fetch the checkpoint again"
         )
     return values * scales.repeat_interleave(block)[: values.numel()]

@@ -1,4 +1,6 @@
-"""Checkpoints of compressed-tensors, which llm-compressor writes: several kinds of weights, told by groups in the config."""
+"""Checkpoints of compressed-tensors, which llm-compressor writes: several kinds of weights, told by
+groups in the config.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,9 +11,24 @@ from specdec.base.errors import CheckpointError
 from verifiers.formats.float4 import MX_GROUP, NV_GROUP
 from verifiers.formats.float8 import float8, floats
 from verifiers.formats.format import Format, Parts, Stored
-from verifiers.formats.integers import ALIGNED, byte_integers, check_width, memory_bits, packed_integers
+from verifiers.formats.integers import (
+    ALIGNED,
+    byte_integers,
+    check_width,
+    memory_bits,
+    packed_integers,
+)
 from verifiers.formats.lists import Listed, aliases, expression
-from verifiers.formats.settings import Settings, block_size, group_size, integer, names, section, word, wrong
+from verifiers.formats.settings import (
+    Settings,
+    block_size,
+    group_size,
+    integer,
+    names,
+    section,
+    word,
+    wrong,
+)
 
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 """What shares a scale."""
@@ -41,9 +58,14 @@ class CompressedTensors(Format):
     required = (("weight", "weight_packed"), ("weight_scale",))
 
     def __init__(self, quantization: Settings) -> None:
-        parts = (section(quantization, "sparsity_config"), section(quantization, "transform_config"))
+        parts = (
+            section(quantization, "sparsity_config"),
+            section(quantization, "transform_config"),
+        )
         if any(map(_active, parts)) or quantization.get("format") == "marlin-24":
-            raise CheckpointError("its weights are sparse or rotated, which is not read; take a checkpoint without")
+            raise CheckpointError(
+                "its weights are sparse or rotated, which is not read; take a checkpoint without"
+            )
         schemes = list[Scheme]()
         for name, group in section(quantization, "config_groups").items():
             if not isinstance(group, Mapping):
@@ -51,12 +73,24 @@ class CompressedTensors(Format):
             if weights := section(group, "weights"):
                 schemes.append(_scheme(names(group, "targets"), weights))
         first = schemes[0] if schemes else Scheme((), 8, "int", "channel", None, None)
-        plain, widens = Listed(names(quantization, "ignore")), any(one.bits not in ALIGNED for one in schemes)
-        groups = [size for one in schemes for size in (one.group, one.block and one.block[1]) if size]
-        super().__init__(memory_bits(first.bits, first.group), plain, group=max(groups, default=None), widens=widens)
+        plain, widens = (
+            Listed(names(quantization, "ignore")),
+            any(one.bits not in ALIGNED for one in schemes),
+        )
+        groups = [
+            size for one in schemes for size in (one.group, one.block and one.block[1]) if size
+        ]
+        super().__init__(
+            memory_bits(first.bits, first.group),
+            plain,
+            group=max(groups, default=None),
+            widens=widens,
+        )
         targets = [(target, scheme) for scheme in schemes for target in scheme.targets]
         self._named = dict(reversed(targets))
-        self._expressions = [(expression(name[3:]), scheme) for name, scheme in targets if name.startswith("re:")]
+        self._expressions = [
+            (expression(name[3:]), scheme) for name, scheme in targets if name.startswith("re:")
+        ]
         self._of_a_class = next((scheme for name, scheme in targets if name[:1].isupper()), None)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
@@ -65,7 +99,10 @@ class CompressedTensors(Format):
             return packed_integers(module, parts, scheme.bits, scheme.group, dtype)
         if "weight_packed" in parts:
             if scheme.group != MX_GROUP and "weight_global_scale" not in parts:
-                raise CheckpointError(f"{module!r} has no weight_global_scale, as NVFP4 has; fetch the whole checkpoint again")
+                raise CheckpointError(
+                    f"{module!r} has no weight_global_scale, as NVFP4 has; fetch the whole"
+                    f" checkpoint again"
+                )
             return floats(module, parts, None, dtype)
         weight, scale = parts["weight"], parts["weight_scale"]
         if weight.dtype == torch.int8:
@@ -79,12 +116,19 @@ class CompressedTensors(Format):
         return float8(module, weight, scale, (rows, columns), dtype)
 
     def _scheme(self, module: str) -> Scheme:
-        """The scheme of a module: one that names it, before one whose expression fits, before one for a class."""
+        """The scheme of a module: one that names it, before one whose expression fits, before one
+        for a class.
+        """
         own = aliases(module)
         named = next((self._named[name] for name in own if name in self._named), None)
-        scheme = named or next((one for fits, one in self._expressions if any(map(fits.match, own))), self._of_a_class)
+        scheme = named or next(
+            (one for fits, one in self._expressions if any(map(fits.match, own))), self._of_a_class
+        )
         if scheme is None:
-            raise CheckpointError(f"{module!r} is quantized but no group of quantization_config has it; fetch config.json again")
+            raise CheckpointError(
+                f"{module!r} is quantized but no group of quantization_config has it; fetch"
+                f" config.json again"
+            )
         return scheme
 
 
@@ -92,13 +136,17 @@ def _scheme(targets: Sequence[str], weights: Settings) -> Scheme:
     group, block = group_size(weights), block_size(weights, "block_structure")
     strategy = word(weights, "strategy", default="group" if group else "tensor")
     if strategy not in STRATEGIES or (strategy == "block" and block is None):
-        raise CheckpointError(f"weights share scales by {strategy!r} with blocks {block}; {', '.join(STRATEGIES)} are read")
+        raise CheckpointError(
+            f"weights share scales by {strategy!r} with blocks {block}; {', '.join(STRATEGIES)} are"
+            f" read"
+        )
     kind, bits = word(weights, "type", default="int"), integer(weights, "num_bits", default=8)
     if kind == "int":
         check_width(bits, "quantization_config")
     elif bits != 8 and (bits != 4 or group not in (MX_GROUP, NV_GROUP)):
         raise CheckpointError(
-            f"it has {kind}s of {bits} bits in groups of {group}, and 8 bits, MXFP4 and NVFP4 are read; take such a checkpoint"
+            f"it has {kind}s of {bits} bits in groups of {group}, and 8 bits, MXFP4 and NVFP4 are"
+            f" read; take such a checkpoint"
         )
     return Scheme(targets, bits, kind, strategy, group, block)
 

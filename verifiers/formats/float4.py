@@ -1,4 +1,6 @@
-"""4-bit floats: MXFP4, whose groups of 32 share a power of two, and NVFP4, whose groups of 16 share an 8-bit float."""
+"""4-bit floats: MXFP4, whose groups of 32 share a power of two, and NVFP4, whose groups of 16 share
+an 8-bit float.
+"""
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ MX_BITS, NV_BITS = 4 + 8 / MX_GROUP, 4 + 8 / NV_GROUP
 
 
 class Mxfp4(Format):
-    """`quant_method: mxfp4`, experts of gpt-oss: `_blocks` uint8 [E, out, in / 32, 16] and `_scales` uint8 [E, out, in / 32].
+    """`quant_method: mxfp4`, experts of gpt-oss: `_blocks` uint8 [E, out, in / 32, 16] and
+    `_scales` uint8 [E, out, in / 32].
 
     Args:
         quantization: the config's `quantization_config`.
@@ -34,10 +37,14 @@ class Mxfp4(Format):
         return ".experts." not in f".{module}."
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> PackedWeight:
-        return float4(module, parts["weight_blocks"].flatten(-2), parts["weight_scales"], MX_GROUP, dtype)
+        return float4(
+            module, parts["weight_blocks"].flatten(-2), parts["weight_scales"], MX_GROUP, dtype
+        )
 
 
-def float4(module: str, codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> PackedWeight:
+def float4(
+    module: str, codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype
+) -> PackedWeight:
     """A weight of 4-bit floats.
 
     Args:
@@ -52,13 +59,23 @@ def float4(module: str, codes: Tensor, scale: Tensor, group: int, dtype: torch.d
     """
     if codes.dtype != torch.uint8:
         raise CheckpointError(
-            f"{module!r} holds 4-bit floats as {str(codes.dtype)[6:]}; pairs in uint8 are read, so take another checkpoint"
+            f"{module!r} holds 4-bit floats as {str(codes.dtype)[6:]}; pairs in uint8 are read, so"
+            f" take another checkpoint"
         )
     shape = [*codes.shape[:-1], codes.shape[-1] * 2]
-    return PackedWeight(codes.contiguous(), per_output(as_number(scale), module, shape, (1, group)), None, group, "e2m1", dtype)
+    return PackedWeight(
+        codes.contiguous(),
+        per_output(as_number(scale), module, shape, (1, group)),
+        None,
+        group,
+        "e2m1",
+        dtype,
+    )
 
 
-def nvfp4(module: str, codes: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype) -> PackedWeight:
+def nvfp4(
+    module: str, codes: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype
+) -> PackedWeight:
     """A weight of 4-bit floats with two scales, whose product is taken in float32.
 
     Args:
@@ -73,6 +90,8 @@ def nvfp4(module: str, codes: Tensor, scale: Tensor, factor: Tensor, dtype: torc
     """
     experts = scale.shape[:-2]
     if factor.numel() not in (1, experts.numel()):
-        raise CheckpointError(f"{module!r} has {factor.numel()} second scales, not one; fetch the checkpoint again")
+        raise CheckpointError(
+            f"{module!r} has {factor.numel()} second scales, not one; fetch the checkpoint again"
+        )
     factor = as_number(factor).float().reshape([*experts, 1, 1] if factor.numel() > 1 else [])
     return float4(module, codes, as_number(scale).float() * factor, NV_GROUP, dtype)

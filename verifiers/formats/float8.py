@@ -1,4 +1,6 @@
-"""8-bit floats with scales: per block as in DeepSeek-V3 (arXiv 2412.19437), per output, per group, or one for all."""
+"""8-bit floats with scales: per block as in DeepSeek-V3 (arXiv 2412.19437), per output, per group,
+or one for all.
+"""
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ BLOCK = (128, 128)
 
 
 class Float8(Format):
-    """`quant_method: fp8`, `fbgemm_fp8` or `mxfp8`: blocks whose size the config states, one scale per output, or one for all.
+    """`quant_method: fp8`, `fbgemm_fp8` or `mxfp8`: blocks whose size the config states, one scale
+    per output, or one for all.
 
     Args:
         quantization: the config's `quantization_config`.
@@ -35,14 +38,16 @@ class Float8(Format):
         return floats(module, parts, self._block, dtype)
 
 
-def floats(module: str, parts: Parts, block: tuple[int, int] | None, dtype: torch.dtype) -> PackedWeight:
+def floats(
+    module: str, parts: Parts, block: tuple[int, int] | None, dtype: torch.dtype
+) -> PackedWeight:
     """A weight of floats whose kind its tensors tell.
 
     Args:
         module: it belongs to, for messages.
-        parts: `weight` float8_e4m3fn [..., out, in] or uint8 [..., out, in / 2], which may be called `weight_packed`, with
-            `weight_scale` or `weight_scale_inv`. The second scale of NVFP4 is `weight_scale_2`, a factor, or
-            `weight_global_scale`, a divisor.
+        parts: `weight` float8_e4m3fn [..., out, in] or uint8 [..., out, in / 2], which may be
+            called `weight_packed`, with `weight_scale` or `weight_scale_inv`. The second scale of
+            NVFP4 is `weight_scale_2`, a factor, or `weight_global_scale`, a divisor.
         block: of the scales of 8-bit floats, see `block_of`.
         dtype: of the model.
 
@@ -56,12 +61,16 @@ def floats(module: str, parts: Parts, block: tuple[int, int] | None, dtype: torc
     if "weight_scale_2" in parts:
         return nvfp4(module, weight, scale, parts["weight_scale_2"], dtype)
     if "weight_global_scale" in parts:
-        return nvfp4(module, weight, scale, 1 / as_number(parts["weight_global_scale"]).float(), dtype)
+        return nvfp4(
+            module, weight, scale, 1 / as_number(parts["weight_global_scale"]).float(), dtype
+        )
     return float4(module, weight, scale, MX_GROUP, dtype)
 
 
 def block_of(scale: Tensor, weight: Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
-    """Outputs and inputs that share a scale; the block's size comes from the config, since ragged shapes do not tell it."""
+    """Outputs and inputs that share a scale; the block's size comes from the config, since ragged
+    shapes do not tell it.
+    """
     *leading, out_features, in_features = weight.shape
     count = scale.numel() // max(torch.Size(leading).numel(), 1)
     rows, columns = block or BLOCK
@@ -74,7 +83,9 @@ def block_of(scale: Tensor, weight: Tensor, block: tuple[int, int] | None) -> tu
     return (1, MX_GROUP) if not block and scale.element_size() == 1 else (rows, columns)
 
 
-def float8(module: str, weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> PackedWeight:
+def float8(
+    module: str, weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
     """A weight of 8-bit floats.
 
     Args:
@@ -89,7 +100,8 @@ def float8(module: str, weight: Tensor, scale: Tensor, block: tuple[int, int], d
     """
     if weight.dtype != torch.float8_e4m3fn:
         raise CheckpointError(
-            f"{module!r} has a scale beside {str(weight.dtype)[6:]}; float8_e4m3fn is read, so take another checkpoint"
+            f"{module!r} has a scale beside {str(weight.dtype)[6:]}; float8_e4m3fn is read, so take"
+            f" another checkpoint"
         )
     scales = per_output(as_number(scale), module, weight.shape, block)
     return PackedWeight(weight, scales, None, min(block[1], weight.shape[-1]), "e4m3", dtype)

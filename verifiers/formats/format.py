@@ -1,4 +1,6 @@
-"""What a format of quantized checkpoints does: it turns the tensors of one linear layer into its weight."""
+"""What a format of quantized checkpoints does: it turns the tensors of one linear layer into its
+weight.
+"""
 
 import re
 from abc import ABC, abstractmethod
@@ -18,12 +20,14 @@ Parts = Mapping[str, Tensor]
 """Tensors of one linear layer by what follows its name, such as "weight" and "weight_scale"."""
 
 HARMLESS = re.compile(r"bias|scale|zero_point|amax|shape|observer")
-"""In last parts of names beside a quantized weight: what is read elsewhere, or is of activations."""
+"""In last parts of names beside a quantized weight: what is read elsewhere, or is of activations.
+"""
 
 ROTATION = re.compile(r"rotation|hadamard|had_matrix")
 
 INTEGERS = ("tid2eid",)
-"""How names of tensors end that are integers in a model: the experts of each token in DeepSeek-V4."""
+"""How names of tensors end that are integers in a model: the experts of each token in DeepSeek-V4.
+"""
 
 
 class Format(ABC):
@@ -37,8 +41,10 @@ class Format(ABC):
     Attributes:
         required: of each tuple one part has to be there.
         bits: of a number in memory where weights stay packed, with its part of a scale.
-        group: most inputs that share a scale where not all do; None as well where the config does not tell.
-        stays_packed: a packed form of ours says the same; otherwise weights become plain numbers when they are read.
+        group: most inputs that share a scale where not all do; None as well where the config does
+            not tell.
+        stays_packed: a packed form of ours says the same; otherwise weights become plain numbers
+            when they are read.
         widens: codes take more room in memory than in files.
     """
 
@@ -81,7 +87,8 @@ class Format(ABC):
             raise
         except Exception as error:
             raise CheckpointError(
-                f"tensors of {module!r} do not go together ({one_line(error)}); fetch the whole checkpoint again"
+                f"tensors of {module!r} do not go together ({one_line(error)}); fetch the whole"
+                f" checkpoint again"
             ) from error
 
     def lists_as_plain(self, module: str) -> bool:
@@ -97,12 +104,14 @@ class Format(ABC):
         for names in self.required:
             if not any(name in parts for name in names):
                 raise CheckpointError(
-                    f"{module!r} has {', '.join(sorted(parts))} but no {' or '.join(names)}; fetch the whole checkpoint again"
+                    f"{module!r} has {', '.join(sorted(parts))} but no {' or '.join(names)}; fetch"
+                    f" the whole checkpoint again"
                 )
 
 
 def check_known(others: Iterable[str], quantized: Container[str]) -> None:
-    """Whether nothing is known of a quantized layer that its weight leaves out, such as a rotation or a product to be added.
+    """Whether nothing is known of a quantized layer that its weight leaves out, such as a rotation
+    or a product to be added.
 
     Args:
         others: names of tensors that are no parts of a weight.
@@ -114,7 +123,10 @@ def check_known(others: Iterable[str], quantized: Container[str]) -> None:
     for name in others:
         module, _, last = name.rpartition(".")
         if (module in quantized and not HARMLESS.search(last)) or ROTATION.search(name):
-            raise CheckpointError(f"{name!r} changes what a quantized layer computes and is not read; take another checkpoint")
+            raise CheckpointError(
+                f"{name!r} changes what a quantized layer computes and is not read; take another"
+                f" checkpoint"
+            )
 
 
 def check_floats(weights: Mapping[str, Stored]) -> None:
@@ -130,10 +142,13 @@ def check_floats(weights: Mapping[str, Stored]) -> None:
         if not isinstance(weight, Tensor) or name.endswith(INTEGERS):
             continue
         if weight.is_floating_point() and weight.element_size() == 1:
-            raise CheckpointError(f"{name!r} holds 8-bit floats without a scale; fetch the whole checkpoint again")
+            raise CheckpointError(
+                f"{name!r} holds 8-bit floats without a scale; fetch the whole checkpoint again"
+            )
         if not weight.is_floating_point():
             raise CheckpointError(
-                f"{name!r} holds {str(weight.dtype)[6:]} where floats belong, and no quantization_config tells what they stand for;"
+                f"{name!r} holds {str(weight.dtype)[6:]} where floats belong, and no"
+                f" quantization_config tells what they stand for;"
                 " take a checkpoint in floats, or fetch config.json again"
             )
 
@@ -142,7 +157,8 @@ def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[in
     """One scale for each output and group of inputs, from one for each block of outputs and inputs.
 
     Args:
-        scale: [..., ceil(out / outputs), ceil(in / inputs)], or as many numbers in fewer dimensions.
+        scale: [..., ceil(out / outputs), ceil(in / inputs)], or as many numbers in fewer
+            dimensions.
         module: it belongs to, for messages.
         shape: [..., out, in] of the weight.
         block: outputs and inputs of a block; the last ones of a weight may be smaller.
@@ -156,17 +172,25 @@ def per_output(scale: Tensor, module: str, shape: Sequence[int], block: tuple[in
     *leading, out_features, in_features = shape
     outputs, inputs = block
     grid = [*leading, -(-out_features // outputs), -(-in_features // inputs)]
-    if scale.numel() != torch.Size(grid).numel() or (scale.ndim >= len(grid) and list(scale.shape) != grid):
+    if scale.numel() != torch.Size(grid).numel() or (
+        scale.ndim >= len(grid) and list(scale.shape) != grid
+    ):
         raise CheckpointError(
-            f"scales of {module!r} are {list(scale.shape)}, but its weight {list(shape)} has {grid} blocks of {outputs} x {inputs};"
+            f"scales of {module!r} are {list(scale.shape)}, but its weight {list(shape)} has {grid}"
+            f" blocks of {outputs} x {inputs};"
             " check quantization_config, or fetch the checkpoint again"
         )
     scale = scale.reshape(grid)
-    return scale if outputs == 1 else scale.repeat_interleave(outputs, dim=-2)[..., :out_features, :].contiguous()
+    return (
+        scale
+        if outputs == 1
+        else scale.repeat_interleave(outputs, dim=-2)[..., :out_features, :].contiguous()
+    )
 
 
 def as_number(scale: Tensor) -> Tensor:
-    """Scales as float32 or bfloat16, exactly; bytes are powers of two, as in OCP's microscaling formats.
+    """Scales as float32 or bfloat16, exactly; bytes are powers of two, as in OCP's microscaling
+    formats.
 
     Raises:
         TypeError: they are neither floats nor bytes.
@@ -191,4 +215,6 @@ def check_finite(name: str, tensor: Tensor) -> None:
         CheckpointError: it has some.
     """
     if tensor.ndim < 2 and not (tensor < torch.inf).all():
-        raise CheckpointError(f"{name!r} holds NaN or infinite numbers; fetch the whole checkpoint again")
+        raise CheckpointError(
+            f"{name!r} holds NaN or infinite numbers; fetch the whole checkpoint again"
+        )

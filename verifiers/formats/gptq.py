@@ -15,8 +15,9 @@ LAYOUTS = ("gptq", "gptq_v2")
 class Gptq(Format):
     """`quant_method: gptq`.
 
-    `qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32], `scales` [groups, out], perhaps `g_idx` [in].
-    Bits and groups of a module are told by its tensors, as some have settings of their own.
+    `qweight` int32 [in * bits / 32, out], `qzeros` int32 [groups, out * bits / 32], `scales`
+    [groups, out], perhaps `g_idx` [in]. Bits and groups of a module are told by its tensors, as
+    some have settings of their own.
 
     Args:
         quantization: the config's `quantization_config`.
@@ -33,16 +34,29 @@ class Gptq(Format):
         layout = layout or word(quantization, "checkpoint_format", "format", default="gptq")
         check_width(bits, "GPTQ")
         if layout not in LAYOUTS:
-            raise CheckpointError(f"GPTQ in layout {layout!r} is not read, but gptq and gptq_v2 are; take such a checkpoint")
+            raise CheckpointError(
+                f"GPTQ in layout {layout!r} is not read, but gptq and gptq_v2 are; take such a"
+                f" checkpoint"
+            )
         self._bits = bits
         self._stored_less_one = layout == LAYOUTS[0]
         group = group_size(quantization, default=128)
-        scattered = group is not None and quantization.get("desc_act") is True and quantization.get("static_groups") is not True
+        scattered = (
+            group is not None
+            and quantization.get("desc_act") is True
+            and quantization.get("static_groups") is not True
+        )
         bits_of_one = memory_bits(bits, group)
-        super().__init__(bits_of_one, group=group, stays_packed=not scattered, widens=bits not in ALIGNED)
+        super().__init__(
+            bits_of_one, group=group, stays_packed=not scattered, widens=bits not in ALIGNED
+        )
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
-        words, zero_words, scale = parts["qweight"], parts["qzeros"], as_number(parts["scales"]).t().float()
+        words, zero_words, scale = (
+            parts["qweight"],
+            parts["qzeros"],
+            as_number(parts["scales"]).t().float(),
+        )
         out_features, groups = scale.shape
         bits, rest = self._bits, 0
         if zero_words.shape[-1] != -(-out_features * bits // 32):
@@ -50,7 +64,8 @@ class Gptq(Format):
         in_features = words.shape[0] * 32 // max(bits, 1)
         if rest or zero_words.shape[0] != groups or words.shape[1] != out_features:
             raise CheckpointError(
-                f"{module!r} has words {list(words.shape)} and zeros {list(zero_words.shape)} for {out_features} outputs with"
+                f"{module!r} has words {list(words.shape)} and zeros {list(zero_words.shape)} for"
+                f" {out_features} outputs with"
                 f" {groups} scales each, which do not go together; fetch the checkpoint again"
             )
         check_width(bits, repr(module))

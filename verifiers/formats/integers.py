@@ -19,7 +19,10 @@ ALIGNED = (4, 8)
 def check_width(bits: int, name: str) -> None:
     """Refuses integers of other widths, which `name` has."""
     if bits not in WIDTHS:
-        raise CheckpointError(f"{name} has integers of {bits} bits, and 2 to 8 are read; take another checkpoint of the model")
+        raise CheckpointError(
+            f"{name} has integers of {bits} bits, and 2 to 8 are read; take another checkpoint of"
+            f" the model"
+        )
 
 
 def memory_bits(bits: int, group: int | None) -> float:
@@ -27,13 +30,17 @@ def memory_bits(bits: int, group: int | None) -> float:
     return (4 if bits <= 4 else 8) + 16 / (group or 1024)
 
 
-def packed_integers(module: str, parts: Parts, bits: int, group: int | None, dtype: torch.dtype) -> Stored:
-    """A weight packed in words: `weight_packed` int32 [out, in * bits / 32], codes offset by half of their range, lowest first.
+def packed_integers(
+    module: str, parts: Parts, bits: int, group: int | None, dtype: torch.dtype
+) -> Stored:
+    """A weight packed in words: `weight_packed` int32 [out, in * bits / 32], codes offset by half
+    of their range, lowest first.
 
     Args:
         module: it belongs to, for messages.
-        parts: `weight_scale` [out, groups] beside it, and perhaps `weight_shape`, `weight_zero_point` int32
-            [out * bits / 32, groups], packed along the outputs, and `weight_g_idx` [in], the group of each input.
+        parts: `weight_scale` [out, groups] beside it, and perhaps `weight_shape`,
+            `weight_zero_point` int32 [out * bits / 32, groups], packed along the outputs, and
+            `weight_g_idx` [in], the group of each input.
         bits: of a code.
         group: inputs of a group; None for one scale per output or one for all.
         dtype: of the model.
@@ -49,7 +56,8 @@ def packed_integers(module: str, parts: Parts, bits: int, group: int | None, dty
         out_features, in_features = (int(size) for size in shape.tolist())
     if words.shape != (out_features, -(-in_features * bits // 32)):
         raise CheckpointError(
-            f"{module!r} holds {list(words.shape)} words of {bits}-bit integers for [{out_features}, {in_features}];"
+            f"{module!r} holds {list(words.shape)} words of {bits}-bit integers for"
+            f" [{out_features}, {in_features}];"
             " take a checkpoint that packs them without gaps"
         )
     zeros = parts.get("weight_zero_point")
@@ -58,11 +66,14 @@ def packed_integers(module: str, parts: Parts, bits: int, group: int | None, dty
     elif zeros is not None:  # one for the whole weight is not packed
         zeros = zeros.int() + 2 ** (bits - 1)
     codes = stream(bytes_of(words).flatten(1), bits, in_features, module)
-    return integers(module, codes, scale, zeros, parts.get("weight_g_idx"), bits, group or in_features, dtype)
+    return integers(
+        module, codes, scale, zeros, parts.get("weight_g_idx"), bits, group or in_features, dtype
+    )
 
 
 def stream(packed: Tensor, bits: int, count: int, module: str) -> Tensor:
-    """What `integers` takes, from a stream of bits: uint8 [out, count / 2] for up to four bits, else [out, count].
+    """What `integers` takes, from a stream of bits: uint8 [out, count / 2] for up to four bits,
+    else [out, count].
 
     Raises:
         CheckpointError: halves of bytes, and an odd number of them.
@@ -70,8 +81,13 @@ def stream(packed: Tensor, bits: int, count: int, module: str) -> Tensor:
     if bits > 4:
         return unpacked(packed, bits, count).contiguous()
     if count % 2:
-        raise CheckpointError(f"{module!r} has {count} inputs; halves of bytes need an even number, so take another checkpoint")
-    return packed[:, : count // 2].contiguous() if bits == 4 else paired(unpacked(packed, bits, count))
+        raise CheckpointError(
+            f"{module!r} has {count} inputs; halves of bytes need an even number, so take another"
+            f" checkpoint"
+        )
+    return (
+        packed[:, : count // 2].contiguous() if bits == 4 else paired(unpacked(packed, bits, count))
+    )
 
 
 def integers(
@@ -88,10 +104,12 @@ def integers(
 
     Args:
         module: it belongs to, for messages.
-        codes: uint8 from 0 on, for up to four bits [out, in / 2] with the low half first, else [out, in].
+        codes: uint8 from 0 on, for up to four bits [out, in / 2] with the low half first, else
+            [out, in].
         scale: float32 or bfloat16 [out, groups], or as `per_output` takes it.
         zeros: integers [out, groups], codes of zero; None for the middle code.
-        groups: the group of each input [in], where inputs were sorted by size; None, or all -1, for their own order.
+        groups: the group of each input [in], where inputs were sorted by size; None, or all -1, for
+            their own order.
         bits: of a code.
         group: inputs of a group.
         dtype: of the model.
@@ -102,12 +120,21 @@ def integers(
     middle, halved = 2 ** (bits - 1), bits <= 4
     out_features, in_features = codes.shape[0], codes.shape[1] * (2 if halved else 1)
     group = min(group, in_features)
-    sorted_by_size = groups is not None and bool((groups >= 0).all()) and not _in_order(groups, group)
-    wanted = (scale.shape[0], scale.shape[1] * group) if sorted_by_size else (out_features, in_features)
+    sorted_by_size = (
+        groups is not None and bool((groups >= 0).all()) and not _in_order(groups, group)
+    )
+    wanted = (
+        (scale.shape[0], scale.shape[1] * group) if sorted_by_size else (out_features, in_features)
+    )
     scale = per_output(scale, module, wanted, (1 if scale.numel() > 1 else out_features, group))
     zero, offset = None, 0 if halved else middle  # bytes are signed, so that theirs is none
     if zeros is not None:
-        zero = per_output(zeros.to(scale.dtype) - offset, module, wanted, (1 if zeros.numel() > 1 else out_features, group))
+        zero = per_output(
+            zeros.to(scale.dtype) - offset,
+            module,
+            wanted,
+            (1 if zeros.numel() > 1 else out_features, group),
+        )
     if sorted_by_size:
         assert groups is not None
         each = groups.long()
@@ -117,12 +144,16 @@ def integers(
         zero_of_each = middle if zero is None else zero.float()[:, each] + offset
         return (values - zero_of_each) * scale.float()[:, each]
     if halved:
-        return PackedWeight(codes, scale, zero, group, "int4", dtype, middle=middle if zero is None else 0)
+        return PackedWeight(
+            codes, scale, zero, group, "int4", dtype, middle=middle if zero is None else 0
+        )
     return PackedWeight(signed(codes, middle), scale, zero, group, "int8", dtype)
 
 
 def byte_integers(module: str, parts: Parts, group: int | None, dtype: torch.dtype) -> PackedWeight:
-    """A weight of signed bytes: `weight` int8 [out, in], `weight_scale` and perhaps `weight_zero_point` as signed bytes."""
+    """A weight of signed bytes: `weight` int8 [out, in], `weight_scale` and perhaps
+    `weight_zero_point` as signed bytes.
+    """
     weight = parts["weight"]
     scale = as_number(parts["weight_scale"])
     block = (1 if scale.numel() > 1 else weight.shape[0], group or weight.shape[1])

@@ -7,18 +7,29 @@ from fnmatch import translate
 from verifiers.formats.settings import SettingError
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-"""What the names of a decoder's modules begin with, in a checkpoint of several parts and in one of its own."""
+"""What the names of a decoder's modules begin with, in a checkpoint of several parts and in one of
+its own.
+"""
 
 
 def aliases(module: str) -> list[str]:
-    """A module's names with every prefix, its own first: a config may keep the prefix that a file lacks, and the reverse.
+    """A module's names with every prefix, its own first: a config may keep the prefix that a file
+    lacks, and the reverse.
 
     >>> aliases("language_model.model.norm")
     ['language_model.model.norm', 'norm', 'model.language_model.norm', 'model.norm']
     """
     prefix = next((prefix for prefix in PREFIXES if module.startswith(prefix)), "")
-    bare = module.removeprefix("language_model.") if module == "language_model.lm_head" else module.removeprefix(prefix)
-    names = [module, bare, *(other + bare for other in PREFIXES)] if prefix else [module, bare, f"language_model.{bare}"]
+    bare = (
+        module.removeprefix("language_model.")
+        if module == "language_model.lm_head"
+        else module.removeprefix(prefix)
+    )
+    names = (
+        [module, bare, *(other + bare for other in PREFIXES)]
+        if prefix
+        else [module, bare, f"language_model.{bare}"]
+    )
     return list(dict.fromkeys(names))
 
 
@@ -30,7 +41,8 @@ class Listed:
     [True, True, True, False]
 
     Args:
-        entries: names or whole parts of them, patterns with stars, or after "re:" expressions for their beginning.
+        entries: names or whole parts of them, patterns with stars, or after "re:" expressions for
+            their beginning.
 
     Raises:
         SettingError: an entry that is no expression.
@@ -68,5 +80,6 @@ def expression(text: str) -> re.Pattern[str]:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise SettingError(
-            f"quantization_config names modules by {text[:60]!r}, which is no expression ({error}); fetch config.json again"
+            f"quantization_config names modules by {text[:60]!r}, which is no expression ({error});"
+            f" fetch config.json again"
         ) from error

@@ -54,16 +54,23 @@ def stated_quantization(config: Any) -> Settings | None:
     Raises:
         SettingError: what it says is no object.
     """
-    stated = (config.get if isinstance(config, Mapping) else partial(getattr, config))("quantization_config", None)
+    stated = (config.get if isinstance(config, Mapping) else partial(getattr, config))(
+        "quantization_config", None
+    )
     if stated is None or isinstance(stated, Mapping):
         return stated or None
     if not hasattr(stated, "to_dict"):
-        raise SettingError(f"quantization_config is {str(stated)[:60]!r}; it must be an object, so fetch config.json again")
+        raise SettingError(
+            f"quantization_config is {str(stated)[:60]!r}; it must be an object, so fetch"
+            f" config.json again"
+        )
     return dict(stated.to_dict()) or None
 
 
 def quantization_of(path: Path, config: Any) -> Settings | None:
-    """The `quantization_config` of a checkpoint, from `config` or from its files; None for plain numbers."""
+    """The `quantization_config` of a checkpoint, from `config` or from its files; None for plain
+    numbers.
+    """
     if stated := stated_quantization(config):
         return stated
     whole = _json(path / "config.json")
@@ -81,9 +88,17 @@ def method_of(quantization: Settings) -> str:
         if quantization.keys() & {"load_in_4bit", "load_in_8bit"}:
             return "bitsandbytes"
         told = ("quant_algo" in quantization or "quantization" in quantization) and "modelopt"
-        return told or ("mlx" if {"bits", "group_size"} <= quantization.keys() else "a method that it does not name")
+        return told or (
+            "mlx"
+            if {"bits", "group_size"} <= quantization.keys()
+            else "a method that it does not name"
+        )
     name = str(getattr(stated, "value", stated)).lower().replace("_", "-").removeprefix("intel/")
-    return "modelopt" if name.startswith("modelopt-") else name.removesuffix("-4bit").removesuffix("-8bit")
+    return (
+        "modelopt"
+        if name.startswith("modelopt-")
+        else name.removesuffix("-4bit").removesuffix("-8bit")
+    )
 
 
 def format_of(quantization: Settings) -> Format:
@@ -98,7 +113,8 @@ def format_of(quantization: Settings) -> Format:
     method = method_of(quantization)
     if method not in FORMATS:
         raise CheckpointError(
-            f"weights quantized with {method[:60]!r} are not read, but {', '.join(sorted(FORMATS))} and GGUF are;"
+            f"weights quantized with {method[:60]!r} are not read, but {', '.join(sorted(FORMATS))}"
+            f" and GGUF are;"
             " take such a checkpoint of the model or an unquantized one"
         )
     return FORMATS[method](quantization)
@@ -111,5 +127,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name!r} is not JSON ({one_line(error)}); fetch it again") from error
+        raise CheckpointError(
+            f"{path.name!r} is not JSON ({one_line(error)}); fetch it again"
+        ) from error
     return entries if isinstance(entries, dict) else {}

@@ -1,4 +1,6 @@
-"""Checkpoints of NVIDIA's ModelOpt: floats of 8 and 4 bits and integers, which their tensors tell apart."""
+"""Checkpoints of NVIDIA's ModelOpt: floats of 8 and 4 bits and integers, which their tensors tell
+apart.
+"""
 
 import torch
 
@@ -13,8 +15,12 @@ from verifiers.formats.lists import Listed
 from verifiers.formats.settings import Settings, group_size, names, section, word
 
 ALGORITHMS = {
-    **dict.fromkeys(("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_block_scales", "mxfp8"), 8.0),
-    **dict.fromkeys(("nvfp4", "w4a16_nvfp4", "nvfp4_awq", "w4a8_nvfp4_fp8", "mixed_precision"), NV_BITS),
+    **dict.fromkeys(
+        ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "fp8_block_scales", "mxfp8"), 8.0
+    ),
+    **dict.fromkeys(
+        ("nvfp4", "w4a16_nvfp4", "nvfp4_awq", "w4a8_nvfp4_fp8", "mixed_precision"), NV_BITS
+    ),
     **dict.fromkeys(("w4a16_mxfp4", "w4a8_mxfp4_fp8"), MX_BITS),
     **dict.fromkeys(("w4a16_awq", "w4a8_awq"), memory_bits(4, 128)),
     **dict.fromkeys(("w8a16", "w8a8_sq_per_channel"), memory_bits(8, None)),
@@ -22,7 +28,9 @@ ALGORITHMS = {
 """What is read, with its bits of a number."""
 
 SCALED_INPUTS = ("nvfp4_awq", "w4a16_awq", "w4a8_awq", "w8a8_sq_per_channel")
-"""Those whose layers may have factors of their inputs, which belong to the weight here: no packed form of ours has them."""
+"""Those whose layers may have factors of their inputs, which belong to the weight here: no packed
+form of ours has them.
+"""
 
 
 class ModelOpt(Format):
@@ -42,12 +50,21 @@ class ModelOpt(Format):
         algorithm = word(quantization, "quant_algo", default="nvfp4")
         if algorithm not in ALGORITHMS:
             known = ", ".join(name.upper() for name in ALGORITHMS)
-            raise CheckpointError(f"ModelOpt's {algorithm.upper()} is not read, but {known} are; take such a checkpoint")
+            raise CheckpointError(
+                f"ModelOpt's {algorithm.upper()} is not read, but {known} are; take such a"
+                f" checkpoint"
+            )
         plain = Listed(names(quantization, "exclude_modules", "ignore"))
-        size = group_size(quantization, default=BLOCK[0]) if "_pb_" in algorithm or "block" in algorithm else None
+        size = (
+            group_size(quantization, default=BLOCK[0])
+            if "_pb_" in algorithm or "block" in algorithm
+            else None
+        )
         self._block = (size, size) if size else None
         bits = ALGORITHMS[algorithm]
-        group = {NV_BITS: NV_GROUP, MX_BITS: MX_GROUP}.get(bits, MX_GROUP if algorithm == "mxfp8" else size)
+        group = {NV_BITS: NV_GROUP, MX_BITS: MX_GROUP}.get(
+            bits, MX_GROUP if algorithm == "mxfp8" else size
+        )
         super().__init__(bits, plain, group=group, stays_packed=algorithm not in SCALED_INPUTS)
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
@@ -56,7 +73,11 @@ class ModelOpt(Format):
             parts = {**parts, "weight_scale": scale.squeeze(3).squeeze(1)}
         if weight.dtype == torch.int8:
             stored: Stored = byte_integers(module, parts, None, dtype)
-        elif weight.dtype == torch.uint8 and scale.ndim == 2 and scale.shape[0] == 2 * weight.shape[0]:
+        elif (
+            weight.dtype == torch.uint8
+            and scale.ndim == 2
+            and scale.shape[0] == 2 * weight.shape[0]
+        ):
             codes = paired(halves(weight.t()).t() ^ 8)  # a byte has two outputs, as signed halves
             group = 2 * codes.shape[1] // max(scale.shape[1], 1)
             stored = integers(module, codes, as_number(scale), None, None, 4, group, dtype)
@@ -68,6 +89,7 @@ class ModelOpt(Format):
         factors = as_number(parts["pre_quant_scale"]).float().reshape(-1)
         if len(factors) != numbers.shape[-1]:
             raise CheckpointError(
-                f"{module!r} has {len(factors)} factors for {numbers.shape[-1]} inputs; fetch the checkpoint again"
+                f"{module!r} has {len(factors)} factors for {numbers.shape[-1]} inputs; fetch the"
+                f" checkpoint again"
             )
         return numbers * factors

@@ -12,7 +12,9 @@ from verifiers.formats.format import check_floats, check_known
 from verifiers.formats.method import format_of
 
 
-def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def plain_numbers(
+    tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Every weight in plain numbers, under its own name.
 
     Args:
@@ -21,7 +23,8 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
         dtype: of the numbers; tensors that are not quantized keep theirs.
 
     Returns:
-        The same without the parts of quantized weights, and without scales of activations and caches.
+        The same without the parts of quantized weights, and without scales of activations and
+        caches.
 
     Raises:
         CheckpointError: a format that is not read, or tensors that do not go together.
@@ -43,5 +46,7 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
             found[f"{module}.weight"] = parts["weight"]
             continue
         weight = form.weight(module, parts, dtype)
-        found[f"{module}.weight"] = weight.dequantized(dtype) if isinstance(weight, Quantized) else weight.to(dtype)
+        found[f"{module}.weight"] = (
+            weight.dequantized(dtype) if isinstance(weight, Quantized) else weight.to(dtype)
+        )
     return found

@@ -33,17 +33,23 @@ class Scheme(NamedTuple):
         """Of a number, with its part of a scale."""
         if self.kind == "fp4":
             return MX_BITS if self.group == MX_GROUP else NV_BITS
-        return 8.0 if self.kind == "fp8_e4m3" else memory_bits(4 if self.kind.endswith("int4") else 8, self.group)
+        return (
+            8.0
+            if self.kind == "fp8_e4m3"
+            else memory_bits(4 if self.kind.endswith("int4") else 8, self.group)
+        )
 
 
 class Quark(Format):
-    """`quant_method: quark`: `weight` and `weight_scale`, perhaps `weight_zero_point` or, of NVFP4, `weight_scale_2`.
+    """`quant_method: quark`: `weight` and `weight_scale`, perhaps `weight_zero_point` or, of NVFP4,
+    `weight_scale_2`.
 
     Args:
         quantization: the config's `quantization_config`.
 
     Raises:
-        CheckpointError: weights of another kind, such as were exported in plain numbers, or inputs that layers have to rotate.
+        CheckpointError: weights of another kind, such as were exported in plain numbers, or inputs
+            that layers have to rotate.
     """
 
     required = (("weight",), ("weight_scale",))
@@ -51,17 +57,26 @@ class Quark(Format):
     def __init__(self, quantization: Settings) -> None:
         export = section(quantization, "export")
         if word(export, "weight_format", default="real_quantized") != "real_quantized":
-            raise CheckpointError("Quark's weights are not real_quantized, which alone is read; take such a checkpoint")
+            raise CheckpointError(
+                "Quark's weights are not real_quantized, which alone is read; take such a"
+                " checkpoint"
+            )
         _check_rotation(quantization.get("algo_config"))
         self._reordered = word(export, "pack_method", default="reorder") == "reorder"
         everywhere = _scheme("global_quant_config", quantization.get("global_quant_config"))
         types = dict(_schemes(quantization, "layer_type_quant_config"))
-        self._common = next((scheme for name, scheme in types.items() if name.endswith("Linear")), everywhere)
+        self._common = next(
+            (scheme for name, scheme in types.items() if name.endswith("Linear")), everywhere
+        )
         self._layers = list(_schemes(quantization, "layer_quant_config"))
-        schemes = [scheme for scheme in (self._common, *dict(self._layers).values()) if scheme is not None]
+        schemes = [
+            scheme for scheme in (self._common, *dict(self._layers).values()) if scheme is not None
+        ]
         groups = [scheme.block[1] for scheme in schemes if scheme.block]
         plain = Listed(names(quantization, "exclude"))
-        super().__init__(schemes[0].bits if schemes else 8.0, plain, group=max(groups, default=None))
+        super().__init__(
+            schemes[0].bits if schemes else 8.0, plain, group=max(groups, default=None)
+        )
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         weight, scheme = parts["weight"], self._scheme(module)
@@ -72,38 +87,62 @@ class Quark(Format):
         return floats(module, parts, None if scheme is None else scheme.block, dtype)
 
     def _four_bits(self, module: str, parts: Parts, scheme: Scheme, dtype: torch.dtype) -> Stored:
-        """Integers packed along the outputs and lying [in, out] if groups share scales, else along the inputs."""
+        """Integers packed along the outputs and lying [in, out] if groups share scales, else along
+        the inputs.
+        """
         grouped, sign = scheme.shared == "per_group", 8 if scheme.kind == "int4" else 0
 
         def unpacked(words: torch.Tensor) -> torch.Tensor:
-            codes = (in_order(words) if self._reordered else halves(bytes_of(words)).flatten(-2)) ^ sign
+            codes = (
+                in_order(words) if self._reordered else halves(bytes_of(words)).flatten(-2)
+            ) ^ sign
             return codes.t() if grouped else codes
 
-        codes, scale, zeros = unpacked(parts["weight"]), as_number(parts["weight_scale"]).float(), parts.get("weight_zero_point")
+        codes, scale, zeros = (
+            unpacked(parts["weight"]),
+            as_number(parts["weight_scale"]).float(),
+            parts.get("weight_zero_point"),
+        )
         scale = scale.t() if grouped and scale.ndim == 2 else scale
         if zeros is not None:
             out_features = codes.shape[0]
-            zeros = unpacked(zeros.reshape(-1, zeros.shape[-1])) if zeros.ndim else zeros[None] ^ sign
+            zeros = (
+                unpacked(zeros.reshape(-1, zeros.shape[-1])) if zeros.ndim else zeros[None] ^ sign
+            )
             zeros = zeros if grouped or scale.numel() == 1 else zeros.flatten()[:out_features, None]
         group = scheme.group if grouped and scheme.group else codes.shape[1]
         return integers(module, paired(codes.contiguous()), scale, zeros, None, 4, group, dtype)
 
     def _scheme(self, module: str) -> Scheme | None:
-        """That of a module: of a name or a pattern before the one of its class, before the one of all."""
+        """That of a module: of a name or a pattern before the one of its class, before the one of
+        all.
+        """
         own = aliases(module)
-        return next((one for name, one in self._layers if any(fnmatchcase(alias, name) for alias in own)), self._common)
+        return next(
+            (one for name, one in self._layers if any(fnmatchcase(alias, name) for alias in own)),
+            self._common,
+        )
 
 
 def _check_rotation(algorithms: object) -> None:
-    """Rotations that were multiplied into weights on both sides are none; Hadamard's of `down_proj`, R4, leaves no tensor."""
+    """Rotations that were multiplied into weights on both sides are none; Hadamard's of
+    `down_proj`, R4, leaves no tensor.
+    """
     for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
         if algorithm is None:
             continue
         if not isinstance(algorithm, Mapping):
             wrong("algo_config", algorithm, "a list of objects")
-        rotates = algorithm.get("name") in ("rotation", "quarot") and algorithm.get("r4") is not False
-        if rotates or any(algorithm.get(key) for key in ("r4", "online_r1_rotation", "online_config")):
-            raise CheckpointError("Quark's layers rotate their inputs, which is not read; take a checkpoint without rotations")
+        rotates = (
+            algorithm.get("name") in ("rotation", "quarot") and algorithm.get("r4") is not False
+        )
+        if rotates or any(
+            algorithm.get(key) for key in ("r4", "online_r1_rotation", "online_config")
+        ):
+            raise CheckpointError(
+                "Quark's layers rotate their inputs, which is not read; take a checkpoint without"
+                " rotations"
+            )
 
 
 def _schemes(quantization: Settings, key: str) -> Iterator[tuple[str, Scheme | None]]:
@@ -133,7 +172,8 @@ def _scheme(where: str, settings: object) -> Scheme | None:
     other = len(kinds) == 1 and kinds[0] in ("fp8_e4m3", "int4", "uint4", "int8")
     if not (nvfp4 or mxfp4 or other) or shared not in SCALED:
         raise CheckpointError(
-            f"Quark's {' of '.join(reversed(kinds))} weights with scales {shared}, groups of {group}, are not read, but fp8_e4m3,"
+            f"Quark's {' of '.join(reversed(kinds))} weights with scales {shared}, groups of"
+            f" {group}, are not read, but fp8_e4m3,"
             " MXFP4, NVFP4, int4, uint4 and int8 are; take such a checkpoint"
         )
     return Scheme(kinds[0], shared, group, block)

@@ -1,4 +1,6 @@
-"""Settings of a quantization config, whose values may be anything: each is what it has to be, or is refused by name."""
+"""Settings of a quantization config, whose values may be anything: each is what it has to be, or is
+refused by name.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -22,7 +24,9 @@ def integer(settings: Settings, *keys: str, default: int) -> int:
 
 
 def group_size(settings: Settings, *keys: str, default: int = -1) -> int | None:
-    """Inputs that share a scale, under one of the keys, "group_size" by default; None where all do, which -1 says."""
+    """Inputs that share a scale, under one of the keys, "group_size" by default; None where all do,
+    which -1 says.
+    """
     keys = keys or ("group_size",)
     size = integer(settings, *keys, default=default)
     if size < 1 and size != -1:
@@ -56,7 +60,9 @@ def names(settings: Settings, *keys: str) -> list[str]:
         stated = settings.get(key)
         if stated is None:
             continue
-        if not isinstance(stated, list | tuple) or not all(isinstance(name, str) for name in stated):
+        if not isinstance(stated, list | tuple) or not all(
+            isinstance(name, str) for name in stated
+        ):
             wrong(key, stated, "a list of names")
         found += stated
     return found
@@ -79,7 +85,10 @@ def wrong(key: str, value: object, expected: str) -> NoReturn:
         SettingError: always.
     """
     shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
-    raise SettingError(f"{key} of quantization_config is {shown}, which must be {expected}; fetch config.json again")
+    raise SettingError(
+        f"{key} of quantization_config is {shown}, which must be {expected}; fetch config.json"
+        f" again"
+    )
 
 
 def _first(settings: Settings, keys: Sequence[str], default: Any) -> tuple[str, Any]:

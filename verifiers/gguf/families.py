@@ -247,7 +247,8 @@ def _gpt_oss(facts: Facts, entries: Entries) -> Entries:
 def _glm4(facts: Facts, entries: Entries) -> Entries:
     if facts("rope.dimension_sections"):
         raise UnsupportedModelError(
-            f"{facts.name!r} is the text part of GLM-4V, whose rows are in another order; take its safetensors files"
+            f"{facts.name!r} is the text part of GLM-4V, whose rows are in another order; take its"
+            f" safetensors files"
         )
     return {"model_type": "glm4", **_present(facts, _BIAS), **_partial(facts, entries)}
 

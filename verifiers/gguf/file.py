@@ -100,7 +100,9 @@ class GgufFiles:
     def __init__(self, path: Path) -> None:
         if find_spec("gguf") is None:
             way_out = "run: python -m pip install gguf"
-            raise CheckpointError(f"{path.name!r} needs package gguf, which is not installed; {way_out}")
+            raise CheckpointError(
+                f"{path.name!r} needs package gguf, which is not installed; {way_out}"
+            )
         files = [_File(part) for part in whole_model(path)]
         self.path, self.metadata = path, files[0].metadata
         self._check_kind(files)
@@ -148,7 +150,8 @@ class GgufFiles:
         count = self.metadata.get("split.count", 1)
         if isinstance(count, int) and count > len(files):
             raise CheckpointError(
-                f"{name!r} is one of {count} parts and was renamed; call them NAME-00001-of-{count:05}.gguf and so on",
+                f"{name!r} is one of {count} parts and was renamed; call them"
+                f" NAME-00001-of-{count:05}.gguf and so on",
             )
 
 
@@ -364,4 +367,6 @@ class Facts:
 
     def layers_with(self, name: str) -> list[int]:
         """Layers that have a tensor of that name, such as "ffn_gate_exps.weight"."""
-        return [layer for layer in range(self.layers) if f"blk.{layer}.{name}" in self.files.entries]
+        return [
+            layer for layer in range(self.layers) if f"blk.{layer}.{name}" in self.files.entries
+        ]

@@ -113,7 +113,8 @@ class Recipes:
             if count % (2 * heads):
                 shape = list(self._files.shape(source))
                 raise CheckpointError(
-                    f"{source!r} of {self._files.path.name!r} is {shape}, of which {heads} heads cannot"
+                    f"{source!r} of {self._files.path.name!r} is {shape}, of which {heads} heads"
+                    f" cannot"
                     " have pairs of rows; fetch it again",
                 )
             return Recipe((source,), rows=halves(count, heads))
@@ -124,7 +125,8 @@ class Recipes:
         found = self._map.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise CheckpointError(
-                f"package gguf has no name for {name!r} of {self._architecture!r}; run: python -m pip install --upgrade gguf",
+                f"package gguf has no name for {name!r} of {self._architecture!r}; run: python -m"
+                f" pip install --upgrade gguf",
             )
         named = str(found)
         whole = named.endswith((".weight", ".bias")) or self.has(named)

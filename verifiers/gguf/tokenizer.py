@@ -213,7 +213,8 @@ class _Vocabulary:
             tokenizer = self._sentence_piece()
         else:
             raise UnsupportedModelError(
-                f"the tokenizer of {self._name!r} is of kind {str(self._model)[:60]!r}, and gpt2, llama"
+                f"the tokenizer of {self._name!r} is of kind {str(self._model)[:60]!r}, and gpt2,"
+                f" llama"
                 " and gemma4 are read; take the model's safetensors files",
             )
         pairs = list(zip(self._tokens, self._kinds, strict=True))
@@ -269,7 +270,9 @@ class _Vocabulary:
         if splits is None or merges is None:
             unknown = f"splits text as {self._pre[:60]!r} does, which is not known"
             what = "has no merges" if merges is None else unknown
-            raise UnsupportedModelError(f"the tokenizer of {self._name!r} {what}; take the model's safetensors files")
+            raise UnsupportedModelError(
+                f"the tokenizer of {self._name!r} {what}; take the model's safetensors files"
+            )
         vocabulary = {token: number for number, token in enumerate(self._tokens)}
         tokenizer = self._bpe(vocabulary, merges, ignore_merges=self._pre in WHOLE_WORDS)
         if self._pre in COMPOSES:

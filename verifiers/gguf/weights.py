@@ -90,7 +90,8 @@ def _made(
     except (RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{one} {list(files.shape(one))}" for one in recipe.sources)
         raise CheckpointError(
-            f"{name!r} cannot be made of {shapes} in {files.path.name!r} ({one_line(error)}); fetch it again",
+            f"{name!r} cannot be made of {shapes} in {files.path.name!r} ({one_line(error)}); fetch"
+            f" it again",
         ) from error
 
 

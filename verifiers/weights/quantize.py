@@ -1,4 +1,6 @@
-"""Quantizing weights in the plainest way: for measuring shapes with random weights, not for checkpoints that are to be good."""
+"""Quantizing weights in the plainest way: for measuring shapes with random weights, not for
+checkpoints that are to be good.
+"""
 
 from collections.abc import Callable
 
@@ -30,7 +32,9 @@ def int4(weight: Tensor) -> PackedWeight:
     """
     groups, scale = _scaled(weight, 7)
     codes = (groups.round().clamp(-7, 7) + 8).to(torch.uint8)
-    return PackedWeight(codes[:, ::2] | codes[:, 1::2] << 4, scale, None, GROUP, "int4", weight.dtype, middle=8)
+    return PackedWeight(
+        codes[:, ::2] | codes[:, 1::2] << 4, scale, None, GROUP, "int4", weight.dtype, middle=8
+    )
 
 
 WAYS: dict[str, Callable[[Tensor], PackedWeight]] = {"fp8": fp8, "int4": int4}

@@ -1,8 +1,10 @@
-"""What one rank of a group has of a target: which slices of its tensors, and which of its heads (arXiv 1909.08053).
+"""What one rank of a group has of a target: which slices of its tensors, and which of its heads
+(arXiv 1909.08053).
 
-Attention is divided by heads, feed-forward sublayers and every expert by the numbers between their two products, the vocabulary by
-tokens; recurrent layers by their heads. So every rank has the same work whatever experts are chosen. All else is the same on every
-rank: norms, routers, what latent attention caches, embeddings of single layers.
+Attention is divided by heads, feed-forward sublayers and every expert by the numbers between their
+two products, the vocabulary by tokens; recurrent layers by their heads. So every rank has the same
+work whatever experts are chosen. All else is the same on every rank: norms, routers, what latent
+attention caches, embeddings of single layers.
 """
 
 import copy
@@ -34,8 +36,10 @@ class _Rule:
 
     Attributes:
         axis: which is, counted from the last one.
-        parts: how long parts beside each other on that axis are, relative to each other; of each a rank has its slice.
-        kind: "tokens" are divided though their number may not be a multiple, "first" is a term of a sum, which rank 0 alone adds.
+        parts: how long parts beside each other on that axis are, relative to each other; of each a
+            rank has its slice.
+        kind: "tokens" are divided though their number may not be a multiple, "first" is a term of a
+            sum, which rank 0 alone adds.
     """
 
     axis: int = -1
@@ -60,11 +64,15 @@ class Share:
         self.group, self.description, self._name = group, description, name
         for what, count in _heads(config):
             self._check(what, count)
-        self._rules = [(re.compile(rf"(?:^|\.){expression}$"), rule) for expression, rule in _rules(config, description)]
+        self._rules = [
+            (re.compile(rf"(?:^|\.){expression}$"), rule)
+            for expression, rule in _rules(config, description)
+        ]
         self._transposed = description.transposed_experts or description.interleaved_experts
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of this rank's part of a tensor, which is called `name` by transformers and has this shape.
+        """Of this rank's part of a tensor, which is called `name` by transformers and has this
+        shape.
 
         Raises:
             UnsupportedModelError: the ranks do not divide it.
@@ -73,23 +81,33 @@ class Share:
         if rule is not None and rule.kind != "first" and -rule.axis <= len(shape):
             size = shape[rule.axis]
             even = rule.kind == "tokens"
-            local[rule.axis] = -(-size // self.group.size) if even else sum(map(len, self._slices(name, rule, size)))
+            local[rule.axis] = (
+                -(-size // self.group.size)
+                if even
+                else sum(map(len, self._slices(name, rule, size)))
+            )
         return tuple(local)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Whether the ranks divide all tensors, whose shapes these are, before one is read; errors are those of `shape`."""
+        """Whether the ranks divide all tensors, whose shapes these are, before one is read; errors
+        are those of `shape`.
+        """
         for name, shape in shapes.items():
             self.shape(name, shape)
 
     def read(self, name: str, files: TensorFiles, source: str) -> Tensor:
-        """This rank's part of a tensor called `source` in the files; nothing else of it is read, where it is divided at all."""
+        """This rank's part of a tensor called `source` in the files; nothing else of it is read,
+        where it is divided at all.
+        """
         rule, shape = self._rule(name), files.shape(source)
         if rule is None or rule.kind == "first" or -rule.axis > len(shape):
             whole = files.read(source)
             return whole if rule is None else self._plain_part(name, rule, whole)
         axis = len(shape) + rule.axis
         parts = [files.read(source, axis, piece) for piece in self._slices(name, rule, shape[axis])]
-        return self._padded(rule, parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis), shape[axis])
+        return self._padded(
+            rule, parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis), shape[axis]
+        )
 
     def part(self, name: str, whole: Stored) -> Stored:
         """This rank's part of a tensor that is there; a copy.
@@ -100,7 +118,11 @@ class Share:
         rule = self._rule(name)
         if rule is None:
             return whole
-        return self._packed_part(name, rule, whole) if isinstance(whole, Quantized) else self._plain_part(name, rule, whole)
+        return (
+            self._packed_part(name, rule, whole)
+            if isinstance(whole, Quantized)
+            else self._plain_part(name, rule, whole)
+        )
 
     def _plain_part(self, name: str, rule: _Rule, whole: Tensor) -> Tensor:
         if -rule.axis > whole.ndim:
@@ -108,7 +130,10 @@ class Share:
         if rule.kind == "first":
             return whole if self.group.rank == 0 else torch.zeros_like(whole)
         size = whole.shape[rule.axis]
-        parts = [whole.narrow(rule.axis, piece.start, len(piece)) for piece in self._slices(name, rule, size)]
+        parts = [
+            whole.narrow(rule.axis, piece.start, len(piece))
+            for piece in self._slices(name, rule, size)
+        ]
         return self._padded(rule, torch.cat(parts, dim=rule.axis), size)
 
     def _packed_part(self, name: str, rule: _Rule, whole: Quantized) -> Quantized:
@@ -116,14 +141,20 @@ class Share:
         axis = -3 - rule.axis if self._transposed and len(whole.shape) == 3 else rule.axis
         pieces = self._slices(name, rule, whole.shape[axis])
         if axis == -2:
-            return whole.select(torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(whole.device))
+            return whole.select(
+                torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(
+                    whole.device
+                )
+            )
         (piece,) = pieces
         if not (whole.divides(piece.start) and whole.divides(piece.stop)):
             raise self._undivided(name, whole.group, whole.in_features)
         return whole.inputs(piece.start, piece.stop)
 
     def check_groups(self, name: str, shape: Sequence[int], group: int) -> None:
-        """Whether the ranks divide a packed tensor with a scale for every `group` inputs; the rest is as in `shape`."""
+        """Whether the ranks divide a packed tensor with a scale for every `group` inputs; the rest
+        is as in `shape`.
+        """
         rule = self._rule(name)
         if rule is None or rule.kind != "slices":
             return
@@ -134,8 +165,10 @@ class Share:
 
     def _undivided(self, name: str, group: int, inputs: int) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{name!r} of target {self._name!r} has scales for groups of {group} of its {inputs} inputs, which"
-            f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in plain numbers"
+            f"{name!r} of target {self._name!r} has scales for groups of {group} of its {inputs}"
+            f" inputs, which"
+            f" {self.group.size} ranks do not divide; start fewer ranks, or take the checkpoint in"
+            f" plain numbers"
         )
 
     def _rule(self, name: str) -> _Rule | None:
@@ -147,7 +180,9 @@ class Share:
         """Of an axis of that size what this rank has, in order."""
         if rule.kind == "tokens":
             each = -(-size // self.group.size)
-            return [range(min(self.group.rank * each, size), min((self.group.rank + 1) * each, size))]
+            return [
+                range(min(self.group.rank * each, size), min((self.group.rank + 1) * each, size))
+            ]
         slices, start, unit = [], 0, sum(rule.parts)
         for part in rule.parts:
             length = size * part // unit
@@ -199,8 +234,12 @@ def _heads(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]:
-    """Ends of names, once a family's are those of `Description.names`, and how such tensors are divided; the first one counts."""
-    yield from ((rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in ("embed_tokens", "lm_head"))
+    """Ends of names, once a family's are those of `Description.names`, and how such tensors are
+    divided; the first one counts.
+    """
+    yield from (
+        (rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in ("embed_tokens", "lm_head")
+    )
     yield r"lm_head\.bias", _Rule(-1, kind="tokens")
     heads, kv_heads, *_ = head_shape(config, 0)
     pairs = (1, 1)
@@ -224,8 +263,14 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
     if description.norms_of_queries == "all heads":
         yield r"self_attn\.[qk]_norm\.weight", _Rule()
     turned = description.transposed_experts or description.interleaved_experts
-    yield r"experts\.gate_up_proj", _Rule(-1 if turned else -2, (1,) if description.interleaved_experts else pairs)
-    yield r"experts\.gate_up_proj_bias", _Rule(-1, (1,) if description.interleaved_experts else pairs)
+    yield (
+        r"experts\.gate_up_proj",
+        _Rule(-1 if turned else -2, (1,) if description.interleaved_experts else pairs),
+    )
+    yield (
+        r"experts\.gate_up_proj_bias",
+        _Rule(-1, (1,) if description.interleaved_experts else pairs),
+    )
     yield r"experts\.up_proj", _Rule(-2)
     yield r"experts\.down_proj", _Rule(-2 if turned else -1)
     yield r"experts\.down_proj_bias", _Rule(kind="first")
@@ -243,7 +288,10 @@ def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:
     yield r"linear_attn\.conv1d\.weight", _Rule(-3, channels)
     yield r"linear_attn\.conv1d\.bias", _Rule(-1, channels)
     yield r"linear_attn\.[qkv]_conv1d\.weight", _Rule(-3)
-    yield r"linear_attn\.A_log", _Rule(-2 if hasattr(config, "linear_num_heads") else -1)  # Kimi's is [1, 1, heads, 1]
+    yield (
+        r"linear_attn\.A_log",
+        _Rule(-2 if hasattr(config, "linear_num_heads") else -1),
+    )  # Kimi's is [1, 1, heads, 1]
     yield r"linear_attn\.(?:dt_bias|D)", _Rule()
 
 
@@ -255,9 +303,14 @@ def _recurrent_outputs(config: Any) -> list[tuple[str, tuple[int, ...]]]:
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
     if sizes.gates == 1:
         return [(r"linear_attn\.in_proj", (values, values, keys, keys, sizes.value_heads))]
-    if hasattr(config, "linear_num_heads"):  # the few numbers of decays and gates are the same on every rank
+    if hasattr(
+        config, "linear_num_heads"
+    ):  # the few numbers of decays and gates are the same on every rank
         return [(r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_b|a_proj|z_proj)", (1,))]
     return [
         (r"linear_attn\.in_proj_qkv", (keys, keys, values)),
-        (r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_qkvz|in_proj_ba|in_proj_z|in_proj_a|in_proj_b)", (1,)),
+        (
+            r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_qkvz|in_proj_ba|in_proj_z|in_proj_a|in_proj_b)",
+            (1,),
+        ),
     ]

@@ -1,4 +1,6 @@
-"""A target's tokenizer: read from its files, and refused where these do not say how text is split."""
+"""A target's tokenizer: read from its files, and refused where these do not say how text
+is split.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,7 +10,13 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from specdec.base.checkpoint.hub import checkpoint_folder, files_of, json_file, json_object, unpinned
+from specdec.base.checkpoint.hub import (
+    checkpoint_folder,
+    files_of,
+    json_file,
+    json_object,
+    unpinned,
+)
 from specdec.base.errors import UnsupportedModelError
 from specdec.base.files import user_path
 from verifiers.config.reading import NO_FOREIGN_CODE, read
@@ -16,10 +24,19 @@ from verifiers.weights.embedded import EMBEDDED, embedded_model_path
 
 WHOLE, STATED = "tokenizer.json", "tokenizer_config.json"
 
-_VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+_VOCABULARIES = (
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 """Files from which a class of Transformers makes a tokenizer."""
 
-_WAY_OUT = f"put a {WHOLE} of the model beside it, as conversions and other copies of the checkpoint have"
+_WAY_OUT = (
+    f"put a {WHOLE} of the model beside it, as conversions and other copies of the checkpoint have"
+)
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -30,13 +47,22 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         CheckpointError: nothing there, or damaged files.
     """
     embedded = str(name) == EMBEDDED
-    return tokenizer_in(embedded_model_path() if embedded else checkpoint_folder(name, what="target", weights=False), str(name))
+    return tokenizer_in(
+        embedded_model_path()
+        if embedded
+        else checkpoint_folder(name, what="target", weights=False),
+        str(name),
+    )
 
 
 def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target that the user calls `name`, whose files are in a folder; errors are those of `load_tokenizer`."""
+    """The tokenizer of the target that the user calls `name`, whose files are in a folder; errors
+    are those of `load_tokenizer`.
+    """
     if name == EMBEDDED:
-        return read(name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(folder)))
+        return read(
+            name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(folder))
+        )
     tokenizer = read(name, "tokenizer", partial(_read, folder, name))
     of_processor = folder / "chat_template.json"  # which transformers leaves to processors
     if not tokenizer.chat_template and of_processor.is_file():
@@ -48,7 +74,9 @@ def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
 def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
     from verifiers.config.wrappers import read_config
 
-    stated = json_object(folder / STATED, name, what="target") if (folder / STATED).is_file() else {}
+    stated = (
+        json_object(folder / STATED, name, what="target") if (folder / STATED).is_file() else {}
+    )
     tokenizer: PreTrainedTokenizerBase
     if not (folder / WHOLE).is_file():
         if reason := _reason([path.name for path in folder.iterdir()], stated, folder):
@@ -57,13 +85,17 @@ def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         return tokenizer
     config = read_config(str(folder))
-    config.name_or_path = unpinned(name).partition(":")[0]  # by which transformers knows whose entries are wrong
+    config.name_or_path = unpinned(name).partition(":")[
+        0
+    ]  # by which transformers knows whose entries are wrong
     tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, **NO_FOREIGN_CODE)
     return tokenizer
 
 
 def tokenizer_reasons(name: str) -> list[str]:
-    """Why the tokenizer of a target cannot be read, told from the names of its files; empty when nothing speaks against it."""
+    """Why the tokenizer of a target cannot be read, told from the names of its files; empty when
+    nothing speaks against it.
+    """
     files, folder = files_of(name), user_path(name)
     if WHOLE in files:
         return []
@@ -72,17 +104,31 @@ def tokenizer_reasons(name: str) -> list[str]:
         return [f"its tokenizer {reason}; {_WAY_OUT}"]
     # A config alone is looked at as a config alone.
     whole = any(file.endswith((".safetensors", ".bin", ".gguf")) for file in files)
-    return [f"it has no tokenizer: neither {WHOLE} nor another vocabulary"] if whole and not {*_VOCABULARIES} & {*files} else []
+    return (
+        [f"it has no tokenizer: neither {WHOLE} nor another vocabulary"]
+        if whole and not {*_VOCABULARIES} & {*files}
+        else []
+    )
 
 
 def _reason(files: list[str], stated: Mapping[str, Any], folder: Path | None) -> str | None:
-    """Why a tokenizer without `WHOLE` cannot be read; `folder` is where its files lie, None where they are far away."""
+    """Why a tokenizer without `WHOLE` cannot be read; `folder` is where its files lie, None where
+    they are far away.
+    """
     if own := _foreign_class(stated):
         return f"is {own}, code from its repository, which is never run"
     ranks = [file for file in files if file == "tiktoken.model" or file.endswith(".tiktoken")]
-    if folder is not None and (folder / "tokenizer.model").is_file() and _holds_ranks(folder / "tokenizer.model"):
+    if (
+        folder is not None
+        and (folder / "tokenizer.model").is_file()
+        and _holds_ranks(folder / "tokenizer.model")
+    ):
         ranks.append("tokenizer.model")
-    return f"is {ranks[0]} of tiktoken alone, which does not say where text is split" if ranks else None
+    return (
+        f"is {ranks[0]} of tiktoken alone, which does not say where text is split"
+        if ranks
+        else None
+    )
 
 
 def _foreign_class(stated: Mapping[str, Any]) -> str | None:
@@ -90,13 +136,23 @@ def _foreign_class(stated: Mapping[str, Any]) -> str | None:
     named = stated.get("tokenizer_class")
     if not isinstance(named, str) or not named:
         codes = stated.get("auto_map")
-        return "a class of its own" if isinstance(codes, Mapping) and "AutoTokenizer" in codes else None
+        return (
+            "a class of its own"
+            if isinstance(codes, Mapping) and "AutoTokenizer" in codes
+            else None
+        )
     plain = named.removesuffix("Fast")
-    return None if any(tokenizer_class_from_name(one) for one in (named, plain, f"{plain}Fast")) else named
+    return (
+        None
+        if any(tokenizer_class_from_name(one) for one in (named, plain, f"{plain}Fast"))
+        else named
+    )
 
 
 def _holds_ranks(path: Path) -> bool:
-    """Whether a file holds tiktoken's lines, a token and its rank; SentencePiece's models are no text."""
+    """Whether a file holds tiktoken's lines, a token and its rank; SentencePiece's models are no
+    text.
+    """
     with path.open("rb") as file:
         token, _, rank = file.readline(400).strip().partition(b" ")
     return rank.isdigit() and token.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

@@ -29,13 +29,15 @@ COMPUTED = ("inv_freq", "embed_scale", "mup_vector")
 class Weights:
     """Tensors by the names that transformers gives them, on their device and in their type.
 
-    Each is taken once and given up, so that nothing is stored twice once it is joined or laid out anew.
+    Each is taken once and given up, so that nothing is stored twice once it is joined or laid out
+    anew.
 
     Attributes:
-        tensors: which are left; each is popped, and emptied where it is a model's parameter. Weights of linear layers and of
-            experts may be packed, as the checkpoint stores them.
+        tensors: which are left; each is popped, and emptied where it is a model's parameter.
+            Weights of linear layers and of experts may be packed, as the checkpoint stores them.
         prefix: before every name.
-        group: the ranks that tensors are divided among, of which these are one rank's; None for whole ones.
+        group: the ranks that tensors are divided among, of which these are one rank's; None for
+            whole ones.
     """
 
     tensors: dict[str, Tensor | Quantized]
@@ -63,19 +65,23 @@ class Weights:
         if isinstance(tensor, Quantized):
             return tensor.dequantized()
         taken = tensor.detach()
-        tensor.data = taken.new_empty(0)  # whoever else holds the parameter does not keep its memory
+        tensor.data = taken.new_empty(
+            0
+        )  # whoever else holds the parameter does not keep its memory
         return taken
 
     def check_all_taken(self) -> None:
         """Whether anything is left beside what transformers computes from the config.
 
         Raises:
-            CheckpointError: a tensor that nobody took, such as a bias, would be missing from what the model computes.
+            CheckpointError: a tensor that nobody took, such as a bias, would be missing from what
+                the model computes.
         """
         left = sorted(name for name in self.tensors if not name.endswith(COMPUTED))
         if left:
             raise CheckpointError(
-                f"our layers have no use for {len(left)} tensors of the target, the first being {left[0]!r};"
+                f"our layers have no use for {len(left)} tensors of the target, the first being"
+                f" {left[0]!r};"
                 " load it with fuse=False, which runs it through transformers' modules"
             )
 
@@ -88,12 +94,16 @@ class Weights:
             self.tensors[renamed] = self.tensors.pop(name)
 
     def scale(self, factors: Sequence[tuple[str, float | Tensor]]) -> None:
-        """Multiplies those of these names that there are; packed ones become plain numbers, unless they are multiplied by 1."""
+        """Multiplies those of these names that there are; packed ones become plain numbers, unless
+        they are multiplied by 1.
+        """
         for name, factor in factors:
             if self.has(name) and not (torch.as_tensor(factor) == 1).all():
                 tensor = self.tensor(name)
                 wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-                self.tensors[self.prefix + name] = (wide * torch.as_tensor(factor, device=wide.device)).to(tensor.dtype)
+                self.tensors[self.prefix + name] = (
+                    wide * torch.as_tensor(factor, device=wide.device)
+                ).to(tensor.dtype)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, of a packed weight its numbers [..., out, in].
@@ -103,7 +113,9 @@ class Weights:
         """
         found = self.optional(name)
         if found is None:
-            raise CheckpointError(f"the target has no tensor {self.prefix + name!r}; fetch the whole checkpoint again")
+            raise CheckpointError(
+                f"the target has no tensor {self.prefix + name!r}; fetch the whole checkpoint again"
+            )
         return found
 
     def blocks(self, name: str) -> GgufWeight | None:
@@ -115,17 +127,24 @@ class Weights:
         return None
 
     def split(self, name: str, parts: Mapping[str, Tensor]) -> None:
-        """Replaces a projection by several, each of which has the rows int64 [n] of it that are named beside it."""
+        """Replaces a projection by several, each of which has the rows int64 [n] of it that are
+        named beside it.
+        """
         for field in ("weight", "bias"):
             stored = self.tensors.get(f"{self.prefix}{name}.{field}")
             if isinstance(stored, Quantized):
                 del self.tensors[f"{self.prefix}{name}.{field}"]
                 device = stored.device
                 self.tensors.update(
-                    {f"{self.prefix}{part}.{field}": stored.select(rows.to(device)) for part, rows in parts.items()}
+                    {
+                        f"{self.prefix}{part}.{field}": stored.select(rows.to(device))
+                        for part, rows in parts.items()
+                    }
                 )
             elif (whole := self.optional(f"{name}.{field}")) is not None:
-                self.tensors.update({f"{self.prefix}{part}.{field}": whole[rows] for part, rows in parts.items()})
+                self.tensors.update(
+                    {f"{self.prefix}{part}.{field}": whole[rows] for part, rows in parts.items()}
+                )
 
     def experts(self, name: str, *, transposed: bool) -> Tensor | Quantized:
         """The weights [E, out, in] of all experts, packed if the checkpoint is.
@@ -145,7 +164,9 @@ class Weights:
         return weight.transpose(1, 2).contiguous() if transposed else weight
 
     def alike(self, *names: str) -> bool:
-        """Whether projections can be joined as they are stored: packed in one way, or all of them in plain numbers."""
+        """Whether projections can be joined as they are stored: packed in one way, or all of them
+        in plain numbers.
+        """
         found = [self.tensors.get(f"{self.prefix}{name}.weight") for name in names]
         packed = [weight for weight in found if isinstance(weight, Quantized)]
         return not packed or (len(packed) == len(names) and alike(packed))
@@ -154,7 +175,8 @@ class Weights:
         """Projections as one, with what they have of biases, packed where they are.
 
         Args:
-            names: of the projections; the first may be one that the checkpoint joined already, followed by none.
+            names: of the projections; the first may be one that the checkpoint joined already,
+                followed by none.
             reorder: one per projection, None where its rows stay; nothing leaves all as they are.
 
         Raises:
@@ -178,36 +200,53 @@ class Weights:
         return part if self.group is None else SummedLinear(part, self.group)
 
     def _packed(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> Quantized | None:
-        """All projections as one packed weight; None, and all left where they are, unless all are packed in one way."""
+        """All projections as one packed weight; None, and all left where they are, unless all are
+        packed in one way.
+        """
         scoped = [f"{self.prefix}{name}.weight" for name in names]
         stored = [self.tensors.get(name) for name in scoped]
         found = [weight for weight in stored if isinstance(weight, Quantized)]
         if len(found) < len(names) or not alike(found):
             if found:
-                logger.warning("%s are stored in several ways and become plain numbers", ", ".join(scoped))
+                logger.warning(
+                    "%s are stored in several ways and become plain numbers", ", ".join(scoped)
+                )
             return None
         for name in scoped:
             del self.tensors[name]
-        parts = [part if order is None else _reordered(part, order) for part, order in zip(found, orders, strict=True)]
+        parts = [
+            part if order is None else _reordered(part, order)
+            for part, order in zip(found, orders, strict=True)
+        ]
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def _bias(self, names: Sequence[str], orders: Sequence[Reorder | None]) -> Tensor | None:
-        """The biases of all projections, while their weights are here; zeros for one without, and None if all are."""
+        """The biases of all projections, while their weights are here; zeros for one without, and
+        None if all are.
+        """
         if not any(self.has(f"{name}.bias") for name in names):
             return None
         for name in names:
             weight = self.tensors.get(f"{self.prefix}{name}.weight")
             if not self.has(f"{name}.bias") and weight is not None:
-                self.tensors[f"{self.prefix}{name}.bias"] = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
+                self.tensors[f"{self.prefix}{name}.bias"] = torch.zeros(
+                    weight.shape[0], dtype=weight.dtype, device=weight.device
+                )
         return self._parts(names, "bias", orders)
 
-    def _parts(self, names: Sequence[str], field: str, orders: Sequence[Reorder | None]) -> Tensor | None:
+    def _parts(
+        self, names: Sequence[str], field: str, orders: Sequence[Reorder | None]
+    ) -> Tensor | None:
         """One field of all projections; None where they have none."""
         get = self.tensor if field == "weight" else self.optional
         found = [get(f"{name}.{field}") for name in names]
         if any(part is None for part in found):
             return None
-        parts = [part if order is None else order(part) for part, order in zip(found, orders, strict=True) if part is not None]
+        parts = [
+            part if order is None else order(part)
+            for part, order in zip(found, orders, strict=True)
+            if part is not None
+        ]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 

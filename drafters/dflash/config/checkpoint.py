@@ -33,12 +33,14 @@ _MASK = "mask_embedding.pt"
 
 
 def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Reads a drafter from a folder, or from the hub when `path` is an `owner/name` and no such folder exists.
+    """Reads a drafter from a folder, or from the hub when `path` is an `owner/name` and no such
+    folder exists.
 
     Returns:
-        The configuration, and tensors on the CPU in the type of the file under their z-lab names: 11 per layer (15 with biases),
-        `fc.weight`, `hidden_norm.weight`, `norm.weight`; those of other layers and of a head; and where the checkpoint brings its
-        own `embed_tokens.weight`, `lm_head.weight`, `mask_embedding` [H] and `d2t` int64 [draft_vocab_size], with
+        The configuration, and tensors on the CPU in the type of the file under their z-lab names:
+        11 per layer (15 with biases), `fc.weight`, `hidden_norm.weight`, `norm.weight`; those of
+        other layers and of a head; and where the checkpoint brings its own `embed_tokens.weight`,
+        `lm_head.weight`, `mask_embedding` [H] and `d2t` int64 [draft_vocab_size], with
         `target_id = draft_id + d2t[draft_id]`.
 
     Raises:
@@ -48,7 +50,9 @@ def read_checkpoint(path: str | Path) -> tuple[DFlashConfig, dict[str, Tensor]]:
     with naming(path):
         raw = read_json(folder / CONFIG)
         config = parse_config(raw)
-        tensors = zlab_names(head_names(own_tensors(plain_tensors(folder, raw, read_tensors(folder)))), config)
+        tensors = zlab_names(
+            head_names(own_tensors(plain_tensors(folder, raw, read_tensors(folder)))), config
+        )
         if (folder / _MASK).exists():
             tensors["mask_embedding"] = _mask_embedding(folder / _MASK, config)
         if config.draft_vocab_size is None:
@@ -69,27 +73,41 @@ def write_checkpoint(
     """Writes a drafter as a new folder that appears whole or not at all.
 
     Args:
-        path: folder to make; it must not exist yet, or be empty, or hold an earlier checkpoint that is to be written `over`.
+        path: folder to make; it must not exist yet, or be empty, or hold an earlier checkpoint that
+            is to be written `over`.
         config: what goes to `config.json`.
         tensors: as `read_checkpoint` returns them.
         layout: "z-lab" or "speculators".
         dtype: floating-point type on disk; None keeps that of `fc.weight`.
 
     Raises:
-        CheckpointError: incomplete tensors, a configuration that the layout cannot express, or a taken path.
+        CheckpointError: incomplete tensors, a configuration that the layout cannot express, or a
+            taken path.
         CapacityError, InvalidInputError: it cannot be written.
     """
-    require("mask_embedding" not in tensors, f"a drafter with its own {_MASK} can be read, but not written")
+    require(
+        "mask_embedding" not in tensors,
+        f"a drafter with its own {_MASK} can be read, but not written",
+    )
     _check_tensors(config, tensors)
     dtype = dtype or tensors["fc.weight"].dtype
-    stored = {name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous() for name, t in tensors.items()}
+    stored = {
+        name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous()
+        for name, t in tensors.items()
+    }
     if "d2t" in stored:
         stored["t2d"] = drafted(stored["d2t"], config.vocab_size)
-    write_folder(Path(path), config_json(config, layout, dtype=str(dtype).removeprefix("torch.")), stored, over=over)
+    write_folder(
+        Path(path),
+        config_json(config, layout, dtype=str(dtype).removeprefix("torch.")),
+        stored,
+        over=over,
+    )
 
 
 def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
-    """The row [H] that a drafter has in place of the target's embedding of the mask token: alone, or named in a dictionary.
+    """The row [H] that a drafter has in place of the target's embedding of the mask token: alone,
+    or named in a dictionary.
 
     Raises:
         CheckpointError: another kind of content, or the row of another token.
@@ -97,17 +115,30 @@ def _mask_embedding(file: Path, config: DFlashConfig) -> Tensor:
     content = read_pickle(file)
     if isinstance(content, Mapping):
         token = content.get("mask_token_id", config.mask_token_id)
-        require(token == config.mask_token_id, f"{file.name} is of token {token}, mask_token_id is {config.mask_token_id}")
-        content = next((content[name] for name in ("embedding", "mask_embedding") if name in content), None)
-    right = isinstance(content, Tensor) and content.is_floating_point() and content.numel() == config.hidden_size
+        require(
+            token == config.mask_token_id,
+            f"{file.name} is of token {token}, mask_token_id is {config.mask_token_id}",
+        )
+        content = next(
+            (content[name] for name in ("embedding", "mask_embedding") if name in content), None
+        )
+    right = (
+        isinstance(content, Tensor)
+        and content.is_floating_point()
+        and content.numel() == config.hidden_size
+    )
     require(right, f"{file.name} holds no row of {config.hidden_size} numbers; download it again")
     assert isinstance(content, Tensor)
-    require(bool(content.isfinite().all()), f"{file.name} holds NaN or infinite values; download it again")
+    require(
+        bool(content.isfinite().all()),
+        f"{file.name} holds NaN or infinite values; download it again",
+    )
     return content.reshape(-1)
 
 
 def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of `config` must hold: those of the module, made without memory.
+    """Name and shape of every tensor that a checkpoint of `config` must hold: those of the module,
+    made without memory.
 
     Raises:
         CheckpointError: sizes beyond what a tensor can have.
@@ -116,7 +147,9 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
         with torch.device("meta"):
             state = DFlashModel(config).state_dict()
     except RuntimeError as error:  # torch counts bytes in 64 bits
-        raise CheckpointError("config.json asks for larger tensors than there can be; download it again") from error
+        raise CheckpointError(
+            "config.json asks for larger tensors than there can be; download it again"
+        ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if config.tied_tables:
         shapes |= {name: (shapes[name][1], config.hidden_size) for name in TIED if name in shapes}
@@ -126,7 +159,11 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
 def _check_tensors(config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
     """What `config` asks for, and a vocabulary map that maps into the vocabulary."""
     vocabulary = (config.vocab_size, config.hidden_size)
-    optional = {"embed_tokens.weight": vocabulary, "lm_head.weight": vocabulary, "mask_embedding": (config.hidden_size,)}
+    optional = {
+        "embed_tokens.weight": vocabulary,
+        "lm_head.weight": vocabulary,
+        "mask_embedding": (config.hidden_size,),
+    }
     check_tensors(tensors, tensor_shapes(config), optional, kind="DFlash")
     if config.draft_vocab_size is not None:
         check_map(tensors, config.vocab_size)

@@ -29,18 +29,19 @@ class DFlashConfig:
         target_layer_ids: tapped decoder layers of the target, 0-based.
         windows: per draft layer, the sliding window or None for full attention.
         causal: per draft layer, whether a row of the block sees only rows up to itself.
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: shape of the draft layers.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: shape of
+        the draft layers.
         vocab_size: vocabulary of the target.
         rope_parameters: `rope_type`, `rope_theta` and what the type needs, as in Transformers 5.
         max_position_embeddings: longest trained position; some RoPE types need it.
         rms_norm_eps: of every norm.
         attention_bias: query, key, value and output projections carry biases.
-        sample_from_anchor: row `i` predicts the token after its own position, so the anchor row predicts too and a block
-            gives `block_size` drafts; otherwise row `i` predicts its own position, the anchor row's output is unused and a
-            block gives `block_size - 1` drafts.
+        sample_from_anchor: row `i` predicts the token after its own position, so the anchor row
+            predicts too and a block gives `block_size` drafts; otherwise row `i` predicts its own
+            position, the anchor row's output is unused and a block gives `block_size - 1` drafts.
         speculative_tokens: how many to draft unless the user says; None for all that a block gives.
-        input_embedding_scale: factor on raw embedding rows; None for the target's own, and then, unless stated, its final
-            softcap applies too.
+        input_embedding_scale: factor on raw embedding rows; None for the target's own, and then,
+            unless stated, its final softcap applies too.
         output_multiplier: factor on logits, before the softcap.
         final_logit_softcapping: `c` in `c * tanh(logit / c)`, or None.
         draft_vocab_size: size of a reduced draft vocabulary with its own head, or None.
@@ -113,82 +114,156 @@ class DFlashConfig:
     coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-        for name in (*sizes, "max_position_embeddings", *(["target_hidden_size"] if self.target_hidden_size is not None else [])):
-            require(1 <= getattr(self, name) < 2**31, f"{name} is {getattr(self, name)}; it must be positive and below 2**31")
-        require(self.max_draft_tokens >= 1, f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2")
-        require(self.max_draft_tokens <= MOST_DRAFTS, f"block_size is {self.block_size}; it must be at most {MOST_DRAFTS:,}")
+        sizes = (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
+        for name in (
+            *sizes,
+            "max_position_embeddings",
+            *(["target_hidden_size"] if self.target_hidden_size is not None else []),
+        ):
+            require(
+                1 <= getattr(self, name) < 2**31,
+                f"{name} is {getattr(self, name)}; it must be positive and below 2**31",
+            )
         require(
-            self.speculative_tokens is None or 1 <= self.speculative_tokens <= self.max_draft_tokens,
-            f"speculative_tokens is {self.speculative_tokens}, but block_size {self.block_size} with sample_from_anchor"
-            f" {str(self.sample_from_anchor).lower()} gives 1 to {self.max_draft_tokens}; correct the wrong one in config.json",
+            self.max_draft_tokens >= 1,
+            f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2",
+        )
+        require(
+            self.max_draft_tokens <= MOST_DRAFTS,
+            f"block_size is {self.block_size}; it must be at most {MOST_DRAFTS:,}",
+        )
+        require(
+            self.speculative_tokens is None
+            or 1 <= self.speculative_tokens <= self.max_draft_tokens,
+            f"speculative_tokens is {self.speculative_tokens}, but block_size {self.block_size}"
+            f" with sample_from_anchor"
+            f" {str(self.sample_from_anchor).lower()} gives 1 to {self.max_draft_tokens}; correct"
+            f" the wrong one in config.json",
         )
         require(
             self.num_attention_heads % self.num_key_value_heads == 0 and self.head_dim % 2 == 0,
-            f"{self.num_attention_heads} query heads on {self.num_key_value_heads} key heads of {self.head_dim}:"
+            f"{self.num_attention_heads} query heads on {self.num_key_value_heads} key heads of"
+            f" {self.head_dim}:"
             " the first must be a multiple of the second, the third even",
         )
-        require(bool(self.windows) and len(self.windows) == len(self.causal), "windows and causal must have one entry per layer")
+        require(
+            bool(self.windows) and len(self.windows) == len(self.causal),
+            "windows and causal must have one entry per layer",
+        )
         right = all(w is None or 1 <= w < 2**31 for w in self.windows)
         require(right, f"sliding windows are {self.windows}; they must be positive and below 2**31")
-        require(bool(self.target_layer_ids), "no target layers are tapped; a DFlash drafter needs at least one")
+        require(
+            bool(self.target_layer_ids),
+            "no target layers are tapped; a DFlash drafter needs at least one",
+        )
         require(
             min(self.target_layer_ids) >= -1,
-            f"target layer ids are {list(self.target_layer_ids)}; they must be layers 0, 1, ... or -1 for the embedding output",
+            f"target layer ids are {list(self.target_layer_ids)}; they must be layers 0, 1, ... or"
+            f" -1 for the embedding output",
         )
         require(
             0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} lies outside {self.vocab_size} embeddings",
         )
-        require(self.rms_norm_eps >= 0, f"rms_norm_eps is {self.rms_norm_eps}; it must be at least 0")
+        require(
+            self.rms_norm_eps >= 0, f"rms_norm_eps is {self.rms_norm_eps}; it must be at least 0"
+        )
         softcap = self.final_logit_softcapping
-        require(softcap is None or softcap > 0, f"final_logit_softcapping is {softcap}; it must be positive")
-        require(self.output_multiplier > 0, f"output_multiplier is {self.output_multiplier}; it must be positive")
+        require(
+            softcap is None or softcap > 0,
+            f"final_logit_softcapping is {softcap}; it must be positive",
+        )
+        require(
+            self.output_multiplier > 0,
+            f"output_multiplier is {self.output_multiplier}; it must be positive",
+        )
         require(
             self.draft_vocab_size is None or 1 <= self.draft_vocab_size < self.vocab_size,
-            f"draft_vocab_size is {self.draft_vocab_size}; it must be smaller than vocab_size {self.vocab_size}, or left out",
+            f"draft_vocab_size is {self.draft_vocab_size}; it must be smaller than vocab_size"
+            f" {self.vocab_size}, or left out",
         )
         rope_type = self.rope_parameters.get("rope_type")
         supported = ", ".join(STATIC_ROPE_TYPES)
-        require(rope_type in STATIC_ROPE_TYPES, f"RoPE type {rope_type!r} is not supported; supported: {supported}")
+        require(
+            rope_type in STATIC_ROPE_TYPES,
+            f"RoPE type {rope_type!r} is not supported; supported: {supported}",
+        )
         rotated = self.head_dim * (self.rope_parameters.get("partial_rotary_factor") or 1.0)
         require(
             0 < rotated <= self.head_dim and (rope_type == "proportional" or int(rotated) % 2 == 0),
-            f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part of them",
+            f"RoPE turns {rotated:g} of {self.head_dim} numbers of a head; it must be an even part"
+            f" of them",
         )
-        require(not (self.interleaved and self.keys_as_values), "interleaved RoPE where keys are values too is not supported")
+        require(
+            not (self.interleaved and self.keys_as_values),
+            "interleaved RoPE where keys are values too is not supported",
+        )
         self._check_convolutions()
         if self.latent is not None:
             self._check_latent(self.latent)
-        require(self.head is not None or not self.tied_tables, "tied_tables without a head; leave it out")
+        require(
+            self.head is not None or not self.tied_tables,
+            "tied_tables without a head; leave it out",
+        )
         if self.head is not None:
             self.head.check(self.head_sizes, sample_from_anchor=self.sample_from_anchor)
         if self.coupling is not None:
             self.coupling.check(self.max_draft_tokens)
 
     def _check_latent(self, latent: LatentSizes) -> None:
-        sizes = (latent.rank, latent.nope, latent.rope, latent.value, 1 if latent.query_rank is None else latent.query_rank)
+        sizes = (
+            latent.rank,
+            latent.nope,
+            latent.rope,
+            latent.value,
+            1 if latent.query_rank is None else latent.query_rank,
+        )
         right = min(sizes) >= 1 and max(sizes) < 2**31 and latent.rope % 2 == 0
-        require(right, f"{latent} are no sizes of latent attention; they must be positive and below 2**31, and rope even")
-        plain = not (self.attention_bias or self.attention_sinks or self.gemma or self.mixes_taps or self.convolves)
         require(
-            plain and self.attention_gate is None and self.attention_value_scale == 1 and set(self.windows) == {None},
-            "a drafter with latent attention has neither windows nor biases, gates, sinks or convolutions; this one says it has",
+            right,
+            f"{latent} are no sizes of latent attention; they must be positive and below 2**31, and"
+            f" rope even",
+        )
+        plain = not (
+            self.attention_bias
+            or self.attention_sinks
+            or self.gemma
+            or self.mixes_taps
+            or self.convolves
+        )
+        require(
+            plain
+            and self.attention_gate is None
+            and self.attention_value_scale == 1
+            and set(self.windows) == {None},
+            "a drafter with latent attention has neither windows nor biases, gates, sinks or"
+            " convolutions; this one says it has",
         )
 
     def _check_convolutions(self) -> None:
         taps, group = self.conv_kernel_size, self.conv_group_size
         require(
             (taps is None) == (group is None),
-            f"conv_kernel_size is {taps} and conv_group_size {group}; convolutions need both, and without them there is neither",
+            f"conv_kernel_size is {taps} and conv_group_size {group}; convolutions need both, and"
+            f" without them there is neither",
         )
         if taps is not None and group is not None:
             require(
-                1 <= taps <= self.block_size, f"conv_kernel_size is {taps}; it must lie in [1, {self.block_size}], the block size"
+                1 <= taps <= self.block_size,
+                f"conv_kernel_size is {taps}; it must lie in [1, {self.block_size}], the block"
+                f" size",
             )
             require(
                 group >= 1 and self.hidden_size % group == 0,
-                f"conv_group_size is {group}; it must divide hidden_size, which is {self.hidden_size}",
+                f"conv_group_size is {group}; it must divide hidden_size, which is"
+                f" {self.hidden_size}",
             )
 
     @property
@@ -208,7 +283,9 @@ class DFlashConfig:
         return tuple(name for name, has in found.items() if has)
 
     def untrainable(self, tensors: Container[str]) -> str:
-        """What of a checkpoint with these tensors training does not know, in words; "" for nothing."""
+        """What of a checkpoint with these tensors training does not know, in words;
+        "" for nothing.
+        """
         own_mask = ["its own mask row"] if "mask_embedding" in tensors else []
         return " and ".join([*self.peculiarities, *own_mask])
 
@@ -235,7 +312,9 @@ class DFlashConfig:
     @property
     def head_sizes(self) -> HeadSizes:
         """What a head takes over."""
-        return HeadSizes(self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size)
+        return HeadSizes(
+            self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size
+        )
 
     @property
     def tap_width(self) -> int:
@@ -259,11 +338,15 @@ class DFlashConfig:
 
 
 def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Taps of a drafter that names none: one per draft layer, evenly spaced from the second layer to the third from the end.
+    """Taps of a drafter that names none: one per draft layer, evenly spaced from the second layer
+    to the third from the end.
 
     >>> default_taps(36, 5), default_taps(36, 1)
     ((1, 9, 17, 25, 33), (18,))
     """
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
-    return tuple(round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1)) for i in range(num_draft_layers))
+    return tuple(
+        round(1 + i * (num_target_layers - 4) / (num_draft_layers - 1))
+        for i in range(num_draft_layers)
+    )

@@ -15,25 +15,41 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
         CheckpointError: the layout cannot express this drafter.
     """
     peculiar = config.peculiarities
-    require(not peculiar, f"a drafter with {' and '.join(peculiar)} can be read, but not written in the public layouts")
+    require(
+        not peculiar,
+        f"a drafter with {' and '.join(peculiar)} can be read, but not written in the public"
+        f" layouts",
+    )
     written = _to_zlab(config, dtype) if layout == "z-lab" else _to_speculators(config, dtype)
     return written | ({} if config.coupling is None else {"coupling": config.coupling.json()})
 
 
 def misreading(config: DFlashConfig, layout: Layout) -> str | None:
-    """Who takes a drafter in a layout for another one, and which layout to give it instead; None where nobody is known to."""
+    """Who takes a drafter in a layout for another one, and which layout to give it instead; None
+    where nobody is known to.
+    """
     if layout == "speculators" and len(set(config.causal)) > 1:
-        return "vLLM 0.33 reads one causality for all layers of this layout, and these differ; give it the layout of z-lab"
+        return (
+            "vLLM 0.33 reads one causality for all layers of this layout, and these differ; give"
+            " it the layout of z-lab"
+        )
     return None
 
 
 def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    """What both layouts say about the draft layers: a Qwen3 configuration and the rarer values of the drafter."""
+    """What both layouts say about the draft layers: a Qwen3 configuration and the rarer values of
+    the drafter.
+    """
     windows = {window for window in config.windows if window is not None}
-    require(len(windows) <= 1, f"layers have windows of {sorted(windows)}; config.json can name one for all of them")
+    require(
+        len(windows) <= 1,
+        f"layers have windows of {sorted(windows)}; config.json can name one for all of them",
+    )
     rope = dict(config.rope_parameters)
     if partial := rope.get("partial_rotary_factor"):
-        rope["rope_dim"] = int(partial * config.head_dim)  # without which the factor would be taken for the target's
+        rope["rope_dim"] = int(
+            partial * config.head_dim
+        )  # without which the factor would be taken for the target's
     section: dict[str, Any] = {
         "model_type": "qwen3",
         "dtype": dtype,
@@ -49,10 +65,14 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": False,
         "max_position_embeddings": config.max_position_embeddings,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in config.windows
+        ],
         "use_sliding_window": bool(windows),
         "sliding_window": max(windows, default=None),
-        "max_window_layers": config.windows.index(max(windows)) if windows else config.num_hidden_layers,
+        "max_window_layers": config.windows.index(max(windows))
+        if windows
+        else config.num_hidden_layers,
         "rope_theta": config.rope_parameters["rope_theta"],
         "rope_parameters": rope,
     }
@@ -77,11 +97,22 @@ def _convolutions(config: DFlashConfig) -> dict[str, Any]:
 def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     require(
         config.num_target_layers is not None,
-        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec convert --model)",
+        "num_target_layers is unknown; the z-lab layout needs the target's layer count (specdec"
+        " convert --model)",
     )
-    by_kind = all(causal == (window is not None) for window, causal in zip(config.windows, config.causal, strict=True))
-    require(by_kind or len(set(config.causal)) == 1, f"causality {config.causal} by layer has no key in the z-lab layout")
-    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids), **_convolutions(config)}
+    by_kind = all(
+        causal == (window is not None)
+        for window, causal in zip(config.windows, config.causal, strict=True)
+    )
+    require(
+        by_kind or len(set(config.causal)) == 1,
+        f"causality {config.causal} by layer has no key in the z-lab layout",
+    )
+    own = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        **_convolutions(config),
+    }
     head = {} if config.head is None else config.head.json()
     if len(set(config.causal)) == 1:
         own["causal"] = config.causal[0]  # all that vLLM 0.23 reads; others need not guess
@@ -91,7 +122,11 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         own["sample_from_anchor"] = config.sample_from_anchor
     own |= head | ({"projector_type": "dspark"} if config.algorithm == "dspark" else {})
     architecture = ARCHITECTURES[config.algorithm]["z-lab"]
-    result = {"architectures": [architecture], **_layer_section(config, dtype), "block_size": config.block_size}
+    result = {
+        "architectures": [architecture],
+        **_layer_section(config, dtype),
+        "block_size": config.block_size,
+    }
     optional = {
         "is_causal": None if by_kind else config.causal[0],
         "draft_vocab_size": config.draft_vocab_size,
@@ -102,28 +137,57 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     }
     top: dict[str, Any] = {}
     if config.algorithm == "dspark" and not config.tied_tables:
-        top = head | {"sample_from_anchor": config.sample_from_anchor}  # where vLLM 0.33 looks for a head
-    return result | {name: value for name, value in optional.items() if value is not None} | top | {"dflash_config": own}
+        top = head | {
+            "sample_from_anchor": config.sample_from_anchor
+        }  # where vLLM 0.33 looks for a head
+    return (
+        result
+        | {name: value for name, value in optional.items() if value is not None}
+        | top
+        | {"dflash_config": own}
+    )
 
 
 def _to_speculators(config: DFlashConfig, dtype: str) -> dict[str, Any]:
-    sliding = {causal for window, causal in zip(config.windows, config.causal, strict=True) if window is not None}
-    full = {causal for window, causal in zip(config.windows, config.causal, strict=True) if window is None}
-    require(True not in full and len(sliding) <= 1, f"causality {config.causal} by layer has no key in the speculators layout")
+    sliding = {
+        causal
+        for window, causal in zip(config.windows, config.causal, strict=True)
+        if window is not None
+    }
+    full = {
+        causal
+        for window, causal in zip(config.windows, config.causal, strict=True)
+        if window is None
+    }
     require(
-        config.num_target_layers is None or config.num_target_layers - 1 not in config.target_layer_ids,
-        f"tap {(config.num_target_layers or 0) - 1} is the target's last layer, which the speculators layout cannot name",
+        True not in full and len(sliding) <= 1,
+        f"causality {config.causal} by layer has no key in the speculators layout",
     )
-    require(not config.tied_tables, "tied tables have no key in the speculators layout; write the tables themselves")
+    require(
+        config.num_target_layers is None
+        or config.num_target_layers - 1 not in config.target_layer_ids,
+        f"tap {(config.num_target_layers or 0) - 1} is the target's last layer, which the"
+        f" speculators layout cannot name",
+    )
+    require(
+        not config.tied_tables,
+        "tied tables have no key in the speculators layout; write the tables themselves",
+    )
     architecture = ARCHITECTURES[config.algorithm].get("speculators")
-    require(architecture is not None, f"the speculators layout has no {config.algorithm}; write the z-lab layout")
+    require(
+        architecture is not None,
+        f"the speculators layout has no {config.algorithm}; write the z-lab layout",
+    )
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": config.speculative_tokens or config.max_draft_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    verifier = {"name_or_path": config.verifier_name, "architectures": list(config.verifier_architectures)}
+    verifier = {
+        "name_or_path": config.verifier_name,
+        "architectures": list(config.verifier_architectures),
+    }
     return {
         "architectures": [architecture],
         "speculators_model_type": config.algorithm,

@@ -1,4 +1,6 @@
-"""Families of DFlash drafters, by the class that their `config.json` names: what it leaves unsaid, and how their layers differ."""
+"""Families of DFlash drafters, by the class that their `config.json` names: what it leaves unsaid,
+and how their layers differ.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -68,7 +70,11 @@ class Family:
             "per-element": "per-element",
         }
         known = isinstance(stated, bool | str | None) and stated in names
-        require(known, f"gating is {stated!r}; supported: true, false, 'per-head', 'per-element' and 'disabled'")
+        require(
+            known,
+            f"gating is {stated!r}; supported: true, false, 'per-head', 'per-element' and"
+            f" 'disabled'",
+        )
         return names[stated]
 
 
@@ -89,7 +95,8 @@ _RAW_ROWS = Family(defaults={"input_embedding_scale": 1.0})
 _FAMILIES = {
     "DFlash2DraftModel": _RAW_ROWS,  # by the dflash package and vLLM
     "Lfm2DSparkDraftModel": _RAW_ROWS,
-    "DSparkDraftModel": _RAW_ROWS,  # by SpecForge, which trains on a table of its own, as DeepSpec does
+    # by SpecForge, which trains on a table of its own, as DeepSpec does
+    "DSparkDraftModel": _RAW_ROWS,
     "DominoDraftModel": _RAW_ROWS,
     "Qwen3DSparkModel": _RAW_ROWS,
     "K3DSparkModel": _K3,
@@ -109,13 +116,16 @@ _FAMILIES = {
     ),
     # Rows of a block see each other, whatever its windows.
     "MuseGlimmerAssistantModel": Family(
-        defaults={"is_causal": False, "input_embedding_scale": 1.0, "vocab_size": 202_048}, partial_rope=True
+        defaults={"is_causal": False, "input_embedding_scale": 1.0, "vocab_size": 202_048},
+        partial_rope=True,
     ),
 }
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family of a drafter with this `config.json`; plain DFlash for classes that are not listed."""
+    """The family of a drafter with this `config.json`; plain DFlash for classes that are not
+    listed.
+    """
     name = architecture_of(raw)
     if raw.get("speculators_model_type") == "dflare":
         name = "DFlareDraftModel"

@@ -1,4 +1,6 @@
-"""Which head a `config.json` gives to DFlash's backbone, and under which names checkpoints have it."""
+"""Which head a `config.json` gives to DFlash's backbone,
+and under which names checkpoints have it.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,12 +58,15 @@ def parse_head(algorithm: str, keys: Keys) -> HeadConfig | None:
     return None if parse is None else parse(keys)
 
 
-def predicts_from_anchor(raw: Mapping[str, Any], algorithm: str, keys: Keys, *, all_rows: bool) -> bool:
+def predicts_from_anchor(
+    raw: Mapping[str, Any], algorithm: str, keys: Keys, *, all_rows: bool
+) -> bool:
     """Whether rows predict the token after their own, see `DFlashConfig.sample_from_anchor`.
 
-    What is stated counts: `sample_from_anchor`, vLLM's `dspark_bonus_anchor`, or `shift_label` of SpecForge and ModelOpt. Else it
-    is so with a Markov head, which DeepSpec, SpecForge and ModelOpt train so, and for all that DeepSpec calls DSpark; in the
-    layout of speculators, whose first releases trained it otherwise, where `all_rows` of a block are recommended as drafts.
+    What is stated counts: `sample_from_anchor`, vLLM's `dspark_bonus_anchor`, or `shift_label` of
+    SpecForge and ModelOpt. Else it is so with a Markov head, which DeepSpec, SpecForge and ModelOpt
+    train so, and for all that DeepSpec calls DSpark; in the layout of speculators, whose first
+    releases trained it otherwise, where `all_rows` of a block are recommended as drafts.
 
     Raises:
         CheckpointError: two of them that disagree.
@@ -75,13 +80,21 @@ def predicts_from_anchor(raw: Mapping[str, Any], algorithm: str, keys: Keys, *, 
     stated = {name: answer for name, answer in answers.items() if answer is not None}
     require(
         len(set(stated.values())) <= 1,
-        f"{' and '.join(stated)} disagree about which row predicts the first draft; correct the wrong one in config.json",
+        f"{' and '.join(stated)} disagree about which row predicts the first draft; correct the"
+        f" wrong one in config.json",
     )
     trained = "dspark" in (algorithm, stated_algorithm(raw))
-    return next(iter(stated.values()), trained and (all_rows or "speculators_model_type" not in raw))
+    return next(
+        iter(stated.values()), trained and (all_rows or "speculators_model_type" not in raw)
+    )
 
 
 def head_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names that the heads' modules have."""
-    starts = {name: next((start for start in _RENAMED if name.startswith(start)), "") for name in tensors}
-    return {_RENAMED.get(starts[name], "") + name.removeprefix(starts[name]): tensor for name, tensor in tensors.items()}
+    starts = {
+        name: next((start for start in _RENAMED if name.startswith(start)), "") for name in tensors
+    }
+    return {
+        _RENAMED.get(starts[name], "") + name.removeprefix(starts[name]): tensor
+        for name, tensor in tensors.items()
+    }

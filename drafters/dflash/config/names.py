@@ -25,10 +25,16 @@ def zlab_names(tensors: Mapping[str, Tensor], config: DFlashConfig) -> dict[str,
     Raises:
         CheckpointError: a joined projection has another number of rows than its parts.
     """
-    query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    query, kv = (
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
     joined = {
         "self_attn.qkv_proj": {"q_proj": query, "k_proj": kv, "v_proj": kv},
-        "mlp.gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+        "mlp.gate_up_proj": {
+            "gate_proj": config.intermediate_size,
+            "up_proj": config.intermediate_size,
+        },
     }
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -40,8 +46,14 @@ def zlab_names(tensors: Mapping[str, Tensor], config: DFlashConfig) -> dict[str,
             found[name] = tensor
             continue
         rows = sum(parts.values())
-        require(len(tensor) == rows, f"tensor {name} has {len(tensor)} rows, config.json asks for {rows}")
+        require(
+            len(tensor) == rows,
+            f"tensor {name} has {len(tensor)} rows, config.json asks for {rows}",
+        )
         around = module.rpartition(".")[0]
         split = torch.split(tensor, list(parts.values()))
-        found |= {f"{around}.{part}.{kind}": rows.contiguous() for part, rows in zip(parts, split, strict=True)}
+        found |= {
+            f"{around}.{part}.{kind}": rows.contiguous()
+            for part, rows in zip(parts, split, strict=True)
+        }
     return found

@@ -1,4 +1,6 @@
-"""The first stage: the target itself writes the answers that its drafter learns from; every answer has a place and a seed."""
+"""The first stage: the target itself writes the answers that its drafter learns from; every answer
+has a place and a seed.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,21 +113,38 @@ def write_answers(
         minutes=config.stop_after,
     )
     if complete and writer.num_skipped:
-        say(f"answers: {writer.num_skipped} prompts did not fit the target's context and were left out")
+        say(
+            f"answers: {writer.num_skipped} prompts did not fit the target's context and were left"
+            f" out"
+        )
     return complete
 
 
 def plan_answers(config: TrainConfig, prompts: PromptSet) -> dict[str, Sequence[Job]]:
-    """File names and the answers each holds, held-out ones first; a prompt's seeds do not depend on the others."""
+    """File names and the answers each holds, held-out ones first; a prompt's seeds do not depend on
+    the others.
+    """
 
     def job(prompt: TrainingPrompt, temperature: float, sample: int) -> Job:
-        return Job(prompt, temperature, stable_seed(config.seed, sample, prompt.source, prompt.question))
+        return Job(
+            prompt, temperature, stable_seed(config.seed, sample, prompt.source, prompt.question)
+        )
 
     drawn = (config.heldout_temperature,) if config.heldout_temperature > 0 else ()
-    heldout = [job(prompt, temperature, i) for i, temperature in enumerate((0.0, *drawn)) for prompt in prompts.heldout]
+    heldout = [
+        job(prompt, temperature, i)
+        for i, temperature in enumerate((0.0, *drawn))
+        for prompt in prompts.heldout
+    ]
     # All answers to a prompt in a row: the engine finds the prompt in its cache.
-    train = [job(prompt, temperature, i) for prompt in prompts.train for i, temperature in enumerate(config.temperatures)]
-    return plan_shards("heldout", heldout, config.shard_size) | plan_shards("train", train, config.shard_size)
+    train = [
+        job(prompt, temperature, i)
+        for prompt in prompts.train
+        for i, temperature in enumerate(config.temperatures)
+    ]
+    return plan_shards("heldout", heldout, config.shard_size) | plan_shards(
+        "train", train, config.shard_size
+    )
 
 
 class _Writer:
@@ -148,12 +167,18 @@ class _Writer:
         # A token is at least one byte, so only prompts with many bytes need a look.
         for job in (job for jobs in shards.values() for job in jobs):
             prompt = job.prompt
-            texts = [self._few_shot_text(prompt)] if prompt.few_shot else [text for _, text in prompt.messages]
+            texts = (
+                [self._few_shot_text(prompt)]
+                if prompt.few_shot
+                else [text for _, text in prompt.messages]
+            )
             if sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES > self.limit:
                 self._fits(job, self._tokenize(job))
 
     def start(self, job: Job) -> tuple[list[int], SamplingParams] | None:
-        """Prompt and sampling of an answer; None when its prompt is too long and may be left out."""
+        """Prompt and sampling of an answer; None when its prompt is too long and may be
+        left out.
+        """
         prompt_ids = self._tokenize(job)
         if not self._fits(job, prompt_ids):
             self.num_skipped += 1
@@ -173,12 +198,15 @@ class _Writer:
         if len(prompt_ids) < self.limit or self.config.skip_long:
             return len(prompt_ids) < self.limit
         raise InvalidInputError(
-            f"{job.prompt.source} has {len(prompt_ids)} tokens and the target's context is {self.limit + 1} for prompt and answer;"
+            f"{job.prompt.source} has {len(prompt_ids)} tokens and the target's context is"
+            f" {self.limit + 1} for prompt and answer;"
             " shorten it, or leave such prompts out with --skip-long"
         )
 
     def record(self, result: GenerationResult, job: Job) -> tuple[list[Row], Job | None]:
-        """What an answer leaves in its file; and the job of the user's next turn, if there is one and it fits."""
+        """What an answer leaves in its file; and the job of the user's next turn, if there is one
+        and it fits.
+        """
         row: Row = {
             "prompt_ids": result.prompt_token_ids,
             "answer_ids": result.token_ids,
@@ -203,11 +231,15 @@ class _Writer:
             return list(prompt.token_ids)
         if job.said:
             return tokenized(self.source, job.messages)
-        if self._last is None or self._last[0] is not prompt:  # a prompt's answers come one after the other
+        if (
+            self._last is None or self._last[0] is not prompt
+        ):  # a prompt's answers come one after the other
             text = self._few_shot_text(prompt) if prompt.few_shot else None
             self._last = (
                 prompt,
-                tokenized(self.source, job.messages) if text is None else self.source.tokenize(text),
+                tokenized(self.source, job.messages)
+                if text is None
+                else self.source.tokenize(text),
             )
         return list(self._last[1])
 

@@ -1,4 +1,6 @@
-"""Answers as the training loop reads them: one compact token tensor on the device, and batches of sequences of like length."""
+"""Answers as the training loop reads them: one compact token tensor on the device, and batches of
+sequences of like length.
+"""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,8 @@ class Answer:
         prompt_ids, answer_ids: tokens, as compact arrays.
         few_shot: the prompt is a few-shot text, and the answer ends where the next question begins.
         temperature, seed: it was drawn with; 0 is greedy.
-        spans: earlier answers within the prompt, which are trained as well, as first token and the one behind the last.
+        spans: earlier answers within the prompt, which are trained as well, as first token and the
+            one behind the last.
     """
 
     prompt_ids: Sequence[int]
@@ -53,7 +56,9 @@ def read_answers(folder: Path, split: str) -> list[Answer]:
     paths = sorted(folder.glob(f"{split}-*.jsonl.gz"))
     answers = [answer for path in paths for answer in read_shard(path, _as_answer, stage="answers")]
     if not answers:
-        raise InvalidInputError(f"{str(folder)!r} holds no {split} answers; run the answers stage first")
+        raise InvalidInputError(
+            f"{str(folder)!r} holds no {split} answers; run the answers stage first"
+        )
     return answers
 
 
@@ -72,7 +77,8 @@ class AnswerSet:
         device: where their tokens live, as int32.
         max_length: longer sequences are left out.
         bucket: batches are padded to a multiple of this many tokens.
-        mask_token_id: sequences that hold it are left out: the drafter could not tell it from a word.
+        mask_token_id: sequences that hold it are left out: the drafter could not tell it from a
+            word.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -96,7 +102,11 @@ class AnswerSet:
     ) -> None:
         fitting = [a for a in answers if len(a.prompt_ids) + len(a.answer_ids) <= max_length]
         long_enough = [a for a in fitting if len(a.answer_ids) >= 2]
-        kept = [a for a in long_enough if mask_token_id not in a.answer_ids and mask_token_id not in a.prompt_ids]
+        kept = [
+            a
+            for a in long_enough
+            if mask_token_id not in a.answer_ids and mask_token_id not in a.prompt_ids
+        ]
         self.num_too_long, self.num_too_short = (
             len(answers) - len(fitting),
             len(fitting) - len(long_enough),
@@ -104,13 +114,16 @@ class AnswerSet:
         self.num_masked = len(long_enough) - len(kept)
         if self.num_masked > MOST_MASKED * len(long_enough):
             raise InvalidInputError(
-                f"mask-token {mask_token_id} occurs in {self.num_masked} of {len(long_enough)} answers, so the drafter could not"
+                f"mask-token {mask_token_id} occurs in {self.num_masked} of {len(long_enough)}"
+                f" answers, so the drafter could not"
                 " tell it from a word; choose another --mask-token"
             )
         if not kept:
             raise InvalidInputError(
-                f"none of {len(answers)} answers can be used: {self.num_too_long} are longer than max-length {max_length} with"
-                f" their prompt, {self.num_too_short} have fewer than 2 tokens; raise --max-length or --max-tokens"
+                f"none of {len(answers)} answers can be used: {self.num_too_long} are longer than"
+                f" max-length {max_length} with"
+                f" their prompt, {self.num_too_short} have fewer than 2 tokens; raise --max-length"
+                f" or --max-tokens"
             )
         self.bucket = bucket
         self.lengths = [len(a.prompt_ids) + len(a.answer_ids) for a in kept]
@@ -133,20 +146,26 @@ class AnswerSet:
         return len(self.lengths)
 
     def take(self, chosen: Sequence[int], indices: Tensor, longest: int) -> SequenceBatch:
-        """The sequences `chosen`, which are `indices` int64 [S] on the device, none longer than `longest`."""
+        """The sequences `chosen`, which are `indices` int64 [S] on the device, none longer than
+        `longest`.
+        """
         width = -(-longest // self.bucket) * self.bucket
         positions = torch.arange(width, device=self._tokens.device)
         lengths = self._lengths[indices]
         rows = (self._starts[indices][:, None] + positions).clamp(max=self._tokens.shape[0] - 1)
         padding = positions >= lengths[:, None]
-        tokens, ends = (part[rows].long().masked_fill(padding, 0) for part in (self._tokens, self._ends))
+        tokens, ends = (
+            part[rows].long().masked_fill(padding, 0) for part in (self._tokens, self._ends)
+        )
         host = [self.lengths[index] for index in chosen]
         return SequenceBatch(tokens, self._prompt_lens[indices], lengths, host, ends)
 
     def epoch(self, seed: int, batch_size: int) -> list[list[int]]:
-        """Batches of sequence indices for one pass, the same for the same seed; the remainder that fills no batch is left out.
+        """Batches of sequence indices for one pass, the same for the same seed; the remainder that
+        fills no batch is left out.
 
-        Sequences of like length share a batch, so that little of it is padding, and batches come in random order.
+        Sequences of like length share a batch, so that little of it is padding, and batches come in
+        random order.
         """
         random = Random(seed)
         order = random.sample(range(len(self)), len(self))

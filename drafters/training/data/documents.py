@@ -1,8 +1,10 @@
-"""Prompts about given text: what the target wrote in earlier answers, to be shortened, translated, copied, asked about, rewritten.
+"""Prompts about given text: what the target wrote in earlier answers, to be shortened, translated,
+copied, asked about, rewritten.
 
-A target that writes its own prompts seldom writes long ones, but documents are served every day, and answers to them repeat much of
-the text. So paragraphs and programs of a run's answers become the documents of further prompts, which are answered in a run of
-their own, in the folder `documents` of the first.
+A target that writes its own prompts seldom writes long ones, but documents are served every day,
+and answers to them repeat much of the text. So paragraphs and programs of a run's answers become
+the documents of further prompts, which are answered in a run of their own, in the folder
+`documents` of the first.
 """
 
 import json
@@ -44,7 +46,8 @@ _TRANSLATION = (
 )
 _COPY = (
     "{text}\n\nOne of these parts contains the words '{words}'. Copy that part.",
-    'Below are some notes.\n\n{text}\n\nFind the one with the words "{words}" and write it out again.',
+    'Below are some notes.\n\n{text}\n\nFind the one with the words "{words}" and write it out'
+    " again.",
     "{text}\n\nQuote the part that ends with '{last}', and say which one it is.",
     "{text}\n\nRepeat the {ordinal} part, without a change.",
 )
@@ -62,7 +65,8 @@ _REWRITING = (
 )
 _CODE = (
     "What does this program do?\n\n```{language}\n{program}\n```",
-    "```{language}\n{program}\n```\n\nRename `{name}` to `{other}` and write the whole program again.",
+    "```{language}\n{program}\n```\n\nRename `{name}` to `{other}` and write the whole program"
+    " again.",
     "Add a comment to every line:\n\n```{language}\n{program}\n```",
     "This program is not finished. Write all of it.\n\n```{language}\n{half}\n```",
 )
@@ -82,16 +86,27 @@ def texts_of(answers: Sequence[str]) -> Texts:
     """
     paragraphs, programs = [], []
     for answer in answers:
-        programs += [(language, code) for language, code in _PROGRAM.findall(answer) if 3 <= len(code.splitlines()) <= 40]
+        programs += [
+            (language, code)
+            for language, code in _PROGRAM.findall(answer)
+            if 3 <= len(code.splitlines()) <= 40
+        ]
         for part in _PROGRAM.sub("", answer).split("\n\n"):
             text = part.strip()
-            if len(text) in LENGTHS and "\n" not in text and text[0].isupper() and text[-1] in ".!?":
+            if (
+                len(text) in LENGTHS
+                and "\n" not in text
+                and text[0].isupper()
+                and text[-1] in ".!?"
+            ):
                 paragraphs.append(text)
     return list(dict.fromkeys(paragraphs)), list(dict.fromkeys(programs))
 
 
 def document_prompt(texts: Texts, random: Random) -> tuple[str, str]:
-    """A kind and a prompt of that kind; all kinds are equally likely, and code is one where there are programs."""
+    """A kind and a prompt of that kind; all kinds are equally likely, and code is one where there
+    are programs.
+    """
     kinds = {**_KINDS, "code": _code} if texts[1] else _KINDS
     kind = random.choice(list(kinds))
     return kind, kinds[kind](texts, random)
@@ -122,7 +137,9 @@ def _copy(texts: Texts, random: Random) -> str:
     start = random.randrange(max(len(words) - 6, 1))
     mark = random.choice(("({})", "{}.", "Part {}:", "* {} *"))
     return random.choice(_COPY).format(
-        text="\n\n".join(f"{mark.format(number)} {text}" for number, text in enumerate(parts, start=1)),
+        text="\n\n".join(
+            f"{mark.format(number)} {text}" for number, text in enumerate(parts, start=1)
+        ),
         words=" ".join(words[start : start + 6]),
         last=" ".join(words[-5:]),
         ordinal=_ORDINALS[place],
@@ -139,7 +156,8 @@ def _code(texts: Texts, random: Random) -> str:
         program=program,
         half="\n".join(lines[: max(len(lines) // 2, 2)]),
         name=name and name[1],
-        other=name and random.choice((f"{name[1]}_all", f"my_{name[1]}", "solve", "run", "convert")),
+        other=name
+        and random.choice((f"{name[1]}_all", f"my_{name[1]}", "solve", "run", "convert")),
     )
 
 
@@ -170,12 +188,15 @@ def documents_run(config: TrainConfig) -> TrainConfig:
 
 def answers_of(config: TrainConfig, split: str) -> list[Answer]:
     """All answers of a run, those about documents among them; see `read_answers`."""
-    about = read_answers(documents_run(config).folder / "answers", split) if config.documents else []
+    about = (
+        read_answers(documents_run(config).folder / "answers", split) if config.documents else []
+    )
     return read_answers(config.folder / "answers", split) + about
 
 
 def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str]) -> None:
-    """Writes the prompts, unless they are there, once all other answers of the run are; each occurs once.
+    """Writes the prompts, unless they are there, once all other answers of the run are; each occurs
+    once.
 
     Args:
         config: the run.
@@ -188,12 +209,17 @@ def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str])
     if out.exists():
         return
     answers = read_answers(config.folder / "answers", "train")
-    texts = texts_of([decode(answer.answer_ids) for answer in answers if answer.temperature <= MOST_TEMPERATURE])
+    texts = texts_of(
+        [decode(answer.answer_ids) for answer in answers if answer.temperature <= MOST_TEMPERATURE]
+    )
     if len(texts[0]) < FEWEST:
         raise InvalidInputError(
-            f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed for documents; ask for more answers, or leave"
+            f"the answers hold {len(texts[0])} paragraphs, and {FEWEST} are needed for documents;"
+            f" ask for more answers, or leave"
             " --documents out"
         )
     random = Random(config.seed)
     prompts = dict.fromkeys(document_prompt(texts, random) for _ in range(config.documents))
-    write_text(out, "".join(json.dumps({"prompt": text, "kind": kind}) + "\n" for kind, text in prompts))
+    write_text(
+        out, "".join(json.dumps({"prompt": text, "kind": kind}) + "\n" for kind, text in prompts)
+    )

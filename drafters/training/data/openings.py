@@ -1,7 +1,8 @@
 """How users begin: openings of prompts of many kinds, which the target itself goes on with.
 
-What a target writes from nothing is mostly what it was asked most. Openings bring in kinds that are served, too: code, lists,
-rewriting, summaries, translation, questions on a given text, chat, word problems.
+What a target writes from nothing is mostly what it was asked most. Openings bring in kinds that are
+served, too: code, lists, rewriting, summaries, translation, questions on a given text, chat, word
+problems.
 """
 
 from collections.abc import Sequence
@@ -95,11 +96,15 @@ WORDS = {
     "number": "2 3 4 5 6 7 8 10 12 15 20 24 30 36 48 60 75 100 120 250",
     "tone": "polite formal friendly short clear cheerful confident simple",
     "tongue": "French German Spanish Italian Portuguese Dutch Chinese Japanese Russian Latin",
-    "topic": "history music cooking gardening football bees volcanoes money sleep robots rivers elections trains chess medicine"
-    " dogs painting electricity space birds bread cities democracy dinosaurs dreams energy fashion festivals forests glass"
-    " health islands jobs language marriage mathematics memory mountains oceans photography plants poetry recycling schools"
+    "topic": "history music cooking gardening football bees volcanoes money sleep robots rivers"
+    " elections trains chess medicine"
+    " dogs painting electricity space birds bread cities democracy dinosaurs dreams energy fashion"
+    " festivals forests glass"
+    " health islands jobs language marriage mathematics memory mountains oceans photography plants"
+    " poetry recycling schools"
     " ships snow stars sugar theater travel vaccines water weather whales wine winter",
-    "name": "Ada Ben Carla Diego Emma Farid Grace Hugo Ines Jonas Kira Leo Maya Nina Omar Paula Quentin Rosa Sven Tara",
+    "name": "Ada Ben Carla Diego Emma Farid Grace Hugo Ines Jonas Kira Leo Maya Nina Omar Paula"
+    " Quentin Rosa Sven Tara",
 }
 """What may stand in a prompt for a name in braces, with spaces between."""
 

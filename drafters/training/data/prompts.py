@@ -1,4 +1,6 @@
-"""Prompts to train on: files, versions of questions with other numbers and names, the target's own."""
+"""Prompts to train on: files, versions of questions with other numbers and names,
+the target's own.
+"""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ class TrainingPrompt:
         messages: a chat up to the user's first turn.
         later: further turns of the user, asked behind the target's own answers.
         token_ids: the prompt in place of messages, where it came as tokens.
-        answer: worked answer of the file, shown in few-shot prompts only; the target writes what is trained on.
+        answer: worked answer of the file, shown in few-shot prompts only; the target writes what is
+            trained on.
         few_shot: ask as the continuation of worked examples instead of in the chat template.
     """
 
@@ -42,7 +45,9 @@ class TrainingPrompt:
 
 @dataclass(slots=True)
 class PromptSet:
-    """Prompts of a run: those to train on, those held out, and the worked examples for few-shot prompts."""
+    """Prompts of a run: those to train on, those held out, and the worked examples for few-shot
+    prompts.
+    """
 
     train: list[TrainingPrompt]
     heldout: list[TrainingPrompt]
@@ -50,56 +55,76 @@ class PromptSet:
 
 
 def make_prompts(config: TrainConfig, written: Sequence[str] = ()) -> PromptSet:
-    """All prompts of a run, those that the target has `written` included; the same for the same configuration and files.
+    """All prompts of a run, those that the target has `written` included; the same for the same
+    configuration and files.
 
     A held-out prompt has no versions in the training set, and is in nobody's few-shot prompt.
 
     Raises:
-        InvalidInputError: no prompt, too few to hold some out, a malformed line, or a file that is a test split by its name.
+        InvalidInputError: no prompt, too few to hold some out, a malformed line, or a file that is
+            a test split by its name.
     """
     random = Random(config.seed)
     prompts = [prompt for file in config.prompts for prompt in read_prompts(file)]
     random.shuffle(prompts)
     prompts = prompts[: config.max_prompts]
-    prompts += [TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in enumerate(written)]
+    prompts += [
+        TrainingPrompt(f"self-written {i}", (("user", text),)) for i, text in enumerate(written)
+    ]
     if not prompts:
-        raise InvalidInputError("there is no prompt to train on; name files with --prompts, or ask for --self-prompts")
+        raise InvalidInputError(
+            "there is no prompt to train on; name files with --prompts, or ask for --self-prompts"
+        )
     if len(prompts) <= config.heldout:
         raise InvalidInputError(
-            f"{len(prompts)} prompts are too few to hold out {config.heldout}; give more prompts or a smaller --heldout"
+            f"{len(prompts)} prompts are too few to hold out {config.heldout}; give more prompts or"
+            f" a smaller --heldout"
         )
     random.shuffle(prompts)
     heldout = [replace(prompt, later=()) for prompt in prompts[: config.heldout]]
     train = prompts[config.heldout :]
     examples = [prompt for prompt in train if prompt.answer is not None]
-    train += [vary(prompt, random, version) for version in range(config.variations) for prompt in examples]
+    train += [
+        vary(prompt, random, version) for version in range(config.variations) for prompt in examples
+    ]
     if config.few_shot_share > 0:
         if len(examples) <= config.few_shot:
             raise InvalidInputError(
-                f"few-shot prompts need more than {config.few_shot} questions with an answer, and the files hold {len(examples)};"
+                f"few-shot prompts need more than {config.few_shot} questions with an answer, and"
+                f" the files hold {len(examples)};"
                 " give such a file, or set --few-shot-share 0"
             )
-        train, heldout = ([_choose_template(prompt, config, random) for prompt in part] for part in (train, heldout))
+        train, heldout = (
+            [_choose_template(prompt, config, random) for prompt in part]
+            for part in (train, heldout)
+        )
     random.shuffle(train)
     return PromptSet(train, heldout, examples)
 
 
 def read_prompts(name: str) -> list[TrainingPrompt]:
-    """Prompts of what `drafters.training.data.rows.read_rows` reads; rows in which no user says anything are left out.
+    """Prompts of what `drafters.training.data.rows.read_rows` reads; rows in which no user says
+    anything are left out.
 
     Raises:
-        InvalidInputError: it cannot be read, holds no prompt or a malformed one, or is a test split by its name.
+        InvalidInputError: it cannot be read, holds no prompt or a malformed one, or is a test split
+            by its name.
     """
     found = [prompt for place, row in read_rows(name) if (prompt := _prompt(row, place))]
     if not found:
-        raise InvalidInputError(f"{name!r} holds no prompt: no user says anything there; give another file")
+        raise InvalidInputError(
+            f"{name!r} holds no prompt: no user says anything there; give another file"
+        )
     return found
 
 
 def _prompt(row: Row, place: str) -> TrainingPrompt | None:
     """What the users of a row say, up to a message of a tool."""
     messages = conversation(row, place)
-    end = next((i for i, (role, _) in enumerate(messages) if role not in ("system", "user", "assistant")), len(messages))
+    end = next(
+        (i for i, (role, _) in enumerate(messages) if role not in ("system", "user", "assistant")),
+        len(messages),
+    )
     users = [i for i, (role, text) in enumerate(messages[:end]) if role == "user" and text.strip()]
     if not users:
         return None
@@ -120,13 +145,18 @@ def few_shot_text(examples: Sequence[TrainingPrompt], question: str) -> str:
     >>> few_shot_text([shot], "2 + 2?")
     'Question: 1 + 1?\nAnswer: 2\n\nQuestion: 2 + 2?\nAnswer:'
     """
-    return "".join(f"Question: {e.question}\nAnswer: {e.answer}\n\n" for e in examples) + f"Question: {question}\nAnswer:"
+    return (
+        "".join(f"Question: {e.question}\nAnswer: {e.answer}\n\n" for e in examples)
+        + f"Question: {question}\nAnswer:"
+    )
 
 
 def vary(prompt: TrainingPrompt, random: Random, version: int) -> TrainingPrompt:
-    """The same question with other whole numbers and other first names; its answer no longer fits, so it has none.
+    """The same question with other whole numbers and other first names; its answer no longer fits,
+    so it has none.
 
-    A number or name that occurs twice changes the same way twice. Decimals, times and fractions stay.
+    A number or name that occurs twice changes the same way twice. Decimals, times and fractions
+    stay.
     """
     names: dict[str, str] = {}
     unused = random.sample(FIRST_NAMES, len(FIRST_NAMES))
@@ -143,7 +173,13 @@ def vary(prompt: TrainingPrompt, random: Random, version: int) -> TrainingPrompt
 
     text = _WORD.sub(other_name, _INTEGER.sub(other_number, prompt.question))
     messages = (*prompt.messages[:-1], ("user", text))
-    return replace(prompt, source=f"{prompt.source} version {version + 1}", messages=messages, answer=None, later=())
+    return replace(
+        prompt,
+        source=f"{prompt.source} version {version + 1}",
+        messages=messages,
+        answer=None,
+        later=(),
+    )
 
 
 _KNOWN_NAMES = frozenset(FIRST_NAMES)
@@ -160,5 +196,7 @@ def _near(number: int, random: Random) -> int:
 
 
 def _choose_template(prompt: TrainingPrompt, config: TrainConfig, random: Random) -> TrainingPrompt:
-    few_shot = len(prompt.messages) == 1 and not prompt.later and random.random() < config.few_shot_share
+    few_shot = (
+        len(prompt.messages) == 1 and not prompt.later and random.random() < config.few_shot_share
+    )
     return replace(prompt, few_shot=few_shot)

@@ -104,7 +104,9 @@ def conversation(row: Row, place: str) -> Messages:
         content = f"{content}\n\n{row['input']}"
     messages = _messages(content, given[0] in CHATS)
     if messages is None or (given[0] in PLAIN and not messages):
-        raise InvalidInputError(f"{place}: {given[0]} is no text, list of turns or chat of roles and texts")
+        raise InvalidInputError(
+            f"{place}: {given[0]} is no text, list of turns or chat of roles and texts"
+        )
     if given[0] == "instruction" and isinstance(output := row.get("output"), str) and output:
         messages += (("assistant", output),)
     roles = [role for role, _ in messages]

@@ -1,7 +1,8 @@
-"""Prompts that the target writes itself: given the beginning of a user's turn, it goes on as a user would.
+"""Prompts that the target writes itself: given the beginning of a user's turn, it goes on as a user
+would.
 
-The method is Magpie's (Xu et al., arXiv 2406.08464). It needs no data, and reaches whatever the target was taught to answer. Some
-turns are begun for it (`drafters.training.data.openings`).
+The method is Magpie's (Xu et al., arXiv 2406.08464). It needs no data, and reaches whatever the
+target was taught to answer. Some turns are begun for it (`drafters.training.data.openings`).
 """
 
 from collections.abc import Callable
@@ -34,12 +35,20 @@ _SETTINGS = (
 _MARK = "THE-PROMPT"
 
 
-def write_self_prompts(config: TrainConfig, load_source: Callable[[], Source], say: Say, *, rank: int = 0, world: int = 1) -> bool:
+def write_self_prompts(
+    config: TrainConfig,
+    load_source: Callable[[], Source],
+    say: Say,
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> bool:
     """Writes the prompts that are missing; see `drafters.training.data.answers.write_answers` for
     arguments and result.
 
     Raises:
-        InvalidInputError: the target has no chat template, or the folder holds prompts of other settings.
+        InvalidInputError: the target has no chat template, or the folder holds prompts of other
+            settings.
         CapacityError: the disk is full; finished files are kept.
         SpecDecError: the target fails.
     """
@@ -54,16 +63,22 @@ def write_self_prompts(config: TrainConfig, load_source: Callable[[], Source], s
     prefix, stop = user_turn(source)
 
     def begun(index: int) -> list[int]:
-        ids: list[int] = source.tokenizer(_opening(config, index)[1], add_special_tokens=False)["input_ids"]
+        ids: list[int] = source.tokenizer(_opening(config, index)[1], add_special_tokens=False)[
+            "input_ids"
+        ]
         return ids
 
     def start(index: int) -> tuple[list[int], SamplingParams]:
         seed = stable_seed(config.seed, "prompt", index)
-        sampling = SamplingParams(max_tokens=MAX_PROMPT_TOKENS, temperature=TEMPERATURE, seed=seed, stop_token_ids=stop)
+        sampling = SamplingParams(
+            max_tokens=MAX_PROMPT_TOKENS, temperature=TEMPERATURE, seed=seed, stop_token_ids=stop
+        )
         return [*prefix, *begun(index)], sampling
 
     def record(result: GenerationResult, index: int) -> tuple[list[dict[str, Any]], None]:
-        text = source.tokenizer.decode([*begun(index), *result.token_ids], skip_special_tokens=True).strip()
+        text = source.tokenizer.decode(
+            [*begun(index), *result.token_ids], skip_special_tokens=True
+        ).strip()
         said = source.tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
         whole = said and result.finish_reason == "stop"
         row = {"index": index, "kind": _opening(config, index)[0], "prompt": text}
@@ -84,7 +99,8 @@ def write_self_prompts(config: TrainConfig, load_source: Callable[[], Source], s
 
 
 def read_self_prompts(config: TrainConfig) -> list[str]:
-    """The prompts that the target wrote, each once; fewer than were asked for, because some had no end or occurred before.
+    """The prompts that the target wrote, each once; fewer than were asked for, because some had no
+    end or occurred before.
 
     Raises:
         InvalidInputError: some are not written yet.
@@ -92,26 +108,40 @@ def read_self_prompts(config: TrainConfig) -> list[str]:
     """
     paths = [config.folder / "prompts" / name for name in _plan(config)]
     if not all(path.exists() for path in paths):
-        raise InvalidInputError(f"{str(paths[0].parent)!r} lacks prompts of the target; run the answers stage again")
-    texts = [text for path in paths for text in read_shard(path, lambda record: str(record["prompt"]), stage="answers")]
+        raise InvalidInputError(
+            f"{str(paths[0].parent)!r} lacks prompts of the target; run the answers stage again"
+        )
+    texts = [
+        text
+        for path in paths
+        for text in read_shard(path, lambda record: str(record["prompt"]), stage="answers")
+    ]
     return list(dict.fromkeys(texts))
 
 
 def user_turn(source: Source) -> tuple[list[int], tuple[int, ...]]:
-    """Token ids that come before a user's first words in the target's chat template, and those that can end them.
+    """Token ids that come before a user's first words in the target's chat template, and those that
+    can end them.
 
     Raises:
         InvalidInputError: there is no template, or it leaves the user's words out.
     """
     tokenizer = source.tokenizer
     if not source.reader.has_template:
-        raise InvalidInputError(f"{source.name!r} has no chat template, so it cannot write a user's prompts; set self-prompts to 0")
+        raise InvalidInputError(
+            f"{source.name!r} has no chat template, so it cannot write a user's prompts; set"
+            f" self-prompts to 0"
+        )
     message = {"role": "user", "content": _MARK}
     text = source.reader.chat_text([message], {"add_generation_prompt": True})
     before, found, after = text.partition(_MARK)
     if not found:
-        raise InvalidInputError(f"the chat template of {source.name!r} drops a user's words; set self-prompts to 0")
-    prefix, suffix = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+        raise InvalidInputError(
+            f"the chat template of {source.name!r} drops a user's words; set self-prompts to 0"
+        )
+    prefix, suffix = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)
+    )
     return prefix, tuple(token for token in suffix[:1] if token in tokenizer.all_special_ids)
 
 

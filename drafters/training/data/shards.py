@@ -1,6 +1,8 @@
-"""Files of records that a stage fills through the engine; each appears whole or not at all, so a killed stage goes on.
+"""Files of records that a stage fills through the engine; each appears whole or not at all, so a
+killed stage goes on.
 
-Requests of all files flow through the engine without a pause in between, so that the batch stays full.
+Requests of all files flow through the engine without a pause in between, so that the batch stays
+full.
 """
 
 import gzip
@@ -41,12 +43,21 @@ def plan_shards(split: str, jobs: Sequence[Job], shard_size: int) -> dict[str, S
     {'train-00000.jsonl.gz': 'ab', 'train-00001.jsonl.gz': 'c'}
     """
     starts = range(0, len(jobs), shard_size)
-    return {f"{split}-{number:05d}.jsonl.gz": jobs[start : start + shard_size] for number, start in enumerate(starts)}
+    return {
+        f"{split}-{number:05d}.jsonl.gz": jobs[start : start + shard_size]
+        for number, start in enumerate(starts)
+    }
 
 
-def missing_shards(folder: Path, shards: Mapping[str, Sequence[Job]], rank: int, world: int) -> dict[str, Sequence[Job]]:
+def missing_shards(
+    folder: Path, shards: Mapping[str, Sequence[Job]], rank: int, world: int
+) -> dict[str, Sequence[Job]]:
     """What process `rank` of `world` still has to write; each takes every `world`-th file."""
-    return {name: jobs for name, jobs in list(shards.items())[rank::world] if not (folder / name).exists()}
+    return {
+        name: jobs
+        for name, jobs in list(shards.items())[rank::world]
+        if not (folder / name).exists()
+    }
 
 
 def fill_shards(
@@ -60,8 +71,8 @@ def fill_shards(
     title: str,
     minutes: float | None,
 ) -> bool:
-    """Writes files as they complete, and says how far it is. What is done of a file lies in a journal
-    beside it until then, so that whatever ends the run loses nothing that was finished.
+    """Writes files as they complete, and says how far it is. What is done of a file lies in a
+    journal beside it until then, so that whatever ends the run loses nothing that was finished.
 
     Args:
         answer: decodes.
@@ -84,14 +95,21 @@ def fill_shards(
     make_folder(folder)
     journals = {name: Journal(_journal(folder, name), {}, command="train") for name in shards}
     left = {name: len(jobs) - len(journals[name]) for name, jobs in shards.items()}
-    all_jobs = ((name, index, job) for name, jobs in shards.items() for index, job in enumerate(jobs))
-    fresh = (one for one in all_jobs if one[0] in left and journals[one[0]].get(str(one[1])) is None)
+    all_jobs = (
+        (name, index, job) for name, jobs in shards.items() for index, job in enumerate(jobs)
+    )
+    fresh = (
+        one for one in all_jobs if one[0] in left and journals[one[0]].get(str(one[1])) is None
+    )
     unkept: defaultdict[str, dict[str, Row]] = defaultdict(dict)
     waiting: deque[tuple[str, int, Job]] = deque()
     started: dict[int, tuple[str, int, Job]] = {}
     progress = _Progress(sum(left.values()), title, say)
     kept = sum(map(len, journals.values()))
-    say(f"{title}: {progress.total:,} to write in {len(shards)} files" + f", {kept:,} are there" * (kept > 0))
+    say(
+        f"{title}: {progress.total:,} to write in {len(shards)} files"
+        + f", {kept:,} are there" * (kept > 0)
+    )
 
     def prompts() -> Iterator[Asked]:
         numbers = count()
@@ -137,7 +155,9 @@ def fill_shards(
                 for number, result in answered:
                     name, index, job = started.pop(number)
                     if result.finish_reason == "error":
-                        raise SpecDecError(f"the target failed on record {index + 1} of {name}: {result.error}")
+                        raise SpecDecError(
+                            f"the target failed on record {index + 1} of {name}: {result.error}"
+                        )
                     rows, following = record(result, job)
                     if following is None:
                         done(name, index, rows, len(result.token_ids))
@@ -192,10 +212,14 @@ class _Progress:
         seconds = max(self.seconds, 1e-9)
         left = (self.total - self._done) * seconds / max(self._done, 1) / 60
         speed = f"{self._tokens / seconds:,.0f} tokens/s"
-        self._say(f"{self._title}: {self._done:,} of {self.total:,}, {speed}, {left:.1f} minutes left")
+        self._say(
+            f"{self._title}: {self._done:,} of {self.total:,}, {speed}, {left:.1f} minutes left"
+        )
 
 
-def read_shard(path: Path, parse: Callable[[dict[str, Any]], Record], *, stage: str) -> list[Record]:
+def read_shard(
+    path: Path, parse: Callable[[dict[str, Any]], Record], *, stage: str
+) -> list[Record]:
     """What `parse` makes of the records of a file that `stage` wrote.
 
     Raises:
@@ -205,7 +229,9 @@ def read_shard(path: Path, parse: Callable[[dict[str, Any]], Record], *, stage: 
         with gzip.open(path, "rt") as file:
             return [parse(parse_json(line, strict=False)) for line in file]
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); delete it and run the {stage} stage again") from error
+        raise CheckpointError(
+            f"{path} is damaged ({error}); delete it and run the {stage} stage again"
+        ) from error
 
 
 def stable_seed(*parts: object) -> int:

@@ -1,4 +1,6 @@
-"""Training blocks: where they start, what they are given, what they must say, and their forward through the drafter."""
+"""Training blocks: where they start, what they are given, what they must say, and their forward
+through the drafter.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +41,8 @@ class Blocks:
 
     Attributes:
         anchors: int64 [S, N], position of the anchor; 0 in a block that is not valid.
-        labels: int64 [S, N, K], the answer's token for every predicting row, anything where `valid` is False.
+        labels: int64 [S, N, K], the answer's token for every predicting row, anything where `valid`
+            is False.
         previous: int64 [S, N, K], the token before that: the anchor's for the first row.
         valid: bool [S, N, K].
     """
@@ -51,7 +54,8 @@ class Blocks:
 
 
 def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Answer positions that have an answer token after them, those with the highest scores, in order.
+    """Answer positions that have an answer token after them, those with the highest scores, in
+    order.
 
     Args:
         batch: the sequences.
@@ -59,7 +63,8 @@ def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Te
         scores: float32 [S, T] in [0, 1), random.
 
     Returns:
-        Positions int64 [S, N] and whether each is one, bool: a short answer has fewer, and the rest are 0.
+        Positions int64 [S, N] and whether each is one, bool: a short answer has fewer, and the rest
+        are 0.
     """
     length = batch.token_ids.shape[1]
     positions = torch.arange(length, device=batch.token_ids.device)
@@ -71,10 +76,14 @@ def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Te
 
 
 def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_rows: int) -> Blocks:
-    """Labels of the blocks at `anchors` int64 [S, N]: row k = 1, 2, ... predicts the token at the anchor's position + k."""
+    """Labels of the blocks at `anchors` int64 [S, N]: row k = 1, 2, ... predicts the token at the
+    anchor's position + k.
+    """
     length = batch.token_ids.shape[1]
     positions = anchors[:, :, None] + torch.arange(1, num_rows + 1, device=anchors.device)
-    labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(positions)
+    labels = batch.token_ids.gather(1, positions.clamp(max=length - 1).flatten(1)).view_as(
+        positions
+    )
     previous = torch.cat([batch.token_ids.gather(1, anchors)[:, :, None], labels[:, :, :-1]], dim=2)
     ends = batch.ends.gather(1, anchors)[:, :, None]
     return Blocks(anchors, labels, previous, valid[:, :, None] & (positions < ends))
@@ -96,7 +105,8 @@ def block_hidden(
         embed: token ids [...] to scaled embeddings [..., H].
         batch: the sequences.
         anchors: int64 [S, N].
-        context: keys and values [S, T, layers, kv_heads, head_dim] of every position, from `DFlashModel.context_kv`.
+        context: keys and values [S, T, layers, kv_heads, head_dim] of every position, from
+            `DFlashModel.context_kv`.
         flex: see `BlockAttention`.
 
     Returns:
@@ -107,13 +117,22 @@ def block_hidden(
     room = -context[0].shape[1] % FLEX_CONTEXT if flex else 0
     keys, values = (F.pad(part, (0, 0, 0, 0, 0, 0, 0, room)).unbind(2) for part in context)
     attention = BlockAttention(anchors, keys[0].shape[1], width, flex)
-    token_ids = F.pad(batch.token_ids.gather(1, anchors)[:, :, None], (0, width - 1), value=config.mask_token_id)
+    token_ids = F.pad(
+        batch.token_ids.gather(1, anchors)[:, :, None], (0, width - 1), value=config.mask_token_id
+    )
     positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)
     kinds = list(zip(config.causal, config.windows, strict=True))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(kinds[layer], query, torch.cat([keys[layer], key], dim=1), torch.cat([values[layer], value], dim=1))
+        return attention(
+            kinds[layer],
+            query,
+            torch.cat([keys[layer], key], dim=1),
+            torch.cat([values[layer], value], dim=1),
+        )
 
     hidden = model.block_forward(embed(token_ids.flatten(1)), positions.flatten(1), attend)
     # Contiguous, or the frozen head would be multiplied block by block, and read as often.
-    return hidden.view(*anchors.shape, width, -1)[:, :, width - config.max_draft_tokens :].contiguous()
+    return hidden.view(*anchors.shape, width, -1)[
+        :, :, width - config.max_draft_tokens :
+    ].contiguous()

@@ -1,8 +1,10 @@
-"""Fitting the weights of q and of the shared noise (`drafters.dflash.coupling`) to what a target chose.
+"""Fitting the weights of q and of the shared noise (`drafters.dflash.coupling`) to what a target
+chose.
 
-The target's answers were drawn with noise that their seeds give back. So of every anchor it is known what the drafter would have
-chosen by, and what the target chose: a conditional logit per slot, which is convex. Like the score of a candidate it counts all
-tokens: the best ones each, and a sample in place of the others.
+The target's answers were drawn with noise that their seeds give back. So of every anchor it is
+known what the drafter would have chosen by, and what the target chose: a conditional logit per
+slot, which is convex. Like the score of a candidate it counts all tokens: the best ones each, and a
+sample in place of the others.
 """
 
 from typing import NamedTuple
@@ -26,7 +28,9 @@ OTHERS = 256
 ANCHORS = 32
 """Blocks at once."""
 NEIGHBORS = 0.1
-"""How far the weights of neighboring slots are expected to be apart: late slots are reached too seldom to stand alone."""
+"""How far the weights of neighboring slots are expected to be apart: late slots are reached too
+seldom to stand alone.
+"""
 
 
 class Choices(NamedTuple):
@@ -35,7 +39,8 @@ class Choices(NamedTuple):
     Attributes:
         slots: int64 [n], from 0.
         logprobs, noise: float32 [n, A], of the alternatives: log q and g.
-        counts: float32 [n, A], the logarithm of how many tokens an alternative stands for; -inf where it is none.
+        counts: float32 [n, A], the logarithm of how many tokens an alternative stands for; -inf
+            where it is none.
         labels: int64 [n], which alternative was chosen.
     """
 
@@ -48,7 +53,13 @@ class Choices(NamedTuple):
 
 @torch.no_grad()
 def choices_of(
-    model: DFlashModel, target: Target, answer: Answer, *, temperature: float, seed: int, generator: torch.Generator
+    model: DFlashModel,
+    target: Target,
+    answer: Answer,
+    *,
+    temperature: float,
+    seed: int,
+    generator: torch.Generator,
 ) -> Choices:
     """What the drafter would have had to choose from along an answer, every position an anchor.
 
@@ -83,24 +94,42 @@ def choices_of(
         slots = torch.arange(hidden.shape[1], device=device)
         places = (anchors[0, :, None] + 1 + slots - start).clamp(max=len(positions) - 1)
         if head is not None:
-            _share_out(head, logprobs, logprobs + noise[places], hidden, blocks.previous[0], temperature)
+            _share_out(
+                head, logprobs, logprobs + noise[places], hidden, blocks.previous[0], temperature
+            )
         ranks = _ranks(logprobs + noise[places], blocks.labels[0])
         held = (ranks < MOST_CANDIDATES) & blocks.valid[0]
         reached = blocks.valid[0] & F.pad(held[:, :-1], (1, 0), value=True).cumprod(dim=1).bool()
         rows = reached.nonzero(as_tuple=True)
-        parts.append(_alternatives(rows[1], logprobs[rows], noise[places[rows]], blocks.labels[0][rows], generator))
+        parts.append(
+            _alternatives(
+                rows[1], logprobs[rows], noise[places[rows]], blocks.labels[0][rows], generator
+            )
+        )
     return Choices(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _share_out(head: Head, logprobs: Tensor, scores: Tensor, hidden: Tensor, previous: Tensor, temperature: float) -> None:
-    """Puts into `logprobs` [n, K, V] what a head says behind tokens that are known, as `drafters.dflash.edges` does: among the best
-    by `scores` alone, which keep the probability that they have together.
+def _share_out(
+    head: Head,
+    logprobs: Tensor,
+    scores: Tensor,
+    hidden: Tensor,
+    previous: Tensor,
+    temperature: float,
+) -> None:
+    """Puts into `logprobs` [n, K, V] what a head says behind tokens that are known, as
+    `drafters.dflash.edges` does: among the best by `scores` alone, which keep the probability that
+    they have together.
     """
     best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]), dim=-1).indices
-    bonus = (F.embedding(best, head.right) @ left_sides(head, hidden, previous)[..., None]).squeeze(-1).float() / temperature
+    bonus = (F.embedding(best, head.right) @ left_sides(head, hidden, previous)[..., None]).squeeze(
+        -1
+    ).float() / temperature
     bonus[:, : head.first_slot] = 0
     old = logprobs.gather(-1, best)
-    logprobs.scatter_(-1, best, (old + bonus).log_softmax(dim=-1) + old.logsumexp(dim=-1, keepdim=True))
+    logprobs.scatter_(
+        -1, best, (old + bonus).log_softmax(dim=-1) + old.logsumexp(dim=-1, keepdim=True)
+    )
 
 
 def _ranks(scores: Tensor, labels: Tensor) -> Tensor:
@@ -108,18 +137,29 @@ def _ranks(scores: Tensor, labels: Tensor) -> Tensor:
     return (scores > scores.gather(-1, labels[..., None])).sum(dim=-1)
 
 
-def _alternatives(slots: Tensor, logprobs: Tensor, noise: Tensor, labels: Tensor, generator: torch.Generator) -> Choices:
+def _alternatives(
+    slots: Tensor, logprobs: Tensor, noise: Tensor, labels: Tensor, generator: torch.Generator
+) -> Choices:
     """The chosen token, the best of the others, and some for all the rest, of rows [n, V]."""
     count, vocab_size = logprobs.shape
     best = (logprobs + noise).topk(min(BEST, vocab_size), dim=-1).indices
     others = torch.randint(vocab_size, (count, OTHERS), generator=generator, device=labels.device)
     tokens = torch.cat([labels[:, None], best, others], dim=1)
-    named = torch.zeros_like(logprobs, dtype=torch.bool).scatter_(1, tokens[:, : best.shape[1] + 1], True)
-    # A drawn token stands for as many as there are for each draw, and for none where it is named already.
-    drawn = torch.where(named.gather(1, others), -torch.inf, torch.full((), vocab_size / OTHERS, device=labels.device).log())
+    named = torch.zeros_like(logprobs, dtype=torch.bool).scatter_(
+        1, tokens[:, : best.shape[1] + 1], True
+    )
+    # A drawn token stands for as many as there are for each draw, and for none where it is named
+    # already.
+    drawn = torch.where(
+        named.gather(1, others),
+        -torch.inf,
+        torch.full((), vocab_size / OTHERS, device=labels.device).log(),
+    )
     once = torch.where(best == labels[:, None], -torch.inf, 0.0)
     counts = torch.cat([torch.zeros_like(once[:, :1]), once, drawn], dim=1)
-    return Choices(slots, logprobs.gather(1, tokens), noise.gather(1, tokens), counts, torch.zeros_like(labels))
+    return Choices(
+        slots, logprobs.gather(1, tokens), noise.gather(1, tokens), counts, torch.zeros_like(labels)
+    )
 
 
 class Fitted(NamedTuple):
@@ -143,8 +183,12 @@ def fit_weights(choices: Choices, num_slots: int) -> Fitted:
         num_slots: K.
     """
     logprobs, noise, counts = (x.double() for x in choices[1:4])
-    weights = torch.ones(2, num_slots, dtype=torch.float64, device=counts.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=200, tolerance_change=1e-12, line_search_fn="strong_wolfe")
+    weights = torch.ones(
+        2, num_slots, dtype=torch.float64, device=counts.device, requires_grad=True
+    )
+    optimizer = torch.optim.LBFGS(
+        [weights], max_iter=200, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+    )
 
     def likelihood(weights: Tensor) -> Tensor:
         a, b = weights[:, choices.slots, None]
@@ -152,7 +196,9 @@ def fit_weights(choices: Choices, num_slots: int) -> Fitted:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        far = (weights.diff() / NEIGHBORS).square().sum() + (weights - 1).square().sum()  # and somewhere near 1
+        far = (weights.diff() / NEIGHBORS).square().sum() + (
+            weights - 1
+        ).square().sum()  # and somewhere near 1
         value = far / 2 / len(choices.slots) - likelihood(weights)
         value.backward()
         return value

@@ -1,8 +1,10 @@
-"""tau without the engine: the drafts of every anchor at once, then the walk that a live run would take over them.
+"""tau without the engine: the drafts of every anchor at once, then the walk that a live run would
+take over them.
 
-Live anchors are not spread evenly over an answer: each follows a rejection or a fully accepted block. So the answer is walked
-from its first token, each step jumping by the drafts it accepted and one more, as the engine does. Drafts come from the run's own
-functions; where the target sampled, its seed gives the noise back that they are chosen with.
+Live anchors are not spread evenly over an answer: each follows a rejection or a fully accepted
+block. So the answer is walked from its first token, each step jumping by the drafts it accepted and
+one more, as the engine does. Drafts come from the run's own functions; where the target sampled,
+its seed gives the noise back that they are chosen with.
 """
 
 from collections.abc import Sequence
@@ -40,12 +42,13 @@ class ReplayResult:
         shapes: of the steps' blocks: the chain of all drafts, then trees.
         temperatures: of each answer; 0 is greedy.
         num_emitted: per answer, tokens output after the first one.
-        num_steps: per answer, the verify steps that takes with blocks of each shape, and lastly if every path through the
-            candidates were tried: no head that chooses among them can do better.
-        row_rates: share of all anchors of greedy answers whose drafts match up to row 1, 2, ...; an anchor near the end of the
-            answer counts for the rows it has.
-        recall: share of the rows of greedy answers whose earlier rows hold the answer's tokens among their candidates, and which
-            then do so themselves.
+        num_steps: per answer, the verify steps that takes with blocks of each shape, and lastly if
+            every path through the candidates were tried: no head that chooses among them can do
+            better.
+        row_rates: share of all anchors of greedy answers whose drafts match up to row 1, 2, ...; an
+            anchor near the end of the answer counts for the rows it has.
+        recall: share of the rows of greedy answers whose earlier rows hold the answer's tokens
+            among their candidates, and which then do so themselves.
     """
 
     shapes: tuple[BlockShape, ...]
@@ -56,23 +59,43 @@ class ReplayResult:
     recall: list[float]
 
     def figures(self) -> dict[str, float]:
-        """tau by drafts: "15", "tree 16", "tree 64", "candidates" of greedy answers, "sampled 15", ... of those that were drawn."""
+        """tau by drafts: "15", "tree 16", "tree 64", "candidates" of greedy answers, "sampled 15",
+        ... of those that were drawn.
+        """
         names = [*map(str, self.shapes), "candidates"]
-        kinds = [sampled for sampled in (False, True) if any((t > 0) == sampled for t in self.temperatures)]
-        return {f"{'sampled ' * sampled}{name}": self._tau(i, sampled) for sampled in kinds for i, name in enumerate(names)}
+        kinds = [
+            sampled
+            for sampled in (False, True)
+            if any((t > 0) == sampled for t in self.temperatures)
+        ]
+        return {
+            f"{'sampled ' * sampled}{name}": self._tau(i, sampled)
+            for sampled in kinds
+            for i, name in enumerate(names)
+        }
 
     def tau(self, shape: BlockShape | None = None, *, sampled: bool = False) -> float:
-        """Tokens per verify step, pooled over the greedy answers or over the sampled ones, of which there are some.
+        """Tokens per verify step, pooled over the greedy answers or over the sampled ones, of which
+        there are some.
 
         Args:
             shape: of the blocks; None is the chain.
-            sampled: over the answers that were drawn, by drafts that were chosen with the noise of the target.
+            sampled: over the answers that were drawn, by drafts that were chosen with the noise of
+                the target.
         """
         return self._tau(0 if shape is None else self.shapes.index(shape), sampled)
 
     def _tau(self, place: int, sampled: bool) -> float:
-        steps = [steps[place] for t, steps in zip(self.temperatures, self.num_steps, strict=True) if (t > 0) == sampled]
-        emitted = [count for t, count in zip(self.temperatures, self.num_emitted, strict=True) if (t > 0) == sampled]
+        steps = [
+            steps[place]
+            for t, steps in zip(self.temperatures, self.num_steps, strict=True)
+            if (t > 0) == sampled
+        ]
+        emitted = [
+            count
+            for t, count in zip(self.temperatures, self.num_emitted, strict=True)
+            if (t > 0) == sampled
+        ]
         return sum(emitted) / sum(steps)
 
 
@@ -80,7 +103,8 @@ def walk(matches: Sequence[int]) -> int:
     """Verify steps that a run takes.
 
     Args:
-        matches: for every token of the answer but the last, the number of drafts accepted when it is the anchor.
+        matches: for every token of the answer but the last, the number of drafts accepted when it
+            is the anchor.
 
     >>> walk([2, 0, 0, 1, 0])  # 0 -> 3 -> 5
     2
@@ -95,21 +119,28 @@ def walk(matches: Sequence[int]) -> int:
 
 
 def shapes_of(depth: int, vocab_size: int, *, trees: bool = True) -> tuple[BlockShape, ...]:
-    """The chain of `depth` drafts, and the trees of `TREES` that so many rows can make, if the target is served with trees.
+    """The chain of `depth` drafts, and the trees of `TREES` that so many rows can make, if the
+    target is served with trees.
 
     >>> [str(shape) for shape in shapes_of(15, 49152)]
     ['15', 'tree 16', 'tree 64']
     """
-    paths = sum(min(MOST_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1)) if trees else 0
+    paths = (
+        sum(min(MOST_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1))
+        if trees
+        else 0
+    )
     return (BlockShape(depth), *(BlockShape(n, depth) for n in TREES if n <= paths))
 
 
 @torch.no_grad()
-def replay(model: DFlashModel, target: Target, answers: AnswerSet, config: TrainConfig) -> ReplayResult:
+def replay(
+    model: DFlashModel, target: Target, answers: AnswerSet, config: TrainConfig
+) -> ReplayResult:
     """Replays runs over `answers`, which must be the target's own.
 
-    One difference to a live run remains: that one drafts fewer tokens in the last step of an answer that the token limit cuts,
-    and a block with fewer rows may draft otherwise.
+    One difference to a live run remains: that one drafts fewer tokens in the last step of an answer
+    that the token limit cuts, and a block with fewer rows may draft otherwise.
 
     Args:
         model: the drafter, on the target's device and in its type.
@@ -122,15 +153,23 @@ def replay(model: DFlashModel, target: Target, answers: AnswerSet, config: Train
     drafts = _Drafts(model, target, config)
     temperatures, emitted, steps = [], [], []
     reached, offered, held, asked = torch.zeros(4, num_rows).unbind()
-    order = sorted(range(len(answers)), key=lambda index: (answers.draws[index][0], answers.lengths[index]))
+    order = sorted(
+        range(len(answers)), key=lambda index: (answers.draws[index][0], answers.lengths[index])
+    )
     for piece in in_batches(len(order), max(config.batch_size // config.accumulation, 1)):
         chosen = [order[i] for i in piece]
-        batch = answers.take(chosen, torch.tensor(chosen, device=target.device), answers.longest(chosen))
+        batch = answers.take(
+            chosen, torch.tensor(chosen, device=target.device), answers.longest(chosen)
+        )
         draws = [answers.draws[index] for index in chosen]
         sampling = _sampling(draws, config.top_p, target.device)
-        greedy = torch.tensor([temperature == 0 for temperature, _ in draws], device=target.device)[:, None, None]
+        greedy = torch.tensor([temperature == 0 for temperature, _ in draws], device=target.device)[
+            :, None, None
+        ]
         features, _ = target.features(batch)
-        context = model.context_kv(features, torch.arange(batch.token_ids.shape[1], device=target.device))
+        context = model.context_kv(
+            features, torch.arange(batch.token_ids.shape[1], device=target.device)
+        )
         counts = (batch.lengths - batch.prompt_lens - 1).tolist()
         found = []
         for chunk in in_batches(-(-max(counts) // anchors) * anchors, anchors):
@@ -144,14 +183,22 @@ def replay(model: DFlashModel, target: Target, answers: AnswerSet, config: Train
             rows = torch.arange(num_rows, device=target.device)
             reached += ((rows < accepted[..., :1]) & greedy).sum(dim=(0, 1)).cpu()
             offered += (blocks.valid & greedy).sum(dim=(0, 1)).cpu()
-            asking = blocks.valid & greedy & F.pad(inside[..., :-1], (1, 0), value=True).cumprod(dim=-1).bool()
+            asking = (
+                blocks.valid
+                & greedy
+                & F.pad(inside[..., :-1], (1, 0), value=True).cumprod(dim=-1).bool()
+            )
             asked += asking.sum(dim=(0, 1)).cpu()
             held += (asking & inside).sum(dim=(0, 1)).cpu()
         matches = torch.cat(found, dim=1).transpose(1, 2).tolist()  # by answer, shape and anchor
         emitted += counts
         temperatures += [temperature for temperature, _ in draws]
-        steps += [[walk(row[:count]) for row in rows] for rows, count in zip(matches, counts, strict=True)]
-    rates = [(part / whole.clamp(min=1)).tolist() for part, whole in ((reached, offered), (held, asked))]
+        steps += [
+            [walk(row[:count]) for row in rows] for rows, count in zip(matches, counts, strict=True)
+        ]
+    rates = [
+        (part / whole.clamp(min=1)).tolist() for part, whole in ((reached, offered), (held, asked))
+    ]
     return ReplayResult(drafts.shapes, temperatures, emitted, steps, *rates)
 
 
@@ -160,14 +207,22 @@ class _Drafts:
 
     def __init__(self, model: DFlashModel, target: Target, config: TrainConfig) -> None:
         vocab_size = target.verifier.vocab_size
-        self.shapes = shapes_of(model.config.max_draft_tokens, vocab_size, trees=not target.tree_reasons)
-        self._to_logits, self._rows, self._width = target.head, config.loss_rows, min(MOST_CANDIDATES, vocab_size)
+        self.shapes = shapes_of(
+            model.config.max_draft_tokens, vocab_size, trees=not target.tree_reasons
+        )
+        self._to_logits, self._rows, self._width = (
+            target.head,
+            config.loss_rows,
+            min(MOST_CANDIDATES, vocab_size),
+        )
         coupling = model.config.coupling
         table = None if coupling is None else CouplingTable(coupling, target.device)
         head = None if model.config.head is None else model.config.head.head(model, target.embed)
         self._drafts = Drafts("coupled", table, head=head)
 
-    def accepted(self, hidden: Tensor, blocks: Blocks, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
+    def accepted(
+        self, hidden: Tensor, blocks: Blocks, sampling: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
         """Of blocks of sequences that were drawn as `sampling` says.
 
         Args:
@@ -176,19 +231,31 @@ class _Drafts:
             sampling: of the S sequences.
 
         Returns:
-            int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], whether a row's candidates hold its label.
+            int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], whether a row's
+            candidates hold its label.
         """
         anchors = blocks.anchors
         owners = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
         labels = blocks.labels.masked_fill(~blocks.valid, -1)
         size = max(self._rows // labels.shape[2], 1)
         tables = (hidden, anchors, blocks.previous[:, :, 0], labels, owners)
-        found = [self._of_blocks(sampling, *part) for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)]
-        accepted, inside = (torch.cat(parts).unflatten(0, anchors.shape) for parts in zip(*found, strict=True))
+        found = [
+            self._of_blocks(sampling, *part)
+            for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)
+        ]
+        accepted, inside = (
+            torch.cat(parts).unflatten(0, anchors.shape) for parts in zip(*found, strict=True)
+        )
         return accepted, inside
 
     def _of_blocks(
-        self, sampling: SamplingTensors, hidden: Tensor, anchors: Tensor, anchor_ids: Tensor, labels: Tensor, owners: Tensor
+        self,
+        sampling: SamplingTensors,
+        hidden: Tensor,
+        anchors: Tensor,
+        anchor_ids: Tensor,
+        labels: Tensor,
+        owners: Tensor,
     ) -> tuple[Tensor, Tensor]:
         depth, device = labels.shape[1], labels.device
         chain, *trees = self.shapes
@@ -210,14 +277,23 @@ class _Drafts:
             assert output.tree is not None
             behind = F.pad(labels, (0, 1), value=-1).gather(1, F.pad(output.tree.depths, (1, 0)))
             sizes = (torch.full_like(anchors, shape.drafts) for shape in trees)
-            counts += [walk_tree(output.token_ids, output.tree, behind, depth, size)[1] for size in sizes]
-        token_ids, _ = candidates(slots.logits, batch.sampling, batch.positions(depth + 1)[:, 1:], self._width)
+            counts += [
+                walk_tree(output.token_ids, output.tree, behind, depth, size)[1] for size in sizes
+            ]
+        token_ids, _ = candidates(
+            slots.logits, batch.sampling, batch.positions(depth + 1)[:, 1:], self._width
+        )
         inside = (token_ids == labels[..., None]).any(dim=-1)
         return torch.stack([*counts, inside.cumprod(dim=1).sum(dim=1)], dim=1), inside
 
 
-def _sampling(draws: Sequence[tuple[float, int]], top_p: float, device: torch.device) -> SamplingTensors:
+def _sampling(
+    draws: Sequence[tuple[float, int]], top_p: float, device: torch.device
+) -> SamplingTensors:
     """How answers of these temperatures and seeds were drawn."""
-    params = [SamplingParams(temperature=temperature, top_p=top_p if temperature > 0 else 1.0) for temperature, _ in draws]
+    params = [
+        SamplingParams(temperature=temperature, top_p=top_p if temperature > 0 else 1.0)
+        for temperature, _ in draws
+    ]
     numbers = SamplingTensors.of(params, [seed for _, seed in draws])
     return replace(numbers, floats=numbers.floats.to(device), ints=numbers.ints.to(device))

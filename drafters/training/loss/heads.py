@@ -21,7 +21,10 @@ def new_head(config: TrainConfig) -> HeadConfig | None:
         return SelectorConfig(config.head_rank, config.head_candidates or 16)
     if config.head in KINDS:
         return MarkovConfig(
-            config.head_rank, KINDS[config.head], has_confidence=config.confidence > 0, draft_top_k=config.head_candidates or None
+            config.head_rank,
+            KINDS[config.head],
+            has_confidence=config.confidence > 0,
+            draft_top_k=config.head_candidates or None,
         )
     if config.head == "domino":
         return DominoConfig(config.head_rank, config.head_state)
@@ -30,7 +33,8 @@ def new_head(config: TrainConfig) -> HeadConfig | None:
 
 @torch.no_grad()
 def init_head(model: nn.Module, names: set[str], generator: torch.Generator, scale: float) -> None:
-    """First weights of a head: the right side is zero, so that drafts begin as those of the backbone.
+    """First weights of a head: the right side is zero, so that drafts begin as those of the
+    backbone.
 
     Args:
         model: has the head.
@@ -41,10 +45,14 @@ def init_head(model: nn.Module, names: set[str], generator: torch.Generator, sca
     for name, parameter in model.named_parameters():
         if name not in names or name.partition(".")[0] not in HEAD_MODULES:
             continue
-        if any(part in name for part in ("markov_w2", "successor_codebook", "embed_proj.2")) or name.endswith("bias"):
+        if any(
+            part in name for part in ("markov_w2", "successor_codebook", "embed_proj.2")
+        ) or name.endswith("bias"):
             parameter.zero_()
         elif "parametrizations" in name:  # so that a row of the table has numbers around 1
-            nn.init.normal_(parameter, std=1 / (scale * parameter.shape[1] ** 0.5), generator=generator)
+            nn.init.normal_(
+                parameter, std=1 / (scale * parameter.shape[1] ** 0.5), generator=generator
+            )
         elif "markov_w1" in name or "predecessor_codebook" in name:
             nn.init.normal_(parameter, generator=generator)
         elif "prefix_gru" in name:

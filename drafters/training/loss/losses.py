@@ -1,7 +1,7 @@
 """The loss of a block's rows, and chunks of blocks: logits of all rows at once would not fit.
 
-Position weights: exponential decay (DFlash, arXiv 2602.06036), or D-PACE, which weighs a position by what it adds to the expected
-accepted length.
+Position weights: exponential decay (DFlash, arXiv 2602.06036), or D-PACE, which weighs a position
+by what it adds to the expected accepted length.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,15 @@ class LossConfig:
         gamma: positions over which weights fall to 1/e; None weighs by D-PACE.
         dpace_alpha: smoothing of D-PACE's probabilities, 0 for none.
         dpace_candidates: tokens of a row that a tree may hold, 1 for a chain.
-        ce, kl, tv: factors of the cross-entropy with the label, of KL(target || drafter), of the total variation between both.
-        head_loss: what a head that corrects candidates alone learns: to choose among them ("candidates"), or to correct all
-            tokens ("vocabulary"), as a head without candidates does.
+        ce, kl, tv: factors of the cross-entropy with the label, of KL(target || drafter), of the
+            total variation between both.
+        head_loss: what a head that corrects candidates alone learns: to choose among them
+            ("candidates"), or to correct all tokens ("vocabulary"), as a head without candidates
+            does.
         selector: factor of the cross-entropy among the candidates, where a head learns that.
         confidence: of a confidence's binary cross-entropy with what the target would accept.
-        base_until: share of the run over which the loss moves from the logits without the head to those with it.
+        base_until: share of the run over which the loss moves from the logits without the head to
+            those with it.
         base_share: share of the loss that stays with the logits without the head.
     """
 
@@ -63,9 +66,10 @@ def decay_weights(num_rows: int, gamma: float, device: torch.device | None = Non
 def dpace_weights(label_probs: Tensor, valid: Tensor, alpha: float, candidates: int = 1) -> Tensor:
     """Weights of D-PACE, float32 [..., K] and without gradient.
 
-    The expected accepted length is the sum over m of the product of the first m probabilities; a row weighs as much as all
-    products that it is part of. A tree has several candidates in a row: the probability that one of n draws is the label takes the
-    place of the label's own, so that late rows, which a chain hardly reaches, weigh more.
+    The expected accepted length is the sum over m of the product of the first m probabilities; a
+    row weighs as much as all products that it is part of. A tree has several candidates in a row:
+    the probability that one of n draws is the label takes the place of the label's own, so that
+    late rows, which a chain hardly reaches, weigh more.
 
     Args:
         label_probs: probability [..., K] of the label in each row.
@@ -79,7 +83,9 @@ def dpace_weights(label_probs: Tensor, valid: Tensor, alpha: float, candidates: 
 
 
 def block_weights(label_probs: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
-    """float32 [..., K], of rows whose labels have these probabilities [..., K]; 0 where `valid` is False."""
+    """float32 [..., K], of rows whose labels have these probabilities [..., K]; 0 where `valid` is
+    False.
+    """
     if config.gamma is None:
         return dpace_weights(label_probs, valid, config.dpace_alpha, config.dpace_candidates)
     return decay_weights(valid.shape[-1], config.gamma, valid.device) * valid
@@ -98,7 +104,8 @@ def block_loss(
         teacher: logits [n, K, V] of the target for the same positions; needed for `kl` and `tv`.
 
     Returns:
-        Sum of the weighted losses, sum of the weights, and bool [n, K] whether the label is the most likely token.
+        Sum of the weighted losses, sum of the weights, and bool [n, K] whether the label is the
+        most likely token.
     """
     # Compiled, its gradient is one pass over the logits; a gather's fills zeros of their size.
     rows = logits.float().flatten(0, 1)
@@ -113,16 +120,21 @@ def block_loss(
         teacher_log_probs = teacher.log_softmax(dim=-1, dtype=torch.float32)
         teacher_probs = teacher_log_probs.exp()
         if config.kl:
-            loss = loss + config.kl * (teacher_probs * (teacher_log_probs - draft_log_probs)).sum(dim=-1)
+            loss = loss + config.kl * (teacher_probs * (teacher_log_probs - draft_log_probs)).sum(
+                dim=-1
+            )
         if config.tv:
-            loss = loss + config.tv * 0.5 * (teacher_probs - draft_log_probs.exp()).abs().sum(dim=-1)
+            loss = loss + config.tv * 0.5 * (teacher_probs - draft_log_probs.exp()).abs().sum(
+                dim=-1
+            )
     # A row without a label may hold anything, and 0 times infinity is not 0.
     return torch.where(valid, weights * loss, 0.0).sum(), weights.sum(), matches
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes gradients beside the loss, chunk by chunk, so that a chunk's logits can go at once: those of the hidden states, and
-    of the weights that `step` reads, summed over the chunks in float32.
+    """Computes gradients beside the loss, chunk by chunk, so that a chunk's logits can go at once:
+    those of the hidden states, and of the weights that `step` reads, summed over the chunks in
+    float32.
     """
 
     @staticmethod
@@ -139,10 +151,19 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(hidden)
         sums = [torch.zeros_like(x, dtype=torch.float32) for x in weights]
-        loss, weight = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+        loss, weight = (
+            hidden.new_zeros((), dtype=torch.float32),
+            hidden.new_zeros((), dtype=torch.float32),
+        )
         matches = []
-        teachers = [None] * chunks if teacher_hidden is None else teacher_hidden.tensor_split(chunks)
-        parts = zip(*(x.tensor_split(chunks) for x in (hidden, gradient, labels, valid, previous)), teachers, strict=True)
+        teachers = (
+            [None] * chunks if teacher_hidden is None else teacher_hidden.tensor_split(chunks)
+        )
+        parts = zip(
+            *(x.tensor_split(chunks) for x in (hidden, gradient, labels, valid, previous)),
+            teachers,
+            strict=True,
+        )
         for part, into, *given in parts:
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
@@ -163,7 +184,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *sums = ctx.saved_tensors
-        return gradient * gradients[0].to(gradient.dtype), *[None] * 6, *(total * gradients[0] for total in sums)
+        return (
+            gradient * gradients[0].to(gradient.dtype),
+            *[None] * 6,
+            *(total * gradients[0] for total in sums),
+        )
 
 
 class ChunkedLoss:
@@ -177,14 +202,22 @@ class ChunkedLoss:
         compile: fuse the passes over the logits.
     """
 
-    def __init__(self, step: Step, *, rows: int, weights: Sequence[Tensor] = (), compile: bool = False) -> None:
+    def __init__(
+        self, step: Step, *, rows: int, weights: Sequence[Tensor] = (), compile: bool = False
+    ) -> None:
         self.rows, self._weights = rows, list(weights)
         self._step = torch.compile(step) if compile else step
 
     def __call__(
-        self, hidden: Tensor, labels: Tensor, valid: Tensor, previous: Tensor, teacher_hidden: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        previous: Tensor,
+        teacher_hidden: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums of the losses and of their weights, and bool [n, K] whether a row's best token is its label.
+        """Sums of the losses and of their weights, and bool [n, K] whether a row's best token is
+        its label.
 
         Args:
             hidden: [n, K, H], final hidden states of the drafter.

@@ -1,6 +1,7 @@
 """What a block sees in training: one predicate, run as FlexAttention or as a dense mask.
 
-Keys are the `context_len` features of a sequence, then the rows of its blocks. Queries are the rows of the blocks alone.
+Keys are the `context_len` features of a sequence, then the rows of its blocks. Queries are the rows
+of the blocks alone.
 
     context (features)         block 0   block 1
     0 1 2 3 4 5 6 7 8 9 ...    a . . .   b . . .
@@ -30,8 +31,18 @@ TILE = 128
 _compiled_flex: Callable[..., Any] | None = None
 
 
-def visible(anchors: Tensor, context_len: int, block_size: int, kind: Kind, sequence: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Whether block row `query` of `sequence` sees `key`; index tensors that broadcast, keys counted from the first feature."""
+def visible(
+    anchors: Tensor,
+    context_len: int,
+    block_size: int,
+    kind: Kind,
+    sequence: Tensor,
+    query: Tensor,
+    key: Tensor,
+) -> Tensor:
+    """Whether block row `query` of `sequence` sees `key`; index tensors that broadcast, keys
+    counted from the first feature.
+    """
     causal, window = kind
     block, row = query // block_size, query % block_size
     anchor = anchors[sequence, block]
@@ -54,7 +65,10 @@ def use_flex(choice: str, device: torch.device) -> bool:
         InvalidInputError: FlexAttention cannot train there.
     """
     if choice == "flex" and device.type != "cuda":
-        raise InvalidInputError(f"mask-path flex cannot train on {device.type}, where FlexAttention has no gradient; choose dense")
+        raise InvalidInputError(
+            f"mask-path flex cannot train on {device.type}, where FlexAttention has no gradient;"
+            f" choose dense"
+        )
     return choice == "flex" or (choice == "auto" and device.type == "cuda")
 
 
@@ -63,8 +77,8 @@ class BlockAttention:
     """Attention of one batch of training blocks.
 
     Attributes:
-        anchors: int64 [S, N], position of each block's first row, less than T. A block that is not valid has anchor 0: without
-            any context it sees itself alone.
+        anchors: int64 [S, N], position of each block's first row, less than T. A block that is not
+            valid has anchor 0: without any context it sees itself alone.
         context_len: features per sequence, T.
         block_size: rows per block, B.
         flex: run FlexAttention, else a dense mask.
@@ -87,7 +101,9 @@ class BlockAttention:
         sequence = torch.arange(self.anchors.shape[0], device=device)[:, None, None]
         query = torch.arange(self.num_rows, device=device)[:, None]
         key = torch.arange(self.context_len + self.num_rows, device=device)
-        return visible(self.anchors, self.context_len, self.block_size, kind, sequence, query, key)[:, None]
+        return visible(self.anchors, self.context_len, self.block_size, kind, sequence, query, key)[
+            :, None
+        ]
 
     def block_mask(self, kind: Kind) -> BlockMask:
         """The same for FlexAttention: which tiles are seen follows from the anchors in them."""
@@ -140,7 +156,9 @@ class BlockAttention:
 
 
 def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles of keys bool [S, Q, K] chooses, int32 [S, 1, Q], and which, int32 [S, 1, Q, K]."""
+    """How many tiles of keys bool [S, Q, K] chooses, int32 [S, 1, Q], and which, int32 [S, 1, Q,
+    K].
+    """
     chosen = tiles[:, None].int()
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32), order.int()
@@ -148,17 +166,22 @@ def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # with a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads
+    if (
+        groups > 1
+    ):  # with a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     global _compiled_flex
-    if q.device.type != "cuda":  # the kernel proper exists only there; this runs the same predicate through the same interface
+    if (
+        q.device.type != "cuda"
+    ):  # the kernel proper exists only there; this runs the same predicate through the same interface
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     if _compiled_flex is None:
-        # One compilation per padded length; past the limit torch would silently run the uncompiled, enormous version.
+        # One compilation per padded length; past the limit torch would silently run the uncompiled,
+        # enormous version.
         torch._dynamo.config.recompile_limit = 128
         torch._dynamo.config.accumulated_recompile_limit = 1024
         _compiled_flex = torch.compile(flex_attention, dynamic=False)

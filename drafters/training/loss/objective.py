@@ -1,7 +1,7 @@
 """What a block is trained for: its backbone's logits, and those that a head makes of them.
 
-A head (`drafters.head`) corrects logits by the token before. In training that is the answer's own token, which is exact: what a run
-drafts behind its first wrong token is thrown away.
+A head (`drafters.head`) corrects logits by the token before. In training that is the answer's own
+token, which is exact: what a run drafts behind its first wrong token is thrown away.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,22 @@ class Objective:
         to_logits: the frozen output head of the drafter.
         config: what is minimized.
         head: the drafter's, trained with it; None without one.
-        teacher: the output head of the target, with all the target does to its logits; for distillation.
+        teacher: the output head of the target, with all the target does to its logits; for
+            distillation.
 
     Attributes:
-        base_share: float32 scalar, how much of the loss is that of the logits without the head; None is nothing. Beside a strong
-            head the backbone would else not learn what it can say alone (Domino begins with 1 and falls to 0).
+        base_share: float32 scalar, how much of the loss is that of the logits without the head;
+            None is nothing. Beside a strong head the backbone would else not learn what it can say
+            alone (Domino begins with 1 and falls to 0).
     """
 
     def __init__(
-        self, to_logits: ToLogits, config: LossConfig, *, head: Head | None = None, teacher: ToLogits | None = None
+        self,
+        to_logits: ToLogits,
+        config: LossConfig,
+        *,
+        head: Head | None = None,
+        teacher: ToLogits | None = None,
     ) -> None:
         self._to_logits, self._config, self._head, self._teacher = to_logits, config, head, teacher
         self.base_share: Tensor | None = None
@@ -50,9 +57,15 @@ class Objective:
             self.base_share.fill_(share)  # the same tensor, or the loss would be compiled again
 
     def __call__(
-        self, hidden: Tensor, labels: Tensor, valid: Tensor, previous: Tensor, teacher_hidden: Tensor | None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        previous: Tensor,
+        teacher_hidden: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of the weighted losses, sum of the weights, and bool [n, K], as `block_loss` gives them.
+        """Sum of the weighted losses, sum of the weights, and bool [n, K], as `block_loss` gives
+        them.
 
         Args:
             hidden: [n, K, H].
@@ -74,11 +87,19 @@ class Objective:
         else:
             loss, weight, matches, said = self._corrected(base, left, labels, valid, teacher, head)
         if config.confidence:
-            loss = loss + config.confidence * self._confidence(said, teacher, hidden, previous, valid)
+            loss = loss + config.confidence * self._confidence(
+                said, teacher, hidden, previous, valid
+            )
         return loss, weight, matches
 
     def _corrected(
-        self, base: Tensor, left: Tensor, labels: Tensor, valid: Tensor, teacher: Tensor | None, head: Head
+        self,
+        base: Tensor,
+        left: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        teacher: Tensor | None,
+        head: Head,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The loss of logits that are corrected over the whole vocabulary, and the logits."""
         config = self._config
@@ -87,14 +108,23 @@ class Objective:
         loss, weight, matches = block_loss(final, labels, valid, config, teacher)
         if self.base_share is not None:
             base_loss, base_weight, _ = block_loss(base, labels, valid, config, teacher)
-            loss, weight = torch.lerp(loss, base_loss, self.base_share), torch.lerp(weight, base_weight, self.base_share)
+            loss, weight = (
+                torch.lerp(loss, base_loss, self.base_share),
+                torch.lerp(weight, base_weight, self.base_share),
+            )
         return loss, weight, matches, final
 
     def _chosen(
-        self, base: Tensor, left: Tensor, labels: Tensor, valid: Tensor, teacher: Tensor | None, head: Head
+        self,
+        base: Tensor,
+        left: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        teacher: Tensor | None,
+        head: Head,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The backbone's loss and the cross-entropy among its candidates, whose logits are corrected, and all logits. A label that
-        is no candidate takes the last one's place.
+        """The backbone's loss and the cross-entropy among its candidates, whose logits are
+        corrected, and all logits. A label that is no candidate takes the last one's place.
         """
         config = self._config
         loss, weight, _ = block_loss(base, labels, valid, config, teacher)
@@ -113,16 +143,31 @@ class Objective:
             matches = (of_label >= logprobs.amax(dim=-1)) & held & valid
             final = base
             if config.confidence:  # the candidates keep the probability that they have together
-                final = base.float().scatter(-1, tokens, logprobs + old.logsumexp(dim=-1, keepdim=True))
+                final = base.float().scatter(
+                    -1, tokens, logprobs + old.logsumexp(dim=-1, keepdim=True)
+                )
         chosen = torch.where(valid, -weights * of_label, 0.0).sum()
         return loss + config.selector * chosen, weight, matches, final
 
-    def _confidence(self, final: Tensor, teacher: Tensor | None, hidden: Tensor, previous: Tensor, valid: Tensor) -> Tensor:
-        """Binary cross-entropy with 1 - TV, the probability that rejection sampling accepts a draft, summed over the rows."""
-        assert self._head is not None and teacher is not None, "confidences learn from the target's distribution"
+    def _confidence(
+        self, final: Tensor, teacher: Tensor | None, hidden: Tensor, previous: Tensor, valid: Tensor
+    ) -> Tensor:
+        """Binary cross-entropy with 1 - TV, the probability that rejection sampling accepts a
+        draft, summed over the rows.
+        """
+        assert self._head is not None and teacher is not None, (
+            "confidences learn from the target's distribution"
+        )
         said = self._head.confidences(hidden, previous)
         assert said is not None, "the head has no confidence"
         with torch.no_grad():
-            apart = (final.softmax(dim=-1, dtype=torch.float32) - teacher.softmax(dim=-1, dtype=torch.float32)).abs().sum(dim=-1)
+            apart = (
+                (
+                    final.softmax(dim=-1, dtype=torch.float32)
+                    - teacher.softmax(dim=-1, dtype=torch.float32)
+                )
+                .abs()
+                .sum(dim=-1)
+            )
         rows = F.binary_cross_entropy(said.clamp(1e-6, 1 - 1e-6), 1 - apart / 2, reduction="none")
         return torch.where(valid, rows, 0.0).sum()

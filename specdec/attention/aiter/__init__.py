@@ -1,6 +1,7 @@
 """Attention through the kernels of AITER, on ROCm.
 
-Every backend has a list of routes: which kernel takes which rows. The lists choose, and print as the tables of the docstrings.
+Every backend has a list of routes: which kernel takes which rows. The lists choose, and print as
+the tables of the docstrings.
 
     fa                    backends for ordinary heads        fa_routes        their routes
     fa_triton             AITER's Triton kernels             fa_compiled      its HIP and assembly kernels

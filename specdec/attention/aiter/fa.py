@@ -1,14 +1,17 @@
 """Multi-head attention on AMD GPUs with AITER's kernels, in one of two tiers.
 
-*Full* is for CDNA, where AITER has HIP, assembly and Triton kernels and a cache writer. *Triton-only* is for RDNA, where AITER has
-two Triton kernels and rows are stored in plain torch, and for CDNA when AITER_TRITON_ONLY is 1. NVIDIA is served by name alone, to
-check these kernels without AMD hardware. `fa_routes` holds the table of each tier.
+*Full* is for CDNA, where AITER has HIP, assembly and Triton kernels and a cache writer.
+*Triton-only* is for RDNA, where AITER has two Triton kernels and rows are stored in plain torch,
+and for CDNA when AITER_TRITON_ONLY is 1. NVIDIA is served by name alone, to check these kernels
+without AMD hardware. `fa_routes` holds the table of each tier.
 
-Layouts: plain, and in the full tier shuffled as a backend of its own. Cache: the model's type or 8-bit floats. Host: never waits
-for the device. Architectures: gfx942, gfx950; Triton-only gfx110x, gfx115x, gfx120x. Known gaps: non-causal blocks with sinks or a
-softcap; draft trees with windows, a softcap or the shuffled layout, and fast ones on an 8-bit cache, whose contexts are gathered
-for each layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128
-and 256 decode on unified_attention, which is slower there than the paged kernels.
+Layouts: plain, and in the full tier shuffled as a backend of its own. Cache: the model's type or
+8-bit floats. Host: never waits for the device. Architectures: gfx942, gfx950; Triton-only gfx110x,
+gfx115x, gfx120x. Known gaps: non-causal blocks with sinks or a softcap; draft trees with windows, a
+softcap or the shuffled layout, and fast ones on an 8-bit cache, whose contexts are gathered for
+each layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and
+head sizes other than 64, 128 and 256 decode on unified_attention, which is slower there than the
+paged kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,22 +61,40 @@ class RocmAiterFaBackend(AttentionBackend):
         if architecture is None and tier is None:
             return [f"{spec.device} is not a ROCm device"]
         if architecture is None and aiter.installed_version() is None:
-            return [f"{spec.device} is not a ROCm device; to check AITER's Triton kernels here, install amd-aiter (docs/rocm.md)"]
+            return [
+                f"{spec.device} is not a ROCm device; to check AITER's Triton kernels here, install"
+                f" amd-aiter (docs/rocm.md)"
+            ]
         reasons = []
         if tier is None:
             reasons.append(
-                f"architecture {architecture} (AITER's kernels are for {' and '.join(CDNA)}, its Triton kernels for RDNA)"
+                f"architecture {architecture} (AITER's kernels are for {' and '.join(CDNA)}, its"
+                f" Triton kernels for RDNA)"
             )
         if tier == "triton" and cls.layout == "shuffle":
-            reasons.append(f"the shuffled layout needs AITER's compiled kernels, which are for {' and '.join(CDNA)}")
-        reasons += aiter_triton_only.unavailable_reasons() if tier == "triton" else aiter.unavailable_reasons()
+            reasons.append(
+                f"the shuffled layout needs AITER's compiled kernels, which are for"
+                f" {' and '.join(CDNA)}"
+            )
+        reasons += (
+            aiter_triton_only.unavailable_reasons()
+            if tier == "triton"
+            else aiter.unavailable_reasons()
+        )
         version = aiter.known_numbers(aiter.installed_version() or "")
         if version and cls.layout == "shuffle" and version < aiter.SHUFFLE_VERSION:
-            reasons.append(f"the shuffled layout needs amd-aiter {aiter.dotted(aiter.SHUFFLE_VERSION)}")
+            reasons.append(
+                f"the shuffled layout needs amd-aiter {aiter.dotted(aiter.SHUFFLE_VERSION)}"
+            )
         if version and spec.non_causal and version < aiter.NON_CAUSAL_VERSION:
-            reasons.append(f"non-causal blocks need amd-aiter {aiter.dotted(aiter.NON_CAUSAL_VERSION)}")
+            reasons.append(
+                f"non-causal blocks need amd-aiter {aiter.dotted(aiter.NON_CAUSAL_VERSION)}"
+            )
         if version and spec.kv_dtype == torch.float16 and version < aiter.FLOAT16_VERSION:
-            reasons.append(f"a float16 cache needs amd-aiter {aiter.dotted(aiter.FLOAT16_VERSION)}; bfloat16 does not")
+            reasons.append(
+                f"a float16 cache needs amd-aiter {aiter.dotted(aiter.FLOAT16_VERSION)}; bfloat16"
+                f" does not"
+            )
         return reasons + _shape_reasons(spec, architecture, cls.layout)
 
     @classmethod
@@ -88,12 +109,16 @@ class RocmAiterFaBackend(AttentionBackend):
         if spec.softcap is not None:
             reasons.append("a softcap (of AITER's kernels the one for contexts has none)")
         if cls.layout == "shuffle":
-            reasons.append(f"the shuffled layout (an accepted path cannot move in it; take {RocmAiterFaBackend.name})")
+            reasons.append(
+                f"the shuffled layout (an accepted path cannot move in it; take"
+                f" {RocmAiterFaBackend.name})"
+            )
         return reasons
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
-        """On NVIDIA these kernels run so that they can be checked, not because they are the ones to use there.
+        """On NVIDIA these kernels run so that they can be checked, not because they are the ones to
+        use there.
 
         On AMD they are left out when their self-check fails.
         """
@@ -105,7 +130,11 @@ class RocmAiterFaBackend(AttentionBackend):
     @classmethod
     def describe(cls, spec: AttentionSpec) -> list[str]:
         """See `AttentionBackend.describe`."""
-        return ["with AITER's Triton kernels alone"] if cls.layout == "plain" and tier_of(spec.device) == "triton" else []
+        return (
+            ["with AITER's Triton kernels alone"]
+            if cls.layout == "plain" and tier_of(spec.device) == "triton"
+            else []
+        )
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -116,7 +145,11 @@ class RocmAiterFaBackend(AttentionBackend):
         self._write: Callable[..., None]
         if self.tier == "triton":
             self._setup = Setup(spec, self.layout, aiter_triton_only.load(), scratch)
-            self._routes, self._plan, self._write = fa_routes.TRITON_ONLY, plan_packed, fa_triton.write
+            self._routes, self._plan, self._write = (
+                fa_routes.TRITON_ONLY,
+                plan_packed,
+                fa_triton.write,
+            )
         else:
             self._setup = Setup(spec, self.layout, aiter.load(AiterFa), scratch)
             self._routes, self._plan, self._write = fa_routes.FULL, plan_groups, fa_compiled.write
@@ -141,7 +174,9 @@ class RocmAiterFaBackend(AttentionBackend):
         """See `AttentionBackend.run`."""
         key, value = key.contiguous(), value.contiguous()
         self.write(cache, key, value, plan.slot_mapping)
-        return self.attend(query, key, value, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return self.attend(
+            query, key, value, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
 
     def attend(
         self,
@@ -157,8 +192,13 @@ class RocmAiterFaBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """The same for keys and values that are in the cache already."""
-        rows, layer = Rows(query.contiguous(), key, value), Layer(cache, scale, window, softcap, sinks)
-        if any(group.phase != "decode" for group in plan.groups):  # which read rows, where decoding reads the cache alone
+        rows, layer = (
+            Rows(query.contiguous(), key, value),
+            Layer(cache, scale, window, softcap, sinks),
+        )
+        if any(
+            group.phase != "decode" for group in plan.groups
+        ):  # which read rows, where decoding reads the cache alone
             rows = Rows(rows.query, key.contiguous(), value.contiguous())
 
         def attend(group: Group, rows: Rows) -> Tensor:
@@ -176,7 +216,9 @@ class RocmAiterFaBackend(AttentionBackend):
 
 
 class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
-    """The same on the shuffled layout, whose single-token kernels are AITER's fastest. Chosen by name only."""
+    """The same on the shuffled layout, whose single-token kernels are AITER's fastest. Chosen by
+    name only.
+    """
 
     name = "rocm_aiter_fa_shuffle"
     layout = "shuffle"
@@ -200,7 +242,11 @@ def tier_of(device: torch.device) -> Tier | None:
 def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout) -> list[str]:
     """What of the model's shape the kernels do not have."""
     reasons = []
-    fp8 = specdec.device.device.float8_dtype(spec.device) if architecture in FP8_ARCHITECTURES else None
+    fp8 = (
+        specdec.device.device.float8_dtype(spec.device)
+        if architecture in FP8_ARCHITECTURES
+        else None
+    )
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16 and float16)")
     if spec.kv_dtype not in (spec.dtype, fp8):
@@ -212,10 +258,13 @@ def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout
         reasons.append(f"head size {spec.head_dim} (the kernels take multiples of 16 up to 256)")
     elif layout == "shuffle" and spec.head_dim != power_of_two(spec.head_dim):
         reasons.append(
-            f"head size {spec.head_dim} (of the shuffled layout AITER reads powers of two alone: take {RocmAiterFaBackend.name})"
+            f"head size {spec.head_dim} (of the shuffled layout AITER reads powers of two alone:"
+            f" take {RocmAiterFaBackend.name})"
         )
     if spec.num_heads % spec.num_kv_heads:
-        reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
+        reasons.append(
+            f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly"
+        )
     if spec.reads_others:
         reasons.append("layers that read the cache of other layers")
     if spec.non_causal and spec.sinks:

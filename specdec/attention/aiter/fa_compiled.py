@@ -1,4 +1,6 @@
-"""AITER's HIP and assembly kernels for attention, and its writer: one function per route, each telling the kernel what it asks."""
+"""AITER's HIP and assembly kernels for attention, and its writer: one function per route, each
+telling the kernel what it asks.
+"""
 
 import math
 from functools import partial
@@ -18,8 +20,12 @@ PARTITION = 256
 """Keys per partition of the paged kernels, the only size they are built for."""
 
 
-def write(setup: Setup[AiterFa], cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, converted to the type of the cache."""
+def write(
+    setup: Setup[AiterFa], cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor
+) -> None:
+    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, converted to the type of
+    the cache.
+    """
     if setup.is_fp8:  # the writer converts without saturating
         most = torch.finfo(setup.spec.kv_dtype).max
         key, value = key.clamp(-most, most), value.clamp(-most, most)
@@ -40,7 +46,9 @@ def write(setup: Setup[AiterFa], cache: LayerCache, key: Tensor, value: Tensor, 
 
 def varlen(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> Tensor:
     """Rows that are whole sequences."""
-    out: Tensor = attend(setup.ops, group, *rows, causal=group.causal, **_options(group, layer, layer.window))
+    out: Tensor = attend(
+        setup.ops, group, *rows, causal=group.causal, **_options(group, layer, layer.window)
+    )
     return out
 
 
@@ -50,7 +58,9 @@ def windowed_varlen(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Row
     seen = group.window_context(layer.window)
     key, value = read_rows(layer.cache, seen.slots, setup.layout, rows.query.dtype)
     options = _options(group, layer, layer.window)
-    out: Tensor = attend(setup.ops, group, rows.query, key, value, seen, causal=group.causal, **options)
+    out: Tensor = attend(
+        setup.ops, group, rows.query, key, value, seen, causal=group.causal, **options
+    )
     return out
 
 
@@ -71,7 +81,12 @@ def paged_v1(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> T
         block_table, seq_lens, most = trimmed.block_table, trimmed.seq_lens, trimmed.max_seq_len
     query, out = rows.query, torch.empty_like(rows.query)
     num_heads, head_dim = query.shape[1:]
-    num_bytes = group.num_reqs * num_heads * -(-most // PARTITION) * (head_dim * query.element_size() + 2 * 4)
+    num_bytes = (
+        group.num_reqs
+        * num_heads
+        * -(-most // PARTITION)
+        * (head_dim * query.element_size() + 2 * 4)
+    )
     setup.ops.paged_attention_v1(
         out=out,
         workspace_buffer=setup.scratch.take("workspace", num_bytes, torch.uint8),
@@ -95,7 +110,9 @@ def paged_v1(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> T
 
 
 def paged_common(setup: Setup[AiterFa], group: Group, layer: Layer, rows: Rows) -> Tensor:
-    """One row per request on the shuffled layout; AITER picks HIP or assembly by the number of rows."""
+    """One row per request on the shuffled layout; AITER picks HIP or assembly by the number of
+    rows.
+    """
     cache, out = shuffled(layer.cache), torch.empty_like(rows.query)
     table = _scale_table(setup, layer.cache) if setup.is_fp8 else None
     setup.ops.paged_attention_common(
@@ -154,7 +171,9 @@ def _kind(setup: Setup[AiterFa]) -> str:
 
 
 def _partitions(setup: Setup[AiterFa], group: Group, query: Tensor) -> dict[str, Tensor]:
-    """Scratch of the paged kernels: two tables [num_reqs, heads, partitions], and outputs with head_dim behind them."""
+    """Scratch of the paged kernels: two tables [num_reqs, heads, partitions], and outputs with
+    head_dim behind them.
+    """
     num_heads, head_dim = query.shape[1:]
     shape = (group.num_reqs, num_heads, -(-group.max_seq_len // PARTITION))
     count, take = math.prod(shape), setup.scratch.take
@@ -166,6 +185,10 @@ def _partitions(setup: Setup[AiterFa], group: Group, query: Tensor) -> dict[str,
 
 
 def _scale_table(setup: Setup[AiterFa], cache: LayerCache) -> Tensor:
-    """The scale as the assembly kernel reads it, once per slot and head: [num_blocks, num_kv_heads, block_size]."""
+    """The scale as the assembly kernel reads it, once per slot and head: [num_blocks, num_kv_heads,
+    block_size].
+    """
     num_blocks, size, heads = cache.key.shape[:3]
-    return setup.scratch.take("scales", num_blocks * heads * size, torch.float32, torch.ones).view(num_blocks, heads, size)
+    return setup.scratch.take("scales", num_blocks * heads * size, torch.float32, torch.ones).view(
+        num_blocks, heads, size
+    )

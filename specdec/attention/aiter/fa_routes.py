@@ -35,7 +35,14 @@ A single row is the last position: causal or not, it sees the same keys.
 
 import math
 
-from specdec.attention.aiter.fa_compiled import chunked_varlen, paged_common, paged_rocm, paged_v1, varlen, windowed_varlen
+from specdec.attention.aiter.fa_compiled import (
+    chunked_varlen,
+    paged_common,
+    paged_rocm,
+    paged_v1,
+    varlen,
+    windowed_varlen,
+)
 from specdec.attention.aiter.fa_trees import context_and_rows
 from specdec.attention.aiter.fa_triton import gathered_kvcache, kvcache, unified
 from specdec.attention.aiter.routes import Route, always, table
@@ -48,32 +55,48 @@ PAGED_MAX_GROUP = 16
 
 
 def _paged_kernels_lack(spec: AttentionSpec) -> bool:
-    return spec.head_dim not in PAGED_HEAD_DIMS or spec.num_heads // spec.num_kv_heads > PAGED_MAX_GROUP
+    return (
+        spec.head_dim not in PAGED_HEAD_DIMS
+        or spec.num_heads // spec.num_kv_heads > PAGED_MAX_GROUP
+    )
 
 
 def _fits_assembly(spec: AttentionSpec, scale: float) -> bool:
-    """For many rows `paged_common` turns to an assembly kernel with one shape and a softmax scale of its own."""
+    """For many rows `paged_common` turns to an assembly kernel with one shape and a softmax scale
+    of its own.
+    """
     return spec.head_dim == 128 and spec.block_size == 16 and math.isclose(scale, 128**-0.5)
 
 
-_TREES = Route("decode", "draft trees", lambda group, model, layer: group.tree is not None, context_and_rows)
+_TREES = Route(
+    "decode", "draft trees", lambda group, model, layer: group.tree is not None, context_and_rows
+)
 _IN_PLACE = Route(
     "decode",
     "several rows, plain layout in the model's type",
     lambda group, model, layer: group.max_query_len > 1 and model.reads_in_place,
     kvcache,
 )
-_GATHERED = Route("decode", "several rows", lambda group, model, layer: group.max_query_len > 1, gathered_kvcache)
+_GATHERED = Route(
+    "decode", "several rows", lambda group, model, layer: group.max_query_len > 1, gathered_kvcache
+)
 
 FULL = (
     # AITER sends some of these rows to an assembly kernel that knows no sinks, and drops them.
     Route("prefill", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
     Route("prefill", "", always, varlen),
     Route("extend", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
-    Route("extend", "a window", lambda group, model, layer: layer.window is not None, windowed_varlen),
+    Route(
+        "extend", "a window", lambda group, model, layer: layer.window is not None, windowed_varlen
+    ),
     Route("extend", "", always, chunked_varlen),
     _TREES,
-    Route("decode", "several rows, causal", lambda group, model, layer: group.max_query_len > 1 and group.causal, unified),
+    Route(
+        "decode",
+        "several rows, causal",
+        lambda group, model, layer: group.max_query_len > 1 and group.causal,
+        unified,
+    ),
     _IN_PLACE,
     _GATHERED,
     Route("decode", "sinks", lambda group, model, layer: layer.sinks is not None, unified),
@@ -101,7 +124,12 @@ FULL = (
 TRITON_ONLY = (
     Route("packed", "", always, unified),
     _TREES,
-    Route("decode", "causal, or one row", lambda group, model, layer: group.causal or group.max_query_len == 1, unified),
+    Route(
+        "decode",
+        "causal, or one row",
+        lambda group, model, layer: group.causal or group.max_query_len == 1,
+        unified,
+    ),
     _IN_PLACE,
     _GATHERED,
 )

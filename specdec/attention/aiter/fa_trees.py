@@ -1,7 +1,9 @@
-"""Rows of draft trees, for which AITER's kernels have no masks: each sees the whole context, and what is above it.
+"""Rows of draft trees, for which AITER's kernels have no masks: each sees the whole context, and
+what is above it.
 
-The context goes through the kernel for bidirectional blocks, the rows among themselves through plain torch, and the two are merged
-by the logarithms of their denominators. Sinks count once, with the rows.
+The context goes through the kernel for bidirectional blocks, the rows among themselves through
+plain torch, and the two are merged by the logarithms of their denominators. Sinks count once, with
+the rows.
 """
 
 import torch
@@ -19,16 +21,28 @@ def context_and_rows(setup: Setup[AiterTriton], group: Group, layer: Layer, rows
     """As many rows of every request, behind its context."""
     assert group.tree is not None
     assert layer.window is None and layer.softcap is None, "refused by `tree_reasons`"
-    keys = in_place(group, layer) if setup.reads_in_place else gathered(setup, group, layer, rows.query.dtype)
+    keys = (
+        in_place(group, layer)
+        if setup.reads_in_place
+        else gathered(setup, group, layer, rows.query.dtype)
+    )
     context = group.seq_lens - group.max_query_len
     out, log_sums = blocks(setup, group, layer, rows.query, keys, context, return_softmax_lse=True)
     parts = out.flatten(0, 1), log_sums.transpose(0, 1).flatten(1)
-    return merge(*parts, *_among_themselves(setup, group.tree, group.max_query_len, layer, rows))[0].to(rows.query.dtype)
+    return merge(*parts, *_among_themselves(setup, group.tree, group.max_query_len, layer, rows))[
+        0
+    ].to(rows.query.dtype)
 
 
-def _among_themselves(setup: Setup[AiterTriton], tree: TreeRows, width: int, layer: Layer, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Attention of `width` rows per request to each other, and to sinks: in float32, as `merge` takes it."""
-    key, value = (setup.as_cached(side).unflatten(0, (-1, width)).float() for side in (rows.key, rows.value))
+def _among_themselves(
+    setup: Setup[AiterTriton], tree: TreeRows, width: int, layer: Layer, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """Attention of `width` rows per request to each other, and to sinks: in float32, as `merge`
+    takes it.
+    """
+    key, value = (
+        setup.as_cached(side).unflatten(0, (-1, width)).float() for side in (rows.key, rows.value)
+    )
     query = rows.query.unflatten(0, (-1, width)).unflatten(2, (key.shape[2], -1)).float()
     scores = torch.einsum("rihgd,rjhd->rhgij", query, key) * layer.scale
     scores = scores.masked_fill(~tree.seen(width, None)[:, None, None], -torch.inf)

@@ -1,6 +1,8 @@
-"""AITER's two Triton kernels for attention, with cache writes in plain torch: all there is on GPUs without its compiled kernels.
+"""AITER's two Triton kernels for attention, with cache writes in plain torch: all there is on GPUs
+without its compiled kernels.
 
-Every kernel is a function of what one model, one group of requests, one layer and its rows have to say.
+Every kernel is a function of what one model, one group of requests, one layer and its rows have to
+say.
 """
 
 from dataclasses import dataclass
@@ -18,14 +20,18 @@ from specdec.kernels.aiter import AiterTriton
 from specdec.kv_cache import LayerCache, blocks_for
 
 WIDEST_TILE = 128
-"""Keys that one step of a draft kernel may load at once; from a dense cache also those behind the last row."""
+"""Keys that one step of a draft kernel may load at once; from a dense cache also those behind the
+last row.
+"""
 
 Ops = TypeVar("Ops", bound=AiterTriton, covariant=True)
 
 
 @dataclass(frozen=True)
 class Setup(Generic[Ops]):
-    """What does not change for one model on one device: the model's shape, the cache's layout, AITER's functions, scratch."""
+    """What does not change for one model on one device: the model's shape, the cache's layout,
+    AITER's functions, scratch.
+    """
 
     spec: AttentionSpec
     layout: Layout
@@ -43,7 +49,9 @@ class Setup(Generic[Ops]):
         return self.layout == "plain" and not self.is_fp8
 
     def as_cached(self, rows: Tensor) -> Tensor:
-        """Keys or values as they are read back from the cache: what one of 8 bits cannot hold is rounded and saturates."""
+        """Keys or values as they are read back from the cache: what one of 8 bits cannot hold is
+        rounded and saturates.
+        """
         if not self.is_fp8:
             return rows
         most = torch.finfo(self.spec.kv_dtype).max
@@ -51,7 +59,9 @@ class Setup(Generic[Ops]):
 
     @property
     def scale(self) -> Tensor:
-        """float32 [1]: what AITER multiplies keys and values of an 8-bit cache by. We store them as they are."""
+        """float32 [1]: what AITER multiplies keys and values of an 8-bit cache by. We store them as
+        they are.
+        """
         return self.scratch.take("scale", 1, torch.float32, torch.ones)
 
 
@@ -73,8 +83,12 @@ class Rows(NamedTuple):
     value: Tensor  # [num_tokens, num_kv_heads, head_dim]
 
 
-def write(setup: Setup[AiterTriton], cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, converted to the type of the cache."""
+def write(
+    setup: Setup[AiterTriton], cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor
+) -> None:
+    """Stores rows [num_tokens, num_kv_heads, head_dim] at `slot_mapping`, converted to the type of
+    the cache.
+    """
     assert setup.layout == "plain", "only AITER's own writer knows the shuffled layout"
     for stored, rows in zip(cache, (key, value), strict=True):
         if setup.is_fp8:  # what is too large would become NaN in some 8-bit types; and no index writes any of them
@@ -121,7 +135,14 @@ def kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -
 
 def gathered_kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
     """The same where the kernel cannot read the cache, which is gathered first."""
-    out: Tensor = blocks(setup, group, layer, rows.query, gathered(setup, group, layer, rows.query.dtype), group.seq_lens)
+    out: Tensor = blocks(
+        setup,
+        group,
+        layer,
+        rows.query,
+        gathered(setup, group, layer, rows.query.dtype),
+        group.seq_lens,
+    )
     return out.view(rows.query.shape)
 
 
@@ -134,29 +155,41 @@ class Keys(NamedTuple):
 
 
 def in_place(group: Group, layer: Layer) -> Keys:
-    """The paged cache. From the table's width the kernel derives over how many programs it splits the keys."""
+    """The paged cache. From the table's width the kernel derives over how many programs it splits
+    the keys.
+    """
     return Keys(*layer.cache, group.narrow_table())
 
 
 def gathered(setup: Setup[AiterTriton], group: Group, layer: Layer, dtype: torch.dtype) -> Keys:
     """One stretch per request, in `dtype`.
 
-    The length is rounded up: few lengths are ever compiled, and no tile reaches past the last stretch, where anything may lie.
+    The length is rounded up: few lengths are ever compiled, and no tile reaches past the last
+    stretch, where anything may lie.
     """
     width = power_of_two(blocks_for(max(group.max_seq_len, WIDEST_TILE), setup.spec.block_size))
-    columns = torch.arange(width, device=group.block_table.device).clamp(max=group.block_table.shape[1] - 1)
+    columns = torch.arange(width, device=group.block_table.device).clamp(
+        max=group.block_table.shape[1] - 1
+    )
     key, value = read_blocks(layer.cache, group.block_table.index_select(1, columns), setup.layout)
     return Keys(key.to(dtype), value.to(dtype), None)
 
 
 def blocks(
-    setup: Setup[AiterTriton], group: Group, layer: Layer, query: Tensor, keys: Keys, seq_lens: Tensor, **options: Any
+    setup: Setup[AiterTriton],
+    group: Group,
+    layer: Layer,
+    query: Tensor,
+    keys: Keys,
+    seq_lens: Tensor,
+    **options: Any,
 ) -> Any:
-    """Rows as the last of `seq_lens` int32 [num_reqs] positions, which see them all, or a window on both sides.
+    """Rows as the last of `seq_lens` int32 [num_reqs] positions, which see them all, or a window on
+    both sides.
 
     Returns:
-        [num_reqs, max_query_len, num_heads, head_dim], and with `return_softmax_lse` log-denominators float32
-        [num_reqs, num_heads, max_query_len] beside it.
+        [num_reqs, max_query_len, num_heads, head_dim], and with `return_softmax_lse`
+        log-denominators float32 [num_reqs, num_heads, max_query_len] beside it.
     """
     return setup.ops.flash_attn_with_kvcache(
         q=query.view(group.num_reqs, group.max_query_len, *query.shape[1:]),
@@ -172,7 +205,9 @@ def blocks(
 
 
 def window_sides(window: int | None, causal: bool) -> tuple[int, int]:
-    """A window as AITER writes it: keys before and after the own position. A right side of 0 would make any call causal."""
+    """A window as AITER writes it: keys before and after the own position. A right side of 0 would
+    make any call causal.
+    """
     if window is None:
         return -1, -1
     return window - 1, 0 if causal else window - 1

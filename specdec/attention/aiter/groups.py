@@ -1,12 +1,13 @@
-"""What all layers of one forward share on AITER: requests grouped by phase, trimmed block tables, and gathered context.
+"""What all layers of one forward share on AITER: requests grouped by phase, trimmed block tables,
+and gathered context.
 
     decode    as many rows as every other request, lengths known to the device alone; or a single row behind its context
     extend    several rows behind a context, lengths known to the host
     prefill   the whole sequence, no context
     packed    any of these together, for a kernel that takes them all in one call
 
-Nothing in here reads from the device. A batch whose lengths only the device knows (decoding, drafting) is one decode group, so its
-plan is the same with and without a graph being captured.
+Nothing in here reads from the device. A batch whose lengths only the device knows (decoding,
+drafting) is one decode group, so its plan is the same with and without a graph being captured.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,9 @@ CONTEXT_TOKENS = 32 * 1024
 """Most context tokens gathered at once for all extended requests of a forward."""
 
 SHORTEST_TABLE = 512
-"""Tokens that the narrowest block table spans: the shortest length that steps are captured for, too."""
+"""Tokens that the narrowest block table spans: the shortest length that steps are captured for,
+too.
+"""
 
 
 @dataclass(slots=True)
@@ -54,7 +57,9 @@ class Group:
     """Requests of one phase. Their rows are packed in the order of the requests."""
 
     phase: Phase
-    rows: slice | Tensor  # where their rows lie among those of the forward; int64 [num_tokens] when scattered
+    rows: (
+        slice | Tensor
+    )  # where their rows lie among those of the forward; int64 [num_tokens] when scattered
     causal: bool
     num_reqs: int
     max_query_len: int
@@ -71,9 +76,11 @@ class Group:
     _contexts: dict[int | None, list[Context]] = field(default_factory=dict)
 
     def narrow_table(self) -> Tensor:
-        """The block table without columns that no request reaches, int32 [num_reqs, width]; made once.
+        """The block table without columns that no request reaches, int32 [num_reqs, width]; made
+        once.
 
-        For kernels that are compiled for the width: it is a power of two or the whole table, so that few are.
+        For kernels that are compiled for the width: it is a power of two or the whole table, so
+        that few are.
         """
         if self._narrow_table is None:
             width = power_of_two(blocks_for(max(self.max_seq_len, SHORTEST_TABLE), self.block_size))
@@ -93,7 +100,9 @@ class Group:
             first = (self.seq_lens - window).clamp(min=0) // size
             width = min(self.block_table.shape[1], blocks_for(window + size - 1, size))
             columns = first[:, None] + torch.arange(width, device=first.device)
-            table = self.block_table.gather(1, columns.clamp(max=self.block_table.shape[1] - 1).long())
+            table = self.block_table.gather(
+                1, columns.clamp(max=self.block_table.shape[1] - 1).long()
+            )
             most = min(self.max_seq_len, window + size - 1, width * size)
             self._trimmed[window] = Trimmed(table, (self.seq_lens - first * size).int(), most)
         return self._trimmed[window]
@@ -101,17 +110,24 @@ class Group:
     def window_context(self, window: int) -> Context:
         """What the rows of extended requests see through `window`, their own tokens included."""
         if window not in self._contexts:
-            starts = [max(0, n - q - window + 1) for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)]
+            starts = [
+                max(0, n - q - window + 1)
+                for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)
+            ]
             self._contexts[window] = [self._context(starts, self.seq_lens_host)]
         return self._contexts[window][0]
 
     def context_chunks(self) -> list[Context]:
-        """The context of extended requests without their own tokens, in chunks that fit the workspace together."""
+        """The context of extended requests without their own tokens, in chunks that fit the
+        workspace together.
+        """
         if None not in self._contexts:
             lengths = [n - q for n, q in zip(self.seq_lens_host, self.query_lens, strict=True)]
             step = max(1, CONTEXT_TOKENS // self.num_reqs)
             self._contexts[None] = [
-                self._context([min(n, start) for n in lengths], [min(n, start + step) for n in lengths])
+                self._context(
+                    [min(n, start) for n in lengths], [min(n, start + step) for n in lengths]
+                )
                 for start in range(0, max(lengths), step)
             ]
         return self._contexts[None]
@@ -120,12 +136,21 @@ class Group:
         """Positions `[start, end)` of every request."""
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         requests = torch.repeat_interleave(torch.arange(self.num_reqs), torch.tensor(lengths))
-        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        positions = torch.cat(
+            [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        )
         device = self.block_table.device
-        requests, positions = requests.to(device, non_blocking=True), positions.to(device, non_blocking=True)
+        requests, positions = (
+            requests.to(device, non_blocking=True),
+            positions.to(device, non_blocking=True),
+        )
         blocks = self.block_table[requests, positions // self.block_size].long()
-        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
-        return Context(blocks * self.block_size + positions % self.block_size, cu_seqlens, max(lengths))
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(
+            device, non_blocking=True
+        )
+        return Context(
+            blocks * self.block_size + positions % self.block_size, cu_seqlens, max(lengths)
+        )
 
 
 @dataclass(slots=True)
@@ -135,7 +160,9 @@ class AiterPlan:
     groups: list[Group]
     slot_mapping: Tensor
 
-    def attend(self, rows: AnyRows, head_dim: int, kernel: Callable[[Group, AnyRows], Tensor]) -> Tensor:
+    def attend(
+        self, rows: AnyRows, head_dim: int, kernel: Callable[[Group, AnyRows], Tensor]
+    ) -> Tensor:
         """Every group's rows through `kernel`, each back in its place.
 
         Args:
@@ -162,13 +189,22 @@ def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
     if metadata.query_lens is None or metadata.seq_lens_host is None:
         return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
     members: dict[Phase, list[int]] = {}
-    for i, (count, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True)):
-        members.setdefault("prefill" if count == length else "decode" if count == 1 else "extend", []).append(i)
-    return AiterPlan([_group(metadata, phase, m, block_size) for phase, m in members.items()], metadata.slot_mapping)
+    for i, (count, length) in enumerate(
+        zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
+    ):
+        members.setdefault(
+            "prefill" if count == length else "decode" if count == 1 else "extend", []
+        ).append(i)
+    return AiterPlan(
+        [_group(metadata, phase, m, block_size) for phase, m in members.items()],
+        metadata.slot_mapping,
+    )
 
 
 def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
-    """The same for Triton's kernels alone: causal rows stay together, bidirectional ones go by the number of rows per request."""
+    """The same for Triton's kernels alone: causal rows stay together, bidirectional ones go by the
+    number of rows per request.
+    """
     if metadata.query_lens is None:
         return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
     if metadata.visibility == "causal":
@@ -176,7 +212,9 @@ def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
     members: dict[int, list[int]] = {}
     for i, count in enumerate(metadata.query_lens):
         members.setdefault(count, []).append(i)
-    return AiterPlan([_group(metadata, "decode", m, block_size) for m in members.values()], metadata.slot_mapping)
+    return AiterPlan(
+        [_group(metadata, "decode", m, block_size) for m in members.values()], metadata.slot_mapping
+    )
 
 
 def _whole(metadata: AttentionMetadata, phase: Phase, block_size: int) -> Group:
@@ -204,14 +242,22 @@ def _group(metadata: AttentionMetadata, phase: Phase, members: list[int], block_
     query_lens = [metadata.query_lens[i] for i in members]
     seq_lens_host = [metadata.seq_lens_host[i] for i in members]
     rows: slice | Tensor = slice(None)
-    starts, seq_lens, block_table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
+    starts, seq_lens, block_table = (
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        metadata.block_table,
+    )
     if len(members) < metadata.num_reqs:
         device = seq_lens.device
         firsts = [0, *accumulate(metadata.query_lens)]
-        rows = torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in members]).to(device, non_blocking=True)
+        rows = torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in members]).to(
+            device, non_blocking=True
+        )
         index = torch.tensor(members).to(device, non_blocking=True)
         seq_lens, block_table = seq_lens.index_select(0, index), block_table.index_select(0, index)
-        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32).to(device, non_blocking=True)
+        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32).to(
+            device, non_blocking=True
+        )
     return Group(
         phase=phase,
         rows=rows,

@@ -1,8 +1,9 @@
-"""What AITER's backends for latents share: how latents are stored, and how rows attend to those that a list names.
+"""What AITER's backends for latents share: how latents are stored, and how rows attend to those
+that a list names.
 
-The decode kernel takes *entries*: a few consecutive rows, causal among each other, and the list of cached tokens that their last
-one sees. Maps to keys and values are absorbed into query and output. A plan of AITER's own, made on the device, divides the
-entries among the compute units.
+The decode kernel takes *entries*: a few consecutive rows, causal among each other, and the list of
+cached tokens that their last one sees. Maps to keys and values are absorbed into query and output.
+A plan of AITER's own, made on the device, divides the entries among the compute units.
 """
 
 from collections.abc import Sequence
@@ -32,8 +33,17 @@ MAX_ADDRESS = 2**31
 MAX_SPLIT_PER_BATCH = -1
 """Most parts that one entry's tokens are split into; -1 leaves it to AITER."""
 
-WORK = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
-"""Parts of AITER's plan, in the order of `get_mla_metadata_info_v1`, which is not that of the planner's arguments."""
+WORK = (
+    "work_meta_data",
+    "work_indptr",
+    "work_info_set",
+    "reduce_indptr",
+    "reduce_final_map",
+    "reduce_partial_map",
+)
+"""Parts of AITER's plan, in the order of `get_mla_metadata_info_v1`, which is not that of the
+planner's arguments.
+"""
 
 
 @dataclass(slots=True)
@@ -63,7 +73,9 @@ class LatentKernels:
         """Slots of a cache that the kernels can address."""
         self._one = torch.ones(1, dtype=torch.float32, device=spec.device)
 
-    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+    def write(
+        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
         """Stores the latents at `slot_mapping`, converted to the type of the cache.
 
         Raises:
@@ -72,7 +84,8 @@ class LatentKernels:
         num_slots = cache.latent.shape[:2].numel()
         if num_slots > self.max_tokens:
             raise CapacityError(
-                f"the KV cache has {num_slots:,} tokens and AITER's latent kernels address {self.max_tokens:,}: give it less memory"
+                f"the KV cache has {num_slots:,} tokens and AITER's latent kernels address"
+                f" {self.max_tokens:,}: give it less memory"
             )
         if self.is_fp8:  # the writer converts without saturating
             most = torch.finfo(self.spec.kv_dtype).max
@@ -87,11 +100,19 @@ class LatentKernels:
         )
 
     def attend(
-        self, rows: MlaRows, up: UpProjection, cache: LatentCache, entries: Entries, *, scale: float, num_kv_splits: int
+        self,
+        rows: MlaRows,
+        up: UpProjection,
+        cache: LatentCache,
+        entries: Entries,
+        *,
+        scale: float,
+        num_kv_splits: int,
     ) -> Tensor:
         """Rows [num_tokens, num_heads, v_head_dim] on the latents that `entries` lists.
 
-        Left open, `num_kv_splits` would send some batches to a kernel that ignores the plan and whose lists no graph may hold.
+        Left open, `num_kv_splits` would send some batches to a kernel that ignores the plan and
+        whose lists no graph may hold.
         """
         absorbed = torch.bmm(rows.query_nope.transpose(0, 1), up.key).transpose(0, 1)
         query = pad_heads(torch.cat([absorbed, rows.query_rope], dim=-1), self.num_heads)
@@ -114,7 +135,8 @@ class LatentKernels:
             kv_scale=scale_of_cache,
             **entries.work,
         )
-        # Where it folds heads, the call gives `output` new storage: no view of it may be older than this line.
+        # Where it folds heads, the call gives `output` new storage: no view of it may be older than
+        # this line.
         return torch.bmm(output[:, : self.spec.num_heads].transpose(0, 1), up.value).transpose(0, 1)
 
     def work(self, num_entries: int, entry_rows: int, *, is_sparse: bool) -> dict[str, Tensor]:
@@ -130,7 +152,9 @@ class LatentKernels:
         )
         work = {}
         for name, (shape, dtype) in zip(WORK, sizes, strict=True):
-            signed = torch.int64 if dtype == torch.uint64 else dtype  # few operations know unsigned types
+            signed = (
+                torch.int64 if dtype == torch.uint64 else dtype
+            )  # few operations know unsigned types
             work[name] = torch.zeros(shape, dtype=signed, device=self.spec.device).view(dtype)
         return work
 
@@ -158,19 +182,33 @@ class LatentKernels:
 
 
 def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
-    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut off again."""
-    return F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1])) if tensor.shape[1] < num_heads else tensor
+    """Heads of zeros behind those of [num_tokens, heads, dim]; what they yield is finite, and cut
+    off again.
+    """
+    return (
+        F.pad(tensor, (0, 0, 0, num_heads - tensor.shape[1]))
+        if tensor.shape[1] < num_heads
+        else tensor
+    )
 
 
-def unsupported_reasons(spec: MlaSpec, families: Sequence[type[Any]], others: Sequence[str]) -> list[str]:
-    """Why the kernels cannot serve `spec`: the machine, the families of AITER's functions, the latents, then `others`."""
+def unsupported_reasons(
+    spec: MlaSpec, families: Sequence[type[Any]], others: Sequence[str]
+) -> list[str]:
+    """Why the kernels cannot serve `spec`: the machine, the families of AITER's functions, the
+    latents, then `others`.
+    """
     architecture = specdec.device.device.rocm_architecture(spec.device)
     if architecture is None:
         return [f"{spec.device} is not a ROCm device"]
     reasons = []
     if architecture not in ARCHITECTURES:
-        reasons.append(f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})")
-    reasons += dict.fromkeys(reason for family in families for reason in aiter.unavailable_reasons(family))
+        reasons.append(
+            f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})"
+        )
+    reasons += dict.fromkeys(
+        reason for family in families for reason in aiter.unavailable_reasons(family)
+    )
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16)")
     fp8 = specdec.device.device.float8_dtype(spec.device)
@@ -178,7 +216,10 @@ def unsupported_reasons(spec: MlaSpec, families: Sequence[type[Any]], others: Se
         reasons.append(f"a {spec.kv_dtype} cache ({architecture} computes with {fp8})")
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) not in LATENT_SHAPES:
         known = ", ".join(f"{rank} and {rope}" for rank, rope in LATENT_SHAPES)
-        reasons.append(f"latents of {spec.kv_lora_rank} and {spec.qk_rope_head_dim} numbers (the kernels take {known})")
+        reasons.append(
+            f"latents of {spec.kv_lora_rank} and {spec.qk_rope_head_dim} numbers (the kernels take"
+            f" {known})"
+        )
     if spec.num_heads > MAX_HEADS:
         reasons.append(f"{spec.num_heads} heads (the kernels take up to {MAX_HEADS})")
     return [*reasons, *others]

@@ -7,13 +7,14 @@ prefill  any             varlen
 extend   any             chunked_varlen
 decode   any             decode
 
-`prefill_fp8` is mla_prefill_ps_asm_fwd and mla_reduce_v1 on keys and values built and rounded; the two of `varlen` are
-flash_attn_varlen_func on keys and values built, from the rows and from gathered context; `decode` is mla_decode_fwd on the latents,
-in entries of 4, 3 or 2 causal rows, or of one, such as those of draft trees (see `mla_entries`).
+`prefill_fp8` is mla_prefill_ps_asm_fwd and mla_reduce_v1 on keys and values built and rounded; the
+two of `varlen` are flash_attn_varlen_func on keys and values built, from the rows and from gathered
+context; `decode` is mla_decode_fwd on the latents, in entries of 4, 3 or 2 causal rows, or of one,
+such as those of draft trees (see `mla_entries`).
 
-Layouts: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device. Architectures: gfx942, gfx950.
-Known gaps: each entry reads its tokens by itself, so five rows, or all of a draft tree, read the context as many times; heads fill
-up to multiples of 16.
+Layouts: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device.
+Architectures: gfx942, gfx950. Known gaps: each entry reads its tokens by itself, so five rows, or
+all of a draft tree, read the context as many times; heads fill up to multiples of 16.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ KEY_VALUE_DIMS = ((192, 128), (256, 256))
 
 @dataclass(slots=True)
 class MlaPlan(AiterPlan):
-    """The groups of a forward, where its latents go, and what the groups that need it are told besides.
+    """The groups of a forward, where its latents go, and what the groups that need it are told
+    besides.
 
     Plans of one size share their memory, so only the newest plan of a backend may run.
     """
@@ -77,7 +79,10 @@ class RocmAiterMlaBackend(MlaBackend):
         key_dim = spec.qk_nope_head_dim + spec.qk_rope_head_dim
         if (key_dim, spec.v_head_dim) not in KEY_VALUE_DIMS:
             known = ", ".join(f"{k} and {v}" for k, v in KEY_VALUE_DIMS)
-            reasons.append(f"keys of {key_dim} and values of {spec.v_head_dim} numbers (the kernels take {known})")
+            reasons.append(
+                f"keys of {key_dim} and values of {spec.v_head_dim} numbers (the kernels take"
+                f" {known})"
+            )
         return latents.unsupported_reasons(spec, [AiterMla], reasons)
 
     @classmethod
@@ -92,11 +97,15 @@ class RocmAiterMlaBackend(MlaBackend):
 
     @classmethod
     def describe(cls, spec: MlaSpec) -> list[str]:
-        """See `MlaBackend.describe`: whether prompts are computed in 8 bits, or all reasons why not."""
+        """See `MlaBackend.describe`: whether prompts are computed in 8 bits, or all reasons why
+        not.
+        """
         if spec.indexer is not None:
             return []
         reasons = "; ".join(mla_prefill_fp8.unavailable_reasons(spec))
-        return [f"prompts in 8 bits: {'no: ' + reasons if reasons else 'yes, those without a context'}"]
+        return [
+            f"prompts in 8 bits: {'no: ' + reasons if reasons else 'yes, those without a context'}"
+        ]
 
     def __init__(self, spec: MlaSpec) -> None:
         super().__init__(spec)
@@ -105,13 +114,19 @@ class RocmAiterMlaBackend(MlaBackend):
         self._planner = EntryPlanner(self._kernels, scratch)
         self.fp8_prefill_reasons = mla_prefill_fp8.unavailable_reasons(spec)
         """Why prompts are not computed in 8 bits; empty when they are."""
-        self._fp8_prefill = None if self.fp8_prefill_reasons else Fp8Prefill(spec, self._kernels.ops, scratch)
+        self._fp8_prefill = (
+            None if self.fp8_prefill_reasons else Fp8Prefill(spec, self._kernels.ops, scratch)
+        )
         self._num_plans = 0
 
     @property
     def prefill_dtype(self) -> torch.dtype:
         """See `MlaBackend.prefill_dtype`."""
-        return self.spec.dtype if self.fp8_prefill_reasons else specdec.device.device.float8_dtype(self.spec.device)
+        return (
+            self.spec.dtype
+            if self.fp8_prefill_reasons
+            else specdec.device.device.float8_dtype(self.spec.device)
+        )
 
     @property
     def mha_backend(self) -> type[RocmAiterFaBackend]:
@@ -124,7 +139,9 @@ class RocmAiterMlaBackend(MlaBackend):
         return LatentLayerSpec(width=self.spec.latent_dim, max_tokens=self._kernels.max_tokens)
 
     def plan(self, metadata: AttentionMetadata) -> MlaPlan:
-        """Requests grouped by phase, and the work of the groups; the same whether or not a graph is being captured."""
+        """Requests grouped by phase, and the work of the groups; the same whether or not a graph is
+        being captured.
+        """
         split = plan_groups(metadata, self.spec.block_size)
         self._num_plans += 1
         plan = MlaPlan(split.groups, split.slot_mapping, self._num_plans)
@@ -137,12 +154,21 @@ class RocmAiterMlaBackend(MlaBackend):
                 plan.fp8_prefill = self._fp8_prefill.plan(group)
         return plan
 
-    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+    def write(
+        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
         """See `MlaBackend.write`."""
         self._kernels.write(cache, compressed, key_rope, slot_mapping)
 
     def run(
-        self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: MlaPlan, *, scale: float, selected: Tensor | None = None
+        self,
+        rows: MlaRows,
+        up: UpProjection,
+        cache: LatentCache,
+        plan: MlaPlan,
+        *,
+        scale: float,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """See `MlaBackend.run`."""
         assert selected is None, "a model with an indexer runs on rocm_aiter_mla_sparse"
@@ -158,13 +184,17 @@ class RocmAiterMlaBackend(MlaBackend):
     def prefill_fp8(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:
         """Rows that are whole sequences, on keys and values built and rounded."""
         assert self._fp8_prefill is not None and plan.fp8_prefill is not None
-        return self._fp8_prefill.attend(_query(rows), *_keys_and_values(*rows[2:], layer.up), plan.fp8_prefill, layer.scale)
+        return self._fp8_prefill.attend(
+            _query(rows), *_keys_and_values(*rows[2:], layer.up), plan.fp8_prefill, layer.scale
+        )
 
     def varlen(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:
         """The same on keys and values as they are."""
         key, value = _keys_and_values(*rows[2:], layer.up)
         ops, scale = self._kernels.ops, layer.scale
-        out: Tensor = attend(ops, group, _query(rows), key, value, softmax_scale=scale, causal=group.causal)
+        out: Tensor = attend(
+            ops, group, _query(rows), key, value, softmax_scale=scale, causal=group.causal
+        )
         return out
 
     def chunked_varlen(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:
@@ -173,15 +203,21 @@ class RocmAiterMlaBackend(MlaBackend):
 
         def read(slots: Tensor) -> tuple[Tensor, Tensor]:
             latent = layer.cache.latent.flatten(0, 1).index_select(0, slots).to(key.dtype)
-            compressed, key_rope = latent.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
+            compressed, key_rope = latent.split(
+                [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1
+            )
             return _keys_and_values(compressed, key_rope, layer.up)
 
-        return attend_in_chunks(self._kernels.ops, group, _query(rows), key, value, read, softmax_scale=layer.scale)
+        return attend_in_chunks(
+            self._kernels.ops, group, _query(rows), key, value, read, softmax_scale=layer.scale
+        )
 
     def decode(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:
         """Rows on the latents themselves, the maps absorbed into query and output."""
         assert plan.decode is not None
-        return self._kernels.attend(rows, layer.up, layer.cache, plan.decode, scale=layer.scale, num_kv_splits=0)
+        return self._kernels.attend(
+            rows, layer.up, layer.cache, plan.decode, scale=layer.scale, num_kv_splits=0
+        )
 
 
 ROUTES = (
@@ -201,8 +237,12 @@ def _query(rows: MlaRows) -> Tensor:
     return torch.cat([rows.query_nope, rows.query_rope], dim=-1)
 
 
-def _keys_and_values(compressed: Tensor, key_rope: Tensor, up: UpProjection) -> tuple[Tensor, Tensor]:
-    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of `compressed` [n, rank] and `key_rope` [n, rope]."""
+def _keys_and_values(
+    compressed: Tensor, key_rope: Tensor, up: UpProjection
+) -> tuple[Tensor, Tensor]:
+    """Keys [n, heads, nope + rope] and values [n, heads, v_head_dim] of `compressed` [n, rank] and
+    `key_rope` [n, rope].
+    """
     nope = torch.matmul(compressed, up.key.transpose(1, 2)).transpose(0, 1)
     key = torch.cat([nope, key_rope[:, None].expand(-1, nope.shape[1], -1)], dim=-1)
     return key, torch.matmul(compressed, up.value).transpose(0, 1).contiguous()

@@ -1,15 +1,17 @@
 """Entries for decoding on latents: which rows go together, and which cached tokens each list names.
 
-The kernel has up to 4 rows per entry, so a request with more becomes several entries, each ending where its own last row does. Six
-rows of a request with 20 tokens, in two entries of three:
+The kernel has up to 4 rows per entry, so a request with more becomes several entries, each ending
+where its own last row does. Six rows of a request with 20 tokens, in two entries of three:
 
     rows     14 15 16 | 17 18 19          entry 0 reads tokens 0..16, entry 1 reads tokens 0..19
 
-An entry of one row sees exactly the tokens it lists. Rows that are not causal, which the kernel has only for few shapes, on one
-architecture and in new versions, therefore run everywhere, as entries of one row that list the whole sequence; and so do those of
-draft trees, which list the context and what is above them.
+An entry of one row sees exactly the tokens it lists. Rows that are not causal, which the kernel has
+only for few shapes, on one architecture and in new versions, therefore run everywhere, as entries
+of one row that list the whole sequence; and so do those of draft trees, which list the context and
+what is above them.
 
-Nothing here reads from the device: the lists are computed there, in buffers sized by what the host knows.
+Nothing here reads from the device: the lists are computed there, in buffers sized by what the host
+knows.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +26,8 @@ from specdec.attention.backend import TreeRows
 from specdec.base.sizes import power_of_two
 
 MAX_ENTRY_ROWS = 4
-"""Most rows per entry for which every supported architecture and version has a persistent kernel."""
+"""Most rows per entry for which every supported architecture and version has a persistent kernel.
+"""
 
 
 @dataclass(slots=True)
@@ -41,8 +44,9 @@ class _Buffers:
 class EntryPlanner:
     """Lists entries for one model.
 
-    Memory is kept once per power of two of entries and of listed tokens, and never given up, so that captured graphs may go on
-    using its addresses, and that a warmed-up step allocates nothing here.
+    Memory is kept once per power of two of entries and of listed tokens, and never given up, so
+    that captured graphs may go on using its addresses, and that a warmed-up step allocates nothing
+    here.
     """
 
     kernels: LatentKernels
@@ -50,7 +54,9 @@ class EntryPlanner:
     _buffers: dict[tuple[int, int], _Buffers] = field(default_factory=dict)
 
     def plan(self, group: Group) -> Entries:
-        """Entries of requests with `group.max_query_len` rows each; the next plan of their size takes over the memory."""
+        """Entries of requests with `group.max_query_len` rows each; the next plan of their size
+        takes over the memory.
+        """
         width = group.max_query_len
         entry_rows = rows_per_entry(width, causal=group.causal)
         per_request = width // entry_rows
@@ -61,7 +67,9 @@ class EntryPlanner:
         if group.tree is not None:
             lengths = lengths - width + 1 + group.tree.depths.view(-1, width)
         elif group.causal:
-            lengths = lengths - torch.arange(width - entry_rows, -1, -entry_rows, dtype=torch.int32, device=lengths.device)
+            lengths = lengths - torch.arange(
+                width - entry_rows, -1, -entry_rows, dtype=torch.int32, device=lengths.device
+            )
         kv_indptr = buffers.kv_indptr
         torch.cumsum(lengths.flatten(), 0, dtype=torch.int32, out=kv_indptr[1 : num_entries + 1])
         kv_indptr[num_entries + 1 :] = kv_indptr[num_entries]  # entries past the end are empty
@@ -81,7 +89,9 @@ class EntryPlanner:
         bound = num_entries * group.max_seq_len
         slots = self.scratch.take("slots", bound, torch.int32, torch.zeros)
         index = torch.arange(bound, dtype=torch.int32, device=slots.device)
-        entries = torch.searchsorted(kv_indptr[1 : num_entries + 1], index, right=True, out_int32=True).clamp_(max=num_entries - 1)
+        entries = torch.searchsorted(
+            kv_indptr[1 : num_entries + 1], index, right=True, out_int32=True
+        ).clamp_(max=num_entries - 1)
         positions = index - kv_indptr.index_select(0, entries)
         if group.tree is not None:
             positions = _of_tree(group, group.tree, entries, positions)
@@ -93,7 +103,9 @@ class EntryPlanner:
         capacity, device = power_of_two(num_entries), self.scratch.device
         if (capacity, entry_rows) not in self._buffers:
             self._buffers[capacity, entry_rows] = _Buffers(
-                qo_indptr=torch.arange(0, (capacity + 1) * entry_rows, entry_rows, dtype=torch.int32, device=device),
+                qo_indptr=torch.arange(
+                    0, (capacity + 1) * entry_rows, entry_rows, dtype=torch.int32, device=device
+                ),
                 kv_indptr=torch.zeros(capacity + 1, dtype=torch.int32, device=device),
                 kv_last_page_lens=torch.ones(capacity, dtype=torch.int32, device=device),
                 work=self.kernels.work(capacity, entry_rows, is_sparse=False),
@@ -102,10 +114,14 @@ class EntryPlanner:
 
 
 def _of_tree(group: Group, tree: TreeRows, entries: Tensor, places: Tensor) -> Tensor:
-    """Where the tokens at `places` of the lists of `entries` lie in their sequence: the context, then the rows that are seen."""
+    """Where the tokens at `places` of the lists of `entries` lie in their sequence: the context,
+    then the rows that are seen.
+    """
     width = group.max_query_len
     rows = torch.arange(width, dtype=torch.int32, device=places.device)
-    seen = rows.where(tree.seen(width, None), width).sort(dim=-1).values.flatten(0, 1)  # [num_tokens, width], those first
+    seen = (
+        rows.where(tree.seen(width, None), width).sort(dim=-1).values.flatten(0, 1)
+    )  # [num_tokens, width], those first
     starts = (group.seq_lens - width).index_select(0, entries // width)
     chosen = seen[entries, (places - starts).clamp(0, width - 1)]
     return torch.where(places < starts, places, starts + chosen)

@@ -1,17 +1,21 @@
-"""The indexer of sparse latent attention on AITER: keys in 8 bits, scores, and the best positions of every row.
+"""The indexer of sparse latent attention on AITER: keys in 8 bits, scores, and the best positions
+of every row.
 
     phase     scores                                               best positions
     prefill   fp8_mqa_logits on keys gathered from the cache       top_k_per_row_prefill
     decode    deepgemm_fp8_paged_mqa_logits on the cache           top_k_per_row_decode
 
-Prefill is what the host knows the lengths of. When no sequence is longer than `topk`, every position is chosen and none is scored.
+Prefill is what the host knows the lengths of. When no sequence is longer than `topk`, every
+position is chosen and none is scored.
 
-Exact and not: queries and keys are rounded to e4m3, each with a power of two of its own as scale (per head, per token), so the
-selection may differ from one made with unrounded scores. Each depends on its own token alone, so a row selects the same positions
-whether it is decoded by itself, verified in a block or prefilled in any chunk. Equal scores are decided by the lower position from
+Exact and not: queries and keys are rounded to e4m3, each with a power of two of its own as scale
+(per head, per token), so the selection may differ from one made with unrounded scores. Each depends
+on its own token alone, so a row selects the same positions whether it is decoded by itself,
+verified in a block or prefilled in any chunk. Equal scores are decided by the lower position from
 amd-aiter 0.1.20 on; before that AITER decides them as it likes.
 
-Cache: a block is the keys of its tokens, then their scales; keys lie as the matrix instructions read them, in tiles of 16 x 16.
+Cache: a block is the keys of its tokens, then their scales; keys lie as the matrix instructions
+read them, in tiles of 16 x 16.
 """
 
 import torch
@@ -29,7 +33,9 @@ SCORE_COLUMNS = 256
 """Keys that the decode kernel scores at a time; it may write that far."""
 
 MAX_SCORE_BYTES = 2**31
-"""Scores that one call of the decode kernel may write: before 0.1.18 it computes their addresses in 32 bits."""
+"""Scores that one call of the decode kernel may write: before 0.1.18 it computes their addresses in
+32 bits.
+"""
 
 SMALLEST_AMPLITUDE = 1e-4
 """Vectors smaller than this are scaled as if they were that large, as AITER does with keys."""
@@ -68,7 +74,9 @@ class AiterIndexerKernels:
         weights = rows.weights * scale  # the kernels know scales of keys only
         if plan.chunks is None:
             return self._select_paged(query, weights, cache, plan)
-        return torch.cat([self._select_gathered(query, weights, cache, plan, chunk) for chunk in plan.chunks])
+        return torch.cat(
+            [self._select_gathered(query, weights, cache, plan, chunk) for chunk in plan.chunks]
+        )
 
     def _quantized(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """`query` in 8 bits, and its scales float32 [num_tokens, num_heads], powers of two."""
@@ -82,14 +90,19 @@ class AiterIndexerKernels:
         columns = torch.arange(self.spec.topk, device=positions.device)
         return torch.where(columns <= positions[:, None], columns, -1).int()
 
-    def _select_paged(self, query: Tensor, weights: Tensor, cache: Tensor, plan: SparsePlan) -> Tensor:
+    def _select_paged(
+        self, query: Tensor, weights: Tensor, cache: Tensor, plan: SparsePlan
+    ) -> Tensor:
         """As many rows per request as every other, with lengths that only the device knows."""
         metadata = plan.metadata
         width, table = metadata.max_query_len, metadata.block_table.contiguous()
         if plan.scores is None:
-            # The kernel leaves out keys past the row; as each layer leaves out the same, the first fill serves all.
+            # The kernel leaves out keys past the row; as each layer leaves out the same, the first
+            # fill serves all.
             columns = -(-metadata.max_seq_len // SCORE_COLUMNS) * SCORE_COLUMNS
-            plan.scores = torch.full((metadata.num_tokens, columns), -torch.inf, device=query.device)
+            plan.scores = torch.full(
+                (metadata.num_tokens, columns), -torch.inf, device=query.device
+            )
         selected = self._room(metadata.num_tokens, query.device)
         step = max(1, MAX_SCORE_BYTES // (width * plan.scores.shape[1] * plan.scores.itemsize))
         for begin in range(0, metadata.num_reqs, step):
@@ -120,7 +133,9 @@ class AiterIndexerKernels:
             )
         return selected
 
-    def _select_gathered(self, query: Tensor, weights: Tensor, cache: Tensor, plan: SparsePlan, chunk: IndexChunk) -> Tensor:
+    def _select_gathered(
+        self, query: Tensor, weights: Tensor, cache: Tensor, plan: SparsePlan, chunk: IndexChunk
+    ) -> Tensor:
         """The rows of a chunk on the keys of its requests, packed."""
         if chunk.max_seq_len <= self.spec.topk:
             return self._everything(plan.positions[chunk.rows])
@@ -143,8 +158,10 @@ class AiterIndexerKernels:
             cu_ends=chunk.ends,
             clean_logits=True,
         )
-        # Whether indices would count from a row's start is not the same in every version. From 0 there is no difference; other
-        # requests' keys before the start are -inf, and where they fill a short row up they are dropped here.
+        # Whether indices would count from a row's start is not the same in every version. From 0
+        # there is no difference; other requests' keys before the start are -inf, and where they
+        # fill a short row up they are
+        # dropped here.
         selected = self._room(len(scores), query.device)
         self._ops.top_k_per_row_prefill(
             logits=scores,

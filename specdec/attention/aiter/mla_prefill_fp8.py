@@ -1,11 +1,12 @@
 """Whole prompts in 8-bit floats, with the assembly kernel that AITER has for gfx950.
 
-Queries, keys and values of a prompt without context are rounded to e4m3 and attended to by tiles, as `prefill_schedule` deals
-them to the compute units. A tile whose keys are spread over several leaves partial results, which a second kernel merges into the
-output.
+Queries, keys and values of a prompt without context are rounded to e4m3 and attended to by tiles,
+as `prefill_schedule` deals them to the compute units. A tile whose keys are spread over several
+leaves partial results, which a second kernel merges into the output.
 
-A prompt behind a context takes another route. Its rows see the context without a mask, and the kernel's log-denominators, by which
-the parts would be merged, are missing for tiles that are not split and wrong without a mask.
+A prompt behind a context takes another route. Its rows see the context without a mask, and the
+kernel's log-denominators, by which the parts would be merged, are missing for tiles that are not
+split and wrong without a mask.
 """
 
 from dataclasses import dataclass, field, fields
@@ -34,7 +35,9 @@ KEY_DIM, VALUE_DIM = 192, 128
 
 @dataclass(frozen=True, slots=True)
 class Fp8PrefillPlan:
-    """The schedule of one forward's whole prompts; the next plan of its size takes over the memory of all but the row starts."""
+    """The schedule of one forward's whole prompts; the next plan of its size takes over the memory
+    of all but the row starts.
+    """
 
     qo_indptr: Tensor  # int32 [num_reqs + 1]
     kv_indptr: Tensor  # int32 [num_reqs + 1], the same: no context
@@ -66,25 +69,35 @@ class Fp8Prefill:
         return next(count for count in HEAD_COUNTS if count >= self.spec.num_heads)
 
     def plan(self, group: Group) -> Fp8PrefillPlan:
-        """Schedules whole prompts from their lengths on the host; nothing is read from the device."""
+        """Schedules whole prompts from their lengths on the host;
+        nothing is read from the device.
+        """
         buffers = self._buffers_for(group.num_reqs, group.max_query_len)
-        lists = schedule(group.query_lens, self.num_heads, num_units=buffers["work_indptr"].numel() - 1)
+        lists = schedule(
+            group.query_lens, self.num_heads, num_units=buffers["work_indptr"].numel() - 1
+        )
         work = {}
         for part in fields(Schedule):
             staged = torch.from_numpy(getattr(lists, part.name))
             if self.spec.device.type == "cuda":
-                staged = staged.pin_memory()  # new every time: the copy of the last plan may still be reading its own
+                staged = (
+                    staged.pin_memory()
+                )  # new every time: the copy of the last plan may still be reading its own
             work[part.name] = buffers[part.name][: len(staged)].copy_(staged, non_blocking=True)
         return Fp8PrefillPlan(
             qo_indptr=group.query_start_loc,
             kv_indptr=group.query_start_loc,
-            kv_indices=self.scratch.take("arange", sum(group.query_lens), torch.int32, torch.arange),
+            kv_indices=self.scratch.take(
+                "arange", sum(group.query_lens), torch.int32, torch.arange
+            ),
             max_q_len=group.max_query_len,
             num_partial_tiles=len(lists.reduce_partial_map),
             **work,
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: Fp8PrefillPlan, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: Fp8PrefillPlan, scale: float
+    ) -> Tensor:
         """Causal attention of packed prompts.
 
         Args:
@@ -101,7 +114,9 @@ class Fp8Prefill:
         (query, query_scale), (key, key_scale), (value, value_scale) = (
             quantized(pad_heads(tensor, num_heads), DTYPE) for tensor in (query, key, value)
         )
-        output = torch.empty(len(query), num_heads, VALUE_DIM, dtype=self.spec.dtype, device=query.device)
+        output = torch.empty(
+            len(query), num_heads, VALUE_DIM, dtype=self.spec.dtype, device=query.device
+        )
         partial, partial_lse = self._partials(plan.num_partial_tiles)
         self.ops.mla_prefill_ps_asm_fwd(
             Q=query,
@@ -137,19 +152,26 @@ class Fp8Prefill:
         return output[:, : self.spec.num_heads]
 
     def _partials(self, num_tiles: int) -> tuple[Tensor, Tensor]:
-        """float32 outputs [rows, heads, 128] and log-denominators [rows, heads] of the partial tiles, in one buffer."""
+        """float32 outputs [rows, heads, 128] and log-denominators [rows, heads] of the partial
+        tiles, in one buffer.
+        """
         num_rows = max(1, num_tiles) * QUERY_TILE
         count = num_rows * self.num_heads
         buffer = self.scratch.take("partials", count * (VALUE_DIM + 1), torch.float32)
         partial, partial_lse = buffer.split([count * VALUE_DIM, count])
-        return partial.view(num_rows, self.num_heads, VALUE_DIM), partial_lse.view(num_rows, self.num_heads)
+        return partial.view(num_rows, self.num_heads, VALUE_DIM), partial_lse.view(
+            num_rows, self.num_heads
+        )
 
     def _buffers_for(self, num_reqs: int, max_query_len: int) -> dict[str, Tensor]:
         assert self.ops.get_ps_metadata_info_v1 is not None
         capacity = (power_of_two(num_reqs), power_of_two(max_query_len))
         if capacity not in self._buffers:
             shapes = self.ops.get_ps_metadata_info_v1(
-                batch_size=capacity[0], num_head_k=self.num_heads, max_qlen=capacity[1], qlen_granularity=QUERY_TILE
+                batch_size=capacity[0],
+                num_head_k=self.num_heads,
+                max_qlen=capacity[1],
+                qlen_granularity=QUERY_TILE,
             )
             self._buffers[capacity] = {
                 name: torch.zeros(shape, dtype=dtype, device=self.spec.device)
@@ -160,7 +182,9 @@ class Fp8Prefill:
 
 
 def unavailable_reasons(spec: MlaSpec) -> list[str]:
-    """All reasons why prompts of `spec` cannot be computed in 8 bits on this machine; empty when they can. Never raises."""
+    """All reasons why prompts of `spec` cannot be computed in 8 bits on this machine; empty when
+    they can. Never raises.
+    """
     reasons = []
     if not spec.fp8_prefill:
         reasons.append("prompts are asked for in the model's own type")
@@ -185,12 +209,15 @@ def unavailable_reasons(spec: MlaSpec) -> list[str]:
 def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A tensor in 8-bit floats, and the factor, float32 [1], that turns them back.
 
-    The factor comes from the largest magnitude, computed on the device and not read by the host. It is a power of two, so that
-    the larger numbers of a neighbor in the batch change nothing but what is then too small for the type. Out of range saturates;
-    a neighbor's NaN or infinity takes no part.
+    The factor comes from the largest magnitude, computed on the device and not read by the host. It
+    is a power of two, so that the larger numbers of a neighbor in the batch change nothing but what
+    is then too small for the type. Out of range saturates; a neighbor's NaN or infinity takes no
+    part.
     """
     most = torch.finfo(dtype).max
     rows = torch.linalg.vector_norm(tensor, torch.inf, dim=-1, dtype=torch.float32)
-    largest = torch.where(rows < torch.inf, rows, 0.0).amax().clamp(min=torch.finfo(torch.float16).tiny)
+    largest = (
+        torch.where(rows < torch.inf, rows, 0.0).amax().clamp(min=torch.finfo(torch.float16).tiny)
+    )
     scale = torch.exp2(torch.ceil(torch.log2(largest / most)))
     return (tensor * (1 / scale).to(tensor.dtype)).clamp(-most, most).to(dtype), scale.reshape(1)

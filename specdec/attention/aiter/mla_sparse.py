@@ -1,10 +1,12 @@
 """Sparse latent attention (DeepSeek-V3.2, GLM-MoE-DSA) on AMD GPUs with AITER's kernels.
 
-One route: `mla_decode_fwd` in prefill, decode and verification alike. Every token is an entry of its own with a list of the cache
-slots that the indexer chose for it, min(position + 1, topk) of them, so causality is in the lists and a sequence no longer than
-`topk` is attended to whole. Layout: plain. Cache: the model's type or 8-bit floats, which saturate. Host: never waits for the
-device. Architectures: gfx942, gfx950. Known gaps: no non-causal blocks; a prefill builds no keys and values, which would be faster
-below `topk` tokens. The indexer rounds to 8 bits (see `mla_indexer`); decoding with drafts still equals plain decoding.
+One route: `mla_decode_fwd` in prefill, decode and verification alike. Every token is an entry of
+its own with a list of the cache slots that the indexer chose for it, min(position + 1, topk) of
+them, so causality is in the lists and a sequence no longer than `topk` is attended to whole.
+Layout: plain. Cache: the model's type or 8-bit floats, which saturate. Host: never waits for the
+device. Architectures: gfx942, gfx950. Known gaps: no non-causal blocks; a prefill builds no keys
+and values, which would be faster below `topk` tokens. The indexer rounds to 8 bits (see
+`mla_indexer`); decoding with drafts still equals plain decoding.
 """
 
 from torch import Tensor
@@ -17,7 +19,15 @@ from specdec.attention.aiter.mla_indexer import SCALE_BYTES, AiterIndexerKernels
 from specdec.attention.aiter.mla_sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.latent_check import reasons_against_latent
-from specdec.attention.mla import INDEXED, IndexerRows, IndexerSpec, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
+from specdec.attention.mla import (
+    INDEXED,
+    IndexerRows,
+    IndexerSpec,
+    MlaRows,
+    MlaSpec,
+    SparseMlaBackend,
+    UpProjection,
+)
 from specdec.kernels.aiter import AiterIndexer, AiterMla
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
@@ -27,7 +37,9 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class RocmAiterMlaSparseBackend(SparseMlaBackend):
-    """AITER's latent attention on the positions that an indexer selects (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """AITER's latent attention on the positions that an indexer selects (DeepSeek-V3.2, arXiv
+    2512.02556).
+    """
 
     name = "rocm_aiter_mla_sparse"
 
@@ -38,10 +50,15 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
             return ["the model has no indexer (rocm_aiter_mla serves those)"]
         reasons = []
         if spec.block_size not in BLOCK_SIZES:
-            reasons.append(f"blocks of {spec.block_size} tokens (the kernels take {', '.join(map(str, BLOCK_SIZES))})")
+            reasons.append(
+                f"blocks of {spec.block_size} tokens (the kernels take"
+                f" {', '.join(map(str, BLOCK_SIZES))})"
+            )
         if spec.non_causal:
             reasons.append("non-causal blocks (the indexer's kernels are causal)")
-        return latents.unsupported_reasons(spec, [AiterMla, AiterIndexer], reasons + _index_reasons(spec.indexer))
+        return latents.unsupported_reasons(
+            spec, [AiterMla, AiterIndexer], reasons + _index_reasons(spec.indexer)
+        )
 
     @classmethod
     def reasons_against_auto(cls, spec: MlaSpec) -> list[str]:
@@ -64,7 +81,9 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         super().__init__(spec)
         assert spec.indexer is not None
         self._kernels = LatentKernels(spec)
-        self._indexer = AiterIndexerKernels(spec.indexer, spec.block_size, specdec.device.device.float8_dtype(spec.device))
+        self._indexer = AiterIndexerKernels(
+            spec.indexer, spec.block_size, specdec.device.device.float8_dtype(spec.device)
+        )
         self._planner = SparsePlanner(self._kernels, spec.indexer.topk)
         self.steady_len = spec.indexer.topk - 1  # the first row of a step makes it `topk`
 
@@ -77,7 +96,9 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
     def cache_spec(self) -> LatentLayerSpec:
         """A latent and, in 8 bits with a scale, the indexer's key."""
         assert self.spec.indexer is not None
-        return LatentLayerSpec(self.spec.latent_dim, self.spec.indexer.head_dim + SCALE_BYTES, self._kernels.max_tokens)
+        return LatentLayerSpec(
+            self.spec.latent_dim, self.spec.indexer.head_dim + SCALE_BYTES, self._kernels.max_tokens
+        )
 
     def plan(self, metadata: AttentionMetadata) -> SparsePlan:
         """Index lists and AITER's work plan; only the newest plan of a backend may run."""
@@ -87,12 +108,21 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         """See `SparseMlaBackend.select`."""
         return self._indexer.select(rows, cache.index_key, plan)
 
-    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+    def write(
+        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
         """See `MlaBackend.write`."""
         self._kernels.write(cache, compressed, key_rope, slot_mapping)
 
     def run(
-        self, rows: MlaRows, up: UpProjection, cache: LatentCache, plan: SparsePlan, *, scale: float, selected: Tensor | None = None
+        self,
+        rows: MlaRows,
+        up: UpProjection,
+        cache: LatentCache,
+        plan: SparsePlan,
+        *,
+        scale: float,
+        selected: Tensor | None = None,
     ) -> Tensor:
         """See `MlaBackend.run`; `selected` may come from an earlier layer.
 
@@ -104,9 +134,12 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         self._kernels.write(cache, rows.compressed, rows.key_rope, plan.metadata.slot_mapping)
         plan.list_slots(selected, self.spec.block_size)
         entries = plan.entries()
-        # What AITER would fill in itself; left out, some versions drop the plan for one of their own.
+        # What AITER would fill in itself; left out, some versions drop the plan for one of their
+        # own.
         num_kv_splits = entries.work["work_indptr"].numel() - 1
-        return self._kernels.attend(rows, up, cache, entries, scale=scale, num_kv_splits=num_kv_splits)
+        return self._kernels.attend(
+            rows, up, cache, entries, scale=scale, num_kv_splits=num_kv_splits
+        )
 
 
 def _index_reasons(indexer: IndexerSpec) -> list[str]:
@@ -115,5 +148,8 @@ def _index_reasons(indexer: IndexerSpec) -> list[str]:
     if indexer.head_dim not in INDEX_HEAD_DIMS:
         reasons.append(f"index keys of {indexer.head_dim} numbers (the kernels take 128)")
     if indexer.num_heads < MIN_INDEX_HEADS or indexer.num_heads & (indexer.num_heads - 1):
-        reasons.append(f"{indexer.num_heads} index heads (the kernels take powers of two from {MIN_INDEX_HEADS} on)")
+        reasons.append(
+            f"{indexer.num_heads} index heads (the kernels take powers of two from"
+            f" {MIN_INDEX_HEADS} on)"
+        )
     return reasons

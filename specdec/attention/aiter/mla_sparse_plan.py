@@ -1,11 +1,13 @@
-"""What all layers of one forward share in sparse latent attention on AITER: every token is a batch entry of its own.
+"""What all layers of one forward share in sparse latent attention on AITER: every token is a batch
+entry of its own.
 
     position              0   1   2   3   4  ...        with topk = 3
     keys attended to      1   2   3   3   3  ...        min(position + 1, topk)
     kv_indptr         0   1   3   6   9  12  ...        their running sum
 
-AITER's decode kernel divides this work by a plan of its own, which a planner kernel writes into work buffers. Buffers are made
-once per size and kept, so captured graphs may use their addresses. What the host knows of the lengths decides when it is planned:
+AITER's decode kernel divides this work by a plan of its own, which a planner kernel writes into
+work buffers. Buffers are made once per size and kept, so captured graphs may use their addresses.
+What the host knows of the lengths decides when it is planned:
 
     nothing                         each time, in buffers of their own: a graph that replays such a plan overwrites them unseen
     every length (prefill)          when one of the plan's inputs has changed
@@ -55,7 +57,9 @@ class SparsePlan:
     serial: int  # of the buffers' content
     positions: Tensor  # int64 [num_tokens]
     chunks: list[IndexChunk] | None  # None when only the device knows the lengths
-    scores: Tensor | None = None  # float32 [num_tokens, keys], shared by the layers of a decoding forward
+    scores: Tensor | None = (
+        None  # float32 [num_tokens, keys], shared by the layers of a decoding forward
+    )
     selected: Tensor | None = None  # what the index list was last made of
 
     def entries(self) -> Entries:
@@ -63,7 +67,9 @@ class SparsePlan:
         return self.buffers.entries(self.metadata.num_tokens, self.work_plan)
 
     def list_slots(self, selected: Tensor, block_size: int) -> None:
-        """Takes over what a layer selects, int32 [num_tokens, topk]; layers that share a selection share its list."""
+        """Takes over what a layer selects, int32 [num_tokens, topk]; layers that share a selection
+        share its list.
+        """
         if self.selected is not selected:
             self.buffers.list_slots(selected, self.work_plan, self.metadata.block_table, block_size)
             self.selected = selected
@@ -71,7 +77,8 @@ class SparsePlan:
 
 @dataclass(slots=True, eq=False)
 class WorkPlan:
-    """AITER's plan for up to as many tokens as `kv_indptr` has room for, at addresses that never change.
+    """AITER's plan for up to as many tokens as `kv_indptr` has room for, at addresses that never
+    change.
 
     Attributes:
         kv_indptr: int32 [capacity + 1], where the keys of each token begin.
@@ -86,10 +93,14 @@ class WorkPlan:
     full: bool = False
 
     def fill(self, lengths: Tensor) -> None:
-        """Takes over the keys int64 [num_tokens] of each token; tokens that are not there have none."""
+        """Takes over the keys int64 [num_tokens] of each token; tokens that are not there have
+        none.
+        """
         count = len(lengths)
         self.kv_indptr[1 : count + 1].copy_(lengths.cumsum(0))
-        self.kv_indptr[count + 1 :].copy_(self.kv_indptr[count].expand(len(self.kv_indptr) - count - 1))
+        self.kv_indptr[count + 1 :].copy_(
+            self.kv_indptr[count].expand(len(self.kv_indptr) - count - 1)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +118,9 @@ class SparseBuffers:
     device: torch.device
     request_ids: Tensor = field(init=False)  # int64 [capacity]
     qo_indptr: Tensor = field(init=False)  # int32 [capacity + 1]
-    kv_indices: Tensor = field(init=False)  # int32 [capacity * topk + 1]; the last place takes what is not selected
+    kv_indices: Tensor = field(
+        init=False
+    )  # int32 [capacity * topk + 1]; the last place takes what is not selected
     last_page_lens: Tensor = field(init=False)  # int32 [capacity]
     serial: int = 0
     used: int = 0  # tokens whose entries may be other than zero
@@ -117,7 +130,9 @@ class SparseBuffers:
         # Zeros, since a captured graph may read up to the largest extent it was made for.
         self.request_ids = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
         self.qo_indptr = torch.arange(self.capacity + 1, dtype=torch.int32, device=self.device)
-        self.kv_indices = torch.zeros(self.capacity * self.topk + 1, dtype=torch.int32, device=self.device)
+        self.kv_indices = torch.zeros(
+            self.capacity * self.topk + 1, dtype=torch.int32, device=self.device
+        )
         self.last_page_lens = torch.ones(self.capacity, dtype=torch.int32, device=self.device)
 
     def entries(self, count: int, plan: WorkPlan) -> Entries:
@@ -132,9 +147,13 @@ class SparseBuffers:
         )
 
     def fill(self, request_ids: Tensor, *, capturing: bool) -> None:
-        """Takes over the requests int64 [num_tokens] of a forward's rows, and clears what longer forwards left behind them."""
+        """Takes over the requests int64 [num_tokens] of a forward's rows, and clears what longer
+        forwards left behind them.
+        """
         count = len(request_ids)
-        used = self.capacity if capturing else self.used  # a graph replays after forwards that nobody knows yet
+        used = (
+            self.capacity if capturing else self.used
+        )  # a graph replays after forwards that nobody knows yet
         self.captured |= capturing
         if count < used:
             self.request_ids[count:used].zero_()
@@ -143,8 +162,12 @@ class SparseBuffers:
         self.request_ids[:count].copy_(request_ids)
         self.serial += 1
 
-    def list_slots(self, selected: Tensor, plan: WorkPlan, block_table: Tensor, block_size: int) -> None:
-        """Turns positions int32 [num_tokens, topk], -1 where there is none, into the packed list of cache slots."""
+    def list_slots(
+        self, selected: Tensor, plan: WorkPlan, block_table: Tensor, block_size: int
+    ) -> None:
+        """Turns positions int32 [num_tokens, topk], -1 where there is none, into the packed list of
+        cache slots.
+        """
         count = len(selected)
         valid = selected >= 0
         positions = selected.clamp(min=0)
@@ -181,7 +204,9 @@ class SparsePlanner:
         request_ids = torch.searchsorted(ends, rows, right=True)
         positions = rows + (metadata.seq_lens - ends)[request_ids].long()
         buffers.fill(request_ids, capturing=capturing)
-        work_plan = self._steady_plan(metadata, buffers, capturing) or self._work_plan(metadata, positions, buffers, capturing)
+        work_plan = self._steady_plan(metadata, buffers, capturing) or self._work_plan(
+            metadata, positions, buffers, capturing
+        )
         chunks = None if metadata.query_lens is None else _index_chunks(metadata, self.device)
         return SparsePlan(metadata, buffers, work_plan, buffers.serial, positions, chunks)
 
@@ -192,25 +217,45 @@ class SparsePlanner:
             self._buffers[capacity] = SparseBuffers(capacity, self.topk, self.device)
         return self._buffers[capacity]
 
-    def _steady_plan(self, metadata: AttentionMetadata, buffers: SparseBuffers, capturing: bool) -> WorkPlan | None:
-        """The plan of as many tokens with `topk` keys each; None where some may have fewer, or where it is yet to be made.
+    def _steady_plan(
+        self, metadata: AttentionMetadata, buffers: SparseBuffers, capturing: bool
+    ) -> WorkPlan | None:
+        """The plan of as many tokens with `topk` keys each; None where some may have fewer, or
+        where it is yet to be made.
 
-        A graph must not make it: its replays alone would, and other forwards would take it for made.
+        A graph must not make it: its replays alone would, and other forwards would take it for
+        made.
         """
         count = metadata.num_tokens
-        if metadata.query_lens is not None or metadata.min_seq_len - metadata.max_query_len + 1 < self.topk:
+        if (
+            metadata.query_lens is not None
+            or metadata.min_seq_len - metadata.max_query_len + 1 < self.topk
+        ):
             return None
         if count not in self._steady_plans and not capturing:
-            plan = WorkPlan(self._zeros(count + 1), self.kernels.work(count, 1, is_sparse=True), full=True)
+            plan = WorkPlan(
+                self._zeros(count + 1), self.kernels.work(count, 1, is_sparse=True), full=True
+            )
             torch.arange(0, (count + 1) * self.topk, self.topk, out=plan.kv_indptr)
             self.kernels.divide(buffers.entries(count, plan))
             self._steady_plans[count] = plan
         return self._steady_plans.get(count)
 
-    def _work_plan(self, metadata: AttentionMetadata, positions: Tensor, buffers: SparseBuffers, capturing: bool) -> WorkPlan:
-        """A plan of tokens at `positions`, made anew unless the host knows that it is the last one."""
+    def _work_plan(
+        self,
+        metadata: AttentionMetadata,
+        positions: Tensor,
+        buffers: SparseBuffers,
+        capturing: bool,
+    ) -> WorkPlan:
+        """A plan of tokens at `positions`, made anew unless the host knows that it is the
+        last one.
+        """
         key = None if capturing else self._key(metadata)
-        index = buffers.capacity, key is not None  # plans of lengths that the host knows share no memory with others
+        index = (
+            buffers.capacity,
+            key is not None,
+        )  # plans of lengths that the host knows share no memory with others
         if index not in self._work_plans:
             work = self.kernels.work(buffers.capacity, 1, is_sparse=True)
             self._work_plans[index] = WorkPlan(self._zeros(buffers.capacity + 1), work)
@@ -242,31 +287,58 @@ class SparsePlanner:
 
 
 def _index_chunks(metadata: AttentionMetadata, device: torch.device) -> list[IndexChunk]:
-    """Packs requests until their scores fill the workspace; a request too large by itself is cut between rows."""
+    """Packs requests until their scores fill the workspace; a request too large by itself is cut
+    between rows.
+    """
     assert metadata.query_lens is not None and metadata.seq_lens_host is not None
     firsts = [0, *accumulate(metadata.query_lens)]
     chunks, begin = [], 0
     while begin < metadata.num_reqs:
         end, rows, keys = begin, 0, 0
         while end < metadata.num_reqs:
-            more_rows, more_keys = rows + metadata.query_lens[end], keys + metadata.seq_lens_host[end]
+            more_rows, more_keys = (
+                rows + metadata.query_lens[end],
+                keys + metadata.seq_lens_host[end],
+            )
             if end > begin and more_rows * more_keys > MAX_SCORES:
                 break
             end, rows, keys = end + 1, more_rows, more_keys
         step = max(1, MAX_SCORES // max(1, keys))
         for row in range(firsts[begin], firsts[end], step):
-            chunks.append(_index_chunk(metadata, slice(begin, end), slice(row, min(row + step, firsts[end])), firsts, device))
+            chunks.append(
+                _index_chunk(
+                    metadata,
+                    slice(begin, end),
+                    slice(row, min(row + step, firsts[end])),
+                    firsts,
+                    device,
+                )
+            )
         begin = end
     return chunks
 
 
-def _index_chunk(metadata: AttentionMetadata, requests: slice, rows: slice, firsts: list[int], device: torch.device) -> IndexChunk:
+def _index_chunk(
+    metadata: AttentionMetadata,
+    requests: slice,
+    rows: slice,
+    firsts: list[int],
+    device: torch.device,
+) -> IndexChunk:
     """The given rows on all keys of the given requests."""
     assert metadata.query_lens is not None and metadata.seq_lens_host is not None
     lengths, counts = metadata.seq_lens_host[requests], metadata.query_lens[requests]
     offsets = [0, *accumulate(lengths)]
     part = slice(rows.start - firsts[requests.start], rows.stop - firsts[requests.start])
     starts = torch.repeat_interleave(torch.tensor(offsets[:-1]), torch.tensor(counts))[part]
-    ends = torch.cat([torch.arange(o + n - q, o + n) + 1 for o, n, q in zip(offsets, lengths, counts, strict=False)])[part]
-    cu_seq_lens, starts, ends = (tensor.int().to(device, non_blocking=True) for tensor in (torch.tensor(offsets), starts, ends))
+    ends = torch.cat(
+        [
+            torch.arange(o + n - q, o + n) + 1
+            for o, n, q in zip(offsets, lengths, counts, strict=False)
+        ]
+    )[part]
+    cu_seq_lens, starts, ends = (
+        tensor.int().to(device, non_blocking=True)
+        for tensor in (torch.tensor(offsets), starts, ends)
+    )
     return IndexChunk(rows, requests, offsets[-1], max(lengths), cu_seq_lens, starts, ends)

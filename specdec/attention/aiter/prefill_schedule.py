@@ -1,14 +1,17 @@
-"""How the work of an 8-bit prefill is dealt to compute units: the lists that AITER's kernels follow, computed on the host.
+"""How the work of an 8-bit prefill is dealt to compute units: the lists that AITER's kernels
+follow, computed on the host.
 
-The rows of a prompt form tiles of 256. A tile sees the keys up to its last row, in units of 128; the units of all tiles, one behind
-the other, are dealt in equal shares to the compute units that serve a head. A tile that a share ends in is split:
+The rows of a prompt form tiles of 256. A tile sees the keys up to its last row, in units of 128;
+the units of all tiles, one behind the other, are dealt in equal shares to the compute units that
+serve a head. A tile that a share ends in is split:
 
     tiles     |  0  |     1     |  2  |        3        |
     shares    |      0       |      1       |     2     |
     works     | 0   | 1      | 1| 2   | 3   | 3         |        1 and 3 are split
 
-A split tile leaves partial results, which are merged. AITER plans the same lists; from 0.1.20 on it copies host tensors through the
-device's queue for that, and the host waits until the queue is empty.
+A split tile leaves partial results, which are merged. AITER plans the same lists; from 0.1.20 on it
+copies host tensors through the device's queue for that, and the host waits until the queue is
+empty.
 """
 
 from collections.abc import Sequence
@@ -30,7 +33,8 @@ class Schedule:
     """The lists of a forward."""
 
     work_indptr: Numbers  # [num_units + 1], first work of each compute unit
-    work_info_set: Numbers  # [works, 8]: prompt, first row of its partial result or -1, rows, keys, keys behind them, heads
+    # [works, 8]: prompt, first row of its partial result or -1, rows, keys, keys behind them, heads
+    work_info_set: Numbers
     reduce_indptr: Numbers  # [split tiles + 1], first part of each
     reduce_final_map: Numbers  # [split tiles, 2], their rows
     reduce_partial_map: Numbers  # [parts], first row of each partial result
@@ -116,12 +120,16 @@ def _works(lengths: Integers, num_shares: int) -> _Works:
 
 
 def _tiles(lengths: Integers) -> _Tiles:
-    """Tiles of every prompt, taken from its head and its tail in turn, so that short and long ones alternate."""
+    """Tiles of every prompt, taken from its head and its tail in turn, so that short and long ones
+    alternate.
+    """
     counts = -(-lengths // QUERY_TILE)
     prompt = np.repeat(np.arange(len(lengths)), counts)
     turn = np.arange(len(prompt)) - (np.cumsum(counts) - counts)[prompt]
     place = np.where(turn % 2 == 0, turn // 2, counts[prompt] - 1 - turn // 2)
-    end = np.minimum((place + 1) * QUERY_TILE, lengths[prompt])  # of the rows, and of the keys that the last of them sees
+    end = np.minimum(
+        (place + 1) * QUERY_TILE, lengths[prompt]
+    )  # of the rows, and of the keys that the last of them sees
     num_units = -(-end // KEY_TILE)
     first = (np.cumsum(lengths) - lengths)[prompt]
     return _Tiles(prompt, first + place * QUERY_TILE, first + end, np.cumsum(num_units), num_units)

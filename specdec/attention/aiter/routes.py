@@ -1,4 +1,6 @@
-"""Routes: which kernel takes a group of requests. The first route of a list that fits is taken; the list prints as a table."""
+"""Routes: which kernel takes a group of requests. The first route of a list that fits is taken; the
+list prints as a table.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,11 +35,16 @@ class Route(NamedTuple):
 
 def choose(routes: Sequence[Route], group: Group, *facts: Any) -> Kernel:
     """The kernel of the first route that fits."""
-    return next(route.kernel for route in routes if route.phase == group.phase and route.fits(group, *facts))
+    return next(
+        route.kernel for route in routes if route.phase == group.phase and route.fits(group, *facts)
+    )
 
 
 def table(routes: Sequence[Route]) -> str:
     """The routes in words, a line each."""
     width = max(len(route.when) for route in routes)
-    lines = [("phase", "when", "kernel"), *((r.phase, r.when or "any", r.kernel.__name__) for r in routes)]
+    lines = [
+        ("phase", "when", "kernel"),
+        *((r.phase, r.when or "any", r.kernel.__name__) for r in routes),
+    ]
     return "\n".join(f"{phase:<8} {when:<{width}}  {kernel}" for phase, when, kernel in lines)

@@ -11,12 +11,16 @@ from specdec.base.sizes import power_of_two
 
 @dataclass(slots=True)
 class Scratch:
-    """One buffer per name, type and power of two of elements, never given up, so that captured graphs may use its address."""
+    """One buffer per name, type and power of two of elements, never given up, so that captured
+    graphs may use its address.
+    """
 
     device: torch.device
     _buffers: dict[tuple[str, int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, count: int, dtype: torch.dtype, make: Callable[..., Tensor] = torch.empty) -> Tensor:
+    def take(
+        self, name: str, count: int, dtype: torch.dtype, make: Callable[..., Tensor] = torch.empty
+    ) -> Tensor:
         """The first `count` elements of a buffer; a new one is what `make` yields for its size."""
         key = (name, power_of_two(count), dtype)
         if key not in self._buffers:

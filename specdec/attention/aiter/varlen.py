@@ -1,4 +1,6 @@
-"""`flash_attn_varlen_func` as the backends call it: rows on packed keys, and on a context gathered chunk by chunk."""
+"""`flash_attn_varlen_func` as the backends call it: rows on packed keys, and on a context gathered
+chunk by chunk.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,8 @@ def attend(
     """Rows on packed keys: those of `context`, or the rows' own when there is none.
 
     Returns:
-        [num_tokens, num_heads, v_head_dim], and with `return_lse` log-denominators float32 [num_heads, num_tokens] beside it.
+        [num_tokens, num_heads, v_head_dim], and with `return_lse` log-denominators float32
+        [num_heads, num_tokens] beside it.
     """
     return ops.flash_attn_varlen_func(
         q=query,
@@ -45,14 +48,19 @@ def attend_in_chunks(
     read: Callable[[Tensor], tuple[Tensor, Tensor]],
     **options: Any,
 ) -> Tensor:
-    """Rows on their own keys, then on each chunk of the context, merged by the logarithms of their denominators.
+    """Rows on their own keys, then on each chunk of the context, merged by the logarithms of their
+    denominators.
 
     Args:
         ops, group, query, key, value, options: as in `attend`.
         read: keys and values of cache slots int64 [n].
     """
-    out, lse = attend(ops, group, query, key, value, causal=group.causal, return_lse=True, **options)
+    out, lse = attend(
+        ops, group, query, key, value, causal=group.causal, return_lse=True, **options
+    )
     for chunk in group.context_chunks():
-        part, part_lse = attend(ops, group, query, *read(chunk.slots), chunk, causal=False, return_lse=True, **options)
+        part, part_lse = attend(
+            ops, group, query, *read(chunk.slots), chunk, causal=False, return_lse=True, **options
+        )
         out, lse = merge(out, lse, part, part_lse)
     return out.to(query.dtype)

@@ -1,17 +1,27 @@
-"""Reference latent attention in plain torch: the oracle for every other such backend, and the CPU path.
+"""Reference latent attention in plain torch: the oracle for every other such backend, and the CPU
+path.
 
-Kernel: absorbs the maps of keys into the query and those of values into the output, so that a layer is attention of many query
-heads to one cached vector per token, and writes that out: products in the model's type, softmax in float32. Prefill runs the same
-way as decoding. Building keys and values there would save arithmetic, but a second path would need the context built again for
-every chunk, and an oracle is better off with one. Positions chosen by an indexer enter through the mask, so they save nothing here.
-Shapes: any. Layout: plain; index keys in the model's type. Host: never waits for the device.
+Kernel: absorbs the maps of keys into the query and those of values into the output, so that a layer
+is attention of many query heads to one cached vector per token, and writes that out: products in
+the model's type, softmax in float32. Prefill runs the same way as decoding. Building keys and
+values there would save arithmetic, but a second path would need the context built again for every
+chunk, and an oracle is better off with one. Positions chosen by an indexer enter through the mask,
+so they save nothing here. Shapes: any. Layout: plain; index keys in the model's type. Host: never
+waits for the device.
 """
 
 import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
-from specdec.attention.mla import INDEXED, IndexerRows, MlaRows, MlaSpec, SparseMlaBackend, UpProjection
+from specdec.attention.mla import (
+    INDEXED,
+    IndexerRows,
+    MlaRows,
+    MlaSpec,
+    SparseMlaBackend,
+    UpProjection,
+)
 from specdec.attention.torch_ref.fa import TorchRefBackend, TorchRefPlan
 from specdec.kv_cache import LatentCache, LatentLayerSpec
 
@@ -65,19 +75,36 @@ class TorchRefMlaBackend(SparseMlaBackend):
             if num_keys <= topk:
                 chosen = torch.arange(num_keys, device=seen.device).where(seen, -1)
             else:
-                query = rows.query[segment.rows].unflatten(0, (-1, width)).float()  # [num_reqs, width, heads, head_dim]
+                query = (
+                    rows.query[segment.rows].unflatten(0, (-1, width)).float()
+                )  # [num_reqs, width, heads, head_dim]
                 weights = rows.weights[segment.rows].unflatten(0, (-1, width))
                 key = _gather(keys, segment.blocks, len(seen))[:, :num_keys].float()
-                scores = (query.flatten(1, 2) @ key.transpose(1, 2)).relu().unflatten(1, query.shape[1:3])
-                scores = (weights[:, :, None] @ scores)[:, :, 0].masked_fill(~seen, -torch.inf)  # [num_reqs, width, num_keys]
+                scores = (
+                    (query.flatten(1, 2) @ key.transpose(1, 2))
+                    .relu()
+                    .unflatten(1, query.shape[1:3])
+                )
+                scores = (weights[:, :, None] @ scores)[:, :, 0].masked_fill(
+                    ~seen, -torch.inf
+                )  # [num_reqs, width, num_keys]
                 best = scores.topk(topk, dim=-1)
                 chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
-            _put(selected[:, : chosen.shape[-1]], segment.rows, segment.kept, chosen.flatten(0, 1).int())
+            _put(
+                selected[:, : chosen.shape[-1]],
+                segment.rows,
+                segment.kept,
+                chosen.flatten(0, 1).int(),
+            )
         return selected
 
-    def write(self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor) -> None:
+    def write(
+        self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
+    ) -> None:
         """See `MlaBackend.write`."""
-        cache.latent.flatten(0, 1).index_copy_(0, slot_mapping, torch.cat([compressed, key_rope], dim=-1))
+        cache.latent.flatten(0, 1).index_copy_(
+            0, slot_mapping, torch.cat([compressed, key_rope], dim=-1)
+        )
 
     def run(
         self,
@@ -92,16 +119,22 @@ class TorchRefMlaBackend(SparseMlaBackend):
         """See `MlaBackend.run`."""
         rank, num_heads = self.spec.kv_lora_rank, self.spec.num_heads
         self.write(cache, rows.compressed, rows.key_rope, plan.slot_mapping)
-        query = torch.cat([_per_head(rows.query_nope, up.key), rows.query_rope], dim=-1)  # [num_tokens, heads, latent_dim]
+        query = torch.cat(
+            [_per_head(rows.query_nope, up.key), rows.query_rope], dim=-1
+        )  # [num_tokens, heads, latent_dim]
         attended = query.new_empty(len(query), num_heads, rank)
         for segment in plan.segments:
-            q = query[segment.rows].unflatten(0, (-1, segment.width)).transpose(1, 2)  # [num_reqs, heads, width, latent_dim]
+            q = (
+                query[segment.rows].unflatten(0, (-1, segment.width)).transpose(1, 2)
+            )  # [num_reqs, heads, width, latent_dim]
             keys = _gather(cache.latent, segment.blocks, len(q))[:, : segment.num_keys]
             scores = (q.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, q.shape[1:3]) * scale
             scores = scores + segment.mask(None, query.dtype, 1)
             if selected is not None:
                 chosen = _membership(selected[segment.rows], segment.num_keys)
-                scores = scores.masked_fill(~chosen.unflatten(0, (-1, 1, segment.width)), -torch.inf)
+                scores = scores.masked_fill(
+                    ~chosen.unflatten(0, (-1, 1, segment.width)), -torch.inf
+                )
             weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
             out = (weights.flatten(1, 2) @ keys[..., :rank]).unflatten(1, q.shape[1:3])
             _put(attended, segment.rows, segment.kept, out.transpose(1, 2).flatten(0, 1))
@@ -133,14 +166,18 @@ def _gather(cache: Tensor, blocks: Tensor, num_reqs: int) -> Tensor:
 
 
 def _membership(selected: Tensor, num_keys: int) -> Tensor:
-    """bool [rows, num_keys]: which positions a row of `selected` int32 [rows, topk] names; -1 names none."""
+    """bool [rows, num_keys]: which positions a row of `selected` int32 [rows, topk] names; -1 names
+    none.
+    """
     chosen = torch.zeros(len(selected), num_keys + 1, dtype=torch.bool, device=selected.device)
     places = torch.where(selected < 0, num_keys, selected).long()
     return chosen.scatter_(1, places, True)[:, :num_keys]
 
 
 def _put(output: Tensor, places: slice | Tensor, kept: Tensor | None, values: Tensor) -> None:
-    """Stores a segment's rows, without its padding, which may be NaN when its positions and its mask do not meet."""
+    """Stores a segment's rows, without its padding, which may be NaN when its positions and its
+    mask do not meet.
+    """
     if isinstance(places, Tensor) and kept is not None:
         output.index_copy_(0, places[kept], values[kept])
     else:

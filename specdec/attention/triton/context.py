@@ -1,16 +1,18 @@
-"""Long prompts through a library, whose kernels know no pages: rows and keys that form squares and rectangles, in few shapes.
+"""Long prompts through a library, whose kernels know no pages: rows and keys that form squares and
+rectangles, in few shapes.
 
-Rows of a request are cut into pieces of `SQUARES`. A piece takes its own keys as a causal square, and those of its context as a
-rectangle; the two are merged, with sinks. What is left over goes to the kernel for prompts:
+Rows of a request are cut into pieces of `SQUARES`. A piece takes its own keys as a causal square,
+and those of its context as a rectangle; the two are merged, with sinks. What is left over goes to
+the kernel for prompts:
 
     piece 0    s           #  rectangles of the library
     piece 1    #s          s  its squares
     piece 2    ##s         o  the kernel for prompts
     the rest   oooo
 
-Where a context is no multiple of `PIECE`, pieces of that size take rectangles alone, and the kernel for prompts goes on from there
-(`specdec.attention.triton.triton_prefill.Earlier`). Keys are gathered from the cache, once per
-layer and request.
+Where a context is no multiple of `PIECE`, pieces of that size take rectangles alone, and the kernel
+for prompts goes on from there (`specdec.attention.triton.triton_prefill.Earlier`). Keys are
+gathered from the cache, once per layer and request.
 """
 
 from collections.abc import Callable
@@ -81,18 +83,31 @@ class _Part(NamedTuple):
 
 def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMetadata:
     """A `PrefillPlan` if there is a piece, else `metadata`. The host does not wait."""
-    if metadata.visibility != "causal" or metadata.query_lens is None or metadata.seq_lens_host is None or PIECE % block_size:
+    if (
+        metadata.visibility != "causal"
+        or metadata.query_lens is None
+        or metadata.seq_lens_host is None
+        or PIECE % block_size
+    ):
         return metadata
     lengths = enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
-    parts = [part for request, (num_rows, end) in lengths for part in _parts(request, num_rows, end)]
+    parts = [
+        part for request, (num_rows, end) in lengths for part in _parts(request, num_rows, end)
+    ]
     if not any(part.is_piece for part in parts):
         return metadata
     cuts = [i for i in range(1, len(parts)) if parts[i].is_piece or parts[i - 1].is_piece]
-    groups = [parts[first:last] for first, last in zip([0, *cuts], [*cuts, len(parts)], strict=True)]
+    groups = [
+        parts[first:last] for first, last in zip([0, *cuts], [*cuts, len(parts)], strict=True)
+    ]
     counts = [[0, *accumulate(part.num_rows for part in group)] for group in groups]
     of_parts = [part.end for part in parts] + [part.request for part in parts]
-    values = torch.tensor(sum(counts, of_parts), dtype=torch.int32, pin_memory=metadata.seq_lens.is_cuda)
-    ends, requests, starts = values.to(metadata.seq_lens.device, non_blocking=True).tensor_split([len(parts), 2 * len(parts)])
+    values = torch.tensor(
+        sum(counts, of_parts), dtype=torch.int32, pin_memory=metadata.seq_lens.is_cuda
+    )
+    ends, requests, starts = values.to(metadata.seq_lens.device, non_blocking=True).tensor_split(
+        [len(parts), 2 * len(parts)]
+    )
     table = metadata.block_table.index_select(0, requests)
     runs, first_row, first_part = [], 0, 0
     for group, count in zip(groups, counts, strict=True):
@@ -110,7 +125,10 @@ def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMe
         rows = slice(first_row, first_row + count[-1])
         runs.append(Run(of_rows, rows, group[0].num_keys, group[0].square, group[0].request))
         first_row, first_part, starts = first_row + count[-1], chosen.stop, starts[len(count) :]
-    return PrefillPlan(**{field.name: getattr(metadata, field.name) for field in fields(metadata)}, runs=tuple(runs))
+    return PrefillPlan(
+        **{field.name: getattr(metadata, field.name) for field in fields(metadata)},
+        runs=tuple(runs),
+    )
 
 
 def attend(
@@ -152,13 +170,22 @@ def attend(
             continue
         if run.request != gathered_of:
             blocks = run.metadata.block_table[0, : run.num_gathered // cache.key.shape[1]]
-            gathered_of, (key, value) = run.request, (side.index_select(0, blocks).flatten(0, 1) for side in cache)
-        earlier = rectangle(rows, key[before], value[before], scale, False) if run.num_keys else None
+            gathered_of, (key, value) = (
+                run.request,
+                (side.index_select(0, blocks).flatten(0, 1) for side in cache),
+            )
+        earlier = (
+            rectangle(rows, key[before], value[before], scale, False) if run.num_keys else None
+        )
         if run.square:
             own = slice(run.num_keys, run.num_gathered)
-            merge_two(earlier, rectangle(rows, key[own], value[own], scale, True), sinks, output[run.rows])
+            merge_two(
+                earlier, rectangle(rows, key[own], value[own], scale, True), sinks, output[run.rows]
+            )
         elif earlier is not None:
-            go_on(rows, run.metadata, earlier=Earlier(*earlier, run.num_keys), output=output[run.rows])
+            go_on(
+                rows, run.metadata, earlier=Earlier(*earlier, run.num_keys), output=output[run.rows]
+            )
     return output
 
 
@@ -167,7 +194,9 @@ def _parts(request: int, num_rows: int, end: int) -> list[_Part]:
     start = end - num_rows
     if start % PIECE == 0:
         return _squares(request, start, end)
-    first = start if start >= PIECE else start + PIECE  # the first piece without a context has no rectangle
+    first = (
+        start if start >= PIECE else start + PIECE
+    )  # the first piece without a context has no rectangle
     firsts = range(first, end - PIECE + 1, PIECE)
     if not firsts:
         return [_Part(request, num_rows, end, 0)]

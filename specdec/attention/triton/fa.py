@@ -1,12 +1,13 @@
-"""Multi-head attention on CUDA devices, and on CDNA devices without AITER, with our own Triton kernels.
+"""Multi-head attention on CUDA devices, and on CDNA devices without AITER, with our own Triton
+kernels.
 
 Kernels: `specdec.attention.triton.triton_prefill` for prompts,
 `specdec.attention.triton.triton_attention` for few rows and for blocks whose rows see
-each other; both read the cache, so a chunk needs no second path. A library takes part in long contexts, if there is a faster one
-(`specdec.attention.triton.libraries`).
-Layout: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device, and launches depend on nothing but the
-host's counts and bounds, so a captured graph serves any lengths below its bound. Float32 is computed as such, not in the matrix
-units' short form.
+each other; both read the cache, so a chunk needs no second path. A library takes part in long
+contexts, if there is a faster one (`specdec.attention.triton.libraries`).
+Layout: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device, and
+launches depend on nothing but the host's counts and bounds, so a captured graph serves any lengths
+below its bound. Float32 is computed as such, not in the matrix units' short form.
 Known gaps: query heads in groups above 128; head sizes above 512.
 """
 
@@ -38,7 +39,9 @@ MAX_SPLITS = 64
 SHORT_CONTEXT = 2**21
 """Bytes of keys and values that several programs can read for as many rows each."""
 SMALL_TILE = 16
-"""Rows times heads of a program that leaves so much of a processor free that four of them run faster than two."""
+"""Rows times heads of a program that leaves so much of a processor free that four of them run
+faster than two.
+"""
 
 
 class TritonFaBackend(AttentionBackend):
@@ -57,11 +60,18 @@ class TritonFaBackend(AttentionBackend):
         if spec.kv_dtype != spec.dtype and not reasons:
             reasons += _cache_reasons(spec)
         if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 2:
-            reasons.append(f"head size {spec.head_dim} (the kernels take even ones up to {MAX_HEAD_DIM})")
+            reasons.append(
+                f"head size {spec.head_dim} (the kernels take even ones up to {MAX_HEAD_DIM})"
+            )
         if spec.num_heads % spec.num_kv_heads:
-            reasons.append(f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly")
+            reasons.append(
+                f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly"
+            )
         elif spec.num_heads // spec.num_kv_heads > MAX_GROUP:
-            reasons.append(f"{spec.num_heads // spec.num_kv_heads} query heads per key head (the kernels take {MAX_GROUP})")
+            reasons.append(
+                f"{spec.num_heads // spec.num_kv_heads} query heads per key head (the kernels take"
+                f" {MAX_GROUP})"
+            )
         return reasons
 
     @classmethod
@@ -74,7 +84,10 @@ class TritonFaBackend(AttentionBackend):
         """See `AttentionBackend.reasons_against_auto`."""
         if unavailable_reasons(spec.device):
             return []
-        if spec.device.type == "cpu" and specdec.device.device.rocm_architecture(spec.device) is None:
+        if (
+            spec.device.type == "cpu"
+            and specdec.device.device.rocm_architecture(spec.device) is None
+        ):
             return ["kernels are interpreted on a CPU, for tests only"]
         return reasons_against_kernels(cls, spec)
 
@@ -86,13 +99,19 @@ class TritonFaBackend(AttentionBackend):
         super().__init__(spec)
         if any(one.chunk for one in spec.each):  # whose rows would be requests of their own
             self.captures_prefill = False
-        self._kernels, self._prefill, self._rope_store = triton_attention, triton_prefill, triton_rope.rope_store
+        self._kernels, self._prefill, self._rope_store = (
+            triton_attention,
+            triton_prefill,
+            triton_rope.rope_store,
+        )
         self._group = spec.num_heads // spec.num_kv_heads
         self.num_processors = num_processors(spec.device)
         self.rectangle = library(spec)
 
     def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        """The metadata itself, in which programs find their own work, and what of long contexts a library takes."""
+        """The metadata itself, in which programs find their own work, and what of long contexts a
+        library takes.
+        """
         return plan_rectangles(metadata, self.spec.block_size) if self.rectangle else metadata
 
     def run(
@@ -110,7 +129,9 @@ class TritonFaBackend(AttentionBackend):
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         self.write(cache, key, value, plan.slot_mapping)
-        return self.read(query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return self.read(
+            query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
 
     def read(
         self,
@@ -125,8 +146,18 @@ class TritonFaBackend(AttentionBackend):
     ) -> Tensor:
         """See `AttentionBackend.read`."""
         query = query if query.stride(-1) == 1 else query.contiguous()
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        if self.rectangle is None or not isinstance(plan, PrefillPlan) or window is not None or softcap is not None:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "sinks": sinks,
+        }
+        if (
+            self.rectangle is None
+            or not isinstance(plan, PrefillPlan)
+            or window is not None
+            or softcap is not None
+        ):
             return self._attend(query, cache, plan, **options)
         return context.attend(
             query,
@@ -135,16 +166,26 @@ class TritonFaBackend(AttentionBackend):
             self.rectangle,
             scale=scale,
             sinks=sinks,
-            go_on=lambda rows, rest, **how: self._prefill.prefill_attention(rows, cache, **_places(rest), **options, **how),
+            go_on=lambda rows, rest, **how: self._prefill.prefill_attention(
+                rows, cache, **_places(rest), **options, **how
+            ),
             plain=lambda rows, rest: self._attend(rows, cache, rest, **options),
         )
 
     def _attend(
-        self, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, *, window: int | None, **options: Any
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        *,
+        window: int | None,
+        **options: Any,
     ) -> Tensor:
         """Attention through our own kernels alone."""
         if self.is_prefill(metadata, window):
-            return self._prefill.prefill_attention(query, cache, **_places(metadata), window=window, **options)
+            return self._prefill.prefill_attention(
+                query, cache, **_places(metadata), window=window, **options
+            )
         tile = self.tile(metadata)
         splits = self.num_splits(metadata, window, tile)
         return self._kernels.paged_attention(
@@ -161,40 +202,66 @@ class TritonFaBackend(AttentionBackend):
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """See `AttentionBackend.write`."""
-        key, value = (rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous() for rows in (key, value))
+        key, value = (
+            rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
+            for rows in (key, value)
+        )
         self._rope_store(None, key, value, cache, slot_mapping)
 
     def is_prefill(self, metadata: AttentionMetadata, window: int | None) -> bool:
-        """Whether the kernel for prompts is taken, which does not divide keys: so many rows fill the device, or see few keys."""
+        """Whether the kernel for prompts is taken, which does not divide keys: so many rows fill
+        the device, or see few keys.
+        """
         if metadata.visibility != "causal" or metadata.max_query_len < PREFILL_ROWS:
             return False
         spec = self.spec
-        tile = self._prefill.prefill_tile(self._group, spec.head_dim, spec.dtype, shared_memory(spec.device))
+        tile = self._prefill.prefill_tile(
+            self._group, spec.head_dim, spec.dtype, shared_memory(spec.device)
+        )
         return self.num_splits(metadata, window, tile) == 1
 
     def tile(self, metadata: AttentionMetadata) -> "Tile":
-        """Shape of a program: the smallest for few rows over a short context, else what reads keys the fewest times.
+        """Shape of a program: the smallest for few rows over a short context, else what reads keys
+        the fewest times.
 
         Where the smallest pays, a row among drafts is computed as it is alone, to the last bit.
         """
         spec, memory = self.spec, shared_memory(self.spec.device)
         small = self._kernels.tile_for(self._group, 1, spec.head_dim, spec.dtype, memory)
         programs = metadata.num_reqs * spec.num_kv_heads * self._num_tiles(metadata, small)
-        context_bytes = metadata.num_reqs * metadata.max_seq_len * spec.num_kv_heads * spec.head_dim * 2 * spec.kv_dtype.itemsize
+        context_bytes = (
+            metadata.num_reqs
+            * metadata.max_seq_len
+            * spec.num_kv_heads
+            * spec.head_dim
+            * 2
+            * spec.kv_dtype.itemsize
+        )
         if programs <= self.num_processors and context_bytes <= SHORT_CONTEXT:
             return small
-        return self._kernels.tile_for(self._group, metadata.max_query_len, spec.head_dim, spec.dtype, memory)
+        return self._kernels.tile_for(
+            self._group, metadata.max_query_len, spec.head_dim, spec.dtype, memory
+        )
 
     def num_splits(self, metadata: AttentionMetadata, window: int | None, tile: "Tile") -> int:
-        """Programs that share the keys of a row: a power of two that fills the device, as far as there are keys.
+        """Programs that share the keys of a row: a power of two that fills the device, as far as
+        there are keys.
 
         It follows from host counts alone, so it is the same whenever the same graph is captured.
         """
-        resident = 4 if tile.block_m <= SMALL_TILE and tile.num_warps > 2 else 2  # two warps' keys fill the memory
-        wanted = resident * self.num_processors // (metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads)
+        resident = (
+            4 if tile.block_m <= SMALL_TILE and tile.num_warps > 2 else 2
+        )  # two warps' keys fill the memory
+        wanted = (
+            resident
+            * self.num_processors
+            // (metadata.num_reqs * self._num_tiles(metadata, tile) * self.spec.num_kv_heads)
+        )
         keys = metadata.max_seq_len
         if window is not None:
-            keys = min(keys, metadata.max_query_len + (2 if metadata.visibility == "full" else 1) * window)
+            keys = min(
+                keys, metadata.max_query_len + (2 if metadata.visibility == "full" else 1) * window
+            )
         most = max(1, min(wanted, keys // MIN_SPLIT_KEYS, MAX_SPLITS))
         return 1 << (most.bit_length() - 1)
 
@@ -218,7 +285,9 @@ def _cache_reasons(spec: AttentionSpec) -> list[str]:
     expected = specdec.device.device.float8_dtype(spec.device)
     if spec.kv_dtype != expected:
         return [f"a {spec.kv_dtype} cache (the kernels take the model's type and {expected})"]
-    nvidia = spec.device.type == "cuda" and specdec.device.device.rocm_architecture(spec.device) is None
+    nvidia = (
+        spec.device.type == "cuda" and specdec.device.device.rocm_architecture(spec.device) is None
+    )
     if nvidia and torch.cuda.get_device_capability(spec.device) < (8, 9):
         return [f"a {spec.kv_dtype} cache (it needs compute capability 8.9)"]
     return []

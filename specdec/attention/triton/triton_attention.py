@@ -1,19 +1,21 @@
 """Paged attention in Triton: one kernel for every phase of decoding.
 
-A program holds the queries of all heads that share a key head, for a few consecutive rows of one request, and walks over the keys
-they see; so keys are read once per key head, and 5 rows of 3 heads fill 15 of the 16 rows a matrix instruction takes:
+A program holds the queries of all heads that share a key head, for a few consecutive rows of one
+request, and walks over the keys they see; so keys are read once per key head, and 5 rows of 3 heads
+fill 15 of the 16 rows a matrix instruction takes:
 
     tile rows     r0h0 r0h1 r0h2 r1h0 r1h1 r1h2 ... r4h2  -
 
-With few programs and a long context the keys are divided among `splits` programs, each of which leaves a partial output and the
-logarithm of its softmax denominator (as in Flash-Decoding); `triton_splits` merges them. The division follows the lengths on the
-device, and the grid depends on host bounds alone, so a captured graph stays right for any lengths below its bound.
+With few programs and a long context the keys are divided among `splits` programs, each of which
+leaves a partial output and the logarithm of its softmax denominator (as in Flash-Decoding);
+`triton_splits` merges them. The division follows the lengths on the device, and the grid depends on
+host bounds alone, so a captured graph stays right for any lengths below its bound.
 
-A row of a draft tree has a word with a bit for each draft that it sees. As parents come before their children, it sees no key that
-its row would not see in a chain.
+A row of a draft tree has a word with a bit for each draft that it sees. As parents come before
+their children, it sees no key that its row would not see in a chain.
 
-The online softmax is FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation. No instruction is tied to a vendor,
-but for a guarded one.
+The online softmax is FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation. No
+instruction is tied to a vendor, but for a guarded one.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,13 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.attention.triton.triton_splits import merge_splits
-from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
+from specdec.kernels.triton_launch import (
+    HOPPER_SHARED_MEMORY,
+    num_stages,
+    on_device,
+    overlap_options,
+    shared_memory,
+)
 from specdec.kernels.triton_overlap import await_previous, release_next
 from specdec.kv_cache import LayerCache
 
@@ -32,8 +40,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 MAX_TILE_ROWS = 128
 """Most rows (heads of a group times query rows) of one program."""
 MANY_TILE_ROWS = 512
-"""Such rows of a request from which on a program has so many. With fewer it has half of them, as a processor then has two programs:
-trees of 8 requests take two thirds of the time on an H100."""
+"""Such rows of a request from which on a program has so many. With fewer it has half of them, as a
+processor then has two programs: trees of 8 requests take two thirds of the time on an H100."""
 KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
 FEW_ROWS = 640
@@ -114,7 +122,10 @@ def _attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     in_head = dim < HEAD_DIM
     q = tl.load(
-        query + token[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :],
+        query
+        + token[:, None] * query_row_stride
+        + head[:, None] * query_head_stride
+        + dim[None, :],
         mask=real[:, None] & in_head[None, :],
         other=0.0,
     )
@@ -133,7 +144,11 @@ def _attention_kernel(
     begin += split * per_split
     end = tl.minimum(begin + per_split, end)
     # All rows see all keys before it.
-    masked_from = tl.minimum(end, (first if ancestors is None else seq_len - query_len) + 1) if CAUSAL else end
+    masked_from = (
+        tl.minimum(end, (first if ancestors is None else seq_len - query_len) + 1)
+        if CAUSAL
+        else end
+    )
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -145,9 +160,17 @@ def _attention_kernel(
     for start in range(begin, end, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         exists = key_position < end
-        block = tl.load(block_table + request * table_stride + key_position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        place = block * block_stride + key_position % BLOCK_SIZE * slot_stride + kv_head * head_stride
-        k = tl.load(key_cache + place[None, :] + dim[:, None], mask=exists[None, :] & in_head[:, None], other=0.0)
+        block = tl.load(
+            block_table + request * table_stride + key_position // BLOCK_SIZE, mask=exists, other=0
+        ).to(tl.int64)
+        place = (
+            block * block_stride + key_position % BLOCK_SIZE * slot_stride + kv_head * head_stride
+        )
+        k = tl.load(
+            key_cache + place[None, :] + dim[:, None],
+            mask=exists[None, :] & in_head[:, None],
+            other=0.0,
+        )
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * score_scale
         if SOFTCAP:  # tanh through the exponential, which every target has
             scores = (2.0 / (1.0 + tl.exp2(scores / softcap * (-2.0 * LOG2E))) - 1.0) * softcap
@@ -157,23 +180,37 @@ def _attention_kernel(
             if ancestors is not None:
                 key_row = key_position - (seq_len - query_len)  # below 0 in the context
                 bit = tl.minimum(tl.maximum(key_row - 1, 0), 63)
-                half = tl.where((bit < 32)[None, :], low[:, None], high[:, None])  # shifts of 64 bits are many instructions
+                half = tl.where(
+                    (bit < 32)[None, :], low[:, None], high[:, None]
+                )  # shifts of 64 bits are many instructions
                 seen = seen & ((key_row <= 0)[None, :] | ((half >> (bit & 31)[None, :]) & 1 != 0))
             elif CAUSAL:
                 seen = seen & (key_position[None, :] <= position[:, None])
             if WINDOW is not None:
-                # Of a tree's drafts the word has those within; their rows lie where their depth is, or nearer to the end.
+                # Of a tree's drafts the word has those within; their rows lie where their depth is,
+                # or nearer to the end.
                 seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
                 if not CAUSAL:
                     seen = seen & (key_position[None, :] - position[:, None] < WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+        shift = tl.where(
+            new_peak == float("-inf"), 0.0, new_peak
+        )  # a row that has seen nothing yet
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(peak - shift)
         total = total * rescale + tl.sum(weights, 1)
-        v = tl.load(value_cache + place[:, None] + dim[None, :], mask=exists[:, None] & in_head[None, :], other=0.0)
-        accumulated = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulated * rescale[:, None], input_precision="ieee")
+        v = tl.load(
+            value_cache + place[:, None] + dim[None, :],
+            mask=exists[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        accumulated = tl.dot(
+            weights.to(q.dtype),
+            v.to(q.dtype),
+            accumulated * rescale[:, None],
+            input_precision="ieee",
+        )
         peak = new_peak
 
     result = accumulated * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
@@ -184,12 +221,21 @@ def _attention_kernel(
         mask=real[:, None] & in_head[None, :],
     )
     if SPLITS > 1:
-        log_sum = tl.where(total == 0.0, float("-inf"), peak + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        log_sum = tl.where(
+            total == 0.0, float("-inf"), peak + tl.log2(tl.where(total == 0.0, 1.0, total))
+        )
         tl.store(log_sums + place, log_sum, mask=real)
 
 
-def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memory: int = HOPPER_SHARED_MEMORY) -> Tile:
-    """How programs are cut for requests of up to `query_len` rows whose key heads serve `group` query heads each.
+def tile_for(
+    group: int,
+    query_len: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    memory: int = HOPPER_SHARED_MEMORY,
+) -> Tile:
+    """How programs are cut for requests of up to `query_len` rows whose key heads serve `group`
+    query heads each.
 
     `memory` is what a program can have, see `specdec.kernels.triton_launch.shared_memory`.
 
@@ -202,9 +248,13 @@ def tile_for(group: int, query_len: int, head_dim: int, dtype: torch.dtype, memo
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
     most_stages, num_warps = 3, 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
-    if block_m == 16 and block_d == 128 and dtype.itemsize == 2:  # two warps with as much under way as the memory holds
+    if (
+        block_m == 16 and block_d == 128 and dtype.itemsize == 2
+    ):  # two warps with as much under way as the memory holds
         most_stages, num_warps = 5, 2
-    elif block_d > 64 and block_m <= 64:  # few rows of wide heads: shorter iterations, more of them or of programs under way
+    elif (
+        block_d > 64 and block_m <= 64
+    ):  # few rows of wide heads: shorter iterations, more of them or of programs under way
         block_n, most_stages = min(block_n, 32), 2 if block_m == 16 and block_d == 256 else 5
     elif block_n <= 32:
         most_stages = 5
@@ -255,15 +305,23 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = cache.key.shape[1:3]
     group = num_heads // num_kv_heads
-    tile = tile or tile_for(group, max_query_len, head_dim, query.dtype, shared_memory(query.device))
-    assert cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
+    tile = tile or tile_for(
+        group, max_query_len, head_dim, query.dtype, shared_memory(query.device)
+    )
+    assert (
+        cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
+    )
     assert splits & (splits - 1) == 0 and tile.block_m >= group
     assert tree is None or causal
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     parts = log_sums = output
     if splits > 1:
-        parts = torch.empty(num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=query.device)
-        log_sums = torch.empty(num_tokens, num_heads, splits, dtype=torch.float32, device=query.device)
+        parts = torch.empty(
+            num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=query.device
+        )
+        log_sums = torch.empty(
+            num_tokens, num_heads, splits, dtype=torch.float32, device=query.device
+        )
     num_tiles = -(-max_query_len // (tile.block_m // group))
     with on_device(query):
         _attention_kernel[(len(seq_lens) * num_tiles, num_kv_heads, splits)](

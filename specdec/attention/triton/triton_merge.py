@@ -1,4 +1,6 @@
-"""Attention to two sets of keys as if to their union, and to sinks, in Triton: outputs weighed by their softmax denominators."""
+"""Attention to two sets of keys as if to their union, and to sinks, in Triton: outputs weighed by
+their softmax denominators.
+"""
 
 import triton
 import triton.language as tl
@@ -47,18 +49,26 @@ def _merge_two_kernel(
     if first is not None:
         first_weight = tl.exp(first_sum - peak)
         total += first_weight
-        merged += tl.load(first + place, mask=kept, other=0.0).to(tl.float32) * first_weight[:, None]
+        merged += (
+            tl.load(first + place, mask=kept, other=0.0).to(tl.float32) * first_weight[:, None]
+        )
     if sinks is not None:
         total += tl.exp(sink - peak)
     tl.store(output + place, (merged / total[:, None]).to(output.dtype.element_ty), mask=kept)
 
 
-def merge_two(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor], sinks: Tensor | None, output: Tensor) -> None:
+def merge_two(
+    first: tuple[Tensor, Tensor] | None,
+    second: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
+    output: Tensor,
+) -> None:
     """Writes attention to the union of two sets of keys.
 
     Args:
-        first, second: outputs [num_rows, num_heads, head_dim], contiguous, and natural logarithms of their denominators, float32
-            [num_heads, num_rows], contiguous; every row has a key among those of the second. Without a first there is one set.
+        first, second: outputs [num_rows, num_heads, head_dim], contiguous, and natural logarithms
+            of their denominators, float32 [num_heads, num_rows], contiguous; every row has a key
+            among those of the second. Without a first there is one set.
         sinks: [num_heads], logits that join the softmax, or None.
         output: like the outputs.
     """

@@ -1,15 +1,16 @@
 """Attention of prompts in Triton: many causal rows over a paged cache.
 
-A program holds the queries of all heads that share a key head, for a tile of consecutive rows, as in
-`specdec.attention.triton.triton_attention`, and walks over blocks of keys, which begin at multiples
-of their size:
+A program holds the queries of all heads that share a key head, for a tile of consecutive rows, as
+in `specdec.attention.triton.triton_attention`, and walks over blocks of keys, which begin at
+multiples of their size:
 
     keys    | masked | seen by every row | masked |        the first part exists with a window alone
             window begins             diagonal
 
-Only the two ends compare positions. As blocks of keys do not move with the tile, a row has the same bits in whatever chunk it is
-computed, and whoever is beside it. The online softmax is FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation;
-the scale joins the exponent in one multiplication and addition. Tiles with the most keys start first.
+Only the two ends compare positions. As blocks of keys do not move with the tile, a row has the same
+bits in whatever chunk it is computed, and whoever is beside it. The online softmax is
+FlashAttention's (arXiv 2205.14135), in base 2 with float32 accumulation; the scale joins the
+exponent in one multiplication and addition. Tiles with the most keys start first.
 """
 
 from typing import NamedTuple
@@ -19,8 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.attention.triton.triton_attention import KEY_TILE_BYTES, LOG2E, MOST_PER_WARPS, Tile, padded
-from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, num_stages, on_device, overlap_options, shared_memory
+from specdec.attention.triton.triton_attention import (
+    KEY_TILE_BYTES,
+    LOG2E,
+    MOST_PER_WARPS,
+    Tile,
+    padded,
+)
+from specdec.kernels.triton_launch import (
+    HOPPER_SHARED_MEMORY,
+    num_stages,
+    on_device,
+    overlap_options,
+    shared_memory,
+)
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kv_cache import LayerCache
 
@@ -29,7 +42,9 @@ LARGE_MEMORY = 192 * 1024
 
 
 class Earlier(NamedTuple):
-    """Attention of all rows to the first keys of their one request, which somebody else has computed."""
+    """Attention of all rows to the first keys of their one request, which somebody else has
+    computed.
+    """
 
     output: Tensor  # [num_tokens, num_heads, head_dim], contiguous
     log_sums: Tensor  # float32 [num_heads, num_tokens], natural logarithms of the denominators
@@ -46,7 +61,8 @@ def _prefill_kernel(
     seq_lens: tl.tensor,  # int32 [num_reqs]
     query_start_loc: tl.tensor,  # int32 [num_reqs + 1]
     sinks: tl.tensor,  # [num_heads] or None
-    earlier: tl.tensor,  # [num_tokens, num_heads, HEAD_DIM], attention to the keys before `first_key`, or None
+    # [num_tokens, num_heads, HEAD_DIM], attention to the keys before `first_key`, or None
+    earlier: tl.tensor,
     earlier_log_sums: tl.tensor,  # float32 [num_heads, num_tokens], natural
     score_scale: tl.tensor,  # above 0
     softcap: tl.tensor,
@@ -90,7 +106,14 @@ def _prefill_kernel(
     token = (request_start + row).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
     kept = real[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(query + token[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :], mask=kept, other=0.0)
+    q = tl.load(
+        query
+        + token[:, None] * query_row_stride
+        + head[:, None] * query_head_stride
+        + dim[None, :],
+        mask=kept,
+        other=0.0,
+    )
 
     # Keys that some row sees, and among them whole blocks that every row sees.
     first = seq_len - query_len + tile_row
@@ -115,7 +138,10 @@ def _prefill_kernel(
         new_peak = tl.maximum(peak, log_sum)
         weight = tl.exp2(log_sum - new_peak)
         total = total * tl.exp2(peak - new_peak) + weight
-        accumulated = tl.load(earlier + place[:, None] + dim[None, :], mask=kept, other=0.0).to(tl.float32) * weight[:, None]
+        accumulated = (
+            tl.load(earlier + place[:, None] + dim[None, :], mask=kept, other=0.0).to(tl.float32)
+            * weight[:, None]
+        )
         peak = new_peak
     exponent_scale = LOG2E if SOFTCAP else score_scale * LOG2E
     table = block_table + request * table_stride
@@ -130,10 +156,16 @@ def _prefill_kernel(
             key_position = start + tl.arange(0, BLOCK_N)
             if part != 1:
                 exists = key_position <= last
-                block = tl.load(table + key_position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+                block = tl.load(table + key_position // BLOCK_SIZE, mask=exists, other=0).to(
+                    tl.int64
+                )
             else:
                 block = tl.load(table + key_position // BLOCK_SIZE).to(tl.int64)
-            slot = block * block_stride + key_position % BLOCK_SIZE * slot_stride + kv_head * head_stride
+            slot = (
+                block * block_stride
+                + key_position % BLOCK_SIZE * slot_stride
+                + kv_head * head_stride
+            )
             numbers = slot[:, None] + dim[None, :]
             if part != 1:
                 loaded = exists[:, None] & (dim < HEAD_DIM)[None, :]
@@ -144,7 +176,9 @@ def _prefill_kernel(
                 k = tl.load(key_cache + numbers)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
             if SOFTCAP:  # tanh through the exponential, which every target has
-                scores = (2.0 / (1.0 + tl.exp2(scores * score_scale / softcap * (-2.0 * LOG2E))) - 1.0) * softcap
+                scores = (
+                    2.0 / (1.0 + tl.exp2(scores * score_scale / softcap * (-2.0 * LOG2E))) - 1.0
+                ) * softcap
             if part != 1:
                 seen = key_position[None, :] <= position[:, None]
                 if WINDOW is not None:
@@ -153,7 +187,9 @@ def _prefill_kernel(
             new_peak = tl.maximum(peak, tl.max(scores, 1) * exponent_scale)
             shift = new_peak
             if part != 1:
-                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
+                shift = tl.where(
+                    new_peak == float("-inf"), 0.0, new_peak
+                )  # a row that has seen nothing yet
             weights = tl.exp2(scores * exponent_scale - shift[:, None])
             rescale = tl.exp2(peak - shift)
             total = total * rescale + tl.sum(weights, 1)
@@ -163,18 +199,27 @@ def _prefill_kernel(
                 v = tl.load(value_cache + numbers, mask=(dim < HEAD_DIM)[None, :], other=0.0)
             else:
                 v = tl.load(value_cache + numbers)
-            accumulated = tl.dot(weights.to(q.dtype), v.to(q.dtype), accumulated * rescale[:, None], input_precision="ieee")
+            accumulated = tl.dot(
+                weights.to(q.dtype),
+                v.to(q.dtype),
+                accumulated * rescale[:, None],
+                input_precision="ieee",
+            )
             peak = new_peak
 
     result = accumulated * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     tl.store(output + place[:, None] + dim[None, :], result.to(output.dtype.element_ty), mask=kept)
 
 
-def prefill_tile(group: int, head_dim: int, dtype: torch.dtype, memory: int = HOPPER_SHARED_MEMORY) -> Tile:
-    """How programs are cut for prompts, whose key heads serve `group` query heads each, as measured to be best on Hopper.
+def prefill_tile(
+    group: int, head_dim: int, dtype: torch.dtype, memory: int = HOPPER_SHARED_MEMORY
+) -> Tile:
+    """How programs are cut for prompts, whose key heads serve `group` query heads each, as measured
+    to be best on Hopper.
 
-    Small programs of which a processor holds two hide one's exponentials behind the other's products; heads of 256 leave room for
-    one. `memory` is what a program can have, see `specdec.kernels.triton_launch.shared_memory`; AMD's compiler plans otherwise.
+    Small programs of which a processor holds two hide one's exponentials behind the other's
+    products; heads of 256 leave room for one. `memory` is what a program can have, see
+    `specdec.kernels.triton_launch.shared_memory`; AMD's compiler plans otherwise.
 
     >>> prefill_tile(group=4, head_dim=128, dtype=torch.bfloat16)
     Tile(block_m=64, block_n=64, num_warps=4, num_stages=2)
@@ -188,9 +233,14 @@ def prefill_tile(group: int, head_dim: int, dtype: torch.dtype, memory: int = HO
         block_m, block_n = 16, max(KEY_TILE_BYTES // (4 * block_d), 16)
     block_m = max(block_m, padded(group))
     queries, loaded = block_m * block_d * dtype.itemsize, 2 * block_n * block_d * dtype.itemsize
-    stages = max(num_stages(loaded, memory // 2 - queries, most=3), num_stages(loaded, memory - queries, most=2))
+    stages = max(
+        num_stages(loaded, memory // 2 - queries, most=3),
+        num_stages(loaded, memory - queries, most=2),
+    )
     num_warps = 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
-    return Tile(block_m, block_n, num_warps=num_warps, num_stages=1 if torch.version.hip else stages)
+    return Tile(
+        block_m, block_n, num_warps=num_warps, num_stages=1 if torch.version.hip else stages
+    )
 
 
 def prefill_attention(
@@ -214,7 +264,8 @@ def prefill_attention(
 
     Args:
         query: [num_tokens, num_heads, head_dim], packed rows; any strides but the last.
-        cache: the layer's, in the type of `query` or in 8-bit floats; the rows' own keys and values are there.
+        cache: the layer's, in the type of `query` or in 8-bit floats; the rows' own keys and values
+            are there.
         block_table, seq_lens, query_start_loc, max_query_len: see `AttentionMetadata`.
         scale: factor of the scores, above 0.
         window: positions this far away, and farther, are hidden.
@@ -231,9 +282,13 @@ def prefill_attention(
     block_size, num_kv_heads = cache.key.shape[1:3]
     group = num_heads // num_kv_heads
     tile = tile or prefill_tile(group, head_dim, query.dtype, shared_memory(query.device))
-    assert cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
+    assert (
+        cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
+    )
     assert scale > 0 and tile.block_m >= group
-    assert earlier is None or (window is None and earlier.output.is_contiguous() and earlier.num_keys % tile.block_n == 0)
+    assert earlier is None or (
+        window is None and earlier.output.is_contiguous() and earlier.num_keys % tile.block_n == 0
+    )
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     assert output.is_contiguous()

@@ -1,4 +1,6 @@
-"""The parts of a row's attention that programs of `triton_attention` made of a split context, merged in Triton."""
+"""The parts of a row's attention that programs of `triton_attention` made of a split context,
+merged in Triton.
+"""
 
 import triton
 import triton.language as tl
@@ -30,12 +32,22 @@ def _merge_kernel(
     dim = tl.arange(0, BLOCK_D)
     place = row[:, None] * SPLITS + split[None, :]
     log_sum = tl.load(log_sums + place, mask=(row < num_rows)[:, None], other=0.0)
-    weight = tl.exp2(log_sum - tl.max(log_sum, 1)[:, None])  # every row sees itself, so the maximum is finite
+    weight = tl.exp2(
+        log_sum - tl.max(log_sum, 1)[:, None]
+    )  # every row sees itself, so the maximum is finite
     weight = weight / tl.sum(weight, 1)[:, None]
     exists = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    part = tl.load(parts + place[:, :, None] * HEAD_DIM + dim[None, None, :], mask=exists[:, None, :], other=0.0)
+    part = tl.load(
+        parts + place[:, :, None] * HEAD_DIM + dim[None, None, :],
+        mask=exists[:, None, :],
+        other=0.0,
+    )
     merged = tl.sum(part * weight[:, :, None], 1)
-    tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], merged.to(output.dtype.element_ty), mask=exists)
+    tl.store(
+        output + row[:, None] * HEAD_DIM + dim[None, :],
+        merged.to(output.dtype.element_ty),
+        mask=exists,
+    )
 
 
 def merge_splits(parts: Tensor, log_sums: Tensor, output: Tensor, block_d: int) -> None:
@@ -43,7 +55,8 @@ def merge_splits(parts: Tensor, log_sums: Tensor, output: Tensor, block_d: int) 
 
     Args:
         parts: float32 [num_tokens, num_heads, splits, head_dim].
-        log_sums: float32 [num_tokens, num_heads, splits], logarithms of softmax denominators to the base 2.
+        log_sums: float32 [num_tokens, num_heads, splits], logarithms of softmax denominators to the
+            base 2.
         output: [num_tokens, num_heads, head_dim].
         block_d: head_dim, padded.
     """
@@ -60,6 +73,8 @@ def merge_splits(parts: Tensor, log_sums: Tensor, output: Tensor, block_d: int) 
         SPLITS=splits,
         ROWS=together,
         BLOCK_D=block_d,
-        num_warps=4 if crowded else 1,  # one warp adds up without a barrier, if its registers suffice
+        num_warps=4
+        if crowded
+        else 1,  # one warp adds up without a barrier, if its registers suffice
         **overlap_options(output.device),
     )

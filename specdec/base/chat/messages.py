@@ -1,4 +1,6 @@
-"""Chat messages in OpenAI's form, made fit for a tokenizer's template, so that no template leaves out what a user wrote."""
+"""Chat messages in OpenAI's form, made fit for a tokenizer's template, so that no template leaves
+out what a user wrote.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _reads_parts: dict[str, bool] = {}
 
 
 def readable(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages whose contents are texts, and in which the arguments of calls are objects and not JSON.
+    """Messages whose contents are texts, and in which the arguments of calls are objects and not
+    JSON.
 
     Raises:
         InvalidInputError: a message without a role, or with something else than text.
@@ -42,7 +45,9 @@ def for_template(
     messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
-    """The same as the template reads them: contents as parts where it reads nothing else, and no role that it does not know."""
+    """The same as the template reads them: contents as parts where it reads nothing else, and no
+    role that it does not know.
+    """
     template = _template(tokenizer)
     if template not in _reads_parts:
         _reads_parts[template] = _shows(
@@ -53,7 +58,8 @@ def for_template(
     for message in made:
         if message.get("role") == "developer" and "developer" not in template:
             logger.warning(
-                "the chat template knows no role developer: its messages are given as those of the system",
+                "the chat template knows no role developer: its messages are given as those of the"
+                " system",
             )
             message["role"] = "system"
         if _reads_parts[template] and isinstance(message.get("content"), str):
@@ -114,7 +120,8 @@ def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizer
     kind: Any = type(tokenizer)
     if taken := next((name for name in variables if name in _own(kind)), None):
         raise InvalidInputError(
-            f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it out",
+            f"chat_template_kwargs names {taken!r}, which is no variable of templates; leave it"
+            f" out",
         )
 
 
@@ -164,7 +171,11 @@ def _parsed_call(call: Any) -> Any:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return (
+        {**call, "function": {**function, "arguments": arguments}}
+        if isinstance(arguments, dict)
+        else call
+    )
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:

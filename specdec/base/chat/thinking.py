@@ -102,7 +102,9 @@ class Thinking:
         if place.phase is Phase.BEHIND:
             return place
         if place.phase is Phase.BEFORE:
-            opening, answering = (form[1:] if form and form[0] == token else None for form in place.left)
+            opening, answering = (
+                form[1:] if form and form[0] == token else None for form in place.left
+            )
             if opening == ():
                 return WITHIN
             if answering == () or opening is answering is None:
@@ -117,7 +119,9 @@ class Thinking:
 def _matched(form: tuple[int, ...], matched: int, token: int) -> int:
     """How many tokens of `form` the last tokens are, after `matched` of them and one more."""
     known = (*form[:matched], token)
-    return next(size for size in range(len(known), -1, -1) if known[len(known) - size :] == form[:size])
+    return next(
+        size for size in range(len(known), -1, -1) if known[len(known) - size :] == form[:size]
+    )
 
 
 @lru_cache(maxsize=4)

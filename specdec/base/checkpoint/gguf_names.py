@@ -36,7 +36,8 @@ def whole_model(path: Path) -> list[Path]:
     missing = [part.name for part in parts if len(parts) > 1 and not part.is_file()]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} of the {len(parts)} parts of {path.name!r} are missing, the first being"
+            f"{len(missing)} of the {len(parts)} parts of {path.name!r} are missing, the first"
+            f" being"
             f" {missing[0]!r}; fetch them all",
         )
     return parts
@@ -102,6 +103,7 @@ def gguf_file(folder: Path) -> Path | None:
     found = models_among(path.name for path in folder.glob("*.gguf"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{str(folder)!r} holds {len(found)} GGUF files; name one of them, such as {str(folder / found[0])!r}",
+            f"{str(folder)!r} holds {len(found)} GGUF files; name one of them, such as"
+            f" {str(folder / found[0])!r}",
         )
     return folder / found[0] if found else None

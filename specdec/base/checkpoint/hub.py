@@ -1,4 +1,5 @@
-"""Files of a checkpoint, from a folder or the hub: small ones one by one, or all that make a target or a drafter.
+"""Files of a checkpoint, from a folder or the hub: small ones one by one, or all that make a target
+or a drafter.
 
 A name on the hub is `owner/name`, and may go on: `owner/name:folder` for a checkpoint in a folder
 of the repository, `owner/name:file.gguf` or `owner/name:Q4_K_M` for a GGUF file, and `@revision` at
@@ -47,7 +48,9 @@ CONFIG = "config.json"
 _SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "README.md")
 _WEIGHTS, _PICKLES = ("*.safetensors", "mask_embedding.pt"), ("*.bin",)
 _OTHERS = ("adapter_model*", "consolidated*", "optimizer*", "training_args*")
-"""Not fetched: other weights, or the same in another form. Folders are left alone as well, but for their templates."""
+"""Not fetched: other weights, or the same in another form. Folders are left alone as well, but for
+their templates.
+"""
 
 _WORD = r"\w[\w.-]*"
 _NAME = re.compile(rf"({_WORD}(?:/{_WORD})?)(?::({_WORD}(?:/{_WORD})*))?(?:@(\w[^\s:@?*\[\\^~]*))?")
@@ -56,7 +59,9 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """How Transformers writes numbers for which JSON has no words: as an object that names one."""
 
 _FOUND: dict[str, Path] = {}
-"""Where each name was found last in this process: what reports tell of, whatever has come to the cache since."""
+"""Where each name was found last in this process: what reports tell of, whatever has come to the
+cache since.
+"""
 
 _UNPACKED: dict[str, Path] = {}
 """Of names on the hub that mean a GGUF file the folders that these were unpacked to."""
@@ -104,7 +109,10 @@ def pinned(name: str, revision: str | None) -> str:
     if revision is None:
         return name
     if name == "embedded" or _is_here(name):
-        raise InvalidInputError(f"revision {revision!r} is of a checkpoint on the hub, and {name!r} is none; leave it out")
+        raise InvalidInputError(
+            f"revision {revision!r} is of a checkpoint on the hub, and {name!r} is none; leave it"
+            f" out"
+        )
     if "@" in name:
         raise InvalidInputError(f"{name!r} names a revision already; leave out {revision!r}")
     return f"{name}@{revision}"
@@ -124,7 +132,8 @@ def json_file(name: str, file: str, *, what: str) -> dict[str, Any] | None:
         what: the checkpoint is, for messages: "target", "drafter".
 
     Raises:
-        CheckpointError: there is no such checkpoint, it cannot be reached, or the file holds no JSON object.
+        CheckpointError: there is no such checkpoint, it cannot be reached, or the file holds no
+            JSON object.
     """
     path = checkpoint_file(name, file, what=what)
     return None if path is None else json_object(path, name, what=what)
@@ -140,10 +149,13 @@ def json_object(path: Path, name: str, *, what: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes(), object_hook=_decoded)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path.name} of {what} {name!r} is not valid JSON ({one_line(error)}); fetch or write it again"
+            f"{path.name} of {what} {name!r} is not valid JSON ({one_line(error)}); fetch or write"
+            f" it again"
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name} of {what} {name!r} holds no JSON object; fetch or write it again")
+        raise CheckpointError(
+            f"{path.name} of {what} {name!r} holds no JSON object; fetch or write it again"
+        )
     return content
 
 
@@ -156,17 +168,21 @@ def _decoded(found: dict[str, Any]) -> Any:
     return _FLOATS.get(str(found["__float__"]), found) if found.keys() == {"__float__"} else found
 
 
-def checkpoint_folder(name: str | Path, *, what: str, weights: bool = True, snapshot: Path | None = None) -> Path:
+def checkpoint_folder(
+    name: str | Path, *, what: str, weights: bool = True, snapshot: Path | None = None
+) -> Path:
     """The folder with a checkpoint's files, fetched from the hub if it is no local one.
 
     Args:
         name: a folder, a GGUF file, or a name on the hub; a `Path` is none on the hub.
         what: the checkpoint is, for messages.
-        weights: fetch them, too, as a GGUF file always is. Pickled ones are fetched only where there are no others.
+        weights: fetch them, too, as a GGUF file always is. Pickled ones are fetched only where
+            there are no others.
         snapshot: what this returned before: weights must be of the same revision.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or the hub cannot be reached and its files are not in the cache.
+        CheckpointError: there is no such checkpoint, or the hub cannot be reached and its files are
+            not in the cache.
     """
     folder = local_folder(name, what)
     if folder is None and snapshot is not None and (snapshot / GGUF).is_file():
@@ -175,7 +191,11 @@ def checkpoint_folder(name: str | Path, *, what: str, weights: bool = True, snap
         place = _place(name, what)
         if snapshot is not None:
             place = place._replace(revision=revision_of(snapshot) or place.revision)
-        folder = _of_gguf(place, str(name), what) if place.names_gguf else _of_files(place, str(name), what, weights)
+        folder = (
+            _of_gguf(place, str(name), what)
+            if place.names_gguf
+            else _of_files(place, str(name), what, weights)
+        )
     _FOUND[str(name)] = folder
     return folder
 
@@ -214,7 +234,9 @@ def _of_gguf(place: _Place, name: str, what: str) -> Path:
         if not file:
             quants = sorted({one for model in models if (one := quant_of(model))})
             known = ", ".join(quants or models[:4]) or "none at all"
-            meant = f"means no one GGUF file of {quant or USUAL}; there is {known}: name one of them"
+            meant = (
+                f"means no one GGUF file of {quant or USUAL}; there is {known}: name one of them"
+            )
             raise CheckpointError(f"{what} {name!r} {meant}")
         if quant is None and len(models) > 1:
             taken = "%s: %s is taken of %d GGUF files; name another as %s:Q8_0"
@@ -232,9 +254,11 @@ def _of_gguf(place: _Place, name: str, what: str) -> Path:
 
 
 def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
-    """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has no such file.
+    """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has no such
+    file.
 
-    Where the hub is out of reach, a file is taken for missing if the cache has the config of the same revision.
+    Where the hub is out of reach, a file is taken for missing if the cache has the config of the
+    same revision.
 
     Args:
         name: a folder, or a name on the hub.
@@ -252,7 +276,9 @@ def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
         assert folder is not None
         return folder / file if (folder / file).is_file() else None
     try:
-        return Path(hf_hub_download(place.repo, file, subfolder=place.folder, revision=place.revision))
+        return Path(
+            hf_hub_download(place.repo, file, subfolder=place.folder, revision=place.revision)
+        )
     except LocalEntryNotFoundError as error:  # before the one below, which it is too
         if file != CONFIG and place.cached is not None and (place.cached / CONFIG).is_file():
             return None
@@ -266,7 +292,9 @@ def checkpoint_file(name: str, file: str, *, what: str) -> Path | None:
 
 
 def found_folder(name: str) -> Path | None:
-    """Where the files of a checkpoint lie on this machine: where they were found last, or would be; None where they are not."""
+    """Where the files of a checkpoint lie on this machine: where they were found last, or would be;
+    None where they are not.
+    """
     if name in _FOUND:
         return _FOUND[name]
     if (folder := local_folder(name)) is not None:
@@ -276,7 +304,9 @@ def found_folder(name: str) -> Path | None:
 
 
 def revision_of(folder: Path) -> str | None:
-    """The commit that a folder, or the GGUF file that it is of, has in the hub's cache; None for any other."""
+    """The commit that a folder, or the GGUF file that it is of, has in the hub's cache; None for
+    any other.
+    """
     origin = gguf_file(folder) if (folder / GGUF).is_file() else None
     match = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", (origin or folder).absolute().as_posix())
     return match[1] if match else None
@@ -289,7 +319,9 @@ def gguf_of(name: str | Path) -> Path | None:
 
 
 def files_of(name: str | Path) -> list[str]:
-    """Names of a checkpoint's files, those in its folders among them; what is in the cache where the hub does not tell."""
+    """Names of a checkpoint's files, those in its folders among them; what is in the cache where
+    the hub does not tell.
+    """
     folder = local_folder(name) or _UNPACKED.get(str(name))
     return _listed(_place(name, "checkpoint")) if folder is None else _inside(folder)
 
@@ -299,17 +331,22 @@ def _listed(place: _Place) -> list[str]:
     try:
         root = f"{place.folder}/" if place.folder else ""
         listed = HfApi().model_info(place.repo, revision=place.revision, timeout=10).siblings or []
-        return [file.rfilename.removeprefix(root) for file in listed if file.rfilename.startswith(root)]
+        return [
+            file.rfilename.removeprefix(root) for file in listed if file.rfilename.startswith(root)
+        ]
     except Exception:  # it is asked to explain an error, and must not be another
         return [] if place.cached is None else _inside(place.cached)
 
 
 def _inside(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")]]
+    return [
+        path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")]
+    ]
 
 
 def local_folder(name: str | Path, what: str = "checkpoint") -> Path | None:
-    """The folder of a checkpoint that is here: its own, or what its GGUF file is unpacked to; None for any other name.
+    """The folder of a checkpoint that is here: its own, or what its GGUF file is unpacked to; None
+    for any other name.
 
     Raises:
         CheckpointError: a GGUF file that is damaged or none of a model, or a folder with several.
@@ -353,13 +390,18 @@ def _place(name: str | Path, what: str) -> _Place:
     Raises:
         CheckpointError: it can be no name on the hub.
     """
-    match = None if isinstance(name, Path) or os.path.exists(os.path.expanduser(name)) else _NAME.fullmatch(name)
+    match = (
+        None
+        if isinstance(name, Path) or os.path.exists(os.path.expanduser(name))
+        else _NAME.fullmatch(name)
+    )
     if str(name).endswith(".gguf") and (match is None or match[2] is None):
         way_out = "check the path, or name one on the hub as owner/name:file.gguf"
         raise CheckpointError(f"{what} {str(name)!r} is no file; {way_out}")
     if match is None or ".." in (match[3] or "") or ("/" not in match[1] and what != "target"):
         raise CheckpointError(
-            f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with {CONFIG}, a GGUF file,"
+            f"{what} {str(name)!r} is not a folder, and no name on the hub; give a folder with"
+            f" {CONFIG}, a GGUF file,"
             " owner/name, or owner/name:folder"
         )
     place = _Place(*match.groups())
@@ -372,21 +414,34 @@ def _place(name: str | Path, what: str) -> _Place:
 def _fetched(place: _Place, name: str, what: str, patterns: tuple[str, ...]) -> Path:
     """The folder of a checkpoint, with those of its files that have such names."""
     root = f"{place.folder}/" if place.folder else ""
-    ignored = [f"{root}{other}" for other in _OTHERS] + [f"{root}*/{one}" for one in patterns if one != "*.jinja"]
+    ignored = [f"{root}{other}" for other in _OTHERS] + [
+        f"{root}*/{one}" for one in patterns if one != "*.jinja"
+    ]
     allowed = [f"{root}{one}" for one in patterns]
     try:
         folder = place.inside(
-            Path(snapshot_download(place.repo, revision=place.revision, allow_patterns=allowed, ignore_patterns=ignored))
+            Path(
+                snapshot_download(
+                    place.repo,
+                    revision=place.revision,
+                    allow_patterns=allowed,
+                    ignore_patterns=ignored,
+                )
+            )
         )
     except LocalEntryNotFoundError as error:  # also where some of the files are not in the cache
         cached, weights = place.cached, not {*_WEIGHTS, *_PICKLES}.isdisjoint(patterns)
         if cached is None or (weights and not _has_weights(cached)):
-            raise _refusal(error, place, name, what, "its weights are" if weights else "its files are") from error
+            raise _refusal(
+                error, place, name, what, "its weights are" if weights else "its files are"
+            ) from error
         return cached
     except Exception as error:  # the hub's client lets errors of its HTTP library through
         raise _refusal(error, place, name, what, "") from error
     if place.folder and not folder.is_dir():
-        raise CheckpointError(f"{what} {place.repo!r} has no folder {place.folder!r}; check the name")
+        raise CheckpointError(
+            f"{what} {place.repo!r} has no folder {place.folder!r}; check the name"
+        )
     return folder  # which is not there if the repository has no such file at all
 
 
@@ -395,22 +450,34 @@ def _has_weights(folder: Path) -> bool:
     return bool(files) and all((folder / file).is_file() for file in files)
 
 
-def _refusal(error: Exception, place: _Place, name: str, what: str, missing: str) -> CheckpointError:
-    """The error for a user, of what the hub's client has raised; `missing` is what the cache would have to have."""
+def _refusal(
+    error: Exception, place: _Place, name: str, what: str, missing: str
+) -> CheckpointError:
+    """The error for a user, of what the hub's client has raised; `missing` is what the cache would
+    have to have.
+    """
     page = f"{constants.ENDPOINT}/{place.repo}"
     if isinstance(error, GatedRepoError):
-        return CheckpointError(f"{what} {name!r} is gated: accept the terms at {page}, set HF_TOKEN, and run again")
+        return CheckpointError(
+            f"{what} {name!r} is gated: accept the terms at {page}, set HF_TOKEN, and run again"
+        )
     if isinstance(error, RepositoryNotFoundError):
         return CheckpointError(
-            f"{what} {name!r} is neither a folder nor on the hub ({page}), or it is private; check the name, or set HF_TOKEN"
+            f"{what} {name!r} is neither a folder nor on the hub ({page}), or it is private; check"
+            f" the name, or set HF_TOKEN"
         )
     if isinstance(error, RevisionNotFoundError):
-        return CheckpointError(f"{what} {place.repo!r} has no revision {place.revision!r}; name a branch, a tag or a commit of it")
+        return CheckpointError(
+            f"{what} {place.repo!r} has no revision {place.revision!r}; name a branch, a tag or a"
+            f" commit of it"
+        )
     if isinstance(error, LocalEntryNotFoundError):
         return CheckpointError(
-            f"cannot fetch {what} {name!r}: the hub is out of reach and {missing} not in its cache; go online, or give a local"
+            f"cannot fetch {what} {name!r}: the hub is out of reach and {missing} not in its cache;"
+            f" go online, or give a local"
             " folder"
         )
     return CheckpointError(
-        f"cannot fetch {what} {name!r} from the hub: {one_line(error, 160)}; check the name, or give a local folder"
+        f"cannot fetch {what} {name!r} from the hub: {one_line(error, 160)}; check the name, or"
+        f" give a local folder"
     )

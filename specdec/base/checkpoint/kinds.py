@@ -1,4 +1,6 @@
-"""Checkpoints that are something else than what was asked for: adapters, MLX, folders of variants. Each is told in a line."""
+"""Checkpoints that are something else than what was asked for: adapters, MLX, folders of variants.
+Each is told in a line.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -26,7 +28,8 @@ def checkpoint_config(name: str | Path, folder: Path | None = None, *, what: str
         what: it is, for messages: "target", "drafter".
 
     Raises:
-        CheckpointError: there is none, or it is of a checkpoint that cannot be read; the message says what it is instead.
+        CheckpointError: there is none, or it is of a checkpoint that cannot be read; the message
+            says what it is instead.
     """
     path = checkpoint_file(str(name), CONFIG, what=what) if folder is None else folder / CONFIG
     if path is None or not path.is_file():
@@ -41,12 +44,14 @@ def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> No
 
     Raises:
         CheckpointError: MLX's, whose quantized weights are in an order of their own.
-        UnsupportedModelError: a target that can be nothing but a drafter; the message names its own target.
+        UnsupportedModelError: a target that can be nothing but a drafter; the message names its own
+            target.
     """
     stated = entries.get("quantization")
     if isinstance(stated, Mapping) and {"bits", "group_size"} <= stated.keys():
         raise CheckpointError(
-            f"{what} {str(name)!r} is quantized by MLX ({CONFIG} has quantization), which is not read; take the checkpoint that it"
+            f"{what} {str(name)!r} is quantized by MLX ({CONFIG} has quantization), which is not"
+            f" read; take the checkpoint that it"
             " was made of"
         )
 
@@ -55,22 +60,28 @@ def check_entries(entries: Mapping[str, Any], name: str | Path, what: str) -> No
         algorithm, target = drafter
         beside = f"its target, {target}" if target else "its target, which its card names"
         raise UnsupportedModelError(
-            f"{str(name)!r} is no target but a drafter ({algorithm}); give it as --drafter, beside {beside}"
+            f"{str(name)!r} is no target but a drafter ({algorithm}); give it as --drafter, beside"
+            f" {beside}"
         )
 
 
 def missing_config(name: str | Path, what: str) -> CheckpointError:
-    """The error of a checkpoint without config.json: what it is instead, as far as its files tell."""
+    """The error of a checkpoint without config.json: what it is instead,
+    as far as its files tell.
+    """
     files = files_of(name)
     variants = sorted({file.rpartition("/")[0] for file in files if file.endswith(f"/{CONFIG}")})
     if ADAPTER in files:
         return _lone_adapter(name, what)
     if variants:
         return CheckpointError(
-            f"{what} {str(name)!r} has no {CONFIG} itself, but its folders {', '.join(variants)} have; name one, such as"
+            f"{what} {str(name)!r} has no {CONFIG} itself, but its folders {', '.join(variants)}"
+            f" have; name one, such as"
             f" {_inside(str(name), variants[0])!r}"
         )
-    return CheckpointError(f"{what} {str(name)!r} has no {CONFIG}; give a checkpoint in the layout of transformers")
+    return CheckpointError(
+        f"{what} {str(name)!r} has no {CONFIG}; give a checkpoint in the layout of transformers"
+    )
 
 
 def _inside(name: str, folder: str) -> str:
@@ -85,7 +96,8 @@ def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) ->
     """Says that an adapter beside a checkpoint's weights is not applied.
 
     Args:
-        name, folder, what: see `checkpoint_config`; without a folder it is not seen whether there are weights.
+        name, folder, what: see `checkpoint_config`; without a folder it is not seen whether there
+            are weights.
 
     Raises:
         CheckpointError: there are no weights but the adapter's.
@@ -96,13 +108,19 @@ def check_adapter(name: str | Path, folder: Path | None = None, *, what: str) ->
     if folder is not None and not weight_files(folder) and gguf_file(folder) is None:
         raise _lone_adapter(name, what)
     logger.warning(
-        "%r has an adapter (%s), which is not applied; merge it into the weights if it belongs to them", str(name), ADAPTER
+        "%r has an adapter (%s), which is not applied; merge it into the weights if it belongs to"
+        " them",
+        str(name),
+        ADAPTER,
     )
 
 
 def _lone_adapter(name: str | Path, what: str) -> CheckpointError:
-    base = (json_file(str(name), ADAPTER, what=what) or {}).get("base_model_name_or_path") or "the model that it changes"
+    base = (json_file(str(name), ADAPTER, what=what) or {}).get(
+        "base_model_name_or_path"
+    ) or "the model that it changes"
     return CheckpointError(
-        f"{what} {str(name)!r} is an adapter (LoRA or the like) and no model; merge it into {base} (merge_and_unload of peft), and"
+        f"{what} {str(name)!r} is an adapter (LoRA or the like) and no model; merge it into {base}"
+        f" (merge_and_unload of peft), and"
         " give the result"
     )

@@ -1,4 +1,6 @@
-"""The weights of a local checkpoint, target or drafter: safetensors or pickles, from which tensors are read one by one."""
+"""The weights of a local checkpoint, target or drafter: safetensors or pickles, from which tensors
+are read one by one.
+"""
 
 import os
 import re
@@ -15,24 +17,32 @@ from specdec.base.errors import CheckpointError, one_line
 from specdec.base.files import parse_json
 
 _KINDS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
-"""Endings of files of weights, those that are taken first before others, and how a file alone is called."""
+"""Endings of files of weights, those that are taken first before others, and how a file alone is
+called.
+"""
 
 INDEXES = tuple(f"{single}.index.json" for single in _KINDS.values())
 """Names of files that say which file has which tensor."""
 
 _PICKLES = (".bin", ".pt", ".pth")
 
-_OTHERS = re.compile(r"(adapter_|consolidated|training_args|optimizer|scheduler|random_states|rng_state)")
-"""How files begin that have such an ending and are no weights of the model, or its weights a second time."""
+_OTHERS = re.compile(
+    r"(adapter_|consolidated|training_args|optimizer|scheduler|random_states|rng_state)"
+)
+"""How files begin that have such an ending and are no weights of the model, or its weights a second
+time.
+"""
 
 _PART = re.compile(r"-(\d+)-of-(\d+)(?!\d)")
 """In the name of a shard: its number, and how many there are."""
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold a checkpoint's weights, the index first where there is one; empty where there are none.
+    """Names of the files that hold a checkpoint's weights, the index first where there is one;
+    empty where there are none.
 
-    Safetensors come before pickles, and an index before a file alone, but of several forms one that is whole wins.
+    Safetensors come before pickles, and an index before a file alone, but of several forms one that
+    is whole wins.
     """
     forms = list(_forms(folder))
     whole = (files for files in forms if all(os.path.isfile(folder / file) for file in files))
@@ -60,7 +70,8 @@ def usually_named(folder: Path) -> bool:
 
 
 class TensorFiles:
-    """Tensors by the names that they have in the files. Numbers stay on disk until they are asked for.
+    """Tensors by the names that they have in the files. Numbers stay on disk until they are asked
+    for.
 
     Args:
         folder: see `weight_files`.
@@ -69,7 +80,8 @@ class TensorFiles:
         names: of all tensors, file by file.
 
     Raises:
-        CheckpointError: no such files, one that the index or another's name tells of is missing, or a damaged one.
+        CheckpointError: no such files, one that the index or another's name tells of is missing, or
+            a damaged one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +90,8 @@ class TensorFiles:
         files = weight_files(folder)
         if not files:
             raise CheckpointError(
-                "there are no weights: neither safetensors files nor pytorch_model.bin; fetch the whole checkpoint"
+                "there are no weights: neither safetensors files nor pytorch_model.bin; fetch the"
+                " whole checkpoint"
             )
         if files[0].endswith(".json"):
             self._files = _read_index(folder / files[0])
@@ -100,7 +113,12 @@ class TensorFiles:
         """
         if piece is None:
             return self._asked(name, lambda handle: handle.get_tensor(name))
-        return self._asked(name, lambda handle: handle.get_slice(name)[(slice(None),) * axis + (slice(piece.start, piece.stop),)])
+        return self._asked(
+            name,
+            lambda handle: handle.get_slice(name)[
+                (slice(None),) * axis + (slice(piece.start, piece.stop),)
+            ],
+        )
 
     def shape(self, name: str) -> list[int]:
         """Of one tensor; errors are those of `read`."""
@@ -110,7 +128,8 @@ class TensorFiles:
         missing = sorted({file for file in files if not os.path.isfile(self._folder / file)})
         if missing:
             raise CheckpointError(
-                f"{len(missing)} of the files that {teller} tells of are missing, the first being {missing[0][:100]!r};"
+                f"{len(missing)} of the files that {teller} tells of are missing, the first being"
+                f" {missing[0][:100]!r};"
                 " fetch the whole checkpoint again"
             )
 
@@ -120,7 +139,10 @@ class TensorFiles:
         for file in files:
             for name in self._handle(file).keys():  # noqa: SIM118 - a handle is no mapping
                 if name in found:
-                    raise CheckpointError(f"{name!r} is in {found[name]!r} and in {file!r}; keep one form of the weights")
+                    raise CheckpointError(
+                        f"{name!r} is in {found[name]!r} and in {file!r}; keep one form of the"
+                        f" weights"
+                    )
                 found[name] = file
         return found
 
@@ -129,7 +151,9 @@ class TensorFiles:
         try:
             return ask(self._handle(file))
         except (SafetensorError, KeyError) as error:
-            raise CheckpointError(f"{file!r} does not hold {name!r} ({error}); fetch the whole checkpoint again") from error
+            raise CheckpointError(
+                f"{file!r} does not hold {name!r} ({error}); fetch the whole checkpoint again"
+            ) from error
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -143,16 +167,25 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path.name!r} is damaged ({one_line(error)}); fetch the whole checkpoint again") from error
+        raise CheckpointError(
+            f"{path.name!r} is damaged ({one_line(error)}); fetch the whole checkpoint again"
+        ) from error
 
 
 class _Pickle:
-    """A pickled dictionary of tensors behind the methods of a safetensors file that `TensorFiles` calls."""
+    """A pickled dictionary of tensors behind the methods of a safetensors file that `TensorFiles`
+    calls.
+    """
 
     def __init__(self, path: Path) -> None:
         content = read_pickle(path)
-        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise CheckpointError(f"{path.name!r} does not hold tensors by name; take the checkpoint's safetensors files")
+        if not isinstance(content, dict) or not all(
+            isinstance(value, Tensor) for value in content.values()
+        ):
+            raise CheckpointError(
+                f"{path.name!r} does not hold tensors by name; take the checkpoint's safetensors"
+                f" files"
+            )
         self._tensors = {str(name): value.detach() for name, value in content.items()}
 
     def keys(self) -> Iterable[str]:
@@ -179,7 +212,8 @@ class _Slice:
 
 
 def read_pickle(path: Path) -> Any:
-    """What torch has pickled, without running code from the file; numbers stay on disk where the format allows it.
+    """What torch has pickled, without running code from the file; numbers stay on disk where the
+    format allows it.
 
     Raises:
         CheckpointError: the file is damaged, or holds more than tensors in plain containers.
@@ -190,29 +224,42 @@ def read_pickle(path: Path) -> Any:
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
+            return torch.load(
+                path, map_location="cpu", weights_only=True
+            )  # written by torch before 1.6
     except MemoryError:
         raise
     except Exception as error:  # a damaged file ends in any kind of error
-        foreign = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
+        foreign = (
+            re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
+        )
         if foreign:
             raise CheckpointError(
-                f"{path.name!r} holds {foreign[1]} beside tensors, code that is never run; take the checkpoint's safetensors files"
+                f"{path.name!r} holds {foreign[1]} beside tensors, code that is never run; take the"
+                f" checkpoint's safetensors files"
             ) from error
-        raise CheckpointError(f"{path.name!r} is damaged ({one_line(error)}); fetch the whole checkpoint again") from error
+        raise CheckpointError(
+            f"{path.name!r} is damaged ({one_line(error)}); fetch the whole checkpoint again"
+        ) from error
 
 
 def _announced(files: Iterable[str]) -> list[str]:
-    """Shards that are not there and that the names of others tell of, as the first of "model-00002-of-00002.safetensors"."""
+    """Shards that are not there and that the names of others tell of, as the first of
+    "model-00002-of-00002.safetensors".
+    """
     shards: dict[tuple[str, str, str], list[str]] = {}
     for file in files:
         if part := _PART.search(file):
-            shards.setdefault((file[: part.start()], part[2], file[part.end() :]), []).append(part[1])
+            shards.setdefault((file[: part.start()], part[2], file[part.end() :]), []).append(
+                part[1]
+            )
     lost = []
     for (before, count, after), numbers in shards.items():
         if len(numbers) < int(count) < 10**5:
             whole = (f"{number:0{len(numbers[0])}}" for number in range(1, int(count) + 1))
-            lost += [f"{before}-{number}-of-{count}{after}" for number in whole if number not in numbers]
+            lost += [
+                f"{before}-{number}-of-{count}{after}" for number in whole if number not in numbers
+            ]
     return lost
 
 
@@ -225,10 +272,14 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         content = parse_json(path.read_bytes(), strict=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name!r} is not valid JSON ({error}); fetch it again") from error
+        raise CheckpointError(
+            f"{path.name!r} is not valid JSON ({error}); fetch it again"
+        ) from error
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not files or not all(map(_is_beside, files.values())):
-        raise CheckpointError(f"{path.name!r} does not name a file beside it for each tensor; fetch it again")
+        raise CheckpointError(
+            f"{path.name!r} does not name a file beside it for each tensor; fetch it again"
+        )
     return files
 
 

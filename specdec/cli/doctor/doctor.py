@@ -1,4 +1,5 @@
-"""`specdec doctor`: what this machine is, what is installed, and which attention backend would serve a model, with reasons.
+"""`specdec doctor`: what this machine is, what is installed, and which attention backend would
+serve a model, with reasons.
 
 With `--model` it says instead whether that one would run here (`specdec.cli.doctor.model`).
 """
@@ -51,7 +52,8 @@ ENVIRONMENT = (
     "OMP_NUM_THREADS",
     "SPECDEC_*",
 )
-"""Variables that change what runs, of specdec and of the libraries under it; * stands for anything."""
+"""Variables that change what runs, of specdec and of the libraries under it; * stands for anything.
+"""
 
 _PACKAGES = ("torch", "triton", "transformers", "amd-aiter")
 _TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
@@ -59,38 +61,98 @@ _TRITON = ("triton", "pytorch-triton-rocm", "triton-rocm")
 
 
 _ORDINARY = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-_LATENT = {"heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_LATENT = {
+    "heads": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-"""What is asked about when nothing is said, under the names of the options: latent attention as in DeepSeek-V3.2."""
+"""What is asked about when nothing is said, under the names of the options: latent attention as in
+DeepSeek-V3.2.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec doctor`."""
     parser.usage = "%(prog)s [options]"
-    parser.add_argument("--run", action="store_true", help="run every kind of kernel once at tiny size; print its error and time")
-    group = parser.add_argument_group("a checkpoint: would it run, and what does it take? Its config files alone are read")
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="run every kind of kernel once at tiny size; print its error and time",
+    )
+    group = parser.add_argument_group(
+        "a checkpoint: would it run, and what does it take? Its config files alone are read"
+    )
     add = group.add_argument
     add("--model", metavar="NAME", help="the target: embedded, a folder, or a hub name")
     revision_option(group)
-    add("--drafter", default="auto", metavar="NAME", help="beside it: auto (default), none, ngram, a folder, or a hub name")
-    add("--gpu-memory", type=float, metavar="GB", help="memory of one GPU (default: what this device has)")
+    add(
+        "--drafter",
+        default="auto",
+        metavar="NAME",
+        help="beside it: auto (default), none, ngram, a folder, or a hub name",
+    )
+    add(
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of one GPU (default: what this device has)",
+    )
     add = parser.add_argument_group("a model to ask the backends about").add_argument
     add("--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N")
-    add("--dtype", default="auto", metavar="NAME", help="auto (default), float32, bfloat16 or float16")
-    add("--kv-dtype", default="auto", metavar="NAME", help="auto (default), or fp8 for an 8-bit cache")
-    add("--prefill-dtype", default="auto", metavar="NAME", help="auto (default), or model for prompts in the model's own type")
+    add(
+        "--dtype",
+        default="auto",
+        metavar="NAME",
+        help="auto (default), float32, bfloat16 or float16",
+    )
+    add(
+        "--kv-dtype",
+        default="auto",
+        metavar="NAME",
+        help="auto (default), or fp8 for an 8-bit cache",
+    )
+    add(
+        "--prefill-dtype",
+        default="auto",
+        metavar="NAME",
+        help="auto (default), or model for prompts in the model's own type",
+    )
     add("--heads", type=whole_number, metavar="N", help="query heads (default 32, with --mla 128)")
     add("--kv-heads", type=whole_number, metavar="N", help="key and value heads (default 8)")
     add("--head-dim", type=whole_number, metavar="N", help="size of a head (default 128)")
-    add("--window", type=whole_number, metavar="N", help="some layers have a sliding window of N tokens")
+    add(
+        "--window",
+        type=whole_number,
+        metavar="N",
+        help="some layers have a sliding window of N tokens",
+    )
     add("--sinks", action="store_true", default=None, help="layers carry attention sinks")
-    add = parser.add_argument_group("a model with latent attention; each of these options means one").add_argument
+    add = parser.add_argument_group(
+        "a model with latent attention; each of these options means one"
+    ).add_argument
     add("--mla", action="store_true", help="latent attention (DeepSeek, GLM)")
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        add(_option(name), type=whole_number, metavar="N", help=f"as in the model's config.json (default {_LATENT[name]})")
-    add("--indexer", action="store_true", help="an indexer selects what a row attends to (DeepSeek-V3.2, GLM-MoE-DSA)")
+        add(
+            _option(name),
+            type=whole_number,
+            metavar="N",
+            help=f"as in the model's config.json (default {_LATENT[name]})",
+        )
+    add(
+        "--indexer",
+        action="store_true",
+        help="an indexer selects what a row attends to (DeepSeek-V3.2, GLM-MoE-DSA)",
+    )
     for name, default in _INDEXER.items():
-        add(_option(name), type=whole_number, metavar="N", help=f"the same of an indexer (default {default})")
+        add(
+            _option(name),
+            type=whole_number,
+            metavar="N",
+            help=f"the same of an indexer (default {default})",
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,7 +171,10 @@ def run(args: argparse.Namespace) -> int:
         _refuse_beside_a_model(args)
         return run_model(args)
     if args.drafter != "auto" or args.gpu_memory is not None:
-        raise InvalidInputError(f"{'--gpu-memory' if args.drafter == 'auto' else '--drafter'} goes with --model; name the target")
+        raise InvalidInputError(
+            f"{'--gpu-memory' if args.drafter == 'auto' else '--drafter'} goes with --model; name"
+            f" the target"
+        )
     spec = spec_of(args)
     device = spec.device
     environment = environment_lines()  # before AITER is imported, which sets some itself
@@ -137,11 +202,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_beside_a_model(args: argparse.Namespace) -> None:
     """Options that describe a model say nothing beside one that has a config."""
-    described = ("run", "mla", "indexer", "kv_heads", "head_dim", "window", "sinks", *_LATENT, *_INDEXER)
+    described = (
+        "run",
+        "mla",
+        "indexer",
+        "kv_heads",
+        "head_dim",
+        "window",
+        "sinks",
+        *_LATENT,
+        *_INDEXER,
+    )
     given = [name for name in described if getattr(args, name) not in (None, False)]
     if given:
         raise InvalidInputError(
-            f"{_option(given[0])} does not go with --model, whose config says what it is; leave one of them out"
+            f"{_option(given[0])} does not go with --model, whose config says what it is; leave one"
+            f" of them out"
         )
 
 
@@ -157,7 +233,11 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     from specdec.base.config import DEFAULT_BLOCK_SIZE, LoadConfig
     from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 
-    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if value is not None and value is not False
+    }
     for name, value in given.items():
         if isinstance(value, int) and value < 1:
             raise InvalidInputError(f"{_option(name)} is {value}; it must be at least 1")
@@ -165,7 +245,8 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
     latent = indexed or bool(given.keys() & ({"mla", *_LATENT} - {"heads"}))
     if latent and (alien := sorted(given.keys() & {"kv_heads", "head_dim", "window", "sinks"})):
         raise InvalidInputError(
-            f"{_option(alien[0])} is not of latent attention; leave it out, or leave out --mla, --indexer and their sizes"
+            f"{_option(alien[0])} is not of latent attention; leave it out, or leave out --mla,"
+            f" --indexer and their sizes"
         )
     size = {**_ORDINARY, **(_LATENT if latent else {}), **_INDEXER, **given}
     device = resolve_device(args.device)
@@ -185,7 +266,11 @@ def spec_of(args: argparse.Namespace) -> AttentionSpec | MlaSpec:
             windows=frozenset({None, args.window}),
             sinks=bool(args.sinks),
         )
-    indexer = IndexerSpec(size["index_n_heads"], size["index_head_dim"], size["index_topk"]) if indexed else None
+    indexer = (
+        IndexerSpec(size["index_n_heads"], size["index_head_dim"], size["index_topk"])
+        if indexed
+        else None
+    )
     sizes = {name: size[name] for name in _LATENT if name != "heads"}
     return MlaSpec(**common, **sizes, indexer=indexer, fp8_prefill=load.prefill_dtype == "auto")
 
@@ -200,11 +285,13 @@ def describe_spec(spec: AttentionSpec | MlaSpec) -> str:
     if isinstance(spec, MlaSpec):
         parts[1:1] = [
             f"latents of {spec.kv_lora_rank} + {spec.qk_rope_head_dim}",
-            f"keys of {spec.qk_nope_head_dim} + {spec.qk_rope_head_dim} and values of {spec.v_head_dim}",
+            f"keys of {spec.qk_nope_head_dim} + {spec.qk_rope_head_dim} and values of"
+            f" {spec.v_head_dim}",
         ]
         if spec.indexer is not None:
             parts.append(
-                f"an indexer of {spec.indexer.num_heads} heads of {spec.indexer.head_dim} that selects {spec.indexer.topk}"
+                f"an indexer of {spec.indexer.num_heads} heads of {spec.indexer.head_dim} that"
+                f" selects {spec.indexer.topk}"
             )
         return ", ".join(parts)
     parts[1:1] = [f"{spec.num_kv_heads} key heads", f"head size {spec.head_dim}"]
@@ -214,8 +301,8 @@ def describe_spec(spec: AttentionSpec | MlaSpec) -> str:
 
 
 def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) -> list[str]:
-    """One line per backend: chosen, possible, or refused with all reasons; then what it says of itself, and what it cannot do for
-    a block drafter.
+    """One line per backend: chosen, possible, or refused with all reasons; then what it says of
+    itself, and what it cannot do for a block drafter.
 
     Beside latent attention a drafter runs on a backend for ordinary heads, so nothing is said of
     drafters there.
@@ -236,7 +323,10 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
             continue
         taken = "chosen by --attention auto" if name == chosen else f"works with --attention {name}"
         lines.append(f"  {name:<{width}}  {taken}")
-        lines += [f"  {'':<{width}}  auto passes over it: {reason}" for reason in passed_over.get(name, [])]
+        lines += [
+            f"  {'':<{width}}  auto passes over it: {reason}"
+            for reason in passed_over.get(name, [])
+        ]
         lines += [f"  {'':<{width}}  {remark}" for remark in describe(name, spec)]
         if against := blocks.get(name):
             lines.append(f"  {'':<{width}}  but not for DFlash drafters: {'; '.join(against)}")
@@ -244,8 +334,14 @@ def backend_lines(spec: AttentionSpec | MlaSpec, refused: dict[str, list[str]]) 
 
 
 def aiter_warnings() -> list[str]:
-    """What is wrong or unusual with the AITER installed here, whether or not this machine could use it."""
-    from specdec.kernels.aiter import newer_than_checked, unavailable_reasons, wrong_package_installed
+    """What is wrong or unusual with the AITER installed here, whether or not this machine could use
+    it.
+    """
+    from specdec.kernels.aiter import (
+        newer_than_checked,
+        unavailable_reasons,
+        wrong_package_installed,
+    )
 
     if wrong_package_installed():
         return unavailable_reasons()
@@ -255,12 +351,16 @@ def aiter_warnings() -> list[str]:
 
 def environment_lines() -> list[str]:
     """Those of `ENVIRONMENT` that are set, with their values."""
-    order = [name for pattern in ENVIRONMENT for name in sorted(os.environ) if fnmatchcase(name, pattern)]
+    order = [
+        name for pattern in ENVIRONMENT for name in sorted(os.environ) if fnmatchcase(name, pattern)
+    ]
     return [f"  {name}={os.environ[name]}" for name in dict.fromkeys(order)]
 
 
 def _package_version(name: str) -> str:
-    """Version of a distribution; of Triton also under the names that it has in ROCm builds of torch."""
+    """Version of a distribution; of Triton also under the names that it has in ROCm builds of
+    torch.
+    """
     for distribution in _TRITON if name == "triton" else (name,):
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(distribution)

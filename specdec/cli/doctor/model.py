@@ -1,4 +1,6 @@
-"""`specdec doctor --model`: whether a target, with a drafter, would run here, and what it takes, from config files alone."""
+"""`specdec doctor --model`: whether a target, with a drafter, would run here, and what it takes,
+from config files alone.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,24 @@ def run_model(args: argparse.Namespace) -> int:
     from specdec.device.device import cache_dtype, describe_device, resolve_device, resolve_dtype
 
     if args.gpu_memory is not None and not 0 < args.gpu_memory < 1e6:
-        raise InvalidInputError(f"--gpu-memory is {args.gpu_memory:g}; give the memory of one GPU in GB, such as 192")
+        raise InvalidInputError(
+            f"--gpu-memory is {args.gpu_memory:g}; give the memory of one GPU in GB, such as 192"
+        )
     device = resolve_device(args.device)
     dtype = resolve_dtype(args.dtype, device)
     memory = _memory(device) if args.gpu_memory is None else int(args.gpu_memory * 1e9)
     kept = cache_dtype(LoadConfig(kv_dtype=args.kv_dtype).kv_dtype, device)
     require_ours("drafters", "verifiers")
     # The memory of a GPU is given where there is none: quantized weights would stay packed on it.
-    packed = True if args.gpu_memory is not None and device.type == "cpu" and dtype.itemsize == 2 else None
+    packed = (
+        True
+        if args.gpu_memory is not None and device.type == "cpu" and dtype.itemsize == 2
+        else None
+    )
     options = {"cache_dtype": kept, "packed": packed, "most_gpus": _most_gpus(args, device)}
-    needs = resolve(PARTS, "needs", "part")(args.model, device=device, dtype=dtype, gpu_bytes=memory, **options)
+    needs = resolve(PARTS, "needs", "part")(
+        args.model, device=device, dtype=dtype, gpu_bytes=memory, **options
+    )
     _say("model", args.model)
     of = "" if needs.text_type in ("", needs.model_type) else f", its text part {needs.text_type}"
     _say("type", f"{needs.model_type}{of}")
@@ -51,13 +61,28 @@ def run_model(args: argparse.Namespace) -> int:
         _say("cache", "; ".join(needs.caches))
         _say("", _cache_sizes(needs, args.kv_dtype))
         usual, extended, most = needs.context
-        longest = f"{usual:,} tokens, whose cache takes {_gigabytes(usual * needs.token_bytes + needs.request_bytes)}"
-        further = f"; its RoPE goes to {extended:,} with --max-model-len" if extended > usual else ", and no more" if most else ""
+        longest = (
+            f"{usual:,} tokens, whose cache takes"
+            f" {_gigabytes(usual * needs.token_bytes + needs.request_bytes)}"
+        )
+        further = (
+            f"; its RoPE goes to {extended:,} with --max-model-len"
+            if extended > usual
+            else ", and no more"
+            if most
+            else ""
+        )
         _say("context", longest + further)
     place = "GPU" if args.gpu_memory is not None or device.type == "cuda" else "machine"
     if needs.weights:
-        _say("weights", f"{_gigabytes(needs.weights)}, stored as {needs.stored}{' and plain here' if needs.unpacked else ''}")
-        _say("memory", f"{needs.gpus} {place}{'s' if needs.gpus > 1 else ''} of {_gigabytes(memory)}")
+        _say(
+            "weights",
+            f"{_gigabytes(needs.weights)}, stored as"
+            f" {needs.stored}{' and plain here' if needs.unpacked else ''}",
+        )
+        _say(
+            "memory", f"{needs.gpus} {place}{'s' if needs.gpus > 1 else ''} of {_gigabytes(memory)}"
+        )
     if needs.ranks and place == "GPU":
         _say("ranks", _ranks(needs))
     for index, note in enumerate(needs.notes):
@@ -83,7 +108,9 @@ def _drafter(name: str, needs: Any) -> list[str]:
         return list(fit.problems)
     words = [fit.algorithm] if fit.algorithm != name else []
     words += [f"{fit.drafts} drafts"] if fit.drafts else []
-    words += [f"taps layers {', '.join(map(str, fit.taps))} of {needs.num_layers}"] if fit.taps else []
+    words += (
+        [f"taps layers {', '.join(map(str, fit.taps))} of {needs.num_layers}"] if fit.taps else []
+    )
     words += [f"{fit.numbers / 1e6:,.0f} M parameters"] if fit.numbers else []
     words += ["fits"] if fit.taps else []
     _say("drafter", f"{name}: {', '.join(words)}" if words else name)
@@ -96,7 +123,11 @@ def _ranks(needs: Any) -> str:
     """Among how many GPUs the target can be divided, and what each has of its weights then."""
     further = [f"{_gigabytes(size)} on {count}" for count, size in needs.ranks.items() if count > 1]
     if not further:
-        why = "its layers are not divided" if needs.runs_on == "our own layers" else "transformers' modules are not divided"
+        why = (
+            "its layers are not divided"
+            if needs.runs_on == "our own layers"
+            else "transformers' modules are not divided"
+        )
         return f"one GPU alone, since {why}"
     return f"weights of a GPU: {', '.join(further)} (--tensor-parallel)"
 

@@ -1,4 +1,6 @@
-"""`specdec doctor --run`: every kind of kernel once at tiny size, with its error, what is allowed, and the time."""
+"""`specdec doctor --run`: every kind of kernel once at tiny size, with its error, what is allowed,
+and the time.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +32,8 @@ INDEXER = IndexerSpec(64, 128, 2048)
 
 
 class Kind(NamedTuple):
-    """A kind of kernel, under the name and variant that a start on this machine looks its verdict up by.
+    """A kind of kernel, under the name and variant that a start on this machine looks its verdict
+    up by.
 
     Attributes:
         name, variant: see `specdec.device.self_check.reasons_against`.
@@ -45,7 +48,8 @@ class Kind(NamedTuple):
 
 
 def run_checks(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> int:
-    """Runs everything that can run on `device` in these types, prints a line for each, and keeps the verdicts on AMD's.
+    """Runs everything that can run on `device` in these types, prints a line for each, and keeps
+    the verdicts on AMD's.
 
     Returns:
         1 when something fails, else 0.
@@ -107,11 +111,16 @@ def _against(backend: type[AttentionBackend], spec: AttentionSpec) -> list[str]:
     return backend.reasons_against_auto(spec) or backend.unsupported_reasons(spec)
 
 
-def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> Iterator[Kind]:
+def kinds(
+    device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> Iterator[Kind]:
     """What there is to check, in an order in which what a check uses comes before it."""
     for spec in _specs(device, dtype, cache_dtype):
         for backend in _backends():
-            check, reasons = partial(check_attention, backend, spec), backend.unsupported_reasons(spec)
+            check, reasons = (
+                partial(check_attention, backend, spec),
+                backend.unsupported_reasons(spec),
+            )
             yield Kind(backend.name, variant_of(spec), reasons, check)
     for sparse in (False, True):
         latent = MlaSpec(device, dtype, 128, 512, 128, 64, 128, DEFAULT_BLOCK_SIZE)
@@ -123,7 +132,9 @@ def kinds(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype | N
     for name in KERNELS:
         kernel: Kernel = resolve(KERNELS, name, "kernel")
         variant = kernel.variant(dtype)
-        yield Kind(name, variant, kernel.reasons(device, *variant), kernel.check_on(device, *variant))
+        yield Kind(
+            name, variant, kernel.reasons(device, *variant), kernel.check_on(device, *variant)
+        )
     yield _captured_step(spec)
 
 
@@ -132,10 +143,17 @@ def _captured_step(spec: AttentionSpec) -> Kind:
     if not has_graphs(spec.device):
         return Kind("captured_step", (), [f"{spec.device} has no graphs"], None)
     try:
-        verifier, _ = resolve(VERIFIERS, "hf", "verifier")("embedded", device=spec.device, dtype=spec.dtype)
+        verifier, _ = resolve(VERIFIERS, "hf", "verifier")(
+            "embedded", device=spec.device, dtype=spec.dtype
+        )
     except SpecDecError as error:
         return Kind("captured_step", (), [str(error)], None)
-    return Kind("captured_step", (verifier.attention.name,), [], partial(check_captured_step, SpecEngine, verifier))
+    return Kind(
+        "captured_step",
+        (verifier.attention.name,),
+        [],
+        partial(check_captured_step, SpecEngine, verifier),
+    )
 
 
 def _described(verdict: Verdict) -> str:

@@ -1,4 +1,6 @@
-"""Sizes that a measurement or a captured graph serves: a batch or a length counts as the next one up."""
+"""Sizes that a measurement or a captured graph serves: a batch or a length counts as the next one
+up.
+"""
 
 from bisect import bisect_left
 
@@ -11,7 +13,8 @@ _SHORTEST = 512  # tokens; shorter sequences cost about the same
 
 
 def batch_bucket(num_reqs: int) -> int:
-    """The smallest of `BATCH_SIZES` that holds `num_reqs` requests; beyond the largest, the next power of two.
+    """The smallest of `BATCH_SIZES` that holds `num_reqs` requests; beyond the largest, the next
+    power of two.
 
     >>> batch_bucket(1), batch_bucket(5), batch_bucket(512), batch_bucket(513)
     (1, 8, 512, 1024)

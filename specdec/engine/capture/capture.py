@@ -1,4 +1,6 @@
-"""Device work that can be repeated with one launch: CUDA graphs, HIP graphs, or what stands in for them."""
+"""Device work that can be repeated with one launch: CUDA graphs, HIP graphs, or what stands in for
+them.
+"""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -14,7 +16,8 @@ class Capture(Protocol):
     """Turns device work into something that can be repeated."""
 
     def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
-        """Runs `launch` as often as it takes, and returns what repeats its device work on the same tensors, which it keeps.
+        """Runs `launch` as often as it takes, and returns what repeats its device work on the same
+        tensors, which it keeps.
 
         Work of one `kind` consists of the same operations, on tensors of any sizes.
         """
@@ -23,7 +26,8 @@ class Capture(Protocol):
 class CudaCapture:
     """CUDA graphs, or HIP graphs where torch is built for ROCm.
 
-    All graphs share one memory pool: they are replayed one after another on one stream, and no result stays in the pool.
+    All graphs share one memory pool: they are replayed one after another on one stream, and no
+    result stays in the pool.
 
     Args:
         device: an accelerator.
@@ -49,14 +53,16 @@ class CudaCapture:
             with torch.cuda.stream(self._stream):
                 if kind not in self._kinds or torch.version.hip:
                     launch()  # libraries take workspaces and make sure of themselves at first use
-                # Not torch.cuda.graph, which gives all cached memory back first and makes the next steps fetch it anew. Relaxed,
-                # for a kernel that is new for its sizes alone is loaded meanwhile; whether HIP lets that pass is not known, so
-                # there every capture comes second.
+                # Not torch.cuda.graph, which gives all cached memory back first and makes the next
+                # steps fetch it anew. Relaxed, for a kernel that is new for its sizes alone is
+                # loaded meanwhile; whether HIP lets that pass is not known, so there every capture
+                # comes second.
                 graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
                 try:
                     launch()
                 except Exception as error:
-                    cause = error  # after it the end of the capture fails, too, and its error says only that
+                    # after it the end of the capture fails, too, and its error says only that
+                    cause = error
                     raise
                 finally:
                     graph.capture_end()
@@ -64,17 +70,24 @@ class CudaCapture:
             self._kinds.add(kind)
         except RuntimeError as error:
             reason = str(cause or error).partition("\n")[0]
-            raise BackendError(f"{self._device} cannot capture this model's step: {reason}; turn graphs off") from error
+            raise BackendError(
+                f"{self._device} cannot capture this model's step: {reason}; turn graphs off"
+            ) from error
         return partial(_replay, graph, launch)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, launch: Callable[[], None]) -> None:
-    """Replays; `launch` is only held, for a graph knows the addresses of the tensors that it refers to and does not own them."""
+    """Replays; `launch` is only held, for a graph knows the addresses of the tensors that it refers
+    to and does not own them.
+    """
     graph.replay()
 
 
-def captures_graphs(device: torch.device, wanted: bool | None, check: Check, attention: str) -> bool:
-    """Whether steps on `device` are captured: where there are graphs, if `wanted`, or when left open where a captured step passes.
+def captures_graphs(
+    device: torch.device, wanted: bool | None, check: Check, attention: str
+) -> bool:
+    """Whether steps on `device` are captured: where there are graphs, if `wanted`, or when left
+    open where a captured step passes.
 
     Args:
         device: of the target.
@@ -82,7 +95,9 @@ def captures_graphs(device: torch.device, wanted: bool | None, check: Check, att
         check: compares a captured step with an eager one; see `specdec.device.self_check`.
         attention: name of the target's backend, whose kernels would be captured.
     """
-    return has_graphs(device) and (passes("captured_step", device, check, attention) if wanted is None else wanted)
+    return has_graphs(device) and (
+        passes("captured_step", device, check, attention) if wanted is None else wanted
+    )
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -1,4 +1,6 @@
-"""The self-check of captured steps: a short generation replayed from graphs, and the same steps launched one by one."""
+"""The self-check of captured steps: a short generation replayed from graphs, and the same steps
+launched one by one.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -27,20 +29,26 @@ LONGEST = 2 * LEAST_ROWS
 def check_captured_step(make_engine: Callable[..., Any], verifier: Verifier) -> Deviation:
     """Compares tokens, and their log-probabilities, which every logit of a row has a part in.
 
-    Both runs do the same work on the same shapes, so they differ by rounding at most where a library adds up in no fixed order.
+    Both runs do the same work on the same shapes, so they differ by rounding at most where a
+    library adds up in no fixed order.
 
     Raises:
-        BackendError: the device refuses the capture, the tokens differ, or the logits are not finite.
+        BackendError: the device refuses the capture, the tokens differ, or the logits are not
+            finite.
     """
     return worst(_deviation(make_engine, verifier, num_drafts) for num_drafts in (0, NUM_DRAFTS))
 
 
 def _deviation(make_engine: Callable[..., Any], verifier: Verifier, num_drafts: int) -> Deviation:
     """The same of steps with so many drafts."""
-    tokens, logprobs = _generate(make_engine, verifier, num_drafts, capturing.CudaCapture(verifier.device))
+    tokens, logprobs = _generate(
+        make_engine, verifier, num_drafts, capturing.CudaCapture(verifier.device)
+    )
     expected_tokens, expected = _generate(make_engine, verifier, num_drafts, LaunchAgain())
     if tokens != expected_tokens:
-        raise BackendError("a captured step gives other tokens than the same step launched operation by operation")
+        raise BackendError(
+            "a captured step gives other tokens than the same step launched operation by operation"
+        )
     error = max(abs(one - other) for one, other in zip(logprobs, expected, strict=True))
     return Deviation(error, torch.finfo(verifier.dtype).eps * max(map(abs, expected)))
 
@@ -60,7 +68,13 @@ class Counting(Drafter):
     max_draft_tokens = NUM_DRAFTS
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[Any], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[Any],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> BoundDrafter:
         """See `specdec.model.core.Drafter.bind`."""
         return BoundCounting(verifier.vocab_size)
@@ -81,7 +95,9 @@ class BoundCounting(BoundDrafter):
 def _generate(
     make_engine: Callable[..., Any], verifier: Verifier, num_drafts: int, capture: capturing.Capture
 ) -> tuple[list[list[int]], list[float]]:
-    """Tokens of a few requests, and the log-probabilities of all of them, whose steps `capture` repeats."""
+    """Tokens of a few requests, and the log-probabilities of all of them, whose steps `capture`
+    repeats.
+    """
     attention = verifier.attention.spec
     bytes_per_token = sum(spec.bytes_per_token(attention.kv_dtype) for spec in verifier.kv_specs)
     blocks = len(PROMPTS) * (blocks_for(LONGEST, attention.block_size) + 1)
@@ -91,14 +107,20 @@ def _generate(
         num_draft_tokens=num_drafts,
         graphs=False,
         seed=0,
-        cache=CacheConfig(memory_bytes=blocks * attention.block_size * bytes_per_token, prefix_caching=False),
+        cache=CacheConfig(
+            memory_bytes=blocks * attention.block_size * bytes_per_token, prefix_caching=False
+        ),
     )
     engine = make_engine(verifier, Counting(), config)
-    prefill_rows = most_prefill_rows(verifier, len(PROMPTS)) if verifier.attention.captures_prefill else 0
+    prefill_rows = (
+        most_prefill_rows(verifier, len(PROMPTS)) if verifier.attention.captures_prefill else 0
+    )
     capture_steps(engine.runner, engine.slots, capture, prefill_rows, required=True)
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=True)
     requests = [
-        engine.add_request([(7 * start + 11 * place) % verifier.vocab_size for place in range(length)], sampling)
+        engine.add_request(
+            [(7 * start + 11 * place) % verifier.vocab_size for place in range(length)], sampling
+        )
         for start, length in enumerate(PROMPTS)
     ]
     while engine.has_work:
@@ -106,4 +128,6 @@ def _generate(
     for request in requests:
         if request.error:
             raise BackendError(request.error)
-    return [request.output_token_ids for request in requests], [logprob for request in requests for logprob in request.logprobs]
+    return [request.output_token_ids for request in requests], [
+        logprob for request in requests for logprob in request.logprobs
+    ]

@@ -1,10 +1,11 @@
 """Decode steps as graphs: captured once per shape, then replayed with one launch.
 
-A captured step reads its requests' state through `slots`, a tensor that keeps its place, so a replay serves whichever requests
-stand there. Everything the host would otherwise decide anew in each step is part of the shape: the padded size of the batch, the
-shape of its blocks, a bound on the sequence lengths, and what the requests' sampling needs. A shape
-is captured on the padding slot alone: when it first occurs, or before anybody waits
-(`specdec.engine.capture.warmup`). From then on larger shapes serve others.
+A captured step reads its requests' state through `slots`, a tensor that keeps its place, so a
+replay serves whichever requests stand there. Everything the host would otherwise decide anew in
+each step is part of the shape: the padded size of the batch, the shape of its blocks, a bound on
+the sequence lengths, and what the requests' sampling needs. A shape is captured on the padding slot
+alone: when it first occurs, or before anybody waits (`specdec.engine.capture.warmup`). From then on
+larger shapes serve others.
 """
 
 import logging
@@ -34,7 +35,9 @@ Shape = TypeVar("Shape")
 Graph = TypeVar("Graph")
 
 MAX_GRAPHS = 512
-"""Shapes of steps captured at most, and of prefills; each keeps the nodes of its graph in device memory, and others run without."""
+"""Shapes of steps captured at most, and of prefills; each keeps the nodes of its graph in device
+memory, and others run without.
+"""
 
 EAGER = 8
 """Times that a step which no graph can serve runs without one while requests are served. One more
@@ -46,7 +49,8 @@ class ShapeGraphs(Generic[Shape, Graph]):
     """Graphs by the shape of what they repeat.
 
     Args:
-        required: raise when something cannot be captured; otherwise warn, and go on without further graphs.
+        required: raise when something cannot be captured; otherwise warn, and go on without further
+            graphs.
         group: ranks that capture together, all or none; None for a process alone.
 
     Attributes:
@@ -91,10 +95,16 @@ class ShapeGraphs(Generic[Shape, Graph]):
         if self._closed:
             return None
         if len(self.graphs) >= MAX_GRAPHS:
-            logger.warning("%d graphs are captured, the most there may be; other shapes run without one", MAX_GRAPHS)
+            logger.warning(
+                "%d graphs are captured, the most there may be; other shapes run without one",
+                MAX_GRAPHS,
+            )
             self._closed = True
             return None
-        graph, refusal = None, BackendError("another rank cannot capture this model's step; turn graphs off")
+        graph, refusal = (
+            None,
+            BackendError("another rank cannot capture this model's step; turn graphs off"),
+        )
         try:
             graph = capture(shape)
         except BackendError as error:
@@ -132,7 +142,9 @@ class StepShape(NamedTuple):
     block: BlockShape
     max_seq_len: int
     plan: SamplingPlan
-    min_seq_len: int = 0  # of the requests, not of those that pad; see `AttentionBackend.steady_len`
+    min_seq_len: int = (
+        0  # of the requests, not of those that pad; see `AttentionBackend.steady_len`
+    )
     context: Context = "now"
 
 
@@ -142,7 +154,8 @@ class StepGraph:
 
     Attributes:
         replay: launches it for the requests in the static slots.
-        table: int64 [num_reqs, columns], its results, the same tensor every time; see `specdec.engine.step_table.result_table`.
+        table: int64 [num_reqs, columns], its results, the same tensor every time; see
+            `specdec.engine.step_table.result_table`.
     """
 
     replay: Callable[[], None]
@@ -170,14 +183,19 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
     ) -> None:
         super().__init__(required=required, group=group)
         self._capture, self._state, self._steady_len = capture, state, steady_len
-        self._slots = torch.full((BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device)
+        self._slots = torch.full(
+            (BATCH_SIZES[-1],), state.padding_slot, dtype=torch.int64, device=state.device
+        )
         self._selection: Selection | None = None  # whose slots the static ones are
 
-    def prepare(self, selection: Selection, block: BlockShape, context: Context = "now") -> Graph | None:
+    def prepare(
+        self, selection: Selection, block: BlockShape, context: Context = "now"
+    ) -> Graph | None:
         """The captured step for a batch, ready to be replayed; captures it when its shape is new.
 
         Returns:
-            None when there is no graph for such a batch: it is too large, there are too many graphs, or the device refuses.
+            None when there is no graph for such a batch: it is too large, there are too many
+            graphs, or the device refuses.
 
         Raises:
             BackendError: graphs are required and the device refuses to capture the step.
@@ -186,7 +204,9 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
             return None
         graph = self.obtain(self._shapes(selection)(block, context), self._captured)
         if graph is not None and selection is not self._selection:
-            self._slots.copy_(self._state.slot_indices(selection.requests, len(self._slots)), non_blocking=True)
+            self._slots.copy_(
+                self._state.slot_indices(selection.requests, len(self._slots)), non_blocking=True
+            )
             self._selection = selection
         return graph
 
@@ -219,7 +239,9 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
     def _shapes(self, selection: Selection) -> Callable[[BlockShape, Context], StepShape]:
         """The shape of any step of a batch."""
         state, size, most = self._state, batch_bucket(len(selection.requests)), selection.longest
-        steady = self._steady_len if self._steady_len and selection.shortest >= self._steady_len else 0
+        steady = (
+            self._steady_len if self._steady_len and selection.shortest >= self._steady_len else 0
+        )
 
         def shape(block: BlockShape, context: Context) -> StepShape:
             bound = length_bucket(most + state.step_rows(block.drafts), state.longest)
@@ -241,12 +263,21 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
             sampling = state.sampling.select(slots, plan)
             return state.gather(slots, sampling, shape=shape.block, context=shape.context, **bounds)
 
-        # What a steady step finds planned was planned outside any capture, once for its number of rows.
+        # What a steady step finds planned was planned outside any capture, once for its number of
+        # rows.
         block = shape.block
-        kind = (block.drafts > 0, block.is_tree, shape.context, plan, (shape.num_reqs, block) if shape.min_seq_len else None)
+        kind = (
+            block.drafts > 0,
+            block.is_tree,
+            shape.context,
+            plan,
+            (shape.num_reqs, block) if shape.min_seq_len else None,
+        )
         return self._capture_step(shape, gather, table, kind)
 
-    def _capture_step(self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable) -> Graph:
+    def _capture_step(
+        self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable
+    ) -> Graph:
         """Captures a step of the batch that `gather` gives, and leaves the padding slot as it was.
 
         Args:
@@ -279,7 +310,9 @@ class StepGraphs(CapturedSteps[StepGraph]):
         super().__init__(capture, state, steady_len=steady_len, required=required, group=group)
         self._step = step
 
-    def _capture_step(self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable) -> StepGraph:
+    def _capture_step(
+        self, shape: StepShape, gather: Callable[[], DecodeBatch], table: Tensor, kind: Hashable
+    ) -> StepGraph:
         """See `CapturedSteps`."""
 
         def launch() -> None:

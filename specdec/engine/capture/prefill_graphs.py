@@ -1,7 +1,8 @@
-"""Prefill of short chunks as graphs: launched operation by operation, it takes the host longer than the device.
+"""Prefill of short chunks as graphs: launched operation by operation, it takes the host longer than
+the device.
 
-Chunks are padded to one length, a power of two. Rows past a chunk's end come later than all of its own, which see none of them, and
-write to the null block.
+Chunks are padded to one length, a power of two. Rows past a chunk's end come later than all of its
+own, which see none of them, and write to the null block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,13 @@ from specdec.engine.capture.buckets import batch_bucket, batches, length_bucket,
 from specdec.engine.capture.capture import Capture
 from specdec.engine.capture.graphs import ShapeGraphs
 from specdec.engine.requests.scheduler import Chunk, prefill_tokens
-from specdec.engine.slots import SlotState, cache_slots, most_pending, next_token, samples_first_token
+from specdec.engine.slots import (
+    SlotState,
+    cache_slots,
+    most_pending,
+    next_token,
+    samples_first_token,
+)
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.batch import ForwardInput, PrefillBatch
 from specdec.model.core import Verifier
@@ -29,7 +36,9 @@ MOST_ROWS = 8192
 MOST_CHUNK_ROWS = 2048
 """The same of one chunk."""
 MOST_ROW_BYTES = 2**43
-"""Rows times bytes of the weights that each reads beyond which the device takes longer than the host, some 10 ms on an H200."""
+"""Rows times bytes of the weights that each reads beyond which the device takes longer than the
+host, some 10 ms on an H200.
+"""
 
 
 class PrefillShape(NamedTuple):
@@ -46,9 +55,9 @@ class PrefillGraph(NamedTuple):
     Attributes:
         shape: what it serves, and less.
         replay: launches it.
-        inputs: int64 [3 * num_reqs * num_rows + 5 * num_reqs]: token, position and cache slot of each row; then of each request
-            the slot, the row whose logits are wanted, the position after its last row, how many of its rows do not pad, and the
-            token after those.
+        inputs: int64 [3 * num_reqs * num_rows + 5 * num_reqs]: token, position and cache slot of
+            each row; then of each request the slot, the row whose logits are wanted, the position
+            after its last row, how many of its rows do not pad, and the token after those.
         logits: [num_reqs, V], its result, the same tensor every time.
     """
 
@@ -89,8 +98,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         """Prefills chunks, whose requests' block tables are complete.
 
         Returns:
-            Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done, because the chunks are too long
-            or too many, or rows inside them are asked for, or there is no graph for them.
+            Logits [n, V] after the chunks that `samples_first_token`; None when nothing was done,
+            because the chunks are too long or too many, or rows inside them are asked for, or there
+            is no graph for them.
 
         Raises:
             BackendError: graphs are required and the device refuses to capture the prefill.
@@ -102,7 +112,11 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         graph.inputs.copy_(self._inputs(chunks, graph.shape), non_blocking=True)
         graph.replay()
         ended = [index for index, chunk in enumerate(chunks) if samples_first_token(chunk)]
-        return graph.logits[: len(ended)] if len(ended) == len(chunks) else graph.logits[self._state.tensor(ended)]
+        return (
+            graph.logits[: len(ended)]
+            if len(ended) == len(chunks)
+            else graph.logits[self._state.tensor(ended)]
+        )
 
     def spans(
         self,
@@ -121,7 +135,10 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         while width <= self._most_rows:
             fewest = 1 if width == LEAST_ROWS else width // 2 + 1
             for num_reqs in batches(most_reqs):
-                if batch_bucket(num_reqs) * width > self._most_rows or fewest + num_reqs - 1 > most_tokens:
+                if (
+                    batch_bucket(num_reqs) * width > self._most_rows
+                    or fewest + num_reqs - 1 > most_tokens
+                ):
                     break
                 for bound in bounds or lengths(self._state.longest):
                     start = min(bound - width, self._state.max_model_len - 1 - fewest)
@@ -140,7 +157,11 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         num_reqs = batch_bucket(len(chunks))
         num_rows = max(LEAST_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
         end = max(chunk.start for chunk in chunks) + num_rows
-        if num_reqs * num_rows > self._most_rows or end > longest or any(chunk.rows_to_score for chunk in chunks):
+        if (
+            num_reqs * num_rows > self._most_rows
+            or end > longest
+            or any(chunk.rows_to_score for chunk in chunks)
+        ):
             return None
         return PrefillShape(num_reqs, num_rows, length_bucket(end, longest))
 
@@ -159,10 +180,16 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         rows = len(chunks) * width
         values = [
             *(tokens + [0] * (missing * width)),
-            *([min(position, state.max_model_len - 1) for position in positions] + [0] * (missing * width)),
+            *(
+                [min(position, state.max_model_len - 1) for position in positions]
+                + [0] * (missing * width)
+            ),
             *(slots + [NULL_BLOCK * size] * (missing * width)),
             *([chunk.request.slot for chunk in chunks] + [state.padding_slot] * missing),
-            *([index * width + chunk.end - chunk.start - 1 for index, chunk in enumerate(chunks)] + [rows] * missing),
+            *(
+                [index * width + chunk.end - chunk.start - 1 for index, chunk in enumerate(chunks)]
+                + [rows] * missing
+            ),
             *([chunk.start + width for chunk in chunks] + [width] * missing),
             *([chunk.end - chunk.start for chunk in chunks] + [0] * missing),
             *([next_token(chunk) for chunk in chunks] + [0] * missing),
@@ -178,12 +205,18 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
         def launch() -> None:
             token_ids, position_ids, slot_mapping = inputs[: 3 * count].view(3, count)
-            slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[3 * count :].view(5, num_reqs)
+            slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[3 * count :].view(
+                5, num_reqs
+            )
             block_table = state.block_table.index_select(0, slots)
-            metadata = AttentionMetadata.uniform(width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len)
+            metadata = AttentionMetadata.uniform(
+                width, seq_lens.int(), block_table, slot_mapping, max_seq_len=max_seq_len
+            )
             rope_lens = state.rope_lens_of(slots)
             rope_lens = None if rope_lens is None else rope_lens.repeat_interleave(width)
-            rows = ForwardInput(token_ids, position_ids, metadata, logit_rows, rope_lens, slots, row_counts)
+            rows = ForwardInput(
+                token_ids, position_ids, metadata, logit_rows, rope_lens, slots, row_counts
+            )
             logits.copy_(self._forward(PrefillBatch(rows, slots, next_token_ids)))
 
         replay = self._capture.capture(launch, PrefillShape)

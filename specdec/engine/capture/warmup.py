@@ -1,8 +1,9 @@
 """What a run can launch, compiled and captured beforehand, so that no request waits for a compiler
 or a capture.
 
-Requests are made up in the slots of an engine that has none. All of their blocks are the null block, so a context of any length
-takes no memory. What is compiled or captured depends on what the host knows: the size of a batch, and bounds on its lengths.
+Requests are made up in the slots of an engine that has none. All of their blocks are the null
+block, so a context of any length takes no memory. What is compiled or captured depends on what the
+host knows: the size of a batch, and bounds on its lengths.
 
 A server gets ready in this way (`get_ready`): all kernels are compiled at once, by processes beside
 this one; then every step that may be chosen is captured for contexts of any length, in a greedy
@@ -45,14 +46,18 @@ KEYS_PER_KERNEL = 16384
 """Of AITER's paged kernels, which are compiled anew for each further so many keys."""
 
 UNPADDED = 16
-"""Eager batches of up to so many requests are launched in every size, on which the splits of AITER's draft kernel depend."""
+"""Eager batches of up to so many requests are launched in every size, on which the splits of
+AITER's draft kernel depend.
+"""
 
 SPARE_GRAPHS = 384
 """Captured steps beyond which none is captured for shorter contexts; the rest is left to batches
 that want something rare.
 """
 
-_ids = count(-1, -1)  # apart from those of real requests, and never twice: a batch is known by its requests
+_ids = count(
+    -1, -1
+)  # apart from those of real requests, and never twice: a batch is known by its requests
 
 
 BROAD = SamplingParams(temperature=1.0, top_k=64, top_p=0.9, min_p=0.01)
@@ -93,7 +98,8 @@ class WarmUpShape:
 
 
 def warm_up_shapes(engine: SpecEngine, sampling: SamplingParams | None = None) -> list[WarmUpShape]:
-    """What the engine's configuration can need: prefill, extension, drafting, verification and sampling in every shape.
+    """What the engine's configuration can need: prefill, extension, drafting, verification and
+    sampling in every shape.
 
     Args:
         engine: without unfinished requests, from the first `run` to the last.
@@ -279,10 +285,14 @@ def _prefills(
     most = min(engine.scheduler.max_prefill_tokens, longest)
     powers = {min(2**n, most) for n in range(most.bit_length() + 1)}
     # Triton compiles sizes that 16 divides apart from those that it does not.
-    batches_of_spans = [[(0, width)] for width in sorted(powers | {width - 1 for width in powers if width > 1})]
+    batches_of_spans = [
+        [(0, width)] for width in sorted(powers | {width - 1 for width in powers if width > 1})
+    ]
     for bound in _bounds(engine, finer=True):
         end = min(bound, longest)
-        batches_of_spans += [[(end - width, end)] for width in sorted({1, min(most, end // 2)}) if 0 < width < end]
+        batches_of_spans += [
+            [(end - width, end)] for width in sorted({1, min(most, end // 2)}) if 0 < width < end
+        ]
     if num_reqs > 1 and most > 2:
         batches_of_spans.append([(0, most // 2), (1, 1 + most // 2)])
     num_eager, graphs = len(batches_of_spans), engine.runner.prefill_graphs
@@ -302,17 +312,35 @@ def _steps(
     bounds: Bounds = None,
 ) -> Iterator[WarmUpShape]:
     """Decode steps, by bound, batch and the shape of blocks."""
-    eager, most, steady_len = not engine.runner.graphs, engine.config.max_num_seqs, engine.verifier.attention.steady_len
+    eager, most, steady_len = (
+        not engine.runner.graphs,
+        engine.config.max_num_seqs,
+        engine.verifier.attention.steady_len,
+    )
     sizes, blocks = batches(most), engine.shapes
-    if not engine.block_choice and not blocks[0].is_tree:  # the last steps of an output offer as many as there is room for
-        blocks = tuple(map(BlockShape, range(engine.num_draft_tokens + 1) if eager else ladder(engine.num_draft_tokens)))
+    if (
+        not engine.block_choice and not blocks[0].is_tree
+    ):  # the last steps of an output offer as many as there is room for
+        blocks = tuple(
+            map(
+                BlockShape,
+                range(engine.num_draft_tokens + 1) if eager else ladder(engine.num_draft_tokens),
+            )
+        )
     for bound in _bounds(engine, finer=eager) if bounds is None else bounds:
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:
             for shape in blocks if num_reqs in sizes else blocks[-1:]:
                 if shape.is_tree and engine.block_choice and num_reqs * shape.rows > MOST_TREE_ROWS:
                     continue
-                title = f"decode {num_reqs} x {shape.rows} rows{' of trees' * shape.is_tree}, up to {bound:,} tokens"
-                contexts: tuple[Context, ...] = ("now",) if shape.drafts or not engine.runner.most_deferred else ("later", "all")
+                title = (
+                    f"decode {num_reqs} x {shape.rows} rows{' of trees' * shape.is_tree}, up to"
+                    f" {bound:,} tokens"
+                )
+                contexts: tuple[Context, ...] = (
+                    ("now",)
+                    if shape.drafts or not engine.runner.most_deferred
+                    else ("later", "all")
+                )
                 for context in contexts:
                     what = title if context in ("now", "later") else f"{title}, all context"
                     for short in (False, True) if steady_len else (False,):
@@ -323,9 +351,13 @@ def _steps(
 
 
 def _bounds(engine: SpecEngine, *, finer: bool) -> list[int]:
-    """Bounds on the lengths of sequences; `finer` where kernels see the length itself, not the bucket that it falls in."""
+    """Bounds on the lengths of sequences; `finer` where kernels see the length itself, not the
+    bucket that it falls in.
+    """
     longest = engine.slots.longest
-    return sorted({*lengths(longest), *(range(KEYS_PER_KERNEL, longest, KEYS_PER_KERNEL) if finer else ())})
+    return sorted(
+        {*lengths(longest), *(range(KEYS_PER_KERNEL, longest, KEYS_PER_KERNEL) if finer else ())}
+    )
 
 
 @contextmanager
@@ -374,13 +406,19 @@ def _decode(
     guided: bool = False,
     captured: bool = False,
 ) -> None:
-    """A step of requests whose tokens, with those that it writes, are `bound`; the last has at most `shortest` before it."""
+    """A step of requests whose tokens, with those that it writes, are `bound`; the last has at most
+    `shortest` before it.
+    """
     runner, slots = engine.runner, engine.slots
-    known = [max(0, bound - slots.max_seq_len(Selection([_request(0, 1, sampling)]), shape.drafts))] * num_reqs
+    known = [
+        max(0, bound - slots.max_seq_len(Selection([_request(0, 1, sampling)]), shape.drafts))
+    ] * num_reqs
     if shortest is not None:
         known[-1] = min(known[-1], shortest)
     with _with_graphs(engine, captured):
-        requests = [_request(slot, 1, sampling, num_kv_tokens=length) for slot, length in enumerate(known)]
+        requests = [
+            _request(slot, 1, sampling, num_kv_tokens=length) for slot, length in enumerate(known)
+        ]
         slots.begin(requests)
         slots.seq_lens.index_copy_(0, slots.slot_indices(requests), slots.tensor(known))
         if runner.drafter:
@@ -392,7 +430,9 @@ def _decode(
         runner.decode(selection, shape, engine.clock, context=context)
 
 
-def _request(slot: int, length: int, sampling: SamplingParams, *, num_kv_tokens: int = 0, num_blocks: int = 1) -> Request:
+def _request(
+    slot: int, length: int, sampling: SamplingParams, *, num_kv_tokens: int = 0, num_blocks: int = 1
+) -> Request:
     """A prompt of `length` tokens on the null block."""
     return Request(
         next(_ids),

@@ -1,15 +1,18 @@
-"""How many drafts a step should have, in a chain or a tree: what decodes fastest, estimated while decoding.
+"""How many drafts a step should have, in a chain or a tree: what decodes fastest, estimated while
+decoding.
 
     speed(shape) = E[tokens](shape) / t(shape)      E[tokens](shape) = 1 + sum over depths j of P(j drafts or more are accepted)
 
-Plain decoding is the shape without drafts, and the first that is measured, so drafts that do not pay are given up. What is
-measured, by the step's number of requests and whether any of them samples, are the times, several steps in a row each, and the
-acceptance, which every step tells of all shapes that its drafts contain. Some drafters tell what to expect before they draft, as
-those that copy do (`BoundDrafter.outlook`). Steps of another outlook are then another kind of steps: a sure copy gets a long block,
-and a text that repeats nothing gets none. A time that has not been measured lies between those of steps that must be shorter and
-steps that must be longer, so a batch of a new size begins with what others have shown. What is slower is tried again now and then,
-within a share of the time. Whatever is tried, an account of what it lost against plain decoding
-bounds what is lost over any few seconds. What is output does not depend on the choice, except that
+Plain decoding is the shape without drafts, and the first that is measured, so drafts that do not
+pay are given up. What is measured, by the step's number of requests and whether any of them
+samples, are the times, several steps in a row each, and the acceptance, which every step tells of
+all shapes that its drafts contain. Some drafters tell what to expect before they draft, as those
+that copy do (`BoundDrafter.outlook`). Steps of another outlook are then another kind of steps: a
+sure copy gets a long block, and a text that repeats nothing gets none. A time that has not been
+measured lies between those of steps that must be shorter and steps that must be longer, so a batch
+of a new size begins with what others have shown. What is slower is tried again now and then, within
+a share of the time. Whatever is tried, an account of what it lost against plain decoding bounds
+what is lost over any few seconds. What is output does not depend on the choice, except that
 probabilistic drafts draw other random tokens of the same distribution.
 """
 
@@ -37,22 +40,31 @@ LOST = 0.008
 """Share of the time that drafts may lose on and on, and of the window at once."""
 
 MOST_TREE_ROWS = 1024
-"""Rows of all requests of a step up to which their drafts may form trees: more of them are scarce, and the likeliest few in a chain
-take least."""
+"""Rows of all requests of a step up to which their drafts may form trees: more of them are scarce,
+and the likeliest few in a chain take least."""
 
 _RUNGS = (0, 1, 3, 7, 15, 31, 63)
-_FIRST_TREE, _FEW = 7, 3  # drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
-_FIRST_REQUESTS = 16  # of so many requests they are then looked at, over as many steps as that takes
+_FIRST_TREE, _FEW = (
+    7,
+    3,
+)  # drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
+_FIRST_REQUESTS = (
+    16  # of so many requests they are then looked at, over as many steps as that takes
+)
 _DEAR = 2  # times as long as a plain step, for which fewer are looked at
-_PATIENCE = 12  # steps that a shape is kept for longer when too few of its times are known yet, or it does better than expected
+# steps that a shape is kept for longer when too few of its times are known yet, or it does better
+# than expected
+_PATIENCE = 12
 _STEADY = 4  # steps before the choice is looked at again
-_CLEARLY = 1.03  # how many times as fast another k must seem to replace the one at work: less may be chance
+# how many times as fast another k must seem to replace the one at work: less may be chance
+_CLEARLY = 1.03
 _PLAINLY = 1.01  # the same of plain decoding, to which little should be lost
 _LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
 def checked_draft_tokens(asked: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
-    """Most drafts per step: what is asked for, or the drafter's own number, which is the largest where the engine chooses.
+    """Most drafts per step: what is asked for, or the drafter's own number, which is the largest
+    where the engine chooses.
 
     Raises:
         InvalidInputError: the drafter cannot give that many.
@@ -63,13 +75,20 @@ def checked_draft_tokens(asked: int | Literal["auto"] | None, drafter: Drafter |
     if asked is None or asked == "auto":
         return most
     if asked > most:
-        way_out = f"choose 1 to {most}, or 0 for plain decoding" if drafter else "name a drafter, or leave it out"
-        raise InvalidInputError(f"num_draft_tokens is {asked} and the drafter gives at most {most}; {way_out}")
+        way_out = (
+            f"choose 1 to {most}, or 0 for plain decoding"
+            if drafter
+            else "name a drafter, or leave it out"
+        )
+        raise InvalidInputError(
+            f"num_draft_tokens is {asked} and the drafter gives at most {most}; {way_out}"
+        )
     return asked
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Values of k worth telling apart. With the anchor, most of them fill the tiles that kernels work in.
+    """Values of k worth telling apart. With the anchor, most of them fill the tiles that kernels
+    work in.
 
     >>> ladder(15), ladder(8), ladder(1), ladder(0)
     ((0, 1, 3, 7, 15), (0, 1, 3, 7, 8), (0, 1), (0,))
@@ -118,7 +137,9 @@ class Situation(NamedTuple):
 
     @property
     def guess(self) -> float:
-        """How likely a draft is accepted, as far as the outlook tells: so likely that as many are accepted on average."""
+        """How likely a draft is accepted, as far as the outlook tells: so likely that as many are
+        accepted on average.
+        """
         return 1 - 1 / (1.5 * 2**self.outlook) if self.outlook else FIRST_GUESS
 
 
@@ -129,7 +150,8 @@ class Run:
     Attributes:
         here: where it began; it ends when the situation is another one.
         shape: of their blocks.
-        steps: how many are left until the choice is looked at again; less than 0 while more is to be learned.
+        steps: how many are left until the choice is looked at again; less than 0 while more is to
+            be learned.
         tokens: of a request, by step.
     """
 
@@ -159,11 +181,18 @@ class BlockChoice:
     ) -> None:
         self.rungs = tuple(rungs)
         self._likeliest_first, self._forward_for_each = likeliest_first, forward_for_each
-        self._acceptance: dict[tuple[bool, int], BlockAcceptance] = {}  # by whether a request samples, and the outlook
-        self._untaught = {False, True}  # whether of requests that sample, too little is known of what they accept
+        self._acceptance: dict[
+            tuple[bool, int], BlockAcceptance
+        ] = {}  # by whether a request samples, and the outlook
+        self._untaught = {
+            False,
+            True,
+        }  # whether of requests that sample, too little is known of what they accept
         self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
-        self._estimates: dict[Situation, dict[BlockShape, float]] = {}  # until something new is measured
+        self._estimates: dict[
+            Situation, dict[BlockShape, float]
+        ] = {}  # until something new is measured
         self._runs: dict[Situation, Run] = {}  # by outlook, of the batch at work
         self._spare = 0.0  # seconds that may go into probing
         self._debt = 0.0  # seconds that were lost lately
@@ -184,7 +213,8 @@ class BlockChoice:
         Args:
             num_reqs: requests in its batch.
             sampled: any of them samples.
-            outlook: drafts that are expected to be accepted of a request, see `BoundDrafter.outlook`.
+            outlook: drafts that are expected to be accepted of a request, see
+                `BoundDrafter.outlook`.
             ready: gives, when the choice is looked at again, what tells whether a step may have a
                 shape; None allows all.
         """
@@ -290,7 +320,9 @@ class BlockChoice:
         self._debt = min(max(0.0, self._debt + loss - LOST * seconds), 2 * self._most(here))
 
     def _promises(self, run: Run) -> bool:
-        """Whether steps of a shape that seemed slower were faster: few requests need more of them to show that it is no chance."""
+        """Whether steps of a shape that seemed slower were faster: few requests need more of them
+        to show that it is no chance.
+        """
         at_work = self._at_work.get(run.here, run.shape)
         seconds = self._seconds(run.here)
         if run.shape == at_work or not run.tokens or at_work not in seconds:
@@ -350,31 +382,47 @@ class BlockChoice:
         """
         drafted = (shape for shape in self.rungs if shape.drafts and may(shape))
         small = [shape for shape in drafted if shape.drafts <= (most if shape.is_tree else _FEW)]
-        few = [shape for shape in small if not shape.is_tree or shape.rows * here.num_reqs <= MOST_TREE_ROWS]
+        few = [
+            shape
+            for shape in small
+            if not shape.is_tree or shape.rows * here.num_reqs <= MOST_TREE_ROWS
+        ]
         return max(few, key=lambda shape: (shape.is_tree, shape.drafts), default=BlockShape(0))
 
     def _seconds(self, here: Situation) -> Mapping[BlockShape, float]:
-        """Time of a step by the shape of its blocks, as far as there is anything to tell it from."""
+        """Time of a step by the shape of its blocks,
+        as far as there is anything to tell it from.
+        """
         times = self._times_of(here)
         estimated = self._estimates.get(here)
         if estimated is None:
             known = {
                 StepSize(there.num_reqs, shape, self._forward_for_each): took
-                for there, one in sorted(self._times.items(), key=lambda item: item[0].outlook == here.outlook)
+                for there, one in sorted(
+                    self._times.items(), key=lambda item: item[0].outlook == here.outlook
+                )
                 if there.sampled == here.sampled
                 for shape, took in one.measured().items()
             }
             steps = {
-                shape: StepSize(here.num_reqs, shape, self._forward_for_each).estimate(known) for shape in self._shapes(here, known)
+                shape: StepSize(here.num_reqs, shape, self._forward_for_each).estimate(known)
+                for shape in self._shapes(here, known)
             }
-            estimated = self._estimates[here] = {shape: took for shape, took in steps.items() if took is not None}
-        return {shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())}
+            estimated = self._estimates[here] = {
+                shape: took for shape, took in steps.items() if took is not None
+            }
+        return {
+            shape: max(took, 1e-9) for shape, took in sorted((estimated | times.measured()).items())
+        }
 
     def _shapes(self, here: Situation, known: Mapping[StepSize, float]) -> list[BlockShape]:
-        """Chains, and trees of at most four times the rows of those that have been tried: the time of a much larger one would be a
-        guess. Before any they have at most as many rows as chains had.
+        """Chains, and trees of at most four times the rows of those that have been tried: the time
+        of a much larger one would be a guess. Before any they have at most as many rows as chains
+        had.
         """
-        rows = max((step.shape.rows * (4 if step.shape.is_tree else 1) for step in known), default=0)
+        rows = max(
+            (step.shape.rows * (4 if step.shape.is_tree else 1) for step in known), default=0
+        )
         most = min(MOST_TREE_ROWS // here.num_reqs, rows)
         return [shape for shape in self.rungs if not shape.is_tree or shape.rows <= most]
 
@@ -382,7 +430,10 @@ class BlockChoice:
         kind = here.sampled, here.outlook
         if kind not in self._acceptance:
             self._acceptance[kind] = BlockAcceptance(
-                self.rungs, sampled=here.sampled, likeliest_first=self._likeliest_first, guess=here.guess
+                self.rungs,
+                sampled=here.sampled,
+                likeliest_first=self._likeliest_first,
+                guess=here.guess,
             )
         return self._acceptance[kind]
 

@@ -1,4 +1,6 @@
-"""How many tokens steps give, by the shape of their blocks: how likely drafts are accepted, estimated while decoding."""
+"""How many tokens steps give, by the shape of their blocks: how likely drafts are accepted,
+estimated while decoding.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,13 +11,18 @@ from typing import NamedTuple
 from specdec.base.blocks import BlockShape
 
 MEMORY = 64
-"""Steps after which what they taught weighs 1/e; those that did not try a position teach nothing about it."""
+"""Steps after which what they taught weighs 1/e; those that did not try a position teach nothing
+about it.
+"""
 
 _LATE = 8  # the same, of what tells whether acceptance has changed
 FIRST_GUESS = 0.9
 """Of the first position before anything is known; high, so that drafting is tried."""
 _GUESS_WEIGHT = 0.5  # in observations
-_HOPE = {False: 0.1, True: 0.25}  # of a chain's accepted drafts so many more with each doubling of a tree's rows; by sampled
+_HOPE = {
+    False: 0.1,
+    True: 0.25,
+}  # of a chain's accepted drafts so many more with each doubling of a tree's rows; by sampled
 _FADES = 0.5  # of what one doubling gives more, the next one does, until there has been one
 _GROWTH_WEIGHT = 4.0  # accepted drafts that outweigh these guesses
 _LONG = 512  # steps after which what they taught about trees beside each other weighs 1/e
@@ -58,8 +65,8 @@ class _Position:
 class AcceptanceEstimate:
     """P(a draft is accepted | those before it are), by position, over all requests of late steps.
 
-    A position without evidence of its own is taken to be like the one before it. Where late steps cannot be explained by the
-    longer past, only they count.
+    A position without evidence of its own is taken to be like the one before it. Where late steps
+    cannot be explained by the longer past, only they count.
 
     Args:
         most: positions.
@@ -110,9 +117,11 @@ class Path(NamedTuple):
 
 
 class _Growth:
-    """How many times as many drafts are accepted of a tree as of the next smaller one, by steps that had both.
+    """How many times as many drafts are accepted of a tree as of the next smaller one, by steps
+    that had both.
 
-    Whether a text is easy or hard changes that little, so it is remembered for longer than acceptance.
+    Whether a text is easy or hard changes that little, so it is remembered for longer than
+    acceptance.
     """
 
     def __init__(self) -> None:
@@ -127,8 +136,8 @@ class _Growth:
 
 
 class BlockAcceptance:
-    """What each shape of a block gives. A step tells about all shapes whose drafts it had: those of a chain or a tree are the first
-    of larger ones, and those of a chain are on one path of a tree.
+    """What each shape of a block gives. A step tells about all shapes whose drafts it had: those of
+    a chain or a tree are the first of larger ones, and those of a chain are on one path of a tree.
 
     Args:
         rungs: shapes that steps may have.
@@ -146,31 +155,51 @@ class BlockAcceptance:
         guess: float = FIRST_GUESS,
     ) -> None:
         self._hope, self._likeliest_first = _HOPE[sampled], likeliest_first
-        self._chain = AcceptanceEstimate(max(shape.depth for shape in rungs if not shape.is_tree), guess)
+        self._chain = AcceptanceEstimate(
+            max(shape.depth for shape in rungs if not shape.is_tree), guess
+        )
         self._trees = sorted(shape for shape in rungs if shape.is_tree)
         self._growths = {tree: _Growth() for tree in self._trees}
-        # What trees are compared with: the chain of as many drafts as the smallest, or else that tree.
-        self._level = self._chain if likeliest_first else AcceptanceEstimate(self._trees[0].depth if self._trees else 0, guess)
+        # What trees are compared with: the chain of as many drafts as the smallest, or else that
+        # tree.
+        self._level = (
+            self._chain
+            if likeliest_first
+            else AcceptanceEstimate(self._trees[0].depth if self._trees else 0, guess)
+        )
 
     @property
     def has_evidence(self) -> bool:
         """Whether any draft has been verified."""
         return self._chain.has_evidence or self._level.has_evidence
 
-    def observe(self, shape: BlockShape, num_accepted: Sequence[int], paths: Sequence[Path]) -> None:
-        """Takes over a step: the drafts that requests accepted, and of a tree their path, for each request that accepted any."""
+    def observe(
+        self, shape: BlockShape, num_accepted: Sequence[int], paths: Sequence[Path]
+    ) -> None:
+        """Takes over a step: the drafts that requests accepted, and of a tree their path, for each
+        request that accepted any.
+        """
         if not shape.is_tree:
             self._chain.observe(shape.drafts, num_accepted)
         if not shape.is_tree or not num_accepted:
             return
         none = [0] * (len(num_accepted) - len(paths))
-        tried = [tree for tree in self._trees if tree.drafts <= shape.drafts]  # the first rows are the smaller tree
-        kept = {tree: [sum(row <= tree.drafts for row in path.rows[: tree.depth]) for path in paths] for tree in tried}
+        tried = [
+            tree for tree in self._trees if tree.drafts <= shape.drafts
+        ]  # the first rows are the smaller tree
+        kept = {
+            tree: [sum(row <= tree.drafts for row in path.rows[: tree.depth]) for path in paths]
+            for tree in tried
+        }
         level = kept[tried[0]]
         if self._likeliest_first:
-            # How long the likeliest path is in the tree is not known; half of the drafts are on it, nearly always.
+            # How long the likeliest path is in the tree is not known; half of the drafts are on it,
+            # nearly always.
             sure = min(shape.depth, (shape.drafts + 1) // 2)
-            leading = [next((i for i, rank in enumerate(path.ranks) if rank), len(path.ranks)) for path in paths]
+            leading = [
+                next((i for i, rank in enumerate(path.ranks) if rank), len(path.ranks))
+                for path in paths
+            ]
             self._chain.observe(sure, [min(count, sure) for count in leading] + none)
             level = [min(count, tried[0].depth) for count in leading]
         else:
@@ -195,5 +224,9 @@ class BlockAcceptance:
         return 1 + drafts
 
     def _hoped(self, tree: BlockShape) -> float:
-        """Drafts accepted of a tree, before there has been one: more than of a chain as deep, the more the larger it is."""
-        return (1 + self._hope * (log2(tree.rows) - 1.5)) * (self._chain.expected_tokens(tree.depth) - 1)
+        """Drafts accepted of a tree, before there has been one: more than of a chain as deep, the
+        more the larger it is.
+        """
+        return (1 + self._hope * (log2(tree.rows) - 1.5)) * (
+            self._chain.expected_tokens(tree.depth) - 1
+        )

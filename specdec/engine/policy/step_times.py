@@ -1,4 +1,6 @@
-"""How long steps take, by requests and the shape of their blocks: measured, and estimated where they are not."""
+"""How long steps take, by requests and the shape of their blocks: measured, and estimated where
+they are not.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +12,9 @@ ENOUGH = 3
 """Times that tell how long a step takes, even where two of them are disturbed."""
 
 _SAMPLES = 15  # times kept per shape
-_FRESH = 64  # steps after which times may be of shorter contexts or of a busier machine, and give way to new ones
+# steps after which times may be of shorter contexts or of a busier machine, and give way to new
+# ones
+_FRESH = 64
 _CHANGE = 1.5  # how many times as long or short a step must take for all old times to be forgotten
 
 
@@ -22,15 +26,21 @@ class StepTimes:
     """
 
     def __init__(self, rungs: Sequence[BlockShape]) -> None:
-        self._samples: dict[BlockShape, deque[float]] = {shape: deque(maxlen=_SAMPLES) for shape in rungs}
+        self._samples: dict[BlockShape, deque[float]] = {
+            shape: deque(maxlen=_SAMPLES) for shape in rungs
+        }
         self._quartiles: dict[BlockShape, float] = {}  # of these, where there are enough
         self._measured_at = dict.fromkeys(rungs, 0)
-        self._before: dict[BlockShape, float] = {}  # what was forgotten, until there is something new to compare it with
+        self._before: dict[
+            BlockShape, float
+        ] = {}  # what was forgotten, until there is something new to compare it with
         self._cold = set(rungs)
         self._num_steps = 0
 
     def observe(self, shape: BlockShape, seconds: float) -> None:
-        """Takes over the time of a step. The first of its kind is left out: it pays for memory and for choosing kernels."""
+        """Takes over the time of a step. The first of its kind is left out: it pays for memory and
+        for choosing kernels.
+        """
         self._num_steps += 1
         if shape in self._cold:
             self._cold.discard(shape)
@@ -64,7 +74,8 @@ class StepTimes:
         return len(self._quartiles)
 
     def measured(self) -> dict[BlockShape, float]:
-        """Seconds by shape, where there are enough: their lower quartile, as disturbances only lengthen.
+        """Seconds by shape, where there are enough: their lower quartile, as disturbances only
+        lengthen.
 
         Not above those of more drafts of the same kind.
         """
@@ -72,7 +83,9 @@ class StepTimes:
         bounds = {False: float("inf"), True: float("inf")}
         for shape in reversed(self._samples):
             if shape in self._quartiles:
-                bounds[shape.is_tree] = times[shape] = min(bounds[shape.is_tree], self._quartiles[shape])
+                bounds[shape.is_tree] = times[shape] = min(
+                    bounds[shape.is_tree], self._quartiles[shape]
+                )
         return times
 
     def is_cold(self, shape: BlockShape) -> bool:
@@ -103,20 +116,28 @@ class StepSize(NamedTuple):
         return self.num_reqs * self.shape.rows
 
     def exceeds(self, other: "StepSize") -> bool:
-        """Whether it takes no less time: it has no fewer requests, rows or forwards, and no chains in place of trees."""
+        """Whether it takes no less time: it has no fewer requests, rows or forwards, and no chains
+        in place of trees.
+        """
         if other.shape.is_tree and not self.shape.is_tree:
             return False
         larger = self.num_reqs >= other.num_reqs and self.rows >= other.rows
         return larger and self.forwards >= other.forwards
 
     def estimate(self, known: Mapping["StepSize", float]) -> float | None:
-        """Seconds by rows between the longest known step below and the shortest above; without one of them what the other took.
+        """Seconds by rows between the longest known step below and the shortest above; without one
+        of them what the other took.
 
-        Without one above it grows on, a quarter as fast as between fewer drafts. Plain decoding is hoped to take no longer than
-        what is below, lest it be given up unmeasured when it would be the fastest.
+        Without one above it grows on, a quarter as fast as between fewer drafts. Plain decoding is
+        hoped to take no longer than what is below, lest it be given up unmeasured when it would be
+        the fastest.
         """
-        below = max(((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None)
-        above = min(((took, step.rows) for step, took in known.items() if step.exceeds(self)), default=None)
+        below = max(
+            ((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None
+        )
+        above = min(
+            ((took, step.rows) for step, took in known.items() if step.exceeds(self)), default=None
+        )
         if below is not None and above is None:
             return max(below[0], self._grown(known))
         if below is None or above is None or below[1] == above[1] or not self.shape.drafts:
@@ -127,7 +148,11 @@ class StepSize(NamedTuple):
         """Seconds if each draft more costs a quarter of those before, by the two largest numbers of
         them, and each forward more as much as those before; 0 when nothing tells.
         """
-        alike = (step for step in known if step.num_reqs == self.num_reqs and step.shape.is_tree == self.shape.is_tree)
+        alike = (
+            step
+            for step in known
+            if step.num_reqs == self.num_reqs and step.shape.is_tree == self.shape.is_tree
+        )
         fewer = sorted(step for step in alike if step.shape.drafts < self.shape.drafts)[-2:]
         if len(fewer) < 2:
             return 0.0

@@ -65,7 +65,8 @@ class StepTimer:
 
 
 class StepClock:
-    """Takes the time of steps where they run, so that nobody waits: stamps are events on an accelerator, else the host's clock.
+    """Takes the time of steps where they run, so that nobody waits: stamps are events on an
+    accelerator, else the host's clock.
 
     Args:
         device: runs the steps.
@@ -80,7 +81,9 @@ class StepClock:
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # by default it would be the current device's, maybe another one
+        event.record(
+            torch.cuda.current_stream(self._device)
+        )  # by default it would be the current device's, maybe another one
         return event
 
     def wait(self, stamp: Any) -> None:

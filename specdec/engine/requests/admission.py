@@ -1,4 +1,6 @@
-"""What becomes a request: prompts and wishes that the target, the cache and the grammars can fulfil."""
+"""What becomes a request: prompts and wishes that the target, the cache and the grammars can
+fulfil.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ class Admission:
     ) -> None:
         self.verifier: Verifier | Target = verifier
         self.grammars, self._far = grammars, False
-        self.max_model_len, self._block_size, self._num_blocks = max_model_len, block_size, num_blocks
+        self.max_model_len, self._block_size, self._num_blocks = (
+            max_model_len,
+            block_size,
+            num_blocks,
+        )
         self._overshoot = overshoot
         self._ids = count()
         self._told_crossing = False
@@ -78,10 +84,17 @@ class Admission:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of prompt and output together that the model and the cache allow one request."""
+        """Most tokens of prompt and output together that the model and the cache allow one
+        request.
+        """
         return min(self.max_model_len, self._num_blocks * self._block_size - self._overshoot)
 
-    def new_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, on_tokens: OnTokens | None = None) -> Request:
+    def new_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+    ) -> Request:
         """A request that is not queued yet.
 
         Args:
@@ -107,7 +120,12 @@ class Admission:
             sampling,
             seed=seed,
             max_total_len=total,
-            stop_ids=frozenset([*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.verifier.eos_token_ids)]),
+            stop_ids=frozenset(
+                [
+                    *sampling.stop_token_ids,
+                    *(() if sampling.ignore_eos else self.verifier.eos_token_ids),
+                ]
+            ),
             rope_len=rope_len,
             on_tokens=on_tokens,
         )
@@ -156,7 +174,10 @@ class Admission:
 
     def _grammars(self) -> GrammarCompiler:
         if self.grammars is None:
-            raise InvalidInputError("a grammar needs the target's tokenizer and this engine has none; give it a GrammarCompiler")
+            raise InvalidInputError(
+                "a grammar needs the target's tokenizer and this engine has none; give it a"
+                " GrammarCompiler"
+            )
         self.grammars.check()
         return self.grammars
 
@@ -166,7 +187,8 @@ class Admission:
         budget = sampling.thinking_token_budget
         if budget is not None and (self.grammars is None or self.grammars.thinking is None):
             raise InvalidInputError(
-                f"thinking_token_budget is {budget}, and no token of {self.verifier.name!r} is known"
+                f"thinking_token_budget is {budget}, and no token of {self.verifier.name!r} is"
+                f" known"
                 " to end a thinking; leave it out"
             )
 
@@ -174,20 +196,23 @@ class Admission:
         """Whether the target can read a prompt, however long.
 
         Raises:
-            InvalidInputError: it is empty, or holds ids outside the vocabulary or that stand for an image or a sound.
+            InvalidInputError: it is empty, or holds ids outside the vocabulary or that stand for an
+                image or a sound.
         """
         if not prompt:
             raise InvalidInputError("the prompt is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.verifier.vocab_size:
             raise InvalidInputError(
-                f"the prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}; ids of this model lie in"
+                f"the prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}; ids"
+                f" of this model lie in"
                 f" [0, {self.verifier.vocab_size}), so tokenize it with the target's own tokenizer"
             )
         media = self.verifier.media_token_ids
         found = next((token for token in prompt if token in media), None) if media else None
         if found is not None:
             raise InvalidInputError(
-                f"the prompt holds token {found}, which stands for {media[found]}; {self.verifier.name!r} runs as a text model,"
+                f"the prompt holds token {found}, which stands for {media[found]};"
+                f" {self.verifier.name!r} runs as a text model,"
                 " so give text alone"
             )
 
@@ -195,8 +220,10 @@ class Admission:
         """Says once where an output differs from that of Transformers."""
         if not (self._told_crossing or self._far):
             logger.warning(
-                "a prompt of %s tokens and its max_tokens reach beyond %s, where LongRoPE changes: it has the rotations of long"
-                " requests from its first token on, other than in `generate`; max_tokens of %s or less keeps the first ones",
+                "a prompt of %s tokens and its max_tokens reach beyond %s, where LongRoPE changes:"
+                " it has the rotations of long"
+                " requests from its first token on, other than in `generate`; max_tokens of %s or"
+                " less keeps the first ones",
                 f"{prompt_len:,}",
                 f"{start:,}",
                 f"{start + 1 - prompt_len:,}",
@@ -204,8 +231,8 @@ class Admission:
         self._told_crossing = True
 
     def _complete(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
-        """The same with the checkpoint's defaults, naming the model's own end-of-sequence ids as well where what ends the output
-        must be known beforehand.
+        """The same with the checkpoint's defaults, naming the model's own end-of-sequence ids as
+        well where what ends the output must be known beforehand.
         """
         sampling = self.verifier.defaults.fill(sampling, prompt_len)
         if not sampling.min_tokens or sampling.ignore_eos:
@@ -215,18 +242,26 @@ class Admission:
 
     def _check_tokens_of(self, sampling: SamplingParams) -> None:
         """Raises where the sampling names tokens that the target does not have."""
-        size, ends = self.verifier.vocab_size, sampling.stop_token_ids if sampling.min_tokens else ()
+        size, ends = (
+            self.verifier.vocab_size,
+            sampling.stop_token_ids if sampling.min_tokens else (),
+        )
         for token in [*ends, *(token for token, _ in sampling.logit_bias)]:
             if not 0 <= token < size:
-                raise InvalidInputError(f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0, {size})")
+                raise InvalidInputError(
+                    f"logit_bias or min_tokens concerns token {token}; ids of this model lie in [0,"
+                    f" {size})"
+                )
         if len({*ends}) == size:
             raise InvalidInputError(
-                f"stop_token_ids name all {size} tokens of this model, and min_tokens lets none of them be the first; name fewer"
+                f"stop_token_ids name all {size} tokens of this model, and min_tokens lets none of"
+                f" them be the first; name fewer"
             )
         most = max(sampling.top_logprobs, sampling.prompt_logprobs or 0)
         if most > size:
             raise InvalidInputError(
-                f"{most} log-probabilities per token are asked for and this model has {size} tokens; ask for fewer"
+                f"{most} log-probabilities per token are asked for and this model has {size}"
+                f" tokens; ask for fewer"
             )
 
     def _total_len(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
@@ -237,14 +272,16 @@ class Admission:
             self._check_masks(sampling)
         if len(prompt) + min(sampling.max_tokens, 1) > self.max_model_len:
             raise CapacityError(
-                f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for prompt and output together;"
+                f"the prompt has {len(prompt)} tokens and the limit is {self.max_model_len} for"
+                f" prompt and output together;"
                 f" {self.verifier.context.advice(self.max_model_len)}"
             )
         total = min(len(prompt) + sampling.max_tokens, self.max_model_len)
         needed = blocks_for(total + self._overshoot, self._block_size)
         if needed > self._num_blocks:
             raise CapacityError(
-                f"prompt and output of {total} tokens need {needed} cache blocks and the cache has {self._num_blocks};"
+                f"prompt and output of {total} tokens need {needed} cache blocks and the cache has"
+                f" {self._num_blocks};"
                 " lower max_tokens, shorten the prompt or give the cache more memory"
             )
         return total

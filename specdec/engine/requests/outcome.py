@@ -35,18 +35,23 @@ class Outcome:
 
 
 def take_over(step: FinishedStep) -> Outcome:
-    """Adds what a step gave to its requests. One that ended, or was sent back, while the step was in flight gets nothing; one for
-    which something raises ends.
+    """Adds what a step gave to its requests. One that ended, or was sent back, while the step was
+    in flight gets nothing; one for which something raises ends.
     """
     outcome, columns, shape = Outcome(), step.columns(), step.shape
     depth = shape.depth if shape is not None else 0
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
     token_ids, logprobs = columns.token_ids, columns.logprobs
-    results = zip(step.selection.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True)
+    results = zip(
+        step.selection.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True
+    )
     for index, (request, num_accepted, num_drafts, told) in enumerate(results):
         if request.status is not _RUNNING:
             continue
-        first, tree = index * (depth + 1), slice(index * depth, index * depth + num_accepted) if tree_size else None
+        first, tree = (
+            index * (depth + 1),
+            slice(index * depth, index * depth + num_accepted) if tree_size else None,
+        )
         if request.error:  # which was raised while the step was launched
             outcome.ended.append((request, "error"))
             continue
@@ -82,7 +87,10 @@ def take_over(step: FinishedStep) -> Outcome:
                 if tree:
                     request.num_by_rank.update(columns.ranks[tree][:kept])
             if request.grammar is not None and not reason and not request.grammar.advance(tokens):
-                raise RuntimeError(f"the grammar refuses one of the output tokens after the first {known}, which its mask allowed")
+                raise RuntimeError(
+                    f"the grammar refuses one of the output tokens after the first {known}, which"
+                    f" its mask allowed"
+                )
         except Exception as error:
             request.fail(error)
             reason = "error"
@@ -92,7 +100,9 @@ def take_over(step: FinishedStep) -> Outcome:
 
 
 def _append(request: Request, tokens: list[int]) -> str | None:
-    """Adds tokens to the output, up to the first stop token or the token limit; gives why it ends there, None when it goes on."""
+    """Adds tokens to the output, up to the first stop token or the token limit; gives why it ends
+    there, None when it goes on.
+    """
     room = request.max_output_tokens - len(request.output_token_ids)
     tokens, reason = tokens[:room], "length" if len(tokens) >= room else None
     for index, token in enumerate(tokens):
@@ -106,22 +116,31 @@ def _append(request: Request, tokens: list[int]) -> str | None:
     return reason
 
 
-def _append_logprobs(request: Request, tokens: Sequence[int], logprobs: Unpacked, first: int) -> None:
+def _append_logprobs(
+    request: Request, tokens: Sequence[int], logprobs: Unpacked, first: int
+) -> None:
     """Adds those of these tokens, the first of which is number `first` of the step's."""
     for place, token in enumerate(tokens, start=first):
         value, top_ids, top_values = logprobs[place]
         request.logprobs.append(value)
         if request.sampling.top_logprobs:
-            request.top_logprobs.append(top_of(token, value, top_ids, top_values, request.sampling.top_logprobs))
+            request.top_logprobs.append(
+                top_of(token, value, top_ids, top_values, request.sampling.top_logprobs)
+            )
 
 
 def _explain(request: Request, rows: Sequence[int]) -> None:
-    """Says why the logits behind the anchor or one of these rows, which were kept, are not finite."""
+    """Says why the logits behind the anchor or one of these rows, which were kept,
+    are not finite.
+    """
     known = len(request.output_token_ids)
-    request.bad_input = request.grammar is not None and not request.grammar.dead_ends.isdisjoint([0, *rows])
+    request.bad_input = request.grammar is not None and not request.grammar.dead_ends.isdisjoint(
+        [0, *rows]
+    )
     request.error = (
         f"the grammar allows no token of the vocabulary after {known} output tokens, or a few more;"
         " it leads where it cannot go on, so change it"
         if request.bad_input
-        else f"the target's logits are NaN or infinite after {known} output tokens; use --dtype float32 or check the checkpoint"
+        else f"the target's logits are NaN or infinite after {known} output tokens; use --dtype"
+        f" float32 or check the checkpoint"
     )

@@ -1,9 +1,11 @@
-"""Reuse of what requests have in common: which of their blocks are offered, and which are found when another one begins alike.
+"""Reuse of what requests have in common: which of their blocks are offered, and which are found
+when another one begins alike.
 
-A block is offered once all its tokens are committed and target and drafter have written what they keep of them. A prefill does so
-chunk by chunk. Of generated tokens the host learns when it reads a step's result. By then the step has run, or lies before
-everything that is still to be launched, and no later step writes to positions that it committed. Such keys and values were
-computed among drafts, so in low precision they may round otherwise than those of a prefill.
+A block is offered once all its tokens are committed and target and drafter have written what they
+keep of them. A prefill does so chunk by chunk. Of generated tokens the host learns when it reads a
+step's result. By then the step has run, or lies before everything that is still to be launched, and
+no later step writes to positions that it committed. Such keys and values were computed among
+drafts, so in low precision they may round otherwise than those of a prefill.
 """
 
 from collections.abc import Sequence
@@ -16,8 +18,8 @@ from specdec.kv_cache import BlockPool, PrefixCounts, Snapshot, prefix_hashes, p
 from specdec.model.batch import Context
 
 SNAPSHOT_SPACING = 64
-"""Generated tokens after which a snapshot of recurrent states is taken again, in the place of the one before: it costs a copy of
-the states, and saves the next request as many tokens at most."""
+"""Generated tokens after which a snapshot of recurrent states is taken again, in the place of the
+one before: it costs a copy of the states, and saves the next request as many tokens at most."""
 
 
 class _Copied(NamedTuple):
@@ -32,10 +34,14 @@ class _Sequence:
     """What is known of one request."""
 
     root: bytes
-    digests: list[bytes] = field(default_factory=list)  # of full blocks, also before it is admitted and after a preemption
+    digests: list[bytes] = field(
+        default_factory=list
+    )  # of full blocks, also before it is admitted and after a preemption
     num_offered: int = 0  # blocks that came from the cache or were offered to it
     # For recurrent layers:
-    num_in_state: int = 0  # tokens that the states have taken in after the last step whose result was read
+    num_in_state: int = (
+        0  # tokens that the states have taken in after the last step whose result was read
+    )
     last_end: int = 0  # where the last snapshot was taken, or the prefill ended
     last_chunk: int | None = None  # block that has the snapshot of the last chunk of the prefill
     kept: int | None = None  # block that has the last snapshot of generated tokens
@@ -77,16 +83,23 @@ class PrefixCache:
         self._sequences.clear()
 
     def match(self, request: Request, tokens: Sequence[int]) -> list[int]:
-        """Takes a reference on the blocks with which a request can begin, whose prefill has these tokens."""
+        """Takes a reference on the blocks with which a request can begin, whose prefill has these
+        tokens.
+        """
         if not self.enabled:
             return []
         params = request.sampling
         if request.request_id not in self._sequences:
-            self._sequences[request.request_id] = _Sequence(prefix_root(rope_len=request.rope_len, salt=params.cache_salt))
+            self._sequences[request.request_id] = _Sequence(
+                prefix_root(rope_len=request.rope_len, salt=params.cache_salt)
+            )
         digests = self._digests(request, tokens)
-        # The last token is always computed: its logits choose the first output token. So are all whose logits are asked for.
+        # The last token is always computed: its logits choose the first output token. So are all
+        # whose logits are asked for.
         most = request.num_scored if request.num_to_score else len(tokens) - 1
-        reads = params.read_prefix_cache and not request.num_tries  # what it found may be what was wrong
+        reads = (
+            params.read_prefix_cache and not request.num_tries
+        )  # what it found may be what was wrong
         return self.pool.match(digests[: most // self.block_size]) if reads else []
 
     def admit(self, request: Request, cached: Sequence[int], num_tokens: int) -> None:
@@ -95,11 +108,18 @@ class PrefixCache:
             request.offers_from = maxsize
             return
         sequence, found = self._sequences[request.request_id], len(cached) * self.block_size
-        sequence.num_offered, sequence.last_end, sequence.kept, sequence.last_chunk = len(cached), num_tokens, None, None
+        sequence.num_offered, sequence.last_end, sequence.kept, sequence.last_chunk = (
+            len(cached),
+            num_tokens,
+            None,
+            None,
+        )
         if self._recurrent:
             request.snapshot = self.pool.snapshot_at(cached[-1]) if cached else None
             most = (num_tokens - 1) // self.block_size
-            request.parts_at = self.pool.num_known(sequence.digests[:most], len(cached)) * self.block_size
+            request.parts_at = (
+                self.pool.num_known(sequence.digests[:most], len(cached)) * self.block_size
+            )
         if request.num_cached_tokens is None:  # not again after a preemption
             request.num_cached_tokens = found
             if request.sampling.read_prefix_cache and not request.num_to_score:
@@ -110,7 +130,8 @@ class PrefixCache:
         """Offers what a launched chunk of a prefill that ends at `end` has filled.
 
         Returns:
-            The row that is to keep the request's recurrent states as they are now; None for no snapshot.
+            The row that is to keep the request's recurrent states as they are now; None for no
+            snapshot.
         """
         if not self.enabled:
             return None
@@ -124,7 +145,8 @@ class PrefixCache:
         block = self.pool.published(sequence.digests[number])  # whoever has computed it first
         if block is None or not self.pool.takes_snapshot(block):
             return None
-        # Of one prompt the states at its end serve most, and those where it parts from another; the others go first.
+        # Of one prompt the states at its end serve most, and those where it parts from another; the
+        # others go first.
         if sequence.last_chunk is not None:
             self.pool.demote_snapshot(sequence.last_chunk)
         sequence.last_chunk = block if end != request.parts_at else None
@@ -134,7 +156,8 @@ class PrefixCache:
         return row
 
     def committed(self, request: Request, start: int, context: Context, *, plain: bool) -> None:
-        """Offers what a step has filled whose result was read; needless while L is below `request.offers_from`.
+        """Offers what a step has filled whose result was read; needless while L is below
+        `request.offers_from`.
 
         Args:
             request: has the step's tokens, and was finite.
@@ -147,11 +170,15 @@ class PrefixCache:
         if context != "later":
             self._offer(request, start if self._late else request.num_kv_tokens)
         if self._recurrent:
-            self._sequences[request.request_id].num_in_state = request.num_kv_tokens if plain else start
+            self._sequences[request.request_id].num_in_state = (
+                request.num_kv_tokens if plain else start
+            )
             self._settle(request)
 
     def copies(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
-        """Slots and rows to which their recurrent states are to be copied before the next step of these requests is launched."""
+        """Slots and rows to which their recurrent states are to be copied before the next step of
+        these requests is launched.
+        """
         if not (self.enabled and self._recurrent):
             return []
         pairs = []
@@ -161,7 +188,10 @@ class PrefixCache:
             if request.num_in_flight:  # that step has taken in what the one before it committed, and its own where it has no drafts
                 in_state = request.num_kv_tokens + (request.num_in_flight == 1)
             end = -(-in_state // self.block_size) * self.block_size
-            may_hold = request.num_unread - request.first_token_unread <= 1 and end <= request.kv_tokens_bound
+            may_hold = (
+                request.num_unread - request.first_token_unread <= 1
+                and end <= request.kv_tokens_bound
+            )
             if sequence.copied is None and may_hold and end >= sequence.last_end + SNAPSHOT_SPACING:
                 if sequence.kept is not None and not self.pool.has_free_row:
                     self.pool.drop_snapshot(sequence.kept)  # rather than another request's
@@ -183,11 +213,15 @@ class PrefixCache:
 
     def _digests(self, request: Request, tokens: Sequence[int]) -> list[bytes]:
         sequence = self._sequences[request.request_id]
-        sequence.digests = prefix_hashes(tokens, self.block_size, root=sequence.root, ahead=self._ahead, known=sequence.digests)
+        sequence.digests = prefix_hashes(
+            tokens, self.block_size, root=sequence.root, ahead=self._ahead, known=sequence.digests
+        )
         return sequence.digests
 
     def _offer(self, request: Request, end: int) -> None:
-        """Offers full blocks up to position `end`, as far as their tokens are known: an output may be cut shorter than its step."""
+        """Offers full blocks up to position `end`, as far as their tokens are known: an output may
+        be cut shorter than its step.
+        """
         sequence, known = self._sequences[request.request_id], request.num_tokens - self._ahead
         full = min(end, known) // self.block_size
         if full > sequence.num_offered:
@@ -198,7 +232,9 @@ class PrefixCache:
         request.offers_from = 0 if self._recurrent else (sequence.num_offered + 1) * self.block_size
 
     def _settle(self, request: Request) -> None:
-        """Keeps states that were copied before the step whose result was read, once their block is offered; or gives them up."""
+        """Keeps states that were copied before the step whose result was read, once their block is
+        offered; or gives them up.
+        """
         sequence, block_size = self._sequences[request.request_id], self.block_size
         if sequence.copied is None:
             return

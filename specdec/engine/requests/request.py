@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class Status(Enum):
-    """Where a request stands; it moves down, and from RUNNING or PREFILLING back to WAITING when it is preempted."""
+    """Where a request stands; it moves down, and from RUNNING or PREFILLING back to WAITING when it
+    is preempted.
+    """
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -32,13 +34,14 @@ class Status(Enum):
 class Request:
     """One sequence on the host.
 
-    Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt and output together),
-    `stop_ids` (tokens that end the output), `rope_len` (see
+    Set by the caller: `request_id`, `prompt_token_ids`, `sampling`, `seed`, `max_total_len` (prompt
+    and output together), `stop_ids` (tokens that end the output), `rope_len` (see
     `specdec.model.batch.ForwardInput.rope_lens`), `grammar` (of an output that
     has one, until the request ends).
-    Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`, `error`, `steps`.
-    Set by the scheduler and the engine between steps: `status`, `slot`, `block_ids`, `num_scored`, `num_prefilled`, `snapshot`,
-    `parts_at`, `num_cached_tokens`, `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_tries`, `tried_at`,
+    Set by the engine as results arrive: `output_token_ids`, all log-probabilities, `finish_reason`,
+    `error`, `steps`. Set by the scheduler and the engine between steps: `status`, `slot`,
+    `block_ids`, `num_scored`, `num_prefilled`, `snapshot`, `parts_at`, `num_cached_tokens`,
+    `offers_from`, `num_deferred`, `num_kv_tokens`, `num_in_flight`, `num_tries`, `tried_at`,
     `num_unread`.
 
     Every step goes through hundreds of these, so what it looks at are plain numbers.
@@ -52,35 +55,53 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     rope_len: int = 0
     on_tokens: Callable[[Request, list[int]], int | None] | None = None
-    """Called with the tokens about to be added; returns how many to keep when a stop string ends among them, else None."""
+    """Called with the tokens about to be added; returns how many to keep when a stop string ends
+    among them, else None.
+    """
 
     grammar: GrammarProgress | ThinkingProgress | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Top] = field(default_factory=list)  # one per output token
-    prompt_logprobs: list[float] = field(default_factory=list)  # from the second prompt token on, as the next
+    prompt_logprobs: list[float] = field(
+        default_factory=list
+    )  # from the second prompt token on, as the next
     prompt_top_logprobs: list[Top] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     bad_input: bool = False  # the error is who asked's
-    steps: list[int] = field(default_factory=list)  # five numbers per verify step, those of `num_drafted` and what follows it
-    num_by_rank: Counter[int] = field(default_factory=Counter)  # drafts of trees that were kept, by their rank
+    steps: list[int] = field(
+        default_factory=list
+    )  # five numbers per verify step, those of `num_drafted` and what follows it
+    num_by_rank: Counter[int] = field(
+        default_factory=Counter
+    )  # drafts of trees that were kept, by their rank
 
     status: Status = Status.WAITING
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
-    num_scored: int = 0  # prompt rows whose log-probabilities are launched; these need not be computed again
+    num_scored: int = (
+        0  # prompt rows whose log-probabilities are launched; these need not be computed again
+    )
     num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
     snapshot: Snapshot | None = None  # recurrent states that its prefill goes on from
-    parts_at: int = 0  # tokens that it has in common with what was computed before, though no states were kept there
-    num_cached_tokens: int | None = None  # of those, the tokens found in the cache when it was first admitted
+    # tokens that it has in common with what was computed before, though no states were kept there
+    parts_at: int = 0
+    num_cached_tokens: int | None = (
+        None  # of those, the tokens found in the cache when it was first admitted
+    )
     num_deferred: int = 0  # last steps whose context the drafter has put off
-    offers_from: int = 0  # L from which on a block may be full that is not yet offered to other requests
+    offers_from: int = (
+        0  # L from which on a block may be full that is not yet offered to other requests
+    )
     num_kv_tokens: int = 0  # L, as far as results have been read
     num_in_flight: int = 0  # tokens that launched steps whose results are unread add at most
-    num_tries: int = 0  # after logits that were not finite, see `specdec.engine.requests.second_try`
+    num_tries: int = (
+        0  # after logits that were not finite, see `specdec.engine.requests.second_try`
+    )
     tried_at: int = -1  # output tokens that were known at the last of them
-    num_unread: int = 0  # launches whose result is unread, each of at least one token: the prefill's last one, and steps
+    # launches whose result is unread, each of at least one token: the prefill's last one, and steps
+    num_unread: int = 0
     max_output_tokens: int = field(init=False)
     plan: SamplingPlan = field(init=False)  # what its sampling needs
 
@@ -89,9 +110,15 @@ class Request:
         self.plan = SamplingPlan.of([self.sampling])
 
     def fail(self, error: BaseException) -> None:
-        """Notes what was raised for it, and whose fault that is; the engine ends it, and no other, at the next results."""
+        """Notes what was raised for it, and whose fault that is; the engine ends it, and no other,
+        at the next results.
+        """
         self.bad_input = isinstance(error, SpecDecError)
-        self.error = one_line(error, 1000) if self.bad_input else f"the request failed in the engine: {one_line(error)}"
+        self.error = (
+            one_line(error, 1000)
+            if self.bad_input
+            else f"the request failed in the engine: {one_line(error)}"
+        )
         if not self.bad_input:
             logger.error("request %d failed", self.request_id, exc_info=error)
 
@@ -122,8 +149,14 @@ class Request:
 
     @property
     def num_to_score(self) -> int:
-        """Prompt rows whose log-probabilities are yet to be launched; the last row chooses the first output token."""
-        return 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1 - self.num_scored
+        """Prompt rows whose log-probabilities are yet to be launched; the last row chooses the
+        first output token.
+        """
+        return (
+            0
+            if self.sampling.prompt_logprobs is None
+            else len(self.prompt_token_ids) - 1 - self.num_scored
+        )
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,4 +1,6 @@
-"""Who works in the next step: admission, chunked prefill, growth of the block tables, preemption by recompute."""
+"""Who works in the next step: admission, chunked prefill, growth of the block tables, preemption by
+recompute.
+"""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -9,7 +11,9 @@ from specdec.engine.requests.request import Request, Status
 from specdec.kv_cache import BlockPool, blocks_for
 
 MOST_ROWS_TO_SCORE = 1024
-"""Of a step: enough to keep a device busy, few enough that their logits over a large vocabulary fit its memory."""
+"""Of a step: enough to keep a device busy, few enough that their logits over a large vocabulary fit
+its memory.
+"""
 
 
 @dataclass(slots=True)
@@ -24,11 +28,15 @@ class Chunk:
 
     @property
     def rows_to_score(self) -> range:
-        """Positions of rows that are to tell the log-probability of the prompt token behind them."""
+        """Positions of rows that are to tell the log-probability of the prompt token
+        behind them.
+        """
         request = self.request
         if not request.num_to_score:
             return range(0)
-        return range(max(self.start, request.num_scored), min(self.end, len(request.prompt_token_ids) - 1))
+        return range(
+            max(self.start, request.num_scored), min(self.end, len(request.prompt_token_ids) - 1)
+        )
 
 
 @dataclass(slots=True)
@@ -40,16 +48,18 @@ class Schedule:
 
 
 def prefill_tokens(request: Request) -> list[int]:
-    """Tokens whose KV the prefill writes: the prompt, or after a preemption everything but the known anchor."""
+    """Tokens whose KV the prefill writes: the prompt, or after a preemption everything but the
+    known anchor.
+    """
     return request.token_ids[:-1] if request.output_token_ids else request.prompt_token_ids
 
 
 class Scheduler:
-    """First come, first served, those aside whose grammar is not ready yet; the last to arrive is the first to be preempted, so the
-    oldest request always advances.
+    """First come, first served, those aside whose grammar is not ready yet; the last to arrive is
+    the first to be preempted, so the oldest request always advances.
 
-    All state is on the host. Requests hold blocks for everything they have prefilled and for every position that launched steps
-    may write, whatever those steps will turn out to have accepted.
+    All state is on the host. Requests hold blocks for everything they have prefilled and for every
+    position that launched steps may write, whatever those steps will turn out to have accepted.
 
     Args:
         pool: blocks of the cache.
@@ -60,8 +70,9 @@ class Scheduler:
         prefix: finds and offers what requests have in common; None does neither.
         num_draft_tokens: drafts per step for which there must be room.
         num_lookahead_tokens: see `specdec.model.core.Drafter.num_lookahead_tokens`.
-        snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step of its own, at the end of a
-            prompt or where it parts from another; None where no layer is recurrent.
+        snapshot_tokens: tokens to prefill for which a snapshot of recurrent states is worth a step
+            of its own, at the end of a prompt or where it parts from another; None where no layer
+            is recurrent.
     """
 
     def __init__(
@@ -103,7 +114,9 @@ class Scheduler:
         insort(self.waiting, request, key=_arrival)
 
     def finish(self, request: Request) -> list[int]:
-        """Takes a request out, wherever it stands, and returns the blocks that nobody holds any more."""
+        """Takes a request out, wherever it stands, and returns the blocks that nobody holds any
+        more.
+        """
         freed: list[int] = []
         if request.status is Status.WAITING:
             self.waiting.remove(request)
@@ -114,8 +127,8 @@ class Scheduler:
         return freed
 
     def send_back(self, request: Request) -> list[int]:
-        """Lets a request in work wait again, and returns the blocks that nobody holds any more; its tokens so far will be prefilled
-        again. Results that are unread then are not its own.
+        """Lets a request in work wait again, and returns the blocks that nobody holds any more; its
+        tokens so far will be prefilled again. Results that are unread then are not its own.
         """
         freed = self._withdraw(request)
         request.status, request.num_unread = Status.WAITING, 0
@@ -124,12 +137,15 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Request]:
-        """Requests to which one more step can still add a token: what is unread adds at least one each."""
+        """Requests to which one more step can still add a token: what is unread adds at least one
+        each.
+        """
         running = Status.RUNNING
         return [
             request
             for request in self.working
-            if request.status is running and len(request.output_token_ids) + request.num_unread < request.max_output_tokens
+            if request.status is running
+            and len(request.output_token_ids) + request.num_unread < request.max_output_tokens
         ]
 
     def schedule(self, decoding: list[Request], k: int) -> Schedule | None:
@@ -140,21 +156,27 @@ class Scheduler:
             k: drafts per request of that step.
 
         Returns:
-            None when blocks are short while results of launched steps are unread: only a request whose tokens are all known can be
-            preempted, and results may free blocks. Read them, and ask again.
+            None when blocks are short while results of launched steps are unread: only a request
+            whose tokens are all known can be preempted, and results may free blocks. Read them, and
+            ask again.
         """
         preemptions = self.num_preemptions
         decode = self._grow(decoding, k)
         if decode is None:
             return None
-        admit = self.num_preemptions == preemptions  # else the victim would take back what was just freed
+        admit = (
+            self.num_preemptions == preemptions
+        )  # else the victim would take back what was just freed
         budget = self.max_tokens_beside if decode else self.max_prefill_tokens
         return Schedule(prefill=self._prefill_chunks(budget, admit=admit), decode=decode)
 
     def has_room(self, decoding: Sequence[Request], k: int) -> bool:
         """Whether a step of `k` drafts finds its blocks without anyone being preempted."""
         num_rows = max(k + 1, self.num_lookahead_tokens)
-        bounds = (blocks_for(request.kv_tokens_bound + num_rows, self.block_size) - len(request.block_ids) for request in decoding)
+        bounds = (
+            blocks_for(request.kv_tokens_bound + num_rows, self.block_size) - len(request.block_ids)
+            for request in decoding
+        )
         return sum(max(missing, 0) for missing in bounds) <= self.pool.num_free
 
     def prefilled(self, chunk: Chunk) -> int | None:
@@ -172,15 +194,22 @@ class Scheduler:
         return row
 
     def _grow(self, decoding: list[Request], k: int) -> list[Request] | None:
-        """Requests that decode in this step, each with blocks for all rows of a step from the largest possible L on."""
+        """Requests that decode in this step, each with blocks for all rows of a step from the
+        largest possible L on.
+        """
         num_rows, block_size = max(k + 1, self.num_lookahead_tokens), self.block_size
         preemptions = self.num_preemptions
         for request in decoding:
-            if request.num_kv_tokens + request.num_in_flight + num_rows <= len(request.block_ids) * block_size:
+            if (
+                request.num_kv_tokens + request.num_in_flight + num_rows
+                <= len(request.block_ids) * block_size
+            ):
                 continue
             # The last to arrive goes first, which may be this one.
             while request.status is Status.RUNNING:
-                missing = blocks_for(request.kv_tokens_bound + num_rows, block_size) - len(request.block_ids)
+                missing = blocks_for(request.kv_tokens_bound + num_rows, block_size) - len(
+                    request.block_ids
+                )
                 if missing <= self.pool.num_free:
                     if missing > 0:
                         request.block_ids += self.pool.allocate(missing)
@@ -210,7 +239,8 @@ class Scheduler:
         end = min(total, start + budget)
         prompt_end = len(request.prompt_token_ids)
         if start < prompt_end < end:
-            end = prompt_end  # what was generated before a preemption comes by itself: backends round prompts only
+            # what was generated before a preemption comes by itself: backends round prompts only
+            end = prompt_end
         if request.num_to_score:
             room = MOST_ROWS_TO_SCORE - sum(len(chunk.rows_to_score) for chunk in chunks)
             end = min(end, start + max(room, 1))
@@ -220,23 +250,31 @@ class Scheduler:
         return budget - (end - start)
 
     def _snapshot_end(self, request: Request, start: int, end: int, total: int) -> int:
-        """Where a chunk ends that may go as far as `end`: at a block's end where states are kept, if that is not too near.
+        """Where a chunk ends that may go as far as `end`: at a block's end where states are kept,
+        if that is not too near.
 
-        The second request that begins as another did keeps them where it parts from that one, for all those that come after.
+        The second request that begins as another did keeps them where it parts from that one, for
+        all those that come after.
         """
         if self._snapshot_tokens is None:
             return end
         if start + self._snapshot_tokens <= request.parts_at < end:
             return request.parts_at
         least = self._snapshot_tokens if end == total else 1
-        boundary = (end - (end == total)) // self.block_size * self.block_size  # the last token is computed after it
+        boundary = (
+            (end - (end == total)) // self.block_size * self.block_size
+        )  # the last token is computed after it
         return boundary if boundary - start >= least else end
 
     def _admit(self, request: Request) -> bool:
-        """Gives a waiting request a slot and the blocks of its prefill and first step, if those in work can still grow."""
+        """Gives a waiting request a slot and the blocks of its prefill and first step, if those in
+        work can still grow.
+        """
         tokens = prefill_tokens(request)
         cached = self.prefix.match(request, tokens)
-        missing = blocks_for(len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size) - len(cached)
+        missing = blocks_for(
+            len(tokens) + max(self.num_draft_tokens + 1, self.num_lookahead_tokens), self.block_size
+        ) - len(cached)
         if missing + len(self.working) > self.pool.num_free:
             self.pool.release(cached)
             return False
@@ -259,7 +297,9 @@ class Scheduler:
         self.prefix.withdraw(request)
         self.working.remove(request)
         request.block_ids, request.slot = [], -1
-        request.num_prefilled = request.num_kv_tokens = request.num_in_flight = request.num_deferred = 0
+        request.num_prefilled = request.num_kv_tokens = request.num_in_flight = (
+            request.num_deferred
+        ) = 0
         return freed
 
 

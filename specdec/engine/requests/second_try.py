@@ -20,7 +20,8 @@ MOST_PLAIN = 64
 
 
 class SecondTries:
-    """Takes back the blocks of requests whose logits were not finite, and knows who decodes without drafts.
+    """Takes back the blocks of requests whose logits were not finite, and knows who decodes without
+    drafts.
 
     Args:
         scheduler, pool, kv_cache: of the engine.
@@ -40,7 +41,9 @@ class SecondTries:
         self._plain.pop(request, None)
 
     def send_back(self, request: Request) -> bool:
-        """Lets a request begin again from the tokens that it has; False where that was tried from here, or cannot help."""
+        """Lets a request begin again from the tokens that it has; False where that was tried from
+        here, or cannot help.
+        """
         known = len(request.output_token_ids)
         if request.tried_at == known or request.bad_input:
             return False
@@ -55,14 +58,17 @@ class SecondTries:
         if not self._told:
             self._told = True
             logger.warning(
-                "logits of a request were NaN or infinite after %d tokens; it is computed again and goes on without drafts"
+                "logits of a request were NaN or infinite after %d tokens; it is computed again and"
+                " goes on without drafts"
                 " for a while, as all such do from now on",
                 known,
             )
         return True
 
     def take_back(self, blocks: Sequence[int], freed: Sequence[int]) -> None:
-        """Wipes those of a request's blocks that nobody holds, and offers none: a masked NaN is NaN to their next owner, too."""
+        """Wipes those of a request's blocks that nobody holds, and offers none: a masked NaN is NaN
+        to their next owner, too.
+        """
         self._pool.discard(blocks)
         self._kv_cache.scrub(freed)
 

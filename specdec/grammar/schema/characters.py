@@ -1,7 +1,8 @@
 """Sets of characters, as a regular expression names them.
 
-ECMA-262, which JSON Schema refers to, and Python, which checks most documents, read some classes otherwise: Python's `\\d` has the
-digits of all scripts, and its `.` a carriage return. So a set knows the characters that are in it for both, and for either.
+ECMA-262, which JSON Schema refers to, and Python, which checks most documents, read some classes
+otherwise: Python's `\\d` has the digits of all scripts, and its `.` a carriage return. So a set
+knows the characters that are in it for both, and for either.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ NOT_TEXT: Ranges = ((0, 0), (0xD800, 0xDFFF))
 """NUL, which the grammar library cannot write, and halves of characters."""
 
 LOOKED_AT = 0x20000
-"""Characters whose class is asked of Python one by one. Those that follow are ideographs, or nothing yet."""
+"""Characters whose class is asked of Python one by one. Those that follow are ideographs, or
+nothing yet.
+"""
 
-ECMA_SPACES = "\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + "".join(map(chr, range(0x2000, 0x200B)))
+ECMA_SPACES = "\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
 
 
 def ranges(pairs: Iterable[tuple[int, int]]) -> Ranges:
@@ -77,7 +82,10 @@ class Characters:
     def either(cls, some: Iterable[Characters]) -> Characters:
         """Those of several sets."""
         given = list(some)
-        return cls(ranges(pair for one in given for pair in one.sure), ranges(pair for one in given for pair in one.possible))
+        return cls(
+            ranges(pair for one in given for pair in one.sure),
+            ranges(pair for one in given for pair in one.possible),
+        )
 
     @property
     def inverse(self) -> Characters:
@@ -87,7 +95,10 @@ class Characters:
     @property
     def is_empty(self) -> bool:
         """Whether none can be written for both readers."""
-        return all(any(low <= first and last <= high for low, high in NOT_TEXT) for first, last in self.sure)
+        return all(
+            any(low <= first and last <= high for low, high in NOT_TEXT)
+            for first, last in self.sure
+        )
 
     @property
     def text(self) -> Ranges:
@@ -97,14 +108,23 @@ class Characters:
 
 @cache
 def named(letter: str) -> Characters:
-    """The class of an escape: d, w or s, or in capitals its inverse; "." is what a dot stands for."""
+    """The class of an escape: d, w or s, or in capitals its inverse;
+    "." is what a dot stands for.
+    """
     if letter in "DWS":
         return named(letter.lower()).inverse
     if letter == ".":
         return Characters(others(_of_text("\n\r\u2028\u2029")), others(_of_text("\n")))
     python = _of_text("".join(re.findall(rf"\{letter}", "".join(map(chr, range(LOOKED_AT))))))
-    ecma = _of_text(ECMA_SPACES if letter == "s" else "".join(re.findall(rf"(?a:\{letter})", "".join(map(chr, range(128))))))
-    return Characters(both(python, ecma), ranges([*python, *ecma, *([(LOOKED_AT, LAST)] if letter == "w" else [])]))
+    ecma = _of_text(
+        ECMA_SPACES
+        if letter == "s"
+        else "".join(re.findall(rf"(?a:\{letter})", "".join(map(chr, range(128)))))
+    )
+    return Characters(
+        both(python, ecma),
+        ranges([*python, *ecma, *([(LOOKED_AT, LAST)] if letter == "w" else [])]),
+    )
 
 
 def _of_text(text: str) -> Ranges:

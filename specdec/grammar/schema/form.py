@@ -1,4 +1,6 @@
-"""The form of a JSON schema's keywords: what the metaschema of draft 2020-12 asks of them, and what fits a machine's numbers."""
+"""The form of a JSON schema's keywords: what the metaschema of draft 2020-12 asks of them, and what
+fits a machine's numbers.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ WORDS = {"type", *CHOICES, *(keyword for words in OF_TYPE.values() for keyword i
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63 and isfinite(value)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) < 2**63
+        and isfinite(value)
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -79,7 +86,11 @@ def _are_named(value: Any) -> bool:
 
 def _are_types(value: Any) -> bool:
     some = [value] if isinstance(value, str) else value
-    return isinstance(some, list) and bool(some) and all(isinstance(one, str) and one in TYPES for one in some)
+    return (
+        isinstance(some, list)
+        and bool(some)
+        and all(isinstance(one, str) and one in TYPES for one in some)
+    )
 
 
 def _are_names(value: Any) -> bool:
@@ -88,7 +99,13 @@ def _are_names(value: Any) -> bool:
 
 MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames")
+SINGLE = (
+    "items",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "propertyNames",
+)
 """Keywords of objects of schemas, of lists of them, and of one."""
 
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -105,13 +122,22 @@ _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a whole number from 0 to 2**31 - 1",
     ),
     ("minimum maximum exclusiveMinimum exclusiveMaximum", _is_number, "a number within 2**63"),
-    ("multipleOf", lambda value: _is_number(value) and value > 0, "a number above 0 and within 2**63"),
+    (
+        "multipleOf",
+        lambda value: _is_number(value) and value > 0,
+        "a number above 0 and within 2**63",
+    ),
     ("pattern format $ref", lambda value: isinstance(value, str), "a string"),
     ("uniqueItems", lambda value: isinstance(value, bool), "true or false"),
 )
 FORMS = {keyword: (check, form) for keywords, check, form in _FORMS for keyword in keywords.split()}
 
-PAIRS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"), ("minimum", "maximum"))
+PAIRS = (
+    ("minLength", "maxLength"),
+    ("minItems", "maxItems"),
+    ("minProperties", "maxProperties"),
+    ("minimum", "maximum"),
+)
 
 
 def malformed(schema: Mapping[str, Any]) -> list[str]:
@@ -121,17 +147,27 @@ def malformed(schema: Mapping[str, Any]) -> list[str]:
         for keyword, value in schema.items()
         if keyword in FORMS and not FORMS[keyword][0](value)
     ]
-    crossed = ((least, most) for least, most in PAIRS if not found and least in schema and most in schema)
-    return found + [f"{least} above {most}" for least, most in crossed if schema[least] > schema[most]]
+    crossed = (
+        (least, most) for least, most in PAIRS if not found and least in schema and most in schema
+    )
+    return found + [
+        f"{least} above {most}" for least, most in crossed if schema[least] > schema[most]
+    ]
 
 
 def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The schemas within one that is of its form, by where they stand in it."""
     for keyword in MANY:
         some = schema.get(keyword)
-        yield from ((f"{keyword}/{name}", part) for name, part in some.items()) if isinstance(some, Mapping) else ()
+        yield from (
+            ((f"{keyword}/{name}", part) for name, part in some.items())
+            if isinstance(some, Mapping)
+            else ()
+        )
     for keyword in SEVERAL:
-        yield from ((f"{keyword}/{number}", part) for number, part in enumerate(schema.get(keyword, ())))
+        yield from (
+            (f"{keyword}/{number}", part) for number, part in enumerate(schema.get(keyword, ()))
+        )
     yield from ((keyword, schema[keyword]) for keyword in SINGLE if keyword in schema)
 
 
@@ -143,11 +179,23 @@ def narrowed(bounds: Mapping[str, float], decimals: int) -> tuple[float | None, 
     """
     scale = 10**decimals
     lows = [ceil(Fraction(str(bounds[name])) * scale) for name in ("minimum",) if name in bounds]
-    lows += [floor(Fraction(str(bounds[name])) * scale) + 1 for name in ("exclusiveMinimum",) if name in bounds]
+    lows += [
+        floor(Fraction(str(bounds[name])) * scale) + 1
+        for name in ("exclusiveMinimum",)
+        if name in bounds
+    ]
     highs = [floor(Fraction(str(bounds[name])) * scale) for name in ("maximum",) if name in bounds]
-    highs += [ceil(Fraction(str(bounds[name])) * scale) - 1 for name in ("exclusiveMaximum",) if name in bounds]
+    highs += [
+        ceil(Fraction(str(bounds[name])) * scale) - 1
+        for name in ("exclusiveMaximum",)
+        if name in bounds
+    ]
     return tuple(  # type: ignore[return-value]
-        None if not some else choose(some) // scale if choose(some) % scale == 0 else choose(some) / scale
+        None
+        if not some
+        else choose(some) // scale
+        if choose(some) % scale == 0
+        else choose(some) / scale
         for some, choose in ((lows, max), (highs, min))
     )
 

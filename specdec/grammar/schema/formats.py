@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-_LEAP = r"(?:(?:[1-9]\d|\d[1-9])(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_LEAP = (
+    r"(?:(?:[1-9]\d|\d[1-9])(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+)
 _DATE = (
     r"(?:(?:[1-9]\d|\d[1-9])\d\d-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
     rf"|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP}-02-29)"
@@ -49,7 +51,10 @@ FORMATS |= {
     "iri-reference": FORMATS["uri-reference"],
     "base64": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",
     "ipv4network": rf"{_OCTET}(?:\.{_OCTET}){{3}}/32",
-    **{f"uuid{number}": rf"{_HEX}{{8}}-{_HEX}{{4}}-{number}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}" for number in range(1, 9)},
+    **{
+        f"uuid{number}": rf"{_HEX}{{8}}-{_HEX}{{4}}-{number}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
+        for number in range(1, 9)
+    },
 }
 
 FORMATS = {name: f"^(?:{pattern})$" for name, pattern in FORMATS.items()}

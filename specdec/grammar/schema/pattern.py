@@ -1,9 +1,11 @@
-"""Regular expressions, read here and written anew in the few words that the grammar library reads as everybody does.
+"""Regular expressions, read here and written anew in the few words that the grammar library reads
+as everybody does.
 
-xgrammar 0.2.8 leaves out lookaheads and anchors in the midst of a pattern, takes `\\A` or a possessive quantifier for something
-else, writes quotes into JSON strings as they are, and has an automaton that takes `x|(y|)` for more than it is, with a warning at
-most. So it is given rules in GBNF alone. What ECMA-262 and Python read in different ways is refused, or narrowed to what fits both.
-A pattern is taken for the whole text.
+xgrammar 0.2.8 leaves out lookaheads and anchors in the midst of a pattern, takes `\\A` or a
+possessive quantifier for something else, writes quotes into JSON strings as they are, and has an
+automaton that takes `x|(y|)` for more than it is, with a warning at most. So it is given rules in
+GBNF alone. What ECMA-262 and Python read in different ways is refused, or narrowed to what fits
+both. A pattern is taken for the whole text.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """What two parts match, or the second alone and not the first; made of a lookahead by `specdec.grammar.settle`."""
+    """What two parts match, or the second alone and not the first; made of a lookahead by
+    `specdec.grammar.settle`.
+    """
 
     first: Node
     wanted: bool
@@ -136,9 +140,14 @@ class _Reader:
             return part
         if isinstance(part, Anchor | Look):
             raise self._wrong("a repeated anchor or lookahead")
-        least, most = BOUNDS.get(match[0]) or (_count(match[1]), _count(match[3] or match[1]) if match[3] or not match[2] else None)
+        least, most = BOUNDS.get(match[0]) or (
+            _count(match[1]),
+            _count(match[3] or match[1]) if match[3] or not match[2] else None,
+        )
         if max(least, most or 0) > MOST or (most is not None and most < least):
-            raise self._wrong(f"the count {shown(match[0], 40)}, which must rise and reach {MOST} at most,")
+            raise self._wrong(
+                f"the count {shown(match[0], 40)}, which must rise and reach {MOST} at most,"
+            )
         self._place = match.end()
         self._takes("?")  # lazy: the same texts
         if REPEAT.match(self._pattern, self._place):
@@ -188,7 +197,9 @@ class _Reader:
             if re.compile(r"\[[:.=]").match(self._pattern, self._place):
                 raise self._wrong("a named class")
             first = self._of_class()
-            if self._pattern.startswith("-", self._place) and not self._pattern.startswith("-]", self._place):
+            if self._pattern.startswith("-", self._place) and not self._pattern.startswith(
+                "-]", self._place
+            ):
                 self._place += 1
                 last = self._of_class()
                 if not (_is_one(first) and _is_one(last) and first.sure <= last.sure):
@@ -214,7 +225,9 @@ class _Reader:
         if sign and sign in "dDwWsS":
             self._place += 2
             return named(sign)
-        code = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})").match(self._pattern, self._place + 1)
+        code = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})").match(
+            self._pattern, self._place + 1
+        )
         if code is not None:
             self._place = code.end()
             return self._literal(chr(int(code[1] or code[2], 16)))
@@ -223,7 +236,13 @@ class _Reader:
         elif sign in CONTROLS:
             sign = CONTROLS[sign]
         elif not sign or (sign.isascii() and sign.isalnum()):
-            what = "a word boundary" if sign in ("b", "B") else "a back-reference" if sign.isdigit() else "the escape"
+            what = (
+                "a word boundary"
+                if sign in ("b", "B")
+                else "a back-reference"
+                if sign.isdigit()
+                else "the escape"
+            )
             raise self._wrong(f"{what} \\{sign}")
         self._place += 2
         return self._literal(sign)

@@ -1,4 +1,6 @@
-"""References within a JSON schema: where they lead, whether they ever end, and what can be told of a schema through them."""
+"""References within a JSON schema: where they lead, whether they ever end, and what can be told of
+a schema through them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ MOST_OPTIONS = 100
 class Root:
     """A whole schema, in which references are looked up.
 
-    What looks at parts more than once counts them, so that a small schema never takes long: `InvalidInputError` then.
+    What looks at parts more than once counts them, so that a small schema never takes long:
+    `InvalidInputError` then.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -29,7 +32,8 @@ class Root:
         self._num_compared += count
         if self._num_compared > MOST_COMPARISONS:
             raise InvalidInputError(
-                f"the JSON schema takes more than {MOST_COMPARISONS:,} comparisons to tell its options, types and references"
+                f"the JSON schema takes more than {MOST_COMPARISONS:,} comparisons to tell its"
+                f" options, types and references"
                 " apart; make it simpler"
             )
 
@@ -46,7 +50,12 @@ class Root:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping) and name in found:
                 found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
+            elif (
+                isinstance(found, list)
+                and name.isdecimal()
+                and len(name) < 9
+                and int(name) < len(found)
+            ):
                 found = found[int(name)]
             else:
                 return None
@@ -59,7 +68,9 @@ class Root:
         return self._malformed[id(schema)]
 
     def leaves(self, schema: Any, seen: set[str] | None = None) -> Iterator[Any]:
-        """The schemas that a schema chooses from, through references, each followed once; itself where it does not."""
+        """The schemas that a schema chooses from, through references, each followed once; itself
+        where it does not.
+        """
         self._compares()
         seen = set() if seen is None else seen
         if isinstance(schema, Mapping) and not self.malformed(schema):
@@ -92,26 +103,32 @@ class Root:
                 fits = all(any(is_of(value, name) for name in types) for value in constants)
             else:
                 own = types_of(leaf) if isinstance(leaf, Mapping) else []
-                fits = bool(own) and all(one in types or (one == "integer" and "number" in types) for one in own)
+                fits = bool(own) and all(
+                    one in types or (one == "integer" and "number" in types) for one in own
+                )
             if not fits:
                 return False
         return True
 
     def loops(self, references: Iterable[str]) -> bool:
-        """Whether one of some references comes back to itself before anything is said of a value."""
+        """Whether one of some references comes back to itself before anything is said of a
+        value.
+        """
         some = set(references)
         left = {one: some.intersection(_direct(self.target(one))) for one in references}
         return bool(self._left(left, lambda one, known: left[one] <= known))
 
     def finite(self, references: Iterable[str]) -> bool:
-        """Whether a value of finite size can fit the whole: a least fixed point over all its references."""
+        """Whether a value of finite size can fit the whole: a least fixed point over all its
+        references.
+        """
         left = {one: self.target(one) for one in references}
         known = left.keys() - self._left(left, lambda one, known: self._finite(left[one], known))
         return self._finite(self._schema, known)
 
     def _left(self, some: Iterable[str], is_known: Callable[[str, set[str]], bool]) -> set[str]:
-        """References that are never known, where one is by those that are. Those that were found last, which lead to few others,
-        are looked at first.
+        """References that are never known, where one is by those that are. Those that were found
+        last, which lead to few others, are looked at first.
         """
         left, known = list(some)[::-1], set[str]()
         while True:
@@ -128,7 +145,9 @@ class Root:
 
     def disjoint(self, options: list[Any]) -> bool:
         """Whether it is plain that no value fits two options."""
-        leaves = [(number, leaf) for number, option in enumerate(options) for leaf in self.leaves(option)]
+        leaves = [
+            (number, leaf) for number, option in enumerate(options) for leaf in self.leaves(option)
+        ]
         owners: dict[str, int] = {}
         kinds: set[str] = set()  # of constants
         rest: list[tuple[int, Any]] = []
@@ -142,14 +161,20 @@ class Root:
                 kinds |= _kinds(leaf)
         if rest and not kinds and self._one_tag(rest):
             return True
-        if len(rest) > MOST_OPTIONS or (kinds and any(not _kinds(leaf) or _kinds(leaf) & kinds for _, leaf in rest)):
+        if len(rest) > MOST_OPTIONS or (
+            kinds and any(not _kinds(leaf) or _kinds(leaf) & kinds for _, leaf in rest)
+        ):
             return False
         return all(
-            number == other or self._apart(one, two) for place, (number, one) in enumerate(rest) for other, two in rest[:place]
+            number == other or self._apart(one, two)
+            for place, (number, one) in enumerate(rest)
+            for other, two in rest[:place]
         )
 
     def _one_tag(self, leaves: list[tuple[int, Any]]) -> bool:
-        """Whether objects, each with the number of its option, are told apart by the constants of one property."""
+        """Whether objects, each with the number of its option, are told apart by the constants of
+        one property.
+        """
         if any(_kinds(leaf) != {"object"} for _, leaf in leaves):
             return False
         names = set.intersection(*(set(leaf.get("required", ())) for _, leaf in leaves))
@@ -159,8 +184,14 @@ class Root:
         owners: dict[str, int] = {}
         for number, leaf in leaves:
             tag = leaf.get("properties", {}).get(name)
-            for values in [self._values(one) for one in self.leaves(tag)] if isinstance(tag, Mapping) else [None]:
-                if values is None or any(owners.setdefault(value, number) != number for value in values):
+            for values in (
+                [self._values(one) for one in self.leaves(tag)]
+                if isinstance(tag, Mapping)
+                else [None]
+            ):
+                if values is None or any(
+                    owners.setdefault(value, number) != number for value in values
+                ):
                     return False
         return True
 
@@ -172,12 +203,18 @@ class Root:
             return False
         self._compares(len(one.get("required", ())) + len(other.get("required", ())))
         names = set(one.get("required", ())) & set(other.get("required", ()))
-        tags = ((one.get("properties", {}).get(name), other.get("properties", {}).get(name)) for name in sorted(names))
+        tags = (
+            (one.get("properties", {}).get(name), other.get("properties", {}).get(name))
+            for name in sorted(names)
+        )
         return any(self._tell_apart(tag, rest) for tag, rest in tags)
 
     def _tell_apart(self, tag: Any, other: Any) -> bool:
         values, others = (
-            [self._values(leaf) for leaf in self.leaves(one)] if isinstance(one, Mapping) else [None] for one in (tag, other)
+            [self._values(leaf) for leaf in self.leaves(one)]
+            if isinstance(one, Mapping)
+            else [None]
+            for one in (tag, other)
         )
         if None in values or None in others:
             return False
@@ -188,11 +225,15 @@ class Root:
         """The values that a schema names as JSON, where 1.0 is 1; None where it names none."""
         constants = _constants(schema)
         self._compares(len(constants or ()))
-        plain = constants and [int(one) if isinstance(one, float) and one.is_integer() else one for one in constants]
+        plain = constants and [
+            int(one) if isinstance(one, float) and one.is_integer() else one for one in constants
+        ]
         return None if plain is None else [json.dumps(value, sort_keys=True) for value in plain]
 
     def _finite(self, schema: Any, known: set[str]) -> bool:
-        """Whether a value of finite size fits a schema, given the references of which that is known."""
+        """Whether a value of finite size fits a schema, given the references of which that is
+        known.
+        """
         self._compares()
         if not isinstance(schema, Mapping):
             return schema is not False
@@ -203,13 +244,20 @@ class Root:
         for keyword, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
             if keyword in schema:
                 return enough(self._finite(part, known) for part in schema[keyword])
-        types = types_of(schema) or [name for name in ("array", "object") if not schema.keys().isdisjoint(OF_TYPE[name])]
+        types = types_of(schema) or [
+            name for name in ("array", "object") if not schema.keys().isdisjoint(OF_TYPE[name])
+        ]
         if not types or set(types) - {"array", "object"}:
             return True
         named = schema.get("properties", {})
         rows = schema.get("prefixItems", [])[: int(schema.get("minItems", 0))]
-        more = [schema["items"]] if schema.get("minItems", 0) > len(rows) and "items" in schema else []
-        parts = {"object": [named[one] for one in schema.get("required", ()) if one in named], "array": [*rows, *more]}
+        more = (
+            [schema["items"]] if schema.get("minItems", 0) > len(rows) and "items" in schema else []
+        )
+        parts = {
+            "object": [named[one] for one in schema.get("required", ()) if one in named],
+            "array": [*rows, *more],
+        }
         return any(all(self._finite(part, known) for part in parts[name]) for name in types)
 
 
@@ -234,7 +282,9 @@ def is_of(value: Any, name: str) -> bool:
     """Whether a value is of a JSON type."""
     if isinstance(value, bool):
         return name == "boolean"
-    return isinstance(value, TYPES[name]) or (name == "integer" and isinstance(value, float) and value.is_integer())
+    return isinstance(value, TYPES[name]) or (
+        name == "integer" and isinstance(value, float) and value.is_integer()
+    )
 
 
 def _constants(schema: Any) -> list[Any] | None:
@@ -250,5 +300,10 @@ def _kinds(schema: Any) -> set[str]:
         return set()
     constants = _constants(schema)
     if constants is not None:
-        return {name for name in TYPES for value in constants if name != "integer" and is_of(value, name)}
+        return {
+            name
+            for name in TYPES
+            for value in constants
+            if name != "integer" and is_of(value, name)
+        }
     return {"number" if name == "integer" else name for name in types_of(schema)}

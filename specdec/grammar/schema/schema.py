@@ -1,9 +1,12 @@
-"""JSON schemas, read before xgrammar is given them: it leaves out what it does not know, with a warning at most.
+"""JSON schemas, read before xgrammar is given them: it leaves out what it does not know, with a
+warning at most.
 
-Refused is what would let an invalid document pass. What makes it stricter than the schema is let be: it writes no properties that
-the schema does not name, and takes a pattern for the whole of a string. Found with xgrammar 0.2.8, by documents that are valid and
-others that are not. What goes to it is written anew: references lead to definitions of its own, strings with a pattern or a format
-are marks in the place of which rules of ours are put, and what the standard calls an annotation is gone.
+Refused is what would let an invalid document pass. What makes it stricter than the schema is let
+be: it writes no properties that the schema does not name, and takes a pattern for the whole of a
+string. Found with xgrammar 0.2.8, by documents that are valid and others that are not. What goes to
+it is written anew: references lead to definitions of its own, strings with a pattern or a format
+are marks in the place of which rules of ours are put, and what the standard calls an annotation is
+gone.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ from typing import Any
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.limits import DEEPEST, MOST_PATTERN_CHARACTERS, MOST_REASONS, shown
 from specdec.grammar.reading import Place, Reading
-from specdec.grammar.schema.form import CHOICES, LENGTHS, NOT_KNOWN, OF_TYPE, WORDS, meets, narrowed, parts_of
+from specdec.grammar.schema.form import (
+    CHOICES,
+    LENGTHS,
+    NOT_KNOWN,
+    OF_TYPE,
+    WORDS,
+    meets,
+    narrowed,
+    parts_of,
+)
 from specdec.grammar.schema.formats import FORMATS, LONGEST
 from specdec.grammar.schema.pattern import NOT_HELD
 from specdec.grammar.schema.refs import Root, is_of, types_of
@@ -85,7 +97,9 @@ class _Reader:
         made: dict[str, Any] = {}
         while self._left:  # definitions may name others
             reference = self._left.pop()
-            made[self._names[reference]] = self._part(self._root.target(reference), Place(shown(reference)), 0)
+            made[self._names[reference]] = self._part(
+                self._root.target(reference), Place(shown(reference)), 0
+            )
         found.schema = whole | {"$defs": made} if made else whole
         found.texts = list(self._numbers)
         if NO_TEXT.search(json.dumps(found.schema, ensure_ascii=False).replace("\\u0000", "\0")):
@@ -113,7 +127,9 @@ class _Reader:
 
     def _refuse_all(self, reasons: Iterable[str]) -> dict[str, Any]:
         room = MOST_REASONS - len(self._found.reasons)
-        self._found.reasons += (shown(reason, 300) for reason, _ in zip(reasons, range(room), strict=False))
+        self._found.reasons += (
+            shown(reason, 300) for reason, _ in zip(reasons, range(room), strict=False)
+        )
         return {}
 
     def _note(self, note: str) -> None:
@@ -142,13 +158,20 @@ class _Reader:
                 return {choice: schema[choice]}
             case "$ref":
                 return self._reference(schema["$ref"], path)
-        parts = [self._part(part, path / choice / number, depth + 1) for number, part in enumerate(schema[choice])]
+        parts = [
+            self._part(part, path / choice / number, depth + 1)
+            for number, part in enumerate(schema[choice])
+        ]
         if choice == "oneOf" and not self._root.disjoint(schema["oneOf"]):
             self._refuse(f"oneOf whose options no type or constant property tells apart at {path}")
         if choice == "allOf" and len(parts) > 1:
             self._refuse(f"allOf with several options at {path}")
-        if all(part.keys() <= {"const", "enum"} and part for part in parts):  # as one list they compile much sooner
-            return {"enum": [value for part in parts for value in part.get("enum", [part.get("const")])]}
+        if all(
+            part.keys() <= {"const", "enum"} and part for part in parts
+        ):  # as one list they compile much sooner
+            return {
+                "enum": [value for part in parts for value in part.get("enum", [part.get("const")])]
+            }
         return parts[0] if choice == "allOf" else {"anyOf": parts}
 
     def _reference(self, reference: str, path: Place) -> dict[str, Any]:
@@ -163,12 +186,17 @@ class _Reader:
 
     def _beside(self, schema: Mapping[str, Any], choice: str, path: Place) -> Iterator[str]:
         """What stands beside a keyword that is held to alone, and excludes something."""
-        values = [schema["const"]] if choice == "const" else schema["enum"] if choice == "enum" else None
+        values = (
+            [schema["const"]] if choice == "const" else schema["enum"] if choice == "enum" else None
+        )
         types = types_of(schema)
         for keyword in WORDS & schema.keys() - {choice}:
             if keyword == "type" and values is not None:
                 wrong = (value for value in values if not any(is_of(value, name) for name in types))
-                yield from (f"{json.dumps(value)} in {choice}, which the type at {path} excludes" for value in wrong)
+                yield from (
+                    f"{json.dumps(value)} in {choice}, which the type at {path} excludes"
+                    for value in wrong
+                )
                 continue
             if keyword == "type":
                 vacuous = self._root.within({choice: schema[choice]}, types)
@@ -184,21 +212,39 @@ class _Reader:
         types = types_of(schema)
         if not types:
             for name in ("string", "number"):
-                words = [one for one in OF_TYPE[name] if one in schema and (one != "format" or schema[one] in FORMATS)]
+                words = [
+                    one
+                    for one in OF_TYPE[name]
+                    if one in schema and (one != "format" or schema[one] in FORMATS)
+                ]
                 self._refuse_all(f"{keyword} without a type at {path}" for keyword in words)
-            types = [name for name in ("array", "object") if any(keyword in schema for keyword in OF_TYPE[name])]
+            types = [
+                name
+                for name in ("array", "object")
+                if any(keyword in schema for keyword in OF_TYPE[name])
+            ]
         self._found.counts |= not COUNTS.isdisjoint(schema)
         families = {"number" if name == "integer" else name for name in types}
         made: dict[str, Any] = {"type": types if len(types) > 1 else types[0]} if types else {}
         for family in OF_TYPE:
             own = {keyword: schema[keyword] for keyword in OF_TYPE[family] if keyword in schema}
             if family in families and own:
-                read = {"string": self._string, "number": self._number, "array": self._array, "object": self._object}
+                read = {
+                    "string": self._string,
+                    "number": self._number,
+                    "array": self._array,
+                    "object": self._object,
+                }
                 made |= read[family](own, types, path, depth)
         return made
 
-    def _string(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
-        least, most = int(own.get("minLength", 0)), int(own["maxLength"]) if "maxLength" in own else None
+    def _string(
+        self, own: dict[str, Any], types: list[str], path: Place, depth: int
+    ) -> dict[str, Any]:
+        least, most = (
+            int(own.get("minLength", 0)),
+            int(own["maxLength"]) if "maxLength" in own else None,
+        )
         asked = own.get("format")
         if asked is not None and asked not in FORMATS:
             self._note(f"format {shown(asked)} at {path} is taken for an annotation")
@@ -210,7 +256,9 @@ class _Reader:
             if asked not in LONGEST:
                 self._note(f"maxLength {most} beside format {asked} at {path} is not held to")
             most = None
-        return {"pattern": self._mark(Text(patterns, least, most, in_json=True, formats=formats), path)}
+        return {
+            "pattern": self._mark(Text(patterns, least, most, in_json=True, formats=formats), path)
+        }
 
     def _mark(self, text: Text, path: Place) -> str:
         """A pattern that stands for a string of our own."""
@@ -218,7 +266,9 @@ class _Reader:
             self._numbers[text] = len(self._numbers)
             self._num_characters += sum(map(len, text.patterns))
             if self._num_characters > MOST_PATTERN_CHARACTERS:
-                self._refuse(f"patterns of more than {MOST_PATTERN_CHARACTERS:,} characters together")
+                self._refuse(
+                    f"patterns of more than {MOST_PATTERN_CHARACTERS:,} characters together"
+                )
                 return ""
             try:
                 text.check()
@@ -226,10 +276,15 @@ class _Reader:
                 self._refuse(f"{str(error).partition(NOT_HELD)[0]} at {path}")
         number = FIRST_MARK + self._numbers[text]
         if number > LAST_MARK:
-            self._refuse(f"more than {LAST_MARK - FIRST_MARK + 1:,} patterns, formats and lengths that differ")
+            self._refuse(
+                f"more than {LAST_MARK - FIRST_MARK + 1:,} patterns, formats and lengths that"
+                f" differ"
+            )
         return MARK + chr(min(number, LAST_MARK))
 
-    def _number(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
+    def _number(
+        self, own: dict[str, Any], types: list[str], path: Place, depth: int
+    ) -> dict[str, Any]:
         step = own.pop("multipleOf", None)
         if step is not None:
             if own or types != ["integer"] or step != int(step):
@@ -237,10 +292,18 @@ class _Reader:
             return {"multipleOf": int(step)}
         least, most = narrowed(own, 0 if "number" not in types else DECIMALS)
         if least is not None and most is not None and least > most:
-            return self._refuse(f"no number of at most {DECIMALS} decimals within the bounds at {path}")
-        return {keyword: value for keyword, value in (("minimum", least), ("maximum", most)) if value is not None}
+            return self._refuse(
+                f"no number of at most {DECIMALS} decimals within the bounds at {path}"
+            )
+        return {
+            keyword: value
+            for keyword, value in (("minimum", least), ("maximum", most))
+            if value is not None
+        }
 
-    def _array(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
+    def _array(
+        self, own: dict[str, Any], types: list[str], path: Place, depth: int
+    ) -> dict[str, Any]:
         if own.pop("uniqueItems", False):
             self._refuse(f"uniqueItems at {path}")
         if isinstance(own.get("items"), list):
@@ -249,35 +312,62 @@ class _Reader:
             own["items"] = {}  # else none could come
         if "prefixItems" in own:
             rows = enumerate(own["prefixItems"])
-            own["prefixItems"] = [self._part(part, path / "prefixItems" / number, depth + 1) for number, part in rows]
+            own["prefixItems"] = [
+                self._part(part, path / "prefixItems" / number, depth + 1) for number, part in rows
+            ]
         return self._with_parts(own, ("items", "unevaluatedItems"), path, depth)
 
-    def _object(self, own: dict[str, Any], types: list[str], path: Place, depth: int) -> dict[str, Any]:
+    def _object(
+        self, own: dict[str, Any], types: list[str], path: Place, depth: int
+    ) -> dict[str, Any]:
         named, patterns = own.get("properties", {}), own.get("patternProperties", {})
         missing = [name for name in own.get("required", ()) if name not in named]
         if missing:
-            self._refuse(f"required property {shown(missing[0])!r} that is not among the properties at {path}")
-        further = own.get("additionalProperties", own.get("unevaluatedProperties", False if named or patterns else None))
+            self._refuse(
+                f"required property {shown(missing[0])!r} that is not among the properties at"
+                f" {path}"
+            )
+        further = own.get(
+            "additionalProperties",
+            own.get("unevaluatedProperties", False if named or patterns else None),
+        )
         if own.get("minProperties", 0) > 1 and (further is not False or patterns):
-            self._refuse(f"minProperties above 1 where names are free, and so may come twice, at {path}")
-        if not {"properties", "patternProperties", "propertyNames"} & own.keys() and further is None:
+            self._refuse(
+                f"minProperties above 1 where names are free, and so may come twice, at {path}"
+            )
+        if (
+            not {"properties", "patternProperties", "propertyNames"} & own.keys()
+            and further is None
+        ):
             own["additionalProperties"] = {}
-        escaped = [name for name in named if further is not False and json.dumps(name, ensure_ascii=False) != f'"{name}"']
+        escaped = [
+            name
+            for name in named
+            if further is not False and json.dumps(name, ensure_ascii=False) != f'"{name}"'
+        ]
         if escaped:
-            self._refuse(f"property {shown(escaped[0])!r}, which JSON escapes, beside names that are free at {path}")
+            self._refuse(
+                f"property {shown(escaped[0])!r}, which JSON escapes, beside names that are free at"
+                f" {path}"
+            )
         if patterns and (named or len(patterns) > 1 or further is not False):
             self._refuse(f"patternProperties beside other properties at {path}")
         if "propertyNames" in own:
-            own["propertyNames"] = self._names_of(own["propertyNames"], bool(named or patterns), path, depth)
+            own["propertyNames"] = self._names_of(
+                own["propertyNames"], bool(named or patterns), path, depth
+            )
             if further is False:  # no names at all, which xgrammar 0.2.8 takes for any
                 del own["propertyNames"]
         for keyword in ("properties", "patternProperties"):
             if keyword in own:
                 parts = own[keyword].items()
-                own[keyword] = {name: self._part(part, path / keyword / name, depth + 1) for name, part in parts}
+                own[keyword] = {
+                    name: self._part(part, path / keyword / name, depth + 1) for name, part in parts
+                }
         if patterns:
             own["patternProperties"] = {
-                self._mark(Text((name,), in_json=True), path): part for name, part in own["patternProperties"].items()
+                self._mark(Text((name,), in_json=True), path): part
+                for name, part in own["patternProperties"].items()
             }
         return self._with_parts(own, ("additionalProperties", "unevaluatedProperties"), path, depth)
 
@@ -290,7 +380,9 @@ class _Reader:
             self._refuse(f"propertyNames of other than strings at {path}")
         return self._part(names, path / "propertyNames", depth + 1)
 
-    def _with_parts(self, own: dict[str, Any], keywords: tuple[str, ...], path: Place, depth: int) -> dict[str, Any]:
+    def _with_parts(
+        self, own: dict[str, Any], keywords: tuple[str, ...], path: Place, depth: int
+    ) -> dict[str, Any]:
         for keyword in keywords:  # a bool says whether something is allowed at all
             if isinstance(own.get(keyword), Mapping):
                 own[keyword] = self._part(own[keyword], path / keyword, depth + 1)

@@ -47,7 +47,8 @@ class Text:
         """The right side of a rule, and rules that it needs, whose names begin with `name`.
 
         Raises:
-            InvalidInputError: no text meets all that is asked for, or that takes too much to find out.
+            InvalidInputError: no text meets all that is asked for, or that takes too much to find
+                out.
 
         >>> Text(("^(?:a+?|[bc]{2,})$",)).rules("x")
         ('("a"+|[b-c]{2,})', [])
@@ -67,7 +68,12 @@ class Text:
             if states:
                 break
         else:
-            asked = " and ".join([*map(repr, self.patterns), *(["the length"] if length != algebra.everything else [])])
+            asked = " and ".join(
+                [
+                    *map(repr, self.patterns),
+                    *(["the length"] if length != algebra.everything else []),
+                ]
+            )
             raise InvalidInputError(f"no text meets {asked[:200]}")
         names = {state: f"{name}_{number}" for number, state in enumerate(states)}
         made = []
@@ -83,7 +89,11 @@ class Text:
         except TooManyStates:
             if not self.patterns:
                 raise
-            logger.warning("a JSON schema asks for more than outputs are held to: a format beside the pattern %s", self.patterns[0])
+            logger.warning(
+                "a JSON schema asks for more than outputs are held to: a format beside the pattern"
+                " %s",
+                self.patterns[0],
+            )
             return replace(self, formats=()).rules(name)
 
     def _written(self, node: Node) -> str:
@@ -95,8 +105,14 @@ class Text:
                 inner = self._written(part)
                 if not inner or most == 0:
                     return ""
-                count = f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
-                return (inner if isinstance(part, Characters) else f"({inner})") + SIGNS.get((least, most), count)
+                count = (
+                    f"{{{least}}}"
+                    if least == most
+                    else f"{{{least},{'' if most is None else most}}}"
+                )
+                return (inner if isinstance(part, Characters) else f"({inner})") + SIGNS.get(
+                    (least, most), count
+                )
             case Options(parts):
                 ways = dict.fromkeys(self._written(part) or '""' for part in parts)
                 return "" if list(ways) == ['""'] else f"({'|'.join(ways)})"
@@ -109,9 +125,13 @@ class Text:
         if not self.in_json:
             return _class(some)
         plain = both(some, ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST)))
-        short = ranges((ord(sign), ord(sign)) for code, sign in SHORT.items() if both(some, ((code, code),)))
+        short = ranges(
+            (ord(sign), ord(sign)) for code, sign in SHORT.items() if both(some, ((code, code),))
+        )
         ways = ([_class(plain)] if plain else []) + ([f'"\\\\" {_class(short)}'] if short else [])
-        ways = ways or [f'"\\\\u{code:04x}"' for first, last in some for code in range(first, last + 1)]
+        ways = ways or [
+            f'"\\\\u{code:04x}"' for first, last in some for code in range(first, last + 1)
+        ]
         return ways[0] if plain and len(ways) == 1 else f"({'|'.join(ways)})"
 
 
@@ -132,4 +152,10 @@ def _class(spans: Ranges) -> str:
 
 def _sign(code: int) -> str:
     sign = chr(code)
-    return sign if sign.isascii() and sign.isalnum() else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        sign
+        if sign.isascii() and sign.isalnum()
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )

@@ -1,8 +1,9 @@
-"""AITER's kernels for what lies between the products of a decoder layer: norms, gated activations, RoPE with the cache write.
+"""AITER's kernels for what lies between the products of a decoder layer: norms, gated activations,
+RoPE with the cache write.
 
-Norms and activations are HIP: computed in float32, each result written once. On gfx942 a bfloat16 is cut off there, where torch
-rounds, unless AITER is built with OPUS_FP32_to_BF16_DEFAULT=0, which norms heed; on gfx950 clang 20 rounds. RoPE is Triton and
-rounds.
+Norms and activations are HIP: computed in float32, each result written once. On gfx942 a bfloat16
+is cut off there, where torch rounds, unless AITER is built with OPUS_FP32_to_BF16_DEFAULT=0, which
+norms heed; on gfx950 clang 20 rounds. RoPE is Triton and rounds.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ WIDEST_NORM = 8192
 """Numbers of a row; for longer ones AITER has other kernels."""
 
 VECTOR = 8
-"""Numbers that these kernels load at a time: a row of another multiple would not begin where a load may."""
+"""Numbers that these kernels load at a time: a row of another multiple would not begin where a load
+may.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,16 @@ class AiterLayers:
 
     version: tuple[int, ...]
     rmsnorm2d_fwd: Annotated[Function, "aiter", "input weight epsilon"]
-    rmsnorm2d_fwd_with_add: Annotated[Function, "aiter", "out input residual_in residual_out weight epsilon"]
+    rmsnorm2d_fwd_with_add: Annotated[
+        Function, "aiter", "out input residual_in residual_out weight epsilon"
+    ]
     silu_and_mul: Annotated[Function, "aiter", "out input"]
     gelu_tanh_and_mul: Annotated[Function, "aiter", "out input"]
     fused_qk_rope_reshape_and_cache: Annotated[
         Function,
         "aiter.ops.triton.fusions.fused_kv_cache",
-        "q k v key_cache value_cache slot_mapping pos cos sin k_scale v_scale is_neox flash_layout output_zeros",
+        "q k v key_cache value_cache slot_mapping pos cos sin k_scale v_scale is_neox flash_layout"
+        " output_zeros",
     ]
 
     @cached_property
@@ -44,14 +50,25 @@ class AiterLayers:
         return {"upcast_operand": True} if has else {}
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root mean square norm of rows [T, H], weighted before it is written: `x`, `weight` in one type, dense."""
+        """Root mean square norm of rows [T, H], weighted before it is written: `x`, `weight` in one
+        type, dense.
+        """
         normed: Tensor = self.rmsnorm2d_fwd(input=x, weight=weight, epsilon=epsilon)
         return normed
 
-    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
         """The norm of the sum of rows [T, H], taken before the sum is written, and the sum."""
         normed, added = torch.empty_like(residual), torch.empty_like(residual)
-        self.rmsnorm2d_fwd_with_add(out=normed, input=x, residual_in=residual, residual_out=added, weight=weight, epsilon=epsilon)
+        self.rmsnorm2d_fwd_with_add(
+            out=normed,
+            input=x,
+            residual_in=residual,
+            residual_out=added,
+            weight=weight,
+            epsilon=epsilon,
+        )
         return normed, added
 
     def has_activation(self, activation: str) -> bool:
@@ -75,14 +92,16 @@ class AiterLayers:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Rotates the halves of heads against each other and writes keys and values to a cache of their type.
+        """Rotates the halves of heads against each other and writes keys and values to a cache of
+        their type.
 
         Args:
             query: [T, num_heads, head_dim], of any strides; head_dim is a power of two.
             key, value: [T, num_kv_heads, head_dim], likewise.
             cache: views of the plain or of the shuffled layout.
             slot_mapping: int64 [T].
-            row_index: int64 [T], 0, 1, ...: AITER looks angles up by position, and here every row has its own.
+            row_index: int64 [T], 0, 1, ...: AITER looks angles up by position, and here every row
+                has its own.
             cos, sin: [T, head_dim / 2], with equal strides.
 
         Returns:

@@ -4,9 +4,10 @@ everything else is `TritonOps`.
     norm+residual  rmsnorm2d_fwd(_with_add)  | qkv product | RoPE+cache write  fused_qk_rope_reshape_and_cache | attention | product
     norm+residual  rmsnorm2d_fwd(_with_add)  | gate and up product | activation  silu_and_mul | down product
 
-Our products of few rows have the activation in them, and leave partial sums for the norm after them, which AITER's cannot add up:
-both stay as they are. AITER's `fused_moe` is not used: it adds experts up with atomics, in whatever order they come, so that
-a row would depend on its neighbors; and it is tuned for shuffled weights, of which nothing else here could make use.
+Our products of few rows have the activation in them, and leave partial sums for the norm after
+them, which AITER's cannot add up: both stay as they are. AITER's `fused_moe` is not used: it adds
+experts up with atomics, in whatever order they come, so that a row would depend on its neighbors;
+and it is tuned for shuffled weights, of which nothing else here could make use.
 """
 
 from typing import Any
@@ -34,14 +35,21 @@ from specdec.parallel.group import Group
 
 
 class AiterOps(TritonOps):
-    """`Ops` in AITER's kernels, and in Triton what they do not have. Which that is is logged once, when it first occurs.
+    """`Ops` in AITER's kernels, and in Triton what they do not have. Which that is is logged once,
+    when it first occurs.
 
     Args:
         device, dtype, mixes: see `TritonOps`.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, mixes: bool = False, recurs: bool = False, convolves: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        mixes: bool = False,
+        recurs: bool = False,
+        convolves: bool = False,
     ) -> None:
         super().__init__(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
         self._aiter = aiter.load(AiterLayers)
@@ -53,7 +61,12 @@ class AiterOps(TritonOps):
         return self._aiter.norm(x, norm.weight, norm.epsilon)
 
     def add(
-        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        join: Join,
+        ahead: Linear | None = None,
+        group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
         if group is not None:
             x = summed(x, group, residual.dtype)
@@ -64,8 +77,15 @@ class AiterOps(TritonOps):
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
         width = joined.shape[1] // (1 if activation in PLAIN else 2)
-        if not self._aiter.has_activation(activation) or width % VECTOR or not joined.is_contiguous():
-            keep_ours(f"the activation {activation} of {width}", f"AITER has silu and gelu_tanh, of multiples of {VECTOR}")
+        if (
+            not self._aiter.has_activation(activation)
+            or width % VECTOR
+            or not joined.is_contiguous()
+        ):
+            keep_ours(
+                f"the activation {activation} of {width}",
+                f"AITER has silu and gelu_tanh, of multiples of {VECTOR}",
+            )
             return super().activate(joined, activation)
         return self._aiter.gated(joined, activation)
 
@@ -80,11 +100,15 @@ class AiterOps(TritonOps):
         ahead: Linear,
     ) -> Tensor:
         if angles is None or (reason := _against_rope(backend, qkv, heads, cache)):
-            keep_ours("the cache write", "queries and keys are not rotated" if angles is None else reason)
+            keep_ours(
+                "the cache write", "queries and keys are not rotated" if angles is None else reason
+            )
             return super().attend(backend, qkv, heads, angles, cache, plan, ahead)
         assert isinstance(backend, RocmAiterFaBackend)
         spec = backend.spec
-        query, key, value = qkv.split_with_sizes([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        query, key, value = qkv.split_with_sizes(
+            [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1
+        )
         views = shuffled(cache) if backend.layout == "shuffle" else cache
         query, key = self._aiter.rotate_and_store(
             query, key, value, views, plan.slot_mapping, angles.row_index, angles.cos, angles.sin
@@ -113,7 +137,9 @@ def _against_add(x: Tensor, residual: Tensor, norm: Norm, join: Join) -> str | N
     return _against_norm(x, norm) or _against_norm(residual, norm)
 
 
-def _against_rope(backend: AttentionBackend, qkv: Tensor, heads: Heads, cache: LayerCache) -> str | None:
+def _against_rope(
+    backend: AttentionBackend, qkv: Tensor, heads: Heads, cache: LayerCache
+) -> str | None:
     """Why AITER's rotation cannot write the cache; None when it can."""
     if not isinstance(backend, RocmAiterFaBackend):
         return f"{backend.name} has a cache of our own"
@@ -124,5 +150,8 @@ def _against_rope(backend: AttentionBackend, qkv: Tensor, heads: Heads, cache: L
     if qkv.shape[2] != power_of_two(qkv.shape[2]):
         return f"heads of {qkv.shape[2]} (AITER's RoPE takes powers of two)"
     if cache.key.dtype != qkv.dtype or qkv.dtype not in aiter_layers.STORED_DTYPES:
-        return f"rows in {qkv.dtype} and a cache in {cache.key.dtype} (AITER's RoPE writes {aiter_layers.STORED_DTYPES[0]} alone)"
+        return (
+            f"rows in {qkv.dtype} and a cache in {cache.key.dtype} (AITER's RoPE writes"
+            f" {aiter_layers.STORED_DTYPES[0]} alone)"
+        )
     return None

@@ -1,4 +1,5 @@
-"""Routed experts in plain torch: every expert's rows at once, and the sum over a token's experts in the token's own order.
+"""Routed experts in plain torch: every expert's rows at once, and the sum over a token's experts in
+the token's own order.
 
 `specdec.layers.experts.triton_experts` is the same in kernels; here is also when they are used.
 """
@@ -34,9 +35,13 @@ def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Te
     order = chosen.argsort(stable=True)
     expert_of = chosen[order]
     counts = torch.zeros(layer.num_experts, dtype=torch.int32, device=x.device)
-    ends = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+    ends = counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32)).cumsum(
+        0, dtype=torch.int32
+    )
     gate_up = _product(x[order // ids.shape[1]], layer.gate_up, layer.gate_up_bias, expert_of, ends)
-    product = _product(activate(gate_up, layer.activation), layer.down, layer.down_bias, expert_of, ends)
+    product = _product(
+        activate(gate_up, layer.activation), layer.down, layer.down_bias, expert_of, ends
+    )
     outputs = torch.empty_like(product).index_copy_(0, order, product).view(*ids.shape, -1)
     total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
     for output, weight in zip(outputs.unbind(1), weights.unbind(1), strict=True):
@@ -44,27 +49,47 @@ def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Te
     return total.to(x.dtype)
 
 
-def _product(rows: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, expert_of: Tensor, ends: Tensor) -> Tensor:
-    """[n, out] from rows [n, in] in the order of their experts, of which expert `e` has those before `ends[e]`.
+def _product(
+    rows: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    expert_of: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """[n, out] from rows [n, in] in the order of their experts, of which expert `e` has those
+    before `ends[e]`.
 
-    torch's grouped product wants rows of multiples of 16 bytes and no wider types than float32; other shapes make the host wait,
-    and so do packed weights, which become numbers an expert at a time.
+    torch's grouped product wants rows of multiples of 16 bytes and no wider types than float32;
+    other shapes make the host wait, and so do packed weights, which become numbers an expert at a
+    time.
     """
     if isinstance(weight, PackedWeight):
         pieces = enumerate(rows.tensor_split(ends.tolist()[:-1]))
-        out = torch.cat([F.linear(piece, weight.expert(number).dequantized(rows.dtype)) for number, piece in pieces if len(piece)])
+        out = torch.cat(
+            [
+                F.linear(piece, weight.expert(number).dequantized(rows.dtype))
+                for number, piece in pieces
+                if len(piece)
+            ]
+        )
         return out if bias is None else out + bias[expert_of]
-    grouped = rows.element_size() <= 4 and not any(size * rows.element_size() % 16 for size in weight.shape[1:])
+    grouped = rows.element_size() <= 4 and not any(
+        size * rows.element_size() % 16 for size in weight.shape[1:]
+    )
     if grouped:
         out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     else:
         slices = rows.tensor_split(ends.tolist()[:-1])
-        out = torch.cat([F.linear(piece, expert) for piece, expert in zip(slices, weight, strict=True)])
+        out = torch.cat(
+            [F.linear(piece, expert) for piece, expert in zip(slices, weight, strict=True)]
+        )
     return out if bias is None else out + bias[expert_of]
 
 
 def check_experts(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Both kinds of scores; experts of one row, of a few that share some, and of many that are sorted; one that all rows share."""
+    """Both kinds of scores; experts of one row, of a few that share some, and of many that are
+    sorted; one that all rows share.
+    """
     return worst([*_routing_deviations(device), *_expert_deviations(device, dtype)])
 
 
@@ -88,13 +113,22 @@ KERNEL = Kernel("experts", check_experts, dtypes=FLOATS, ways=steps)
 def _routing_deviations(device: torch.device) -> Iterator[Deviation]:
     from specdec.layers.experts import triton_router  # it imports Triton
 
-    for routing in (Routing(60, 4), Routing(64, 6, "sigmoid", biased=True, num_groups=4, topk_groups=2)):
+    for routing in (
+        Routing(60, 4),
+        Routing(64, 6, "sigmoid", biased=True, num_groups=4, topk_groups=2),
+    ):
         numbers = normal(10, routing.num_experts)
         logits, bias = numbers[:9], numbers[9] / 8 if routing.biased else None
-        weights, ids = triton_router.route(logits.to(device), routing, None if bias is None else bias.to(device))
+        weights, ids = triton_router.route(
+            logits.to(device), routing, None if bias is None else bias.to(device)
+        )
         plain, plain_ids = route(logits, routing, bias)
         scores = logits.double().gather(-1, plain_ids)
-        exact = scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True) if routing.biased else scores.softmax(-1)
+        exact = (
+            scores.sigmoid() / scores.sigmoid().sum(-1, keepdim=True)
+            if routing.biased
+            else scores.softmax(-1)
+        )
         yield mismatches(ids.long(), plain_ids)
         yield deviation(weights, plain, exact)
 
@@ -121,6 +155,12 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
     x, weights = normal(5, 128).to(dtype), torch.full((5, 2), 0.5)
     ids = torch.tensor([[0, 3], [2, 3], [1, 3], [0, 3], [2, 3]])
     last = SharedExperts(gate_up[3].to(device), down[3].to(device), 1)
-    got = triton_experts.experts(x.to(device), weights.to(device), ids.int().to(device), three.to(device), last).sum(0).to(dtype)
+    got = (
+        triton_experts.experts(
+            x.to(device), weights.to(device), ids.int().to(device), three.to(device), last
+        )
+        .sum(0)
+        .to(dtype)
+    )
     exact = apply_experts(x.double(), weights, ids, all_four.to(torch.float64))
     yield deviation(got, apply_experts(x, weights, ids, all_four), exact)

@@ -1,7 +1,7 @@
 """Routed experts and what all tokens share, for kernels that multiply few rows with both at once.
 
-What is shared is an MLP like an expert's. So it is an expert that every token has: of few rows its products, its gate and its part
-of the sum cost no launches of their own.
+What is shared is an MLP like an expert's. So it is an expert that every token has: of few rows its
+products, its gate and its part of the sum cost no launches of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class JoinedExperts:
     """What one kernel needs for all of them.
 
     Attributes:
-        gate: to one logit per expert and, if `gated`, to that of what is shared; what follows is padding.
+        gate: to one logit per expert and, if `gated`, to that of what is shared; what follows is
+            padding.
         routing, bias: see `specdec.layers.experts.router.Router`.
         experts: to choose from.
         shared: of all tokens.
@@ -52,7 +53,9 @@ class JoinedExperts:
     gated: bool
 
     @classmethod
-    def of(cls, router: Router, experts: Experts, mlp: MLP, mlp_gate: Linear | None) -> JoinedExperts | None:
+    def of(
+        cls, router: Router, experts: Experts, mlp: MLP, mlp_gate: Linear | None
+    ) -> JoinedExperts | None:
         """The same layers for such kernels; None where they have none, or AITER's choose.
 
         Args:
@@ -62,14 +65,27 @@ class JoinedExperts:
             mlp_gate: to the number whose sigmoid weighs what `mlp` puts out, or None.
         """
         gate_up, down = mlp.gate_up, mlp.down
-        if unavailable_reasons(experts.down.device) or router.aiter is not None or mlp.activation != experts.activation:
+        if (
+            unavailable_reasons(experts.down.device)
+            or router.aiter is not None
+            or mlp.activation != experts.activation
+        ):
             return None
-        if not isinstance(gate_up, DenseLinear) or not isinstance(down, DenseLinear) or not isinstance(router.gate, DenseLinear):
+        if (
+            not isinstance(gate_up, DenseLinear)
+            or not isinstance(down, DenseLinear)
+            or not isinstance(router.gate, DenseLinear)
+        ):
             return None
         plain = isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
         biases = (experts.gate_up_bias, experts.down_bias, gate_up.bias, down.bias)
         count, rest = divmod(down.in_features, experts.width)
-        alike = plain and down.dtype == experts.down.dtype and down.weight.is_contiguous() and gate_up.weight.is_contiguous()
+        alike = (
+            plain
+            and down.dtype == experts.down.dtype
+            and down.weight.is_contiguous()
+            and gate_up.weight.is_contiguous()
+        )
         if not alike or rest or any(bias is not None for bias in biases):
             return None
         from specdec.layers.experts.triton_experts import unsupported_reasons  # it imports Triton

@@ -31,7 +31,8 @@ class Router:
     """What chooses the experts of a layer.
 
     Attributes:
-        gate: to one logit per expert. A gate in float32 has its logits computed in float32 from hidden states of any type.
+        gate: to one logit per expert. A gate in float32 has its logits computed in float32 from
+            hidden states of any type.
         routing: how experts are chosen from logits.
         bias: [num_experts], if and only if `routing.biased`.
         aiter: AITER's kernels where they choose; None where we do.
@@ -43,7 +44,9 @@ class Router:
     aiter: AiterRouter | None = None
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 [T, top_k] and expert ids of the same shape for `hidden` [T, H], by AITER or in plain torch."""
+        """Weights float32 [T, top_k] and expert ids of the same shape for `hidden` [T, H], by AITER
+        or in plain torch.
+        """
         logits = self.gate(hidden.to(self.gate.dtype))
         if self.aiter is not None:
             return route_with_aiter(self.aiter, logits, self.routing, self.bias)
@@ -57,14 +60,23 @@ def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
         return [f"{device} is not a ROCm device"]
     reasons = []
     if architecture not in ARCHITECTURES:
-        reasons.append(f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})")
+        reasons.append(
+            f"architecture {architecture} (AITER's kernels are for {' and '.join(ARCHITECTURES)})"
+        )
     reasons += aiter.unavailable_reasons(AiterRouter)
     if routing.num_groups not in AITER_GROUPS:
-        reasons.append(f"{routing.num_groups} groups of experts (the kernels take {', '.join(map(str, AITER_GROUPS))})")
+        reasons.append(
+            f"{routing.num_groups} groups of experts (the kernels take"
+            f" {', '.join(map(str, AITER_GROUPS))})"
+        )
     if routing.biased != (routing.scores == "sigmoid"):
-        reasons.append(f"{routing.scores} scores {'with a' if routing.biased else 'without a'} bias")
+        reasons.append(
+            f"{routing.scores} scores {'with a' if routing.biased else 'without a'} bias"
+        )
     if routing.biased and not routing.renormalized:
-        reasons.append("weights that are not normalized (the kernel for many tokens always does that)")
+        reasons.append(
+            "weights that are not normalized (the kernel for many tokens always does that)"
+        )
     return reasons
 
 
@@ -77,7 +89,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         bias: [num_experts], if and only if `routing.biased`.
 
     Returns:
-        weights float32 [num_tokens, top_k], and expert ids int64 of the same shape, from the highest score to the lowest.
+        weights float32 [num_tokens, top_k], and expert ids int64 of the same shape, from the
+        highest score to the lowest.
 
     >>> weights, ids = route(torch.tensor([[0.0, 3.0, 3.0, 1.0]]), Routing(4, 2))
     >>> weights, ids
@@ -91,8 +104,14 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     choice = unbiased if bias is None else scores + bias.float()
     if routing.grouped:
         groups = choice.unflatten(-1, (routing.num_groups, -1))
-        strength = groups.topk(2, dim=-1).values.sum(-1) if routing.scores == "sigmoid" else groups.amax(-1)
-        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(-1, _highest(strength, routing.topk_groups), True)
+        strength = (
+            groups.topk(2, dim=-1).values.sum(-1)
+            if routing.scores == "sigmoid"
+            else groups.amax(-1)
+        )
+        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(
+            -1, _highest(strength, routing.topk_groups), True
+        )
         choice = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
     ids = _highest(choice, routing.top_k)
     if routing.scores == "softmax" and routing.renormalized:
@@ -104,18 +123,30 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def _highest(numbers: Tensor, count: int) -> Tensor:
-    """Places of the highest numbers of each row, in order; of equal ones the first comes first, which `topk` does not promise."""
+    """Places of the highest numbers of each row, in order; of equal ones the first comes first,
+    which `topk` does not promise.
+    """
     return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def route_with_aiter(ops: AiterRouter, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same with AITER's kernels; `bias` has the type of `logits`, since a kernel reads it as such."""
-    assert bias is None or bias.dtype == logits.dtype, "the kernel reads the bias in the type of the logits"
+def route_with_aiter(
+    ops: AiterRouter, logits: Tensor, routing: Routing, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same with AITER's kernels; `bias` has the type of `logits`, since a kernel reads it as
+    such.
+    """
+    assert bias is None or bias.dtype == logits.dtype, (
+        "the kernel reads the bias in the type of the logits"
+    )
     shape = (len(logits), routing.top_k)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     common = {"gating_output": logits, "topk_weights": weights, "need_renorm": routing.renormalized}
-    groups = {"num_expert_group": routing.num_groups, "topk_group": routing.topk_groups, "routed_scaling_factor": routing.scaling}
+    groups = {
+        "num_expert_group": routing.num_groups,
+        "topk_group": routing.topk_groups,
+        "routed_scaling_factor": routing.scaling,
+    }
     if routing.biased:
         ops.biased_grouped_topk(**common, **groups, topk_ids=ids, correction_bias=bias)
     elif routing.num_groups > 1:
@@ -123,5 +154,8 @@ def route_with_aiter(ops: AiterRouter, logits: Tensor, routing: Routing, bias: T
     else:
         ops.topk_softmax(**common, topk_indices=ids, token_expert_indices=torch.empty_like(ids))
         weights *= routing.scaling
-    # Experts are looked up with 64 bits, and what a kernel says of a row of NaN must be one of them.
-    return weights, torch.remainder(ids, routing.num_experts, out=torch.empty_like(ids, dtype=torch.int64))
+    # Experts are looked up with 64 bits, and what a kernel says of a row of NaN must be one of
+    # them.
+    return weights, torch.remainder(
+        ids, routing.num_experts, out=torch.empty_like(ids, dtype=torch.int64)
+    )

@@ -1,4 +1,6 @@
-"""Mixtures of experts as data: how a token's experts are chosen, and what the experts of a layer are made of."""
+"""Mixtures of experts as data: how a token's experts are chosen, and what the experts of a layer
+are made of.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +19,8 @@ PLAIN = frozenset({"relu2"})
 class Routing:
     """How experts are chosen: the highest scores win, and of equal ones the lower expert.
 
-    Softmax over the logits of the chosen alone, as gpt-oss and Granite have it, is what `renormalized` makes of softmax scores.
+    Softmax over the logits of the chosen alone, as gpt-oss and Granite have it, is what
+    `renormalized` makes of softmax scores.
 
     Attributes:
         num_experts: experts to choose from.
@@ -25,7 +28,8 @@ class Routing:
         scores: what logits become; a softmax goes over all experts.
         biased: a bias per expert joins the choice, not the weights.
         num_groups: groups of neighboring experts, equally large.
-        topk_groups: groups per token whose experts may be chosen; a group counts as its best expert, with sigmoid as its best two.
+        topk_groups: groups per token whose experts may be chosen; a group counts as its best
+            expert, with sigmoid as its best two.
         renormalized: weights of a token sum to `scaling`.
         scaling: factor of the weights.
         epsilon: added to the sum by which sigmoid scores are divided.
@@ -47,14 +51,25 @@ class Routing:
     def __post_init__(self) -> None:
         groups, size = self.num_groups, self.num_experts // max(self.num_groups, 1)
         if groups < 1 or self.num_experts % groups:
-            raise InvalidInputError(f"{self.num_experts} experts do not divide into {groups} groups")
+            raise InvalidInputError(
+                f"{self.num_experts} experts do not divide into {groups} groups"
+            )
         if not 1 <= self.topk_groups <= groups:
-            raise InvalidInputError(f"{self.topk_groups} of {groups} groups of experts cannot be chosen; take 1 to {groups}")
+            raise InvalidInputError(
+                f"{self.topk_groups} of {groups} groups of experts cannot be chosen; take 1 to"
+                f" {groups}"
+            )
         if not 1 <= self.top_k <= size * self.topk_groups:
             allowed = size * self.topk_groups
-            raise InvalidInputError(f"{self.top_k} experts per token, of {allowed} that may be chosen; take 1 to {allowed}")
+            raise InvalidInputError(
+                f"{self.top_k} experts per token, of {allowed} that may be chosen; take 1 to"
+                f" {allowed}"
+            )
         if self.grouped and self.scores == "sigmoid" and size < 2:
-            raise InvalidInputError(f"{groups} groups of one expert have no best two; take at most {self.num_experts // 2} groups")
+            raise InvalidInputError(
+                f"{groups} groups of one expert have no best two; take at most"
+                f" {self.num_experts // 2} groups"
+            )
 
     @property
     def grouped(self) -> bool:
@@ -64,12 +79,14 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedExperts:
-    """What every row has beside the experts it chooses: an MLP like theirs, as parts as wide as theirs, whose sum it is.
+    """What every row has beside the experts it chooses: an MLP like theirs, as parts as wide as
+    theirs, whose sum it is.
 
     A kernel takes them for experts whose numbers follow those of the others.
 
     Attributes:
-        gate_up: [2 * count * I, H], the rows of gate, then those of up; without gates [count * I, H]. Contiguous, like `down`.
+        gate_up: [2 * count * I, H], the rows of gate, then those of up; without gates [count * I,
+            H]. Contiguous, like `down`.
         down: [H, count * I].
         count: parts.
     """
@@ -81,11 +98,13 @@ class SharedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's routed experts: each a gated MLP, `down(activation(gate(x), up(x)))`, or without gates `down(activation(up(x)))`.
+    """A layer's routed experts: each a gated MLP, `down(activation(gate(x), up(x)))`, or without
+    gates `down(activation(up(x)))`.
 
     Attributes:
-        gate_up: [E, 2 * I, H], of each expert the rows of gate, then those of up; contiguous, like all of these. Without gates it
-            is [E, I, H]. A packed one may be released once the object exists, which keeps another arrangement of it.
+        gate_up: [E, 2 * I, H], of each expert the rows of gate, then those of up; contiguous, like
+            all of these. Without gates it is [E, I, H]. A packed one may be released once the
+            object exists, which keeps another arrangement of it.
         down: [E, H, I], likewise.
         activation: one of `specdec.layers.ops.activation.ACTIVATIONS`, or of `PLAIN` without gates.
         gate_up_bias: [E, 2 * I], or without gates [E, I], or None.

@@ -1,8 +1,10 @@
-"""Sorting pairs of rows and experts by expert, in Triton: for many rows, whose products go expert by expert.
+"""Sorting pairs of rows and experts by expert, in Triton: for many rows, whose products go expert
+by expert.
 
-A pair is a row and one of its experts, numbered row by row. Each expert's pairs are put one behind the other in the order of their
-numbers and padded to blocks, each of which is one expert's. Shapes depend on how many rows there are, not on what they chose, so
-the host does not wait: room is made for the most blocks there can be, and those that are not needed are marked.
+A pair is a row and one of its experts, numbered row by row. Each expert's pairs are put one behind
+the other in the order of their numbers and padded to blocks, each of which is one expert's. Shapes
+depend on how many rows there are, not on what they chose, so the host does not wait: room is made
+for the most blocks there can be, and those that are not needed are marked.
 """
 
 from typing import NamedTuple
@@ -27,8 +29,10 @@ class Groups(NamedTuple):
     """Pairs by expert, in blocks of equally many places.
 
     Attributes:
-        pairs: int32 [num_blocks, block_rows]: the pair in each place; where there is none, the number of pairs.
-        experts: int32 [num_blocks]: whose pairs these are; -1 of a block that is not needed, whose places hold nothing.
+        pairs: int32 [num_blocks, block_rows]: the pair in each place; where there is none, the
+            number of pairs.
+        experts: int32 [num_blocks]: whose pairs these are; -1 of a block that is not needed, whose
+            places hold nothing.
     """
 
     pairs: Tensor
@@ -51,7 +55,9 @@ def _count_kernel(
     for start in range(0, CHUNK, TILE):
         pair = chunk * CHUNK + start + tl.arange(0, TILE)
         total += tl.histogram(tl.load(ids + pair, mask=pair < num_pairs, other=0), BINS)
-    missing = tl.maximum((chunk + 1) * CHUNK - num_pairs, 0)  # which were counted as the first expert's
+    missing = tl.maximum(
+        (chunk + 1) * CHUNK - num_pairs, 0
+    )  # which were counted as the first expert's
     total -= tl.where(tl.arange(0, BINS) == 0, missing, 0)
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), total)
 
@@ -103,7 +109,8 @@ def _place_kernel(
 
 
 def most_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """Blocks that suffice whatever is chosen: every expert that is hit may leave its last block all but empty.
+    """Blocks that suffice whatever is chosen: every expert that is hit may leave its last block all
+    but empty.
 
     >>> most_blocks(8, 128, 16), most_blocks(256, 32, 16), most_blocks(262144, 128, 128)
     (8, 46, 2175)
@@ -112,7 +119,9 @@ def most_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def group_by_expert(ids: Tensor, num_experts: int, block_rows: int) -> Groups:
-    """Sorts the pairs of `ids`, int32 [rows, top_k] and contiguous, into blocks of `block_rows` places, a power of two."""
+    """Sorts the pairs of `ids`, int32 [rows, top_k] and contiguous, into blocks of `block_rows`
+    places, a power of two.
+    """
     assert ids.dtype == torch.int32 and ids.is_contiguous()
     num_pairs = ids.numel()
     num_blocks = most_blocks(num_pairs, num_experts, block_rows)
@@ -122,7 +131,13 @@ def group_by_expert(ids: Tensor, num_experts: int, block_rows: int) -> Groups:
     bins = triton.next_power_of_2(num_experts)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     groups = Groups(counts.new_empty(num_blocks, block_rows), counts.new_empty(num_blocks))
-    sizes = {"BINS": bins, "CHUNK": chunk, "TILE": TILE, "num_warps": 4, **overlap_options(ids.device)}
+    sizes = {
+        "BINS": bins,
+        "CHUNK": chunk,
+        "TILE": TILE,
+        "num_warps": 4,
+        **overlap_options(ids.device),
+    }
     with on_device(ids):
         _count_kernel[(chunks,)](ids, counts, num_pairs, **sizes)
         _place_kernel[(num_experts, triton.cdiv(chunks, together))](

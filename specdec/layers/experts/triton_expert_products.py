@@ -1,9 +1,9 @@
 """Products of rows with the weights of the experts they chose, in Triton.
 
-A program multiplies some rows that share an expert with some of its columns, and weights and biases are read where they lie. Few
-rows find those that share their expert themselves: a program looks at all ids, and the first pair of an expert works for all of
-them, so every weight is read once. For many rows `specdec.layers.experts.triton_expert_groups` has
-sorted them before.
+A program multiplies some rows that share an expert with some of its columns, and weights and biases
+are read where they lie. Few rows find those that share their expert themselves: a program looks at
+all ids, and the first pair of an expert works for all of them, so every weight is read once. For
+many rows `specdec.layers.experts.triton_expert_groups` has sorted them before.
 """
 
 import triton
@@ -42,15 +42,17 @@ def few_rows_kernel(
     PACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Program (s, t): tile t of the columns of expert s, with BY_EXPERT, or of the expert of pair s if it is the first that has it.
+    """Program (s, t): tile t of the columns of expert s, with BY_EXPERT, or of the expert of pair s
+    if it is the first that has it.
 
     Arguments are those of `multiply`, and with PACKED of `multiply_packed`.
     """
     slot = tl.program_id(0)
     row = tl.arange(0, ROWS)
     rank = tl.arange(0, triton.next_power_of_2(TOP_K))
-    # The second product's ids were written before the kernel in front of it, whose programs have all waited for them and ended;
-    # they are read past the L1 cache, which may hold what was there before.
+    # The second product's ids were written before the kernel in front of it, whose programs have
+    # all waited for them and ended; they are read past the L1 cache, which may hold what was there
+    # before.
     if ACTIVATION is not None:
         await_previous(OVERLAP)
     expert = slot if BY_EXPERT else tl.load(ids + slot, cache_modifier=".cg")
@@ -60,7 +62,9 @@ def few_rows_kernel(
         pairs = row[:, None] * TOP_K + rank[None, :]
         own = (row < num_rows)[:, None] & (rank < TOP_K)[None, :]
         own = own & (tl.load(ids + pairs, mask=own, other=-1, cache_modifier=".cg") == expert)
-        chosen = tl.max(tl.where(own, pairs, -1), 1)  # the pair of each row that has the expert; -1 without one
+        chosen = tl.max(
+            tl.where(own, pairs, -1), 1
+        )  # the pair of each row that has the expert; -1 without one
         has = chosen >= 0
         count = tl.sum(has.to(tl.int32), 0)
         first = slot if BY_EXPERT else tl.min(tl.where(has, chosen, ROWS * TOP_K), 0)
@@ -68,7 +72,9 @@ def few_rows_kernel(
             return
         # Row i of the product is the i-th that has the expert.
         until = tl.cumsum(has.to(tl.int32), 0)
-        pair = tl.sum(tl.where(has[None, :] & (until[None, :] == row[:, None] + 1), chosen[None, :], 0), 1)
+        pair = tl.sum(
+            tl.where(has[None, :] & (until[None, :] == row[:, None] + 1), chosen[None, :], 0), 1
+        )
     if ACTIVATION is None:
         await_previous(OVERLAP)
     if PACKED is None:
@@ -110,7 +116,8 @@ def grouped_kernel(
     DESCRIBED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """A program per block and tile of columns; BESIDE blocks take all tiles before the next ones do, for the L2 cache.
+    """A program per block and tile of columns; BESIDE blocks take all tiles before the next ones
+    do, for the L2 cache.
 
     Arguments are those of `multiply`, and with PACKED of `multiply_packed`.
     """
@@ -153,5 +160,7 @@ def combine_kernel(
     await_previous(OVERLAP)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
-        total += tl.load(parts + (row * TOP_K + k) * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
+        total += tl.load(parts + (row * TOP_K + k) * WIDTH + column, mask=exists, other=0.0).to(
+            tl.float32
+        )
     tl.store(output + row * WIDTH + column, total.to(output.dtype.element_ty), mask=exists)

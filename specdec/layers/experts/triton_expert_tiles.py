@@ -1,7 +1,8 @@
-"""The product of a tile of rows that share an expert with a tile of its columns, in Triton; see `triton_expert_products`.
+"""The product of a tile of rows that share an expert with a tile of its columns, in Triton; see
+`triton_expert_products`.
 
-Inputs are added up in the order of their columns, or in lanes for weights of few bits. So a row has the same bits whatever rows are
-beside it.
+Inputs are added up in the order of their columns, or in lanes for weights of few bits. So a row has
+the same bits whatever rows are beside it.
 """
 
 import triton
@@ -12,7 +13,13 @@ from specdec.layers.packed.triton_packed_products import packed_sums
 
 
 @triton.jit
-def _load(place: tl.tensor, mask: tl.tensor, depth_mask: tl.tensor, MASKED: tl.constexpr, UNEVEN: tl.constexpr) -> tl.tensor:
+def _load(
+    place: tl.tensor,
+    mask: tl.tensor,
+    depth_mask: tl.tensor,
+    MASKED: tl.constexpr,
+    UNEVEN: tl.constexpr,
+) -> tl.tensor:
     """A tile, with no mask where none is needed."""
     if MASKED and UNEVEN:
         return tl.load(place, mask=mask & depth_mask, other=0.0)
@@ -25,8 +32,16 @@ def _load(place: tl.tensor, mask: tl.tensor, depth_mask: tl.tensor, MASKED: tl.c
 
 
 @triton.jit
-def _dot(side: tl.tensor, values: tl.tensor, total: tl.tensor, PRECISION: tl.constexpr, ROWS_FIRST: tl.constexpr) -> tl.tensor:
-    """`total` and the product of columns [COLUMNS, DEPTH] and rows [DEPTH, ROWS], in either order."""
+def _dot(
+    side: tl.tensor,
+    values: tl.tensor,
+    total: tl.tensor,
+    PRECISION: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+) -> tl.tensor:
+    """`total` and the product of columns [COLUMNS, DEPTH] and rows [DEPTH, ROWS],
+    in either order.
+    """
     if ROWS_FIRST:
         return tl.dot(values.T, side.T, total, input_precision=PRECISION)
     else:
@@ -65,14 +80,19 @@ def _finish(
     if BY_RANK:
         target = (target % TOP_K) * (num_pairs // TOP_K) + target // TOP_K
     place = output + target[None, :] * WIDTH + column[:, None]
-    tl.store(place, total.to(output.dtype.element_ty), mask=real[None, :] & (column < WIDTH)[:, None])
+    tl.store(
+        place, total.to(output.dtype.element_ty), mask=real[None, :] & (column < WIDTH)[:, None]
+    )
 
 
 @triton.jit
 def multiply(
     x: tl.tensor,  # [rows, INPUTS], or with ACTIVATION None [pairs, INPUTS]
-    weight: tl.tensor,  # [EXPERTS, WIDTH, INPUTS], or twice that width with gates: gate, then up; or a descriptor of it
-    shared: tl.tensor,  # see `specdec.layers.experts.routing.SharedExperts`, whose first has the number EXPERTS; or None
+    # [EXPERTS, WIDTH, INPUTS], or twice that width with gates: gate, then up; or a descriptor of it
+    weight: tl.tensor,
+    # see `specdec.layers.experts.routing.SharedExperts`, whose first has the number EXPERTS; or
+    # None
+    shared: tl.tensor,
     bias: tl.tensor,  # [experts, WIDTH] or as wide as the weight, or None
     factors: tl.tensor,  # float32 [pairs], of the outputs, or None
     output: tl.tensor,  # [pairs, WIDTH], or with BY_RANK [TOP_K, pairs / TOP_K, WIDTH]
@@ -96,11 +116,14 @@ def multiply(
 ) -> None:
     """The product of pairs that share an expert with a tile of its columns.
 
-    With DESCRIBED tiles of the weight come by descriptor (TMA), which takes no registers for addresses.
+    With DESCRIBED tiles of the weight come by descriptor (TMA), which takes no registers for
+    addresses.
     """
     FIRST: tl.constexpr = ACTIVATION is not None  # of the two products
     GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
-    ROWS_FIRST: tl.constexpr = DESCRIBED and not GATED  # in the matrix instructions; which is faster was measured
+    ROWS_FIRST: tl.constexpr = (
+        DESCRIBED and not GATED
+    )  # in the matrix instructions; which is faster was measured
     SIDES: tl.constexpr = 2 if GATED else 1
     ROWS: tl.constexpr = pair.shape[0]
     CUT: tl.constexpr = WIDTH % COLUMNS != 0
@@ -133,7 +156,11 @@ def multiply(
         remaining = depth < INPUTS - start
         values = _load(inputs, present, remaining[:, None], True, UNEVEN)
         # A descriptor's tile may hold rows of the next expert, whose columns are not stored.
-        side = weights.load([corner, start]) if DESCRIBED else _load(weights, inside, remaining[None, :], CUT, UNEVEN)
+        side = (
+            weights.load([corner, start])
+            if DESCRIBED
+            else _load(weights, inside, remaining[None, :], CUT, UNEVEN)
+        )
         total = _dot(side, values, total, PRECISION, ROWS_FIRST)
         if GATED:
             if DESCRIBED:
@@ -147,7 +174,22 @@ def multiply(
     if ROWS_FIRST:
         total = total.T
         up = up.T
-    _finish(total, up, bias, factors, output, expert, pair, real, column, num_pairs, WIDTH, TOP_K, ACTIVATION, BY_RANK)
+    _finish(
+        total,
+        up,
+        bias,
+        factors,
+        output,
+        expert,
+        pair,
+        real,
+        column,
+        num_pairs,
+        WIDTH,
+        TOP_K,
+        ACTIVATION,
+        BY_RANK,
+    )
 
 
 @triton.jit
@@ -194,4 +236,19 @@ def multiply_packed(
         scale + number * GROUPS, zeros, None, 0,
         WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, False, GROUP, RUN, GATED, DEPTH, LANES, 1, ASSEMBLY,
     )  # fmt: skip
-    _finish(total, up, bias, factors, output, expert, pair, real, column, num_pairs, WIDTH, TOP_K, ACTIVATION, BY_RANK)
+    _finish(
+        total,
+        up,
+        bias,
+        factors,
+        output,
+        expert,
+        pair,
+        real,
+        column,
+        num_pairs,
+        WIDTH,
+        TOP_K,
+        ACTIVATION,
+        BY_RANK,
+    )

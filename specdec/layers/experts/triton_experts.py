@@ -1,8 +1,9 @@
 """A layer's routed experts in Triton; see `specdec.layers.experts.experts`.
 
-Two products: gate, up and activation, and down with the weights of the routing; then the sum over a row's experts, in its own
-order. Few rows read every weight once, which is their whole cost; there the sum is left to the norm that follows. For many rows
-arithmetic is the cost, so tiles are wide. How a product is divided depends on the number of rows and on shapes alone.
+Two products: gate, up and activation, and down with the weights of the routing; then the sum over a
+row's experts, in its own order. Few rows read every weight once, which is their whole cost; there
+the sum is left to the norm that follows. For many rows arithmetic is the cost, so tiles are wide.
+How a product is divided depends on the number of rows and on shapes alone.
 """
 
 from functools import lru_cache
@@ -15,15 +16,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec.kernels import triton_launch
 from specdec.kernels.triton_argmax import DTYPES
-from specdec.kernels.triton_launch import num_processors, num_stages, on_device, overlap_options, shared_memory
+from specdec.kernels.triton_launch import (
+    num_processors,
+    num_stages,
+    on_device,
+    overlap_options,
+    shared_memory,
+)
 from specdec.layers.experts.routing import Experts, SharedExperts
 from specdec.layers.experts.triton_expert_groups import Groups, group_by_expert
-from specdec.layers.experts.triton_expert_products import combine_kernel, few_rows_kernel, grouped_kernel
+from specdec.layers.experts.triton_expert_products import (
+    combine_kernel,
+    few_rows_kernel,
+    grouped_kernel,
+)
 from specdec.layers.packed.triton_packed import expert_codes, suits
 from specdec.layers.packed.weight import PackedWeight
 
 FEW_ROWS = 64
-"""Most rows that find those who share an expert themselves, and whose experts the next kernel adds up."""
+"""Most rows that find those who share an expert themselves, and whose experts the next kernel adds
+up.
+"""
 
 
 class Tile(NamedTuple):
@@ -40,7 +53,9 @@ class Tile(NamedTuple):
 def unsupported_reasons(layer: Experts, top_k: int) -> list[str]:
     """All reasons why these kernels cannot compute `layer`; empty when they can."""
     reasons = triton_launch.unavailable_reasons(layer.down.device)
-    tensors = [x for x in (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias) if x is not None]
+    tensors = [
+        x for x in (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias) if x is not None
+    ]
     kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) > 1 or not kinds <= set(DTYPES):
         names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
@@ -60,8 +75,11 @@ MOST_EXPERTS = 32
 
 
 @lru_cache(maxsize=1024)
-def few_rows_tile(width: int, top_k: int, rows: int, itemsize: int, *, gated: bool, processors: int, memory: int) -> Tile:
-    """The tile for at most `FEW_ROWS` rows: half a processor's memory is for what it loads ahead, so that it has two programs.
+def few_rows_tile(
+    width: int, top_k: int, rows: int, itemsize: int, *, gated: bool, processors: int, memory: int
+) -> Tile:
+    """The tile for at most `FEW_ROWS` rows: half a processor's memory is for what it loads ahead,
+    so that it has two programs.
 
     Columns and depth are the same for all numbers of rows, and so is a row's result.
 
@@ -76,12 +94,17 @@ def few_rows_tile(width: int, top_k: int, rows: int, itemsize: int, *, gated: bo
     # Two fifths of a chip's processors read at the speed of its memory.
     columns = 64 if 5 * top_k * triton.cdiv(width, 64) >= 2 * processors else 32
     loaded = ((1 + gated) * columns + padded) * 64 * itemsize
-    return Tile(padded, columns, 64, 4, num_stages(loaded, memory // 2, most=1 if torch.version.hip else 5))
+    return Tile(
+        padded, columns, 64, 4, num_stages(loaded, memory // 2, most=1 if torch.version.hip else 5)
+    )
 
 
 @lru_cache(maxsize=1024)
-def many_rows_tile(num_pairs: int, num_experts: int, itemsize: int, *, gated: bool, memory: int) -> Tile:
-    """The tile for more rows: room for half as many again as an expert has on average, and wide columns where that is many.
+def many_rows_tile(
+    num_pairs: int, num_experts: int, itemsize: int, *, gated: bool, memory: int
+) -> Tile:
+    """The tile for more rows: room for half as many again as an expert has on average, and wide
+    columns where that is many.
 
     >>> many_rows_tile(2048, 128, 2, gated=True, memory=227 * 1024)
     Tile(rows=32, columns=64, depth=64, num_warps=4, num_stages=4, beside=8)
@@ -101,7 +124,8 @@ def many_rows_tile(num_pairs: int, num_experts: int, itemsize: int, *, gated: bo
 
 @lru_cache(maxsize=1024)
 def packed_tile(bits: int, rows: int, *, few: bool, gated: bool, memory: int) -> Tile:
-    """The tile for weights of few bits. Few rows have a lane of the inputs per warp, see `triton_packed`; many have warps for all.
+    """The tile for weights of few bits. Few rows have a lane of the inputs per warp, see
+    `triton_packed`; many have warps for all.
 
     >>> packed_tile(4, 5, few=True, gated=True, memory=227 * 1024)
     Tile(rows=16, columns=16, depth=128, num_warps=4, num_stages=4, beside=1)
@@ -117,12 +141,16 @@ def packed_tile(bits: int, rows: int, *, few: bool, gated: bool, memory: int) ->
 
 
 def describable(weight: Tensor, tile: Tile) -> bool:
-    """Whether tiles of `weight` [experts, out, in] come by descriptor: wide ones on NVIDIA's Hopper and later, of aligned rows."""
+    """Whether tiles of `weight` [experts, out, in] come by descriptor: wide ones on NVIDIA's Hopper
+    and later, of aligned rows.
+    """
     aligned = weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
     return tile.num_warps == 8 and aligned and bool(overlap_options(weight.device)["OVERLAP"])
 
 
-def experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts, shared: SharedExperts | None = None) -> Tensor:
+def experts(
+    x: Tensor, weights: Tensor, ids: Tensor, layer: Experts, shared: SharedExperts | None = None
+) -> Tensor:
     """The weighted sum of each row's experts, or for up to `FEW_ROWS` rows what is to be added up.
 
     Args:
@@ -130,30 +158,62 @@ def experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts, shared: Sha
         weights: float32 [T, top_k], contiguous.
         ids: int32 [T, top_k], contiguous, different ones in each row.
         layer: one that `unsupported_reasons` has none against.
-        shared: further experts of up to `FEW_ROWS` rows, of a layer whose weights are neither packed nor biased.
+        shared: further experts of up to `FEW_ROWS` rows, of a layer whose weights are neither
+            packed nor biased.
 
     Returns:
-        float32 [top_k, T, H], whose sum over the first axis counts, of up to `FEW_ROWS` rows; of more [T, H] in the type of `x`.
+        float32 [top_k, T, H], whose sum over the first axis counts, of up to `FEW_ROWS` rows; of
+        more [T, H] in the type of `x`.
     """
-    assert x.dtype == layer.down.dtype and x.stride(-1) == 1 and ids.dtype == torch.int32 and weights.dtype == torch.float32
-    assert ids.is_contiguous() and weights.is_contiguous() and ids.shape == weights.shape and len(ids) == len(x)
+    assert (
+        x.dtype == layer.down.dtype
+        and x.stride(-1) == 1
+        and ids.dtype == torch.int32
+        and weights.dtype == torch.float32
+    )
+    assert (
+        ids.is_contiguous()
+        and weights.is_contiguous()
+        and ids.shape == weights.shape
+        and len(ids) == len(x)
+    )
     assert shared is None or len(x) <= FEW_ROWS
     with on_device(x):
-        return _few_rows(x, weights, ids, layer, shared) if len(x) <= FEW_ROWS else _many_rows(x, weights, ids, layer)
+        return (
+            _few_rows(x, weights, ids, layer, shared)
+            if len(x) <= FEW_ROWS
+            else _many_rows(x, weights, ids, layer)
+        )
 
 
-def _few_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts, shared: SharedExperts | None) -> Tensor:
+def _few_rows(
+    x: Tensor, weights: Tensor, ids: Tensor, layer: Experts, shared: SharedExperts | None
+) -> Tensor:
     (rows, hidden), top_k = x.shape, ids.shape[1]
     pairs = ids.numel()
     middle = x.new_empty(pairs, layer.width)
     parts = x.new_empty(top_k, rows, hidden, dtype=torch.float32)
     first, second = (
-        _few_rows_tile(x, weight, top_k, gated) for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
+        _few_rows_tile(x, weight, top_k, gated)
+        for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
     )
     count = 0 if shared is None else shared.count
     gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
-    multiply_few(x, layer.gate_up, layer.gate_up_bias, None, middle, ids, first, layer.activation, gate_up, count)
-    multiply_few(middle, layer.down, layer.down_bias, weights, parts, ids, second, None, down, count)
+    multiply_few(
+        x,
+        layer.gate_up,
+        layer.gate_up_bias,
+        None,
+        middle,
+        ids,
+        first,
+        layer.activation,
+        gate_up,
+        count,
+    )
+    multiply_few(
+        middle, layer.down, layer.down_bias, weights, parts, ids, second, None, down, count
+    )
     return parts
 
 
@@ -162,15 +222,31 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
     pairs = ids.numel()
     middle, parts = x.new_empty(pairs, layer.width), x.new_empty(pairs, hidden)
     first, second = (
-        _many_rows_tile(x, weight, pairs, gated) for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
+        _many_rows_tile(x, weight, pairs, gated)
+        for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
     )
-    first, second = (tile._replace(rows=min(first.rows, second.rows)) for tile in (first, second))  # which share their blocks
+    first, second = (
+        tile._replace(rows=min(first.rows, second.rows)) for tile in (first, second)
+    )  # which share their blocks
     groups = group_by_expert(ids, layer.num_experts, first.rows)
-    multiply_groups(x, layer.gate_up, layer.gate_up_bias, None, middle, groups, top_k, first, layer.activation)
-    multiply_groups(middle, layer.down, layer.down_bias, weights, parts, groups, top_k, second, None)
-    output, block = torch.empty_like(x, memory_format=torch.contiguous_format), min(triton.next_power_of_2(hidden), 2048)
+    multiply_groups(
+        x, layer.gate_up, layer.gate_up_bias, None, middle, groups, top_k, first, layer.activation
+    )
+    multiply_groups(
+        middle, layer.down, layer.down_bias, weights, parts, groups, top_k, second, None
+    )
+    output, block = (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        min(triton.next_power_of_2(hidden), 2048),
+    )
     combine_kernel[(rows, triton.cdiv(hidden, block))](
-        parts, output, WIDTH=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **overlap_options(x.device)
+        parts,
+        output,
+        WIDTH=hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        num_warps=4,
+        **overlap_options(x.device),
     )
     return output
 
@@ -180,14 +256,18 @@ def _few_rows_tile(x: Tensor, weight: Tensor | PackedWeight, top_k: int, gated: 
     if isinstance(weight, PackedWeight):
         return packed_tile(4 if weight.halves else 8, len(x), few=True, gated=gated, memory=memory)
     width, processors = weight.shape[1] // (1 + gated), num_processors(x.device)
-    return few_rows_tile(width, top_k, len(x), x.itemsize, gated=gated, processors=processors, memory=memory)
+    return few_rows_tile(
+        width, top_k, len(x), x.itemsize, gated=gated, processors=processors, memory=memory
+    )
 
 
 def _many_rows_tile(x: Tensor, weight: Tensor | PackedWeight, pairs: int, gated: bool) -> Tile:
     memory = shared_memory(x.device)
     tile = many_rows_tile(pairs, weight.shape[0], x.itemsize, gated=gated, memory=memory)
     if isinstance(weight, PackedWeight):  # whose sums of groups take registers too
-        return packed_tile(4 if weight.halves else 8, min(tile.rows, 64), few=False, gated=gated, memory=memory)
+        return packed_tile(
+            4 if weight.halves else 8, min(tile.rows, 64), few=False, gated=gated, memory=memory
+        )
     return tile
 
 
@@ -226,7 +306,9 @@ def multiply_few(
         BY_EXPERT=rows * top_k > most,
         ALONE=rows == 1,
         ROWS=tile.rows,
-        PACKED=expert_codes(weight, tile.num_warps, x.device) if isinstance(weight, PackedWeight) else None,
+        PACKED=expert_codes(weight, tile.num_warps, x.device)
+        if isinstance(weight, PackedWeight)
+        else None,
         **_options(tile, x),
     )
 
@@ -247,7 +329,11 @@ def multiply_groups(
     described = isinstance(weight, Tensor) and describable(weight, tile)
     weights = _tensors(weight)
     if isinstance(weight, Tensor) and described:
-        weights = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.depth]), None, None
+        weights = (
+            TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.depth]),
+            None,
+            None,
+        )
     grouped_kernel[(num_blocks * triton.cdiv(width, tile.columns),)](
         x,
         *weights,

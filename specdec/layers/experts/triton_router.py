@@ -1,8 +1,8 @@
 """Choosing a token's experts in Triton: one program per row, for every kind of `Routing`; see
 `specdec.layers.experts.router`.
 
-A program holds all of a row's logits, in groups, and takes the highest one top_k times. A score and its expert are compared as one
-integer, so that of equal scores the lower expert is chosen.
+A program holds all of a row's logits, in groups, and takes the highest one top_k times. A score and
+its expert are compared as one integer, so that of equal scores the lower expert is chosen.
 """
 
 import torch
@@ -20,14 +20,20 @@ _LOW_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _strongest(choice: tl.tensor, key: tl.tensor, group: tl.tensor, COUNT: tl.constexpr, BEST_TWO: tl.constexpr) -> tl.tensor:
-    """Whether each group [GROUPS, 1] is among the COUNT strongest, by its best expert or the sum of its best two."""
+def _strongest(
+    choice: tl.tensor, key: tl.tensor, group: tl.tensor, COUNT: tl.constexpr, BEST_TWO: tl.constexpr
+) -> tl.tensor:
+    """Whether each group [GROUPS, 1] is among the COUNT strongest, by its best expert or the sum of
+    its best two.
+    """
     best = tl.max(key, 1, keep_dims=True)
     strength = tl.sum(tl.where(key == best, choice, 0.0), 1, keep_dims=True)
     if BEST_TWO:
         second = tl.max(tl.where(key == best, _LEAST, key), 1, keep_dims=True)
         strength += tl.sum(tl.where(key == second, choice, 0.0), 1, keep_dims=True)
-    order = tl.where(best == _LEAST, _LEAST, token_key(strength, group))  # _LEAST: no group, for their number is padded
+    order = tl.where(
+        best == _LEAST, _LEAST, token_key(strength, group)
+    )  # _LEAST: no group, for their number is padded
     kept = tl.zeros_like(order) > 0
     for _ in tl.static_range(COUNT):
         highest = tl.max(order, 0, keep_dims=True)
@@ -38,7 +44,8 @@ def _strongest(choice: tl.tensor, key: tl.tensor, group: tl.tensor, COUNT: tl.co
 
 @triton.jit
 def _route_kernel(
-    logits: tl.tensor,  # [rows, EXPERTS], and with SHARED_GATE one more, or [PARTS, rows, EXPERTS] whose sum counts
+    # [rows, EXPERTS], and with SHARED_GATE one more, or [PARTS, rows, EXPERTS] whose sum counts
+    logits: tl.tensor,
     gate_bias: tl.tensor,  # [EXPERTS] or None, joins the logits
     bias: tl.tensor,  # [EXPERTS] or None, joins the choice
     weights: tl.tensor,  # float32 [rows, TOP_K + SHARED]
@@ -66,7 +73,11 @@ def _route_kernel(
     expert = group * SIZE + member
     exists = (group < GROUPS) & (member < SIZE)
     place = logits + row * row_stride + expert
-    gate_shift = 0.0 if gate_bias is None else tl.load(gate_bias + expert, mask=exists, other=0.0).to(tl.float32)
+    gate_shift = (
+        0.0
+        if gate_bias is None
+        else tl.load(gate_bias + expert, mask=exists, other=0.0).to(tl.float32)
+    )
     shift = 0.0 if bias is None else tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
     await_previous(OVERLAP)
     x = tl.load(place, mask=exists, other=0.0).to(tl.float32)
@@ -84,7 +95,9 @@ def _route_kernel(
     if SIGMOID:
         score = tl.sigmoid(x)
     elif bias is not None or not RENORMALIZED:
-        power = tl.where(exists, tl.exp(x - tl.max(tl.max(tl.where(exists, x, -float("inf")), 1), 0)), 0.0)
+        power = tl.where(
+            exists, tl.exp(x - tl.max(tl.max(tl.where(exists, x, -float("inf")), 1), 0)), 0.0
+        )
         score = power / tl.sum(tl.sum(power, 1), 0)
     choice = score if SIGMOID else x
     if bias is not None:
@@ -96,7 +109,11 @@ def _route_kernel(
         score = x
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
     chosen = tl.zeros([triton.next_power_of_2(TOP_K)], tl.int32)
-    weight = tl.full([triton.next_power_of_2(TOP_K)], 0.0 if SIGMOID or not RENORMALIZED else -float("inf"), tl.float32)
+    weight = tl.full(
+        [triton.next_power_of_2(TOP_K)],
+        0.0 if SIGMOID or not RENORMALIZED else -float("inf"),
+        tl.float32,
+    )
     for k in tl.static_range(TOP_K):
         highest = tl.max(tl.max(key, 1), 0)
         found = tl.sum(tl.sum(tl.where(key == highest, score, 0.0), 1), 0)
@@ -111,7 +128,11 @@ def _route_kernel(
     tl.store(ids + row * SLOTS + slot, chosen, mask=slot < TOP_K)
     if SHARED:
         other = tl.arange(0, triton.next_power_of_2(SHARED))
-        tl.store(weights + row * SLOTS + TOP_K + other, tl.zeros_like(other).to(tl.float32) + share, mask=other < SHARED)
+        tl.store(
+            weights + row * SLOTS + TOP_K + other,
+            tl.zeros_like(other).to(tl.float32) + share,
+            mask=other < SHARED,
+        )
         tl.store(ids + row * SLOTS + TOP_K + other, EXPERTS + other, mask=other < SHARED)
 
 
@@ -128,7 +149,8 @@ def route(
     not rounded.
 
     Args:
-        logits: [rows, num_experts], or partial sums [parts, rows, num_experts]; the last axis is contiguous and may be longer.
+        logits: [rows, num_experts], or partial sums [parts, rows, num_experts]; the last axis is
+            contiguous and may be longer.
         routing: how.
         bias: [num_experts], if and only if `routing.biased`.
         gate_bias: [num_experts], added to the logits, or None.
@@ -137,7 +159,8 @@ def route(
         shared_gate: the sigmoid of what follows the logits is the weight of those, which else is 1.
 
     Returns:
-        weights float32 [rows, top_k + shared], and expert ids int32 of the same shape, from the highest score to the lowest.
+        weights float32 [rows, top_k + shared], and expert ids int32 of the same shape, from the
+        highest score to the lowest.
     """
     assert logits.stride(-1) == 1 and logits.shape[-1] >= routing.num_experts + shared_gate
     assert routing.biased == (bias is not None)

@@ -1,4 +1,6 @@
-"""Which operations compute the layers around an attention backend: AITER's, our own in Triton or C++, or plain torch."""
+"""Which operations compute the layers around an attention backend: AITER's, our own in Triton or
+C++, or plain torch.
+"""
 
 import torch
 
@@ -24,8 +26,8 @@ def ops_for(
 ) -> Ops:
     """What computes the layers around `backend`: our kernels where it and the device suit them.
 
-    Around latent attention they compute recurrent layers alone, not yet the others. AITER's take the place of some of ours where
-    they are asked for by name.
+    Around latent attention they compute recurrent layers alone, not yet the others. AITER's take
+    the place of some of ours where they are asked for by name.
 
     Args:
         backend: attention.
@@ -36,7 +38,11 @@ def ops_for(
         width: H, of the rows that these add up.
     """
     device, dtype = backend.spec.device, backend.spec.dtype
-    fused = not isinstance(backend, MlaBackend) and backend.fits_fused_layers and FUSED_LAYERS.runs_on(device, dtype)
+    fused = (
+        not isinstance(backend, MlaBackend)
+        and backend.fits_fused_layers
+        and FUSED_LAYERS.runs_on(device, dtype)
+    )
     if named("aiter_layers"):
         from specdec.layers.aiter.check import takes_aiter_layers
 

@@ -1,4 +1,6 @@
-"""Sums over ranks within the norms that follow them: whether the GPUs of a group can, and do it right."""
+"""Sums over ranks within the norms that follow them: whether the GPUs of a group can, and do it
+right.
+"""
 
 import torch
 from torch import Tensor
@@ -9,11 +11,16 @@ from specdec.parallel.group import Group
 from specdec.parallel.shared_rows import SharedRows
 
 MOST_TRIES = 10_000_000
-"""Looks of the check at another rank's flag, some ten seconds of them: what does not work is not to hang."""
+"""Looks of the check at another rank's flag, some ten seconds of them: what does not work is not to
+hang.
+"""
 
 
-def shared_rows(group: Group | None, width: int, device: torch.device, dtype: torch.dtype) -> SharedRows | None:
-    """Memory for the sums of a group's rows, once all ranks have agreed with the reference; None where there is none.
+def shared_rows(
+    group: Group | None, width: int, device: torch.device, dtype: torch.dtype
+) -> SharedRows | None:
+    """Memory for the sums of a group's rows, once all ranks have agreed with the reference; None
+    where there is none.
 
     Where small sums in one kernel do not work, this does not either; a line of the log has said so.
 
@@ -34,7 +41,9 @@ def shared_rows(group: Group | None, width: int, device: torch.device, dtype: to
 
 
 def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
-    """Whether sums of many rows and of one, a few times in turn, have the bits of those that another kernel adds up."""
+    """Whether sums of many rows and of one, a few times in turn, have the bits of those that
+    another kernel adds up.
+    """
     from specdec.kernels.triton_norm import add_rms_norm  # it imports Triton
 
     generator = torch.Generator(device).manual_seed(group.rank)
@@ -48,9 +57,13 @@ def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
 
     both(torch.zeros(1, rows.width, device=device, dtype=rows.dtype), 0)
     torch.cuda.synchronize(device)
-    group.least(0)  # kernels are compiled on all ranks, which takes one longer than another, before any waits for others
+    group.least(
+        0
+    )  # kernels are compiled on all ranks, which takes one longer than another, before any waits for others
     pairs = []
     for count in (8, 1, 3, 1, 8):
         part = torch.randn(count, rows.width, device=device, generator=generator).to(rows.dtype)
-        pairs += both(part, MOST_TRIES)  # all of them, since the other ranks go through them all as well
+        pairs += both(
+            part, MOST_TRIES
+        )  # all of them, since the other ranks go through them all as well
     return all(torch.equal(one, other) for one, other in pairs)

@@ -1,4 +1,6 @@
-"""Which of our Triton kernels compute a model's layers, and the self-checks of those around attention."""
+"""Which of our Triton kernels compute a model's layers, and the self-checks of those around
+attention.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -17,8 +19,16 @@ EPSILON = 1e-5
 
 
 def check_fused_layers(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Norms of one and of many warps, partial sums, SwiGLU, and RoPE with and without the cache write."""
-    return worst([*_norm_deviations(device, dtype), _swiglu_deviation(device, dtype), *_rope_deviations(device, dtype)])
+    """Norms of one and of many warps, partial sums, SwiGLU, and RoPE with and without the cache
+    write.
+    """
+    return worst(
+        [
+            *_norm_deviations(device, dtype),
+            _swiglu_deviation(device, dtype),
+            *_rope_deviations(device, dtype),
+        ]
+    )
 
 
 def norms(device: torch.device, dtype: torch.dtype) -> Ways:
@@ -39,7 +49,9 @@ FUSED_LAYERS = Kernel("fused_layers", check_fused_layers, dtypes=FLOATS, ways=no
 
 
 def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Products whose inputs are split among programs, that are gated, and plain ones, of one row and of several."""
+    """Products whose inputs are split among programs, that are gated, and plain ones, of one row
+    and of several.
+    """
     from specdec.layers.triton_linear import few_rows  # it imports Triton
 
     def off(rows: int, width: int, gated: bool, may_split: bool) -> Deviation:
@@ -102,7 +114,9 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 
     for width in (576, 4096):
-        x, residual, weight = (normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,)))
+        x, residual, weight = (
+            normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,))
+        )
         residual = residual[:5]  # of another shape, so that it is not x again
         gain, stream = weight.to(device), residual.to(device)
         yield _deviation(rms_norm(x.to(device), gain, EPSILON), _norm, x, weight)
@@ -111,7 +125,9 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
         yield _deviation(normed, _norm, x + residual, weight)
     parts = normal(3, 5, width)
     normed, added = add_rms_norm(parts.to(device), stream, gain, EPSILON)
-    yield deviation(added, parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double())
+    yield deviation(
+        added, parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double()
+    )
     yield _deviation(normed, _norm, added.cpu(), weight)
 
 
@@ -126,13 +142,19 @@ def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     from specdec.kernels.triton_rope import rope_store, rotated_rows
 
     heads, kv_heads, dim = 6, 2, 128
-    rows, angles, norm = normal(5, heads + 2 * kv_heads, dim).to(dtype), normal(5, dim // 2), normal(dim).to(dtype)
+    rows, angles, norm = (
+        normal(5, heads + 2 * kv_heads, dim).to(dtype),
+        normal(5, dim // 2),
+        normal(dim).to(dtype),
+    )
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     slots = torch.tensor([20, 25, 21, 31, 23])
     cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)
     query, key, value = rows.to(device).split([heads, kv_heads, kv_heads], dim=1)
     names = ("cos", "sin", "query_norm", "key_norm")
-    options = {name: tensor.to(device) for name, tensor in zip(names, (cos, sin, norm, norm), strict=True)}
+    options = {
+        name: tensor.to(device) for name, tensor in zip(names, (cos, sin, norm, norm), strict=True)
+    }
     stored = rope_store(query, key, value, cache, slots.to(device), epsilon=EPSILON, **options)
     rotated, new_key, new_value = rotated_rows(query, key, value, epsilon=EPSILON, **options)
     keys, values = (side.cpu().flatten(0, 1)[slots] for side in cache)

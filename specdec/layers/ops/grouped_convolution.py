@@ -1,4 +1,6 @@
-"""Convolutions around a sublayer of a drafter (DFlash 2, z-lab/dflash): each row of a block is mixed with the rows before it."""
+"""Convolutions around a sublayer of a drafter (DFlash 2, z-lab/dflash): each row of a block is
+mixed with the rows before it.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,11 +17,14 @@ Side = Literal[0, 1]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedConvolution:
-    """Convolutions before and after one sublayer, with kernels that depend on what the sublayer was to be given.
+    """Convolutions before and after one sublayer, with kernels that depend on what the sublayer was
+    to be given.
 
     Attributes:
-        base: [2, taps, H], the part of both kernels that is always the same; tap `i` is of the row `i` before.
-        projection: from H to the other part, [2, taps, groups], which is one for all channels of a group.
+        base: [2, taps, H], the part of both kernels that is always the same; tap `i` is of the row
+            `i` before.
+        projection: from H to the other part, [2, taps, groups], which is one for all channels of a
+            group.
         width: rows of a block, beyond whose first nothing is seen.
     """
 
@@ -29,7 +34,8 @@ class GroupedConvolution:
 
 
 def mix_rows(x: Tensor, dynamic: Tensor, base: Tensor, width: int, side: Side) -> Tensor:
-    """`sum over taps of (base + dynamic) * x of as many rows before`, computed in float32 at least and rounded once.
+    """`sum over taps of (base + dynamic) * x of as many rows before`, computed in float32 at least
+    and rounded once.
 
     Args:
         x: [..., n * width, H], blocks of `width` rows one after the other.
@@ -43,7 +49,9 @@ def mix_rows(x: Tensor, dynamic: Tensor, base: Tensor, width: int, side: Side) -
     """
     wide, hidden = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
     dynamic = dynamic.unflatten(-1, (2, base.shape[1], -1))[..., side, :, :].to(wide)
-    kernels = base[side].to(wide) + dynamic.repeat_interleave(hidden // dynamic.shape[-1], dim=-1)  # [..., rows, taps, H]
+    kernels = base[side].to(wide) + dynamic.repeat_interleave(
+        hidden // dynamic.shape[-1], dim=-1
+    )  # [..., rows, taps, H]
     blocks = x.to(wide).unflatten(-2, (-1, width))
     # Tap i sees block rows shifted down by i; what comes from before the block is zero.
     earlier = [F.pad(blocks, (0, 0, tap, 0))[..., :width, :] for tap in range(base.shape[1])]

@@ -4,9 +4,9 @@ small launches between them.
     norm+residual | qkv product | norm+RoPE+cache write | attention (, merge) | output product
     norm+residual | gate and up product | activation | down product
 
-For few rows the products are our own: the activation is part of one then, the norm after one adds up its partial sums, and
-a kernel before one asks for the weight that it will read. Nothing here reads a value on the host, so a forward can be captured in
-a graph.
+For few rows the products are our own: the activation is part of one then, the norm after one adds
+up its partial sums, and a kernel before one asks for the weight that it will read. Nothing here
+reads a value on the host, so a forward can be captured in a graph.
 """
 
 from typing import Any
@@ -54,10 +54,12 @@ class TritonOps(TorchOps):
     Args:
         device: where.
         dtype: of the rows.
-        mixes: there will be experts, which are then chosen and multiplied with by our kernels, if those pass their check.
+        mixes: there will be experts, which are then chosen and multiplied with by our kernels, if
+            those pass their check.
         recurs: the same of recurrent layers.
         convolves: the same of convolutions around sublayers.
-        ranks: where few rows are added up over the ranks of a group, in the kernel that follows; None adds them before.
+        ranks: where few rows are added up over the ranks of a group, in the kernel that follows;
+            None adds them before.
     """
 
     def __init__(
@@ -71,14 +73,23 @@ class TritonOps(TorchOps):
         ranks: SharedRows | None = None,
     ) -> None:
         self._ranks = ranks
-        self._embeds, self._multiplies_few_rows = fused.EMBEDDING.runs_on(device, dtype), fused.FEW_ROWS.runs_on(device, dtype)
+        self._embeds, self._multiplies_few_rows = (
+            fused.EMBEDDING.runs_on(device, dtype),
+            fused.FEW_ROWS.runs_on(device, dtype),
+        )
         self._convolves = convolves and fused.GROUPED_CONVOLUTION.runs_on(device, dtype)
         self._mixes = mixes and experts.KERNEL.runs_on(device, dtype)
         self._recurs = recurs and recurrence_check.KERNEL.runs_on(device, dtype)
-        self._suited: dict[int, bool] = {}  # whether the kernels have these experts, by the object that they are
+        self._suited: dict[
+            int, bool
+        ] = {}  # whether the kernels have these experts, by the object that they are
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        return embed(token_ids, table, scale) if self._embeds else super().embed(token_ids, table, scale)
+        return (
+            embed(token_ids, table, scale)
+            if self._embeds
+            else super().embed(token_ids, table, scale)
+        )
 
     def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
         return rms_norm(x, norm.weight, norm.epsilon, ahead=_hint(ahead, x))
@@ -88,25 +99,39 @@ class TritonOps(TorchOps):
         return linear(x) if product is None else product
 
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
-        # The next weight is asked for while this product runs, which leaves the memory idle only if its own was asked for.
+        # The next weight is asked for while this product runs, which leaves the memory idle only if
+        # its own was asked for.
         hint = None if linear.prefetchable is None else _hint(ahead, x)
         if activation in PLAIN:  # which is not part of a product
             return self.activate(self.project(linear, x), activation)
-        product = linear.few_rows(x, activation=activation, ahead=hint) if self._multiplies_few_rows else None
+        product = (
+            linear.few_rows(x, activation=activation, ahead=hint)
+            if self._multiplies_few_rows
+            else None
+        )
         return self.activate(linear(x), activation) if product is None else product
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
-        """The activation [T, width] of a product [T, 2 * width], or without a gate [T, width], that has been computed."""
+        """The activation [T, width] of a product [T, 2 * width], or without a gate [T, width], that
+        has been computed.
+        """
         return gated(joined, activation)
 
     def add(
-        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        join: Join,
+        ahead: Linear | None = None,
+        group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
         ranks = self._ranks if group is not None and len(residual) <= MOST_SUMMED else None
         if group is not None and ranks is None:
             x = summed(x, group, residual.dtype)
         norm, after = join.norm, join.after
-        assert norm is None or after is None or norm.epsilon == after.epsilon, "the kernel takes one epsilon"
+        assert norm is None or after is None or norm.epsilon == after.epsilon, (
+            "the kernel takes one epsilon"
+        )
         epsilon = norm.epsilon if norm is not None else after.epsilon if after is not None else 0.0
         weight, after_weight = (None if one is None else one.weight for one in (norm, after))
         return add_rms_norm(
@@ -136,10 +161,14 @@ class TritonOps(TorchOps):
         return route(self._logits(router.gate, hidden), router.routing, router.bias)
 
     def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
-        if not self._mixes or len(hidden) > FEW_ROWS:  # many rows are better multiplied with what is shared by themselves
+        if (
+            not self._mixes or len(hidden) > FEW_ROWS
+        ):  # many rows are better multiplied with what is shared by themselves
             return None
         logits, count = self._logits(joined.gate, hidden), joined.shared.count
-        weights, ids = route(logits, joined.routing, joined.bias, shared=count, shared_gate=joined.gated)
+        weights, ids = route(
+            logits, joined.routing, joined.bias, shared=count, shared_gate=joined.gated
+        )
         return mix(hidden, weights, ids, joined.experts, joined.shared)
 
     def _logits(self, gate: Linear, hidden: Tensor) -> Tensor:
@@ -150,7 +179,9 @@ class TritonOps(TorchOps):
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if id(experts) not in self._suited:
-            self._suited[id(experts)] = self._mixes and not unsupported_reasons(experts, ids.shape[1])
+            self._suited[id(experts)] = self._mixes and not unsupported_reasons(
+                experts, ids.shape[1]
+            )
         if self._suited[id(experts)]:
             return mix(x, weights, ids.int(), experts)
         return super().experts(experts, x, weights, ids.long())
@@ -171,13 +202,17 @@ class TritonOps(TorchOps):
             return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
         query, key = qkv.split_with_sizes([spec.num_heads, qkv.shape[1] - spec.num_heads], dim=1)
         key, value = key[:, : spec.num_kv_heads], key[:, -spec.num_kv_heads :]
-        rotation = _rotation(angles, heads.query_norm, heads.key_norm) | {"ahead": _hint(ahead, qkv)}
+        rotation = _rotation(angles, heads.query_norm, heads.key_norm) | {
+            "ahead": _hint(ahead, qkv)
+        }
         if heads.value_norm is not None:
             rotation["value_norm"] = heads.value_norm.weight
         if isinstance(backend, TritonFaBackend):  # whose cache is ours to write
             rotated = rope_store(query, key, value, cache, plan.slot_mapping, **rotation)
             return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
-        return backend.run(*rotated_rows(query, key, value, **rotation), cache, plan, **heads.meeting).flatten(1)
+        return backend.run(
+            *rotated_rows(query, key, value, **rotation), cache, plan, **heads.meeting
+        ).flatten(1)
 
     def write(
         self,
@@ -198,13 +233,24 @@ class TritonOps(TorchOps):
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return sigmoid_gate(x, gate)
 
-    def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    def recur(
+        self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows
+    ) -> Tensor:
         return (recur if self._recurs else super().recur)(x, recurrence, cache, rows)
 
-    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    def convolve(
+        self,
+        joined: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        cache: StateCache,
+        rows: RecurrentRows,
+    ) -> Tensor:
         return (convolve if self._recurs else super().convolve)(joined, kernel, bias, cache, rows)
 
-    def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
+    def mix_rows(
+        self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side
+    ) -> Tensor:
         if not self._convolves:
             return super().mix_rows(x, dynamic, convolution, side)
         return mix_rows(x, dynamic, convolution.base, convolution.width, side)
@@ -213,7 +259,9 @@ class TritonOps(TorchOps):
         return gated_norm(x, gate, **norm._asdict())
 
 
-def _rotation(angles: Angles | None, query_norm: Norm | None, key_norm: Norm | None) -> dict[str, Any]:
+def _rotation(
+    angles: Angles | None, query_norm: Norm | None, key_norm: Norm | None
+) -> dict[str, Any]:
     """Options of `rope_store`."""
     options: dict[str, Any] = {} if angles is None else {"cos": angles.cos, "sin": angles.sin}
     for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 class Norm(NamedTuple):
     """A norm of a decoder.
 
-    It is computed in float32, rounded, then weighted, as transformers does for most families. A weight in float32 says otherwise:
-    then the product is what is rounded, as Gemma and others have it.
+    It is computed in float32, rounded, then weighted, as transformers does for most families. A
+    weight in float32 says otherwise: then the product is what is rounded, as Gemma and others have
+    it.
     """
 
     weight: Tensor  # [H]
@@ -30,16 +31,19 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 class GroupNorm(NamedTuple):
-    """A norm of groups of columns, such as heads, with the SiLU of gates, or their sigmoid, as a factor.
+    """A norm of groups of columns, such as heads, with the SiLU of gates, or their sigmoid, as a
+    factor.
 
-    A weight is one for all groups, or each has its own, where `width` says how wide they are. Numbers are rounded before the
-    weight, and with it unless it is in float32; with a sigmoid only at the end.
+    A weight is one for all groups, or each has its own, where `width` says how wide they are.
+    Numbers are rounded before the weight, and with it unless it is in float32; with a sigmoid only
+    at the end.
     """
 
     weight: Tensor  # [V], or [groups * V]
     epsilon: float
     width: int = 0  # V, unless it is that of the weight
-    gate_first: bool = False  # the norm sees the gated numbers (Mamba-2), instead of being gated itself (Gated DeltaNet)
+    # the norm sees the gated numbers (Mamba-2), instead of being gated itself (Gated DeltaNet)
+    gate_first: bool = False
     sigmoid: bool = False  # Kimi Delta Attention
 
 

@@ -1,7 +1,9 @@
-"""What a decoder computes between its matrix products: one interface, in plain torch here, in Triton in `triton_ops`.
+"""What a decoder computes between its matrix products: one interface, in plain torch here, in
+Triton in `triton_ops`.
 
-Every operation is written down here first. Plain torch is the oracle of the kernels and the way on a CPU, where a forward of a few
-tokens would otherwise spend more time between matrix products than in them: so residuals are added by the products.
+Every operation is written down here first. Plain torch is the oracle of the kernels and the way on
+a CPU, where a forward of a few tokens would otherwise spend more time between matrix products than
+in them: so residuals are added by the products.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +32,8 @@ from specdec.parallel.group import Group
 class Join(NamedTuple):
     """How the output of a sublayer joins the residual stream, and what the next one is given.
 
-    The stream becomes `factor * (residual + scale * after(output))`; the next sublayer is given `norm` of it.
+    The stream becomes `factor * (residual + scale * after(output))`; the next sublayer is given
+    `norm` of it.
     """
 
     norm: Norm | None  # None gives the stream itself
@@ -40,7 +43,9 @@ class Join(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What one layer's attention does to its queries, keys and values before they meet, and how they meet."""
+    """What one layer's attention does to its queries, keys and values before they meet, and how
+    they meet.
+    """
 
     scale: float  # of the scores
     window: int | None = None
@@ -53,11 +58,18 @@ class Heads(NamedTuple):
     @property
     def meeting(self) -> dict[str, Any]:
         """What `AttentionBackend.run` is told of this layer."""
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
 
 
 class Ops(Protocol):
-    """Rows are packed: [T, ...]. A weight called `ahead` is that of a product soon to come, which a kernel may prefetch."""
+    """Rows are packed: [T, ...]. A weight called `ahead` is that of a product soon to come, which a
+    kernel may prefetch.
+    """
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """Rows [..., H] of a table [V, H] times `scale`, for int64 ids [...]."""
@@ -69,14 +81,23 @@ class Ops(Protocol):
         """The product of `x` [T, in] with a weight: [T, out]."""
 
     def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
-        """The gated activation [T, out / 2] of a product that joins gate and up, or [T, out] of one without a gate."""
+        """The gated activation [T, out / 2] of a product that joins gate and up, or [T, out] of one
+        without a gate.
+        """
 
     def add(
-        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        join: Join,
+        ahead: Linear | None = None,
+        group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What comes after a sublayer with output `x` [T, H], or [parts, T, H] whose sum it is: see `Join`.
+        """What comes after a sublayer with output `x` [T, H], or [parts, T, H] whose sum it is: see
+        `Join`.
 
-        Of a group of ranks `x` is what this one gives to a sum over all, in which each part is rounded before.
+        Of a group of ranks `x` is what this one gives to a sum over all, in which each part is
+        rounded before.
 
         Returns:
             What the next sublayer is given, and the residual stream, [T, H] each.
@@ -91,10 +112,14 @@ class Ops(Protocol):
         """Weights float32 [T, top_k] and ids of the experts that rows `hidden` [T, H] choose."""
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The weighted sum [T, H] of each row's experts for `x` [T, H], or float32 [parts, T, H] whose sum it is."""
+        """The weighted sum [T, H] of each row's experts for `x` [T, H], or float32 [parts, T, H]
+        whose sum it is.
+        """
 
     def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
-        """Experts of rows `hidden` [T, H] and what these share, as float32 [parts, T, H]; None where no kernel has both at once."""
+        """Experts of rows `hidden` [T, H] and what these share, as float32 [parts, T, H]; None
+        where no kernel has both at once.
+        """
 
     def attend(
         self,
@@ -106,10 +131,11 @@ class Ops(Protocol):
         plan: Any,
         ahead: Linear,
     ) -> Tensor:
-        """Norms and rotates queries and keys, writes keys and values to the cache, and attends to it.
+        """Norms and rotates queries and keys, writes keys and values to the cache, and attends to
+        it.
 
-        Without values in `qkv` the keys before their norm and their rotation are values, too. Without keys the cache holds both
-        already.
+        Without values in `qkv` the keys before their norm and their rotation are values, too.
+        Without keys the cache holds both already.
 
         Args:
             backend: attention.
@@ -133,22 +159,37 @@ class Ops(Protocol):
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        """Norms and rotates keys [T, num_kv_heads, head_dim], and writes them and values like them to the cache."""
+        """Norms and rotates keys [T, num_kv_heads, head_dim], and writes them and values like them
+        to the cache.
+        """
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """`x` [T, width] times the sigmoid of `gate` like it."""
 
-    def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    def recur(
+        self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows
+    ) -> Tensor:
         """See `specdec.layers.recurrence.recurrence.recur`."""
 
-    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    def convolve(
+        self,
+        joined: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        cache: StateCache,
+        rows: RecurrentRows,
+    ) -> Tensor:
         """See `specdec.layers.recurrence.convolution.convolve`."""
 
-    def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
+    def mix_rows(
+        self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side
+    ) -> Tensor:
         """See `specdec.layers.ops.grouped_convolution.mix_rows`, for [T, H]."""
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-        """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate` like it."""
+        """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate`
+        like it.
+        """
 
 
 class TorchOps(Ops):
@@ -168,7 +209,12 @@ class TorchOps(Ops):
         return activate(linear(x), activation)
 
     def add(
-        self, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None, group: Group | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        join: Join,
+        ahead: Linear | None = None,
+        group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
         if group is not None:
             x = summed(x, group, residual.dtype)
@@ -213,7 +259,9 @@ class TorchOps(Ops):
         rotated, value = qkv[:, : num_heads + stored], qkv[:, -num_kv_heads:]
         if heads.query_norm is not None and heads.key_norm is not None:
             query, key = rotated.split_with_sizes([num_heads, stored], dim=1)
-            rotated = torch.cat([rms_norm(query, heads.query_norm), rms_norm(key, heads.key_norm)], dim=1)
+            rotated = torch.cat(
+                [rms_norm(query, heads.query_norm), rms_norm(key, heads.key_norm)], dim=1
+            )
         elif heads.query_norm is not None:
             rotated = rms_norm(rotated, heads.query_norm)
         if angles is not None:
@@ -241,13 +289,24 @@ class TorchOps(Ops):
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()
 
-    def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    def recur(
+        self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows
+    ) -> Tensor:
         return recur(x, recurrence, cache, rows)
 
-    def convolve(self, joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    def convolve(
+        self,
+        joined: Tensor,
+        kernel: Tensor,
+        bias: Tensor | None,
+        cache: StateCache,
+        rows: RecurrentRows,
+    ) -> Tensor:
         return convolve(joined, kernel, bias, cache, rows)
 
-    def mix_rows(self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side) -> Tensor:
+    def mix_rows(
+        self, x: Tensor, dynamic: Tensor, convolution: GroupedConvolution, side: Side
+    ) -> Tensor:
         return mix_rows(x, dynamic, convolution.base, convolution.width, side)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:

@@ -1,4 +1,5 @@
-"""Activations in Triton: a function for kernels to call, and one of a joined product in a kernel of its own.
+"""Activations in Triton: a function for kernels to call, and one of a joined product in a kernel of
+its own.
 
 `specdec.layers.ops.activation` names and defines them.
 """
@@ -19,9 +20,16 @@ _SLOPE = tl.constexpr(1.702)
 
 @triton.jit
 def activate(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The activation called KIND of float32 tiles of one shape; NaN stays NaN. One without a gate takes its tile for both."""
+    """The activation called KIND of float32 tiles of one shape; NaN stays NaN. One without a gate
+    takes its tile for both.
+    """
     tl.static_assert(
-        (KIND == "silu") | (KIND == "gelu") | (KIND == "gelu_tanh") | (KIND == "relu") | (KIND == "swiglu_oai") | (KIND == "relu2"),
+        (KIND == "silu")
+        | (KIND == "gelu")
+        | (KIND == "gelu_tanh")
+        | (KIND == "relu")
+        | (KIND == "swiglu_oai")
+        | (KIND == "relu2"),
         "no such activation",
     )
     if KIND == "silu":
@@ -56,12 +64,19 @@ def _activation_kernel(
     gate = tl.load(gate_up + row * row_stride + column, mask=exists, other=0.0).to(tl.float32)
     up = gate
     if KIND != "relu2":
-        up = tl.load(gate_up + row * row_stride + width + column, mask=exists, other=0.0).to(tl.float32)
-    tl.store(output + row * width + column, activate(gate, up, KIND).to(output.dtype.element_ty), mask=exists)
+        up = tl.load(gate_up + row * row_stride + width + column, mask=exists, other=0.0).to(
+            tl.float32
+        )
+    tl.store(
+        output + row * width + column,
+        activate(gate, up, KIND).to(output.dtype.element_ty),
+        mask=exists,
+    )
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """The activation [rows, I] of a joined product [rows, 2 * I], or [rows, I] of one without a gate.
+    """The activation [rows, I] of a joined product [rows, 2 * I], or [rows, I] of one without a
+    gate.
 
     See `specdec.layers.ops.activation`.
     """
@@ -70,6 +85,13 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     block = min(triton.next_power_of_2(width), 1024)
     with on_device(gate_up):
         _activation_kernel[(rows, triton.cdiv(width, block))](
-            gate_up, output, gate_up.stride(0), width, KIND=activation, BLOCK=block, num_warps=4, **overlap_options(gate_up.device)
+            gate_up,
+            output,
+            gate_up.stride(0),
+            width,
+            KIND=activation,
+            BLOCK=block,
+            num_warps=4,
+            **overlap_options(gate_up.device),
         )
     return output

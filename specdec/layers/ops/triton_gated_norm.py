@@ -1,6 +1,8 @@
-"""What gates the output of attention and of recurrent layers, in Triton: a norm per head with a gate, and a sigmoid.
+"""What gates the output of attention and of recurrent layers, in Triton: a norm per head with a
+gate, and a sigmoid.
 
-Gates may be columns of a wider product. Arithmetic is float32; numbers are rounded to the model's type where transformers does it.
+Gates may be columns of a wider product. Arithmetic is float32; numbers are rounded to the model's
+type where transformers does it.
 """
 
 import torch
@@ -38,7 +40,9 @@ def _gated_norm_kernel(
     exists = (group < GROUPS) & (inner < WIDTH)
     column = group * WIDTH + inner
     dtype = output.dtype.element_ty
-    gain = tl.load(weight + (inner if SHARED else column), mask=inner < WIDTH if SHARED else exists, other=0.0)
+    gain = tl.load(
+        weight + (inner if SHARED else column), mask=inner < WIDTH if SHARED else exists, other=0.0
+    )
     await_previous(OVERLAP)
     wide = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
     opened = tl.load(gate + row * gate_stride + column, mask=exists, other=0.0).to(tl.float32)
@@ -77,9 +81,17 @@ def _sigmoid_gate_kernel(
 
 
 def gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, width: int = 0, gate_first: bool = False, sigmoid: bool = False
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    width: int = 0,
+    gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> Tensor:
-    """Root mean square norm (arXiv 1910.07467) of every group of columns, such as a head, with `silu(gate)` as a factor.
+    """Root mean square norm (arXiv 1910.07467) of every group of columns, such as a head, with
+    `silu(gate)` as a factor.
 
     Args:
         x: [T, groups * V]; rows may be apart.
@@ -87,8 +99,10 @@ def gated_norm(
         weight: [V] for all groups alike, or [groups * V].
         epsilon: of the norm.
         width: V, if groups do not share the weight; 0 is the weight's size.
-        gate_first: the norm sees the gated numbers (Mamba-2), instead of being gated itself (Gated DeltaNet).
-        sigmoid: the factor is `sigmoid(gate)`, and numbers are rounded only at the end (Kimi Delta Attention).
+        gate_first: the norm sees the gated numbers (Mamba-2), instead of being gated itself (Gated
+            DeltaNet).
+        sigmoid: the factor is `sigmoid(gate)`, and numbers are rounded only at the end (Kimi Delta
+            Attention).
 
     Returns:
         [T, groups * V] in the type of `x`, contiguous.
@@ -130,6 +144,14 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     block = min(triton.next_power_of_2(width), BLOCK)
     with on_device(x):
         _sigmoid_gate_kernel[(rows, triton.cdiv(width, block))](
-            x, gate, output, x.stride(0), gate.stride(0), width, BLOCK=block, num_warps=4, **overlap_options(x.device)
+            x,
+            gate,
+            output,
+            x.stride(0),
+            gate.stride(0),
+            width,
+            BLOCK=block,
+            num_warps=4,
+            **overlap_options(x.device),
         )
     return output

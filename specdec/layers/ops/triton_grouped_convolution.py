@@ -1,7 +1,7 @@
 """Convolutions over the rows of a drafter's blocks (DFlash 2, z-lab/dflash) in Triton.
 
-A number depends on its own channel in a few rows of its own block, so every row and tile of channels has a program. Numbers are
-rounded once, at the end.
+A number depends on its own channel in a few rows of its own block, so every row and tile of
+channels has a program. Numbers are rounded once, at the end.
 """
 
 import torch
@@ -39,7 +39,9 @@ def _mix_kernel(
     await_previous(OVERLAP)
     mixed = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(TAPS):
-        value = tl.load(x + line - tap * CHANNELS, mask=exists & (place >= tap), other=0.0).to(tl.float32)
+        value = tl.load(x + line - tap * CHANNELS, mask=exists & (place >= tap), other=0.0).to(
+            tl.float32
+        )
         kernel = tl.load(base + tap * CHANNELS + channel, mask=exists, other=0.0).to(tl.float32)
         kernel += tl.load(own + tap * GROUPS, mask=exists, other=0.0).to(tl.float32)
         mixed += kernel * value
@@ -61,7 +63,9 @@ def mix_rows(x: Tensor, dynamic: Tensor, base: Tensor, width: int, side: int) ->
         [T, H].
     """
     (rows, hidden), taps = x.shape, base.shape[1]
-    assert x.is_contiguous() and dynamic.is_contiguous() and base.is_contiguous() and rows % width == 0
+    assert (
+        x.is_contiguous() and dynamic.is_contiguous() and base.is_contiguous() and rows % width == 0
+    )
     output = torch.empty_like(x)
     block = min(CHANNELS_PER_PROGRAM, triton.next_power_of_2(hidden))
     with on_device(x):

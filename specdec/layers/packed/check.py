@@ -25,7 +25,9 @@ _OF_EXPERTS: tuple[Code, ...] = ("e4m3", "int4")
 
 
 def keeps_packed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether quantized weights of a model in this type stay packed: on a CPU codes cost more than the bytes that they save."""
+    """Whether quantized weights of a model in this type stay packed: on a CPU codes cost more than
+    the bytes that they save.
+    """
     return device.type != "cpu" and KERNEL.runs_on(device, dtype)
 
 
@@ -46,7 +48,9 @@ def kernels_take(weight: PackedWeight) -> bool:
 
 
 def check_packed(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Every kind of code, in products of few rows, plain, gated and split, of more and of many rows, and in experts."""
+    """Every kind of code, in products of few rows, plain, gated and split, of more and of many
+    rows, and in experts.
+    """
     weights = (_weight(code, (80, 192), dtype) for code in _SIZES)
     deviations = (one for weight in weights for one in _product_deviations(weight, device))
     return worst([*deviations, *_expert_deviations(device, dtype)])
@@ -94,7 +98,10 @@ def _product_deviations(
         plain = F.linear(x, weight.dequantized())
         yield deviation(triton_packed.product(x.to(device), there), plain, exact)
         if rows <= most:
-            split, gated = (triton_packed.few_rows(x.to(device), there, activation=kind, may_split=True) for kind in (None, "silu"))
+            split, gated = (
+                triton_packed.few_rows(x.to(device), there, activation=kind, may_split=True)
+                for kind in (None, "silu")
+            )
             assert split is not None and gated is not None, "the kernel takes this shape"
             whole = (split.sum(0) if split.ndim == 3 else split).to(dtype)
             yield deviation(whole, plain, exact)
@@ -105,26 +112,41 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
     from specdec.layers.experts import triton_experts  # it imports Triton
 
     for code in _OF_EXPERTS:
-        layer = Experts(_weight(code, (4, 192, 128), dtype), _weight(code, (4, 128, 96), dtype), "silu")
+        layer = Experts(
+            _weight(code, (4, 192, 128), dtype), _weight(code, (4, 128, 96), dtype), "silu"
+        )
         there = layer.to(device)
         for rows in (1, triton_experts.FEW_ROWS + 6):
             x, (weights, ids) = normal(rows, 128).to(dtype), route(normal(rows, 4), Routing(4, 2))
-            got = triton_experts.experts(x.to(device), weights.to(device), ids.int().to(device), there)
+            got = triton_experts.experts(
+                x.to(device), weights.to(device), ids.int().to(device), there
+            )
             got = got.sum(0).to(dtype) if got.ndim == 3 else got
             exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
             yield deviation(got, apply_experts(x, weights, ids, layer), exact)
 
 
 def _weight(code: Code, shape: tuple[int, ...], dtype: torch.dtype) -> PackedWeight:
-    """[..., out, in] in groups of 32 inputs, whose products with normal rows are about normal; integers have zeros of their own."""
+    """[..., out, in] in groups of 32 inputs, whose products with normal rows are about normal;
+    integers have zeros of their own.
+    """
     *outer, inputs = shape
     scale = (normal(*outer, inputs // 32).abs() + 0.5) / (_SIZES[code] * inputs**0.5)
     if code == "e4m3":
         return PackedWeight(normal(*shape).to(torch.float8_e4m3fn), scale, None, 32, code, dtype)
     halves = code != "int8"
-    codes = torch.randint(0, 256, (*outer, inputs // (1 + halves)), generator=torch.Generator().manual_seed(inputs))
+    codes = torch.randint(
+        0, 256, (*outer, inputs // (1 + halves)), generator=torch.Generator().manual_seed(inputs)
+    )
     zero = (2 * normal(*scale.shape)).round() + 7 if code == "int4" else None
-    return PackedWeight(codes.to(torch.uint8) if halves else (codes - 128).to(torch.int8), scale, zero, 32, code, dtype)
+    return PackedWeight(
+        codes.to(torch.uint8) if halves else (codes - 128).to(torch.int8),
+        scale,
+        zero,
+        32,
+        code,
+        dtype,
+    )
 
 
 def random_blocks(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> GgufWeight:

@@ -50,12 +50,16 @@ def _float16(blocks: Tensor, *starts: int) -> Tensor:
 
 
 def _fields(blocks: Tensor, size: int, bits: int) -> Tensor:
-    """Codes of `bits` bits: `size` bytes have `size` codes in their lowest bits, the next in the next."""
+    """Codes of `bits` bits: `size` bytes have `size` codes in their lowest bits, the next in the
+    next.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=blocks.device)[:, None]
     return (blocks.unflatten(-1, (-1, 1, size)) >> shifts & 2**bits - 1).flatten(-3)
 
 
-def _simple(code: Code, middle: int, starts: tuple[int, ...], high: int | None, low: int) -> Callable[[Tensor], _Numbers]:
+def _simple(
+    code: Code, middle: int, starts: tuple[int, ...], high: int | None, low: int
+) -> Callable[[Tensor], _Numbers]:
     """Blocks of 32 inputs: a scale, maybe a minimum, fifth bits, and codes, at these bytes."""
 
     def read(blocks: Tensor) -> _Numbers:
@@ -146,7 +150,9 @@ class GgufWeight:
         """
         if kind not in BLOCK_SHAPES:
             known = ", ".join(GGUF_TYPES)
-            raise ValueError(f"{kind} is not multiplied as it is stored; the types that are: {known}")
+            raise ValueError(
+                f"{kind} is not multiplied as it is stored; the types that are: {known}"
+            )
         size = BLOCK_SHAPES[kind].size
         if raw.dtype != torch.uint8 or raw.shape[-1] % size:
             row = f"{raw.shape[-1]} {raw.dtype}"
@@ -309,7 +315,11 @@ def _widened(parts: Sequence[_Numbers]) -> list[_Numbers]:
         each = 1 if minimum is None else 2  # scales of 256 inputs
         minimum = torch.zeros_like(scale) if minimum is None else minimum
         if outer is not None and not nested:
-            factors = outer.float().unflatten(-1, (-1, each)).repeat_interleave(OUTER // part.group, dim=-2)
+            factors = (
+                outer.float()
+                .unflatten(-1, (-1, each))
+                .repeat_interleave(OUTER // part.group, dim=-2)
+            )
             scale, minimum = scale * factors[..., 0], minimum * factors[..., -1]
         if outer is not None and nested and minima and each == 1:  # scales of minima that are 0
             outer = torch.stack([outer, torch.zeros_like(outer)], dim=-1).flatten(-2)
@@ -317,7 +327,9 @@ def _widened(parts: Sequence[_Numbers]) -> list[_Numbers]:
         codes, times = codes if code == "int8" else codes.to(torch.uint8), part.group // group
         scale = scale.repeat_interleave(times, dim=-1)
         least = minimum.repeat_interleave(times, dim=-1) if minima else None
-        widened.append(_Numbers(codes, scale, group, code, middle, least, outer if nested else None))
+        widened.append(
+            _Numbers(codes, scale, group, code, middle, least, outer if nested else None)
+        )
     return widened
 
 

@@ -15,12 +15,13 @@ SLICE_OUTPUTS = 4096
 
 
 class PackedLinear(Linear):
-    """A weight of few bits, of which a product makes numbers where it needs them: our kernels in registers, see
-    `specdec.layers.packed.triton_packed`. Without them, and in float32, it makes `SLICE_OUTPUTS`
-    outputs at a time in memory.
+    """A weight of few bits, of which a product makes numbers where it needs them: our kernels in
+    registers, see `specdec.layers.packed.triton_packed`. Without them, and in float32, it makes
+    `SLICE_OUTPUTS` outputs at a time in memory.
 
     Args:
-        weight: [out, in]; it may be released once the object exists, which keeps another arrangement of it.
+        weight: [out, in]; it may be released once the object exists, which keeps another
+            arrangement of it.
         bias: [out], or None.
     """
 
@@ -40,7 +41,10 @@ class PackedLinear(Linear):
             out = product(rows, self.weight, self.bias)
         else:
             starts = range(0, self.out_features, SLICE_OUTPUTS)
-            slices = (self.weight.rows(start, start + SLICE_OUTPUTS).dequantized(x.dtype) for start in starts)
+            slices = (
+                self.weight.rows(start, start + SLICE_OUTPUTS).dequantized(x.dtype)
+                for start in starts
+            )
             out = torch.cat([F.linear(rows, numbers) for numbers in slices], dim=-1)
             out = out if self.bias is None else out + self.bias
         out = out.view(*x.shape[:-1], self.out_features)
@@ -50,20 +54,31 @@ class PackedLinear(Linear):
     def prefetchable(self) -> Tensor | None:
         if not self._has_kernels:
             return None
-        from specdec.kernels.triton_prefetch import beginning, worth_prefetching  # it imports Triton
+        from specdec.kernels.triton_prefetch import (
+            beginning,
+            worth_prefetching,
+        )  # it imports Triton
 
-        # Products of half-byte codes compute about as long as they read, so a large weight's beginning is worth it, too.
+        # Products of half-byte codes compute about as long as they read, so a large weight's
+        # beginning is worth it, too.
         codes = beginning(self.weight.codes) if self.weight.halves else self.weight.codes
         return codes if worth_prefetching(codes) else None
 
     def few_rows(
-        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        activation: str | None = None,
+        may_split: bool = False,
+        ahead: Tensor | None = None,
     ) -> Tensor | None:
         if not self._has_kernels:
             return None
         from specdec.layers.packed.triton_packed import few_rows  # it imports Triton
 
-        return few_rows(x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead)
+        return few_rows(
+            x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead
+        )
 
     @cached_property
     def _has_kernels(self) -> bool:

@@ -1,9 +1,11 @@
 """Products with weights kept in 8 or 4 bits, in Triton.
 
-Few rows cost the bytes of the codes, which a kernel reads once and turns into numbers in registers. A program multiplies some
-columns of the output; its warps divide the inputs among them in lanes, and add up what they have at the end. So each of them turns
-other codes into numbers, and a weight of few columns has programs enough. A prompt's rows are many: its product is torch's, with a
-slice of the weight at a time that is turned into numbers in memory, `SLICE_BYTES` of it and never the whole weight.
+Few rows cost the bytes of the codes, which a kernel reads once and turns into numbers in registers.
+A program multiplies some columns of the output; its warps divide the inputs among them in lanes,
+and add up what they have at the end. So each of them turns other codes into numbers, and a weight
+of few columns has programs enough. A prompt's rows are many: its product is torch's, with a slice
+of the weight at a time that is turned into numbers in memory, `SLICE_BYTES` of it and never the
+whole weight.
 """
 
 from functools import lru_cache
@@ -24,11 +26,15 @@ from specdec.layers.packed.weight import Code, PackedWeight
 MOST_ROWS = 64
 """Rows whose bits do not depend on their number."""
 ROWS_AT_ONCE = 32
-"""Rows of a program with lanes; more take more programs, which would otherwise run out of memory for what they load ahead."""
+"""Rows of a program with lanes; more take more programs, which would otherwise run out of memory
+for what they load ahead.
+"""
 MEDIUM_ROWS = 16
 """Rows up to which a tile's `medium` serves, and `wide` beyond."""
 MOST_TILED_ROWS = 256
-"""Rows up to which reading codes again for every tile of rows is cheaper than writing numbers and reading those."""
+"""Rows up to which reading codes again for every tile of rows is cheaper than writing numbers and
+reading those.
+"""
 SLICE_BYTES = 32 * 2**20
 """Numbers of a weight that exist at a time, which the L2 cache of a large GPU holds."""
 
@@ -45,13 +51,15 @@ class Tile(NamedTuple):
     """How a product is divided among programs, and in a program."""
 
     columns: int  # of the output, per program
-    lanes: int  # into which a program divides its inputs, one per warp; with one there are four warps for all columns
+    # into which a program divides its inputs, one per warp; with one there are four warps for all
+    # columns
+    lanes: int
     depth: int  # inputs of a lane per iteration, as far as the weight's runs allow
     stages: int = 4  # most iterations under way at once
     splits: int = 1  # programs among which the inputs are divided, where the caller can add up
-    direct: bool = (
-        False  # codes come straight to registers, see `specdec.layers.packed.triton_packed_lanes`; depth is the most at once
-    )
+    # codes come straight to registers, see `specdec.layers.packed.triton_packed_lanes`; depth is
+    # the most at once
+    direct: bool = False
     medium: Wide | None = None  # if direct, for 9 to `MEDIUM_ROWS` rows
     wide: Wide | None = None  # if direct, for more
 
@@ -61,7 +69,10 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     8: (
         (16384, _DIRECT._replace(depth=512, medium=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
         (6144, _DIRECT._replace(depth=512, wide=Wide(32, 32, 128))),
-        (0, _DIRECT._replace(depth=512, splits=2, medium=Wide(32, 16, 256), wide=Wide(32, 32, 128))),
+        (
+            0,
+            _DIRECT._replace(depth=512, splits=2, medium=Wide(32, 16, 256), wide=Wide(32, 32, 128)),
+        ),
     ),
     4: (
         (16384, _DIRECT._replace(medium=Wide(16, 16, 256), wide=Wide(16, 32, 128))),
@@ -69,18 +80,25 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
         (0, _DIRECT._replace(splits=2, medium=Wide(32, 16, 256), wide=Wide(32, 16, 128))),
     ),
 }
-"""By bits of a code and least columns of the weight, gate and up counted both, the first that a weight has: what was fastest on an
-H200 with few rows of an 8 B model. Lanes and splits are the order of a sum, and depth where codes do not come directly. So all
-numbers of rows have the same; columns may differ."""
+"""By bits of a code and least columns of the weight, gate and up counted both, the first that a
+weight has: what was fastest on an H200 with few rows of an 8 B model. Lanes and splits are the
+order of a sum, and depth where codes do not come directly. So all numbers of rows have the same;
+columns may differ."""
 
 AMD_TILES: dict[int, tuple[tuple[int, Tile], ...]] = dict.fromkeys((4, 8), ((0, Tile(16, 4, 128)),))
-"""On AMD's chips, whose matrix instructions take operands in another order; nobody has measured there."""
+"""On AMD's chips, whose matrix instructions take operands in another order; nobody has measured
+there.
+"""
 
 MOST_SPLIT_INPUTS = {8: 8192, 4: 4096}
-"""By bits, of a program whose tile has splits and whose codes come directly; a lane then asks for many of them at once."""
+"""By bits, of a program whose tile has splits and whose codes come directly; a lane then asks for
+many of them at once.
+"""
 
 MOST_SCALES = 8
-"""Of a column and lane that are asked for at once with their codes: more would not fit into registers."""
+"""Of a column and lane that are asked for at once with their codes: more would not fit into
+registers.
+"""
 
 FEW_REGISTERS = 168
 """Of a thread that unpacks scales of few rows, so that a processor has room for three programs."""
@@ -151,13 +169,22 @@ def _dequantize_kernel(
 
 
 def suits(weight: PackedWeight) -> bool:
-    """Whether the kernels take a weight: arranged, in groups that they divide into runs, for rows in half precision."""
-    return weight.run > 1 and weight.dtype in (torch.bfloat16, torch.float16) and weight.codes.is_contiguous()
+    """Whether the kernels take a weight: arranged, in groups that they divide into runs, for rows
+    in half precision.
+    """
+    return (
+        weight.run > 1
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.codes.is_contiguous()
+    )
 
 
 @lru_cache(maxsize=256)
-def tile_for(code: Code, columns: int, inputs: int, *, may_split: bool, amd: bool = bool(torch.version.hip)) -> Tile:
-    """The tile of a weight with so many columns, gate and up counted both, for up to `MOST_ROWS` rows.
+def tile_for(
+    code: Code, columns: int, inputs: int, *, may_split: bool, amd: bool = bool(torch.version.hip)
+) -> Tile:
+    """The tile of a weight with so many columns, gate and up counted both, for up to `MOST_ROWS`
+    rows.
 
     >>> [tile_for("int4", 4096, inputs, may_split=True).splits for inputs in (4096, 12288)]
     [2, 3]
@@ -195,19 +222,30 @@ def few_rows(
         ahead: a weight to send hints about.
 
     Returns:
-        [rows, out], or with an activation half as wide, in the type of `x`; with `may_split` perhaps float32 [splits, rows, out],
-        whose sum it is, not yet rounded; None for a product that is not this kernel's.
+        [rows, out], or with an activation half as wide, in the type of `x`; with `may_split`
+        perhaps float32 [splits, rows, out], whose sum it is, not yet rounded; None for a product
+        that is not this kernel's.
     """
     if x.ndim != 2 or len(x) > MOST_ROWS or x.dtype != weight.dtype or not suits(weight):
         return None
-    tile = tile_for(weight.code, weight.out_features, weight.in_features, may_split=may_split and activation is None)
+    tile = tile_for(
+        weight.code,
+        weight.out_features,
+        weight.in_features,
+        may_split=may_split and activation is None,
+    )
     return multiply(x, weight, bias, tile, activation=activation, ahead=ahead)
 
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`x W^T + b` [rows, out] of any number of rows, for a weight that `suits`; see `few_rows`."""
     if len(x) <= MOST_ROWS:
-        return multiply(x, weight, bias, tile_for(weight.code, weight.out_features, weight.in_features, may_split=False))
+        return multiply(
+            x,
+            weight,
+            bias,
+            tile_for(weight.code, weight.out_features, weight.in_features, may_split=False),
+        )
     if len(x) <= MOST_TILED_ROWS:
         return multiply(x, weight, bias, MANY_ROWS)
     output = x.new_empty(len(x), weight.out_features)
@@ -235,7 +273,11 @@ def multiply(
     rows, gated = len(x), activation is not None
     width = weight.out_features // (1 + gated)
     launch = launch_of(weight, tile, rows, shared_memory(x.device), gated=gated)
-    output = x.new_empty(tile.splits, rows, width, dtype=torch.float32) if tile.splits > 1 else x.new_empty(rows, width)
+    output = (
+        x.new_empty(tile.splits, rows, width, dtype=torch.float32)
+        if tile.splits > 1
+        else x.new_empty(rows, width)
+    )
     grid = (
         triton.cdiv(width, launch["COLUMNS"]) + surplus(ahead, launch["num_warps"]),
         tile.splits,
@@ -261,7 +303,9 @@ def multiply(
     return output
 
 
-def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated: bool) -> dict[str, Any]:
+def launch_of(
+    weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated: bool
+) -> dict[str, Any]:
     """What a launch for so many rows says of its tile, on processors with so much memory."""
     least = 16 if torch.version.hip else 8  # of which the chip's matrix instructions take rows
     padded = max(least, triton.next_power_of_2(rows))
@@ -276,7 +320,9 @@ def launch_of(weight: PackedWeight, tile: Tile, rows: int, memory: int, *, gated
         padded = min(padded, ROWS_AT_ONCE if tile.lanes > 1 else MOST_ROWS)
         span = span_of(weight)
         depth = max(span, depth // span * span)
-        loaded = tile.lanes * ((1 + gated) * columns * depth // (1 + weight.halves) + padded * depth * 2)
+        loaded = tile.lanes * (
+            (1 + gated) * columns * depth // (1 + weight.halves) + padded * depth * 2
+        )
         stages = num_stages(loaded, memory, most=1 if torch.version.hip else tile.stages)
     return {
         "WIDTH": weight.out_features // (1 + gated),
@@ -322,7 +368,11 @@ def expert_codes(weight: PackedWeight, lanes: int, device: torch.device) -> tupl
     codes.
     """
     options = codes_of(weight, device)
-    return *(options[name] for name in ("CODE", "MIDDLE", "GROUP", "RUN", "ROW_WORDS")), lanes, options["ASSEMBLY"]
+    return (
+        *(options[name] for name in ("CODE", "MIDDLE", "GROUP", "RUN", "ROW_WORDS")),
+        lanes,
+        options["ASSEMBLY"],
+    )
 
 
 def dequantized(

@@ -1,8 +1,8 @@
 """Codes of weights turned into numbers in registers, in Triton.
 
-Codes come in words of 16 bits, two or four each. Every code is exact in half precision. NVIDIA's integer conversions are slow, so
-there a code's bits are placed where those of a half-precision number belong, in two words at once. What that leaves to do is one
-multiplication and addition:
+Codes come in words of 16 bits, two or four each. Every code is exact in half precision. NVIDIA's
+integer conversions are slow, so there a code's bits are placed where those of a half-precision
+number belong, in two words at once. What that leaves to do is one multiplication and addition:
 
     e4m3, e2m1   fields are moved to their places; a power of two corrects the exponent's offset, which is exact
     int4         128 in bfloat16 (1024 in float16) with the code in its last bits is their sum, from which 128 is taken
@@ -16,7 +16,9 @@ import triton.language as tl
 
 from specdec.layers.packed.weight import NL4
 
-_TABLE = tuple(int.from_bytes(value & 255 for value in reversed(NL4[i : i + 4])) for i in range(0, 16, 4))
+_TABLE = tuple(
+    int.from_bytes(value & 255 for value in reversed(NL4[i : i + 4])) for i in range(0, 16, 4)
+)
 """`NL4` in registers of four bytes."""
 
 
@@ -34,7 +36,8 @@ def high_bits(code: str) -> int:
 
 @triton.constexpr_function
 def _assembly(code: str, brain: bool, middle: int) -> str:
-    """PTX that makes of two words in one register a register of two numbers for each of their codes, the lowest code first.
+    """PTX that makes of two words in one register a register of two numbers for each of their
+    codes, the lowest code first.
 
     The high bits of either word, if there are any, come in a register of their own. Numbers are
     bfloat16, or else float16. All instructions work on both halves of a register.
@@ -42,7 +45,11 @@ def _assembly(code: str, brain: bool, middle: int) -> str:
 
     def field(shift: int, sign: int) -> str:
         """The field's bits, once shifted right, and the sign, once shifted left, in s."""
-        place = f"shl.b32 t, w, {sign}; and.b32 t, t, 0x80008000; " if sign else "and.b32 t, w, 0x80008000; "
+        place = (
+            f"shl.b32 t, w, {sign}; and.b32 t, t, 0x80008000; "
+            if sign
+            else "and.b32 t, w, 0x80008000; "
+        )
         return f"{moved('s', 'w', shift)}{place}lop3.b32 s, s, {mask}, t, 0xEA; "
 
     def moved(target: str, source: str, shift: int) -> str:
@@ -144,7 +151,9 @@ def numbers_of(
     else:
         wide = words.to(tl.uint32)
         if CODE == "e4m3" or CODE == "int8":
-            return _number(wide & 255, CODE, MIDDLE).to(DTYPE), _number(wide >> 8, CODE, MIDDLE).to(DTYPE)
+            return _number(wide & 255, CODE, MIDDLE).to(DTYPE), _number(wide >> 8, CODE, MIDDLE).to(
+                DTYPE
+            )
         else:
             above = wide if high is None else high << 4
             return (

@@ -1,8 +1,10 @@
-"""Sums of few rows with weights of few bits, in Triton: a warp has a lane of the inputs, and its codes come straight to registers.
+"""Sums of few rows with weights of few bits, in Triton: a warp has a lane of the inputs, and its
+codes come straight to registers.
 
-Tiles are loaded as [thread, element], 16 bytes of a column or a row a thread, in the order in which matrix instructions take their
-operands: thread `t` of a warp has column or row `t / 4` of eight and every fourth run of elements. So nothing goes through shared
-memory, no warp waits for another before the end, and codes are asked for a step ahead.
+Tiles are loaded as [thread, element], 16 bytes of a column or a row a thread, in the order in which
+matrix instructions take their operands: thread `t` of a warp has column or row `t / 4` of eight and
+every fourth run of elements. So nothing goes through shared memory, no warp waits for another
+before the end, and codes are asked for a step ahead.
 """
 
 import triton
@@ -27,12 +29,16 @@ def share_of(padded: int, span: int, lanes: int) -> int:
 
 @triton.constexpr_function
 def step_of(share: int, span: int, depth: int) -> int:
-    """Inputs of a lane whose codes are asked for at once: as many as divide its share, at most `depth`."""
+    """Inputs of a lane whose codes are asked for at once: as many as divide its share, at most
+    `depth`.
+    """
     return max(n for n in range(span, max(span, depth) + 1, span) if share % n == 0)
 
 
 @triton.jit
-def _spread(numbers: tl.tensor, RUN: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr) -> tl.tensor:
+def _spread(
+    numbers: tl.tensor, RUN: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr
+) -> tl.tensor:
     """Numbers of columns or rows [COUNT] as those of a tile's threads [THREADS, 1]."""
     COUNT: tl.constexpr = numbers.shape[0]
     PARTS: tl.constexpr = RUN // (4 * EACH)
@@ -42,24 +48,40 @@ def _spread(numbers: tl.tensor, RUN: tl.constexpr, LANES: tl.constexpr, EACH: tl
 
 
 @triton.jit
-def _within(COUNT: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, SHARE: tl.constexpr) -> tl.tensor:
-    """Numbers of a tile's elements in a column or row [THREADS, EACH], where a lane has SHARE of them."""
+def _within(
+    COUNT: tl.constexpr,
+    RUN: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    SHARE: tl.constexpr,
+) -> tl.tensor:
+    """Numbers of a tile's elements in a column or row [THREADS, EACH], where a lane has SHARE of
+    them.
+    """
     PARTS: tl.constexpr = RUN // (4 * EACH)
     thread = tl.arange(0, COUNT * PARTS * LANES * 4)
     part = thread // (32 * LANES) % PARTS
-    return (thread // 32 % LANES * SHARE + (part * 4 + thread % 4) * EACH)[:, None] + tl.arange(0, EACH)[None, :]
+    return (thread // 32 % LANES * SHARE + (part * 4 + thread % 4) * EACH)[:, None] + tl.arange(
+        0, EACH
+    )[None, :]
 
 
 @triton.jit
-def _columns(tile: tl.tensor, COUNT: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """A tile [THREADS, EACH] as [LANES, COUNT, RUN], in an order of inputs that is that of `_rows`."""
+def _columns(
+    tile: tl.tensor, COUNT: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr
+) -> tl.tensor:
+    """A tile [THREADS, EACH] as [LANES, COUNT, RUN],
+    in an order of inputs that is that of `_rows`.
+    """
     EACH: tl.constexpr = tile.shape[1]
     tile = tl.reshape(tile, [COUNT // 8, RUN // (4 * EACH), LANES, 8, 4, EACH // 2, 2])
     return tl.reshape(tl.permute(tile, [2, 0, 3, 1, 5, 4, 6]), [LANES, COUNT, RUN])
 
 
 @triton.jit
-def _rows(tile: tl.tensor, COUNT: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+def _rows(
+    tile: tl.tensor, COUNT: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr
+) -> tl.tensor:
     """A tile [THREADS, EACH] as [LANES, RUN, COUNT]."""
     EACH: tl.constexpr = tile.shape[1]
     tile = tl.reshape(tile, [COUNT // 8, RUN // (4 * EACH), LANES, 8, 4, EACH // 2, 2])
@@ -67,11 +89,17 @@ def _rows(tile: tl.tensor, COUNT: tl.constexpr, RUN: tl.constexpr, LANES: tl.con
 
 
 @triton.jit
-def _factors(numbers: tl.tensor, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """A number for each column of each lane [THREADS, 1], the same in every fourth thread, as float32 [LANES, COLUMNS, ROWS]."""
+def _factors(
+    numbers: tl.tensor, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+) -> tl.tensor:
+    """A number for each column of each lane [THREADS, 1], the same in every fourth thread, as
+    float32 [LANES, COLUMNS, ROWS].
+    """
     numbers = tl.permute(tl.reshape(numbers, [COLUMNS // 8, LANES, 8, 4]), [1, 0, 2, 3])
     numbers = tl.reshape(numbers.to(tl.float32), [LANES, COLUMNS, 1, 4, 1])
-    return tl.reshape(tl.broadcast_to(numbers, [LANES, COLUMNS, ROWS // 8, 4, 2]), [LANES, COLUMNS, ROWS])
+    return tl.reshape(
+        tl.broadcast_to(numbers, [LANES, COLUMNS, ROWS // 8, 4, 2]), [LANES, COLUMNS, ROWS]
+    )
 
 
 @triton.jit
@@ -129,7 +157,9 @@ def _ask(
             for i in tl.static_range(COUNT // ALIKE):
                 group = (start + (piece * COUNT + i * ALIKE) * RUN) // GROUP
                 if UNEVEN:
-                    group = tl.minimum(group, GROUPS - 1)  # what is behind the last is padding, of no weight
+                    group = tl.minimum(
+                        group, GROUPS - 1
+                    )  # what is behind the last is padding, of no weight
                 for side in tl.static_range(1 + GATED):
                     scales += (tl.load(scale + (group + side * SIDE * GROUPS)),)
                     if zero is not None:
@@ -227,7 +257,9 @@ def _add_step(
         coming = values
         if piece + 1 < PIECES:  # rows are read a piece ahead
             following = (piece + 1) * SPAN
-            coming = _values(inputs + following, there, within + following, INPUTS, RUN, COUNT, UNEVEN)
+            coming = _values(
+                inputs + following, there, within + following, INPUTS, RUN, COUNT, UNEVEN
+            )
         above = None if len(highs) == 0 else beside(highs[piece * SIDES], high_bits(CODE))
         numbers = numbers_of(held[piece * SIDES], above, CODE, MIDDLE, dtype, ASSEMBLY)
         up_numbers = numbers
@@ -296,7 +328,9 @@ def sums_in_lanes(
     ASSEMBLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up` is; the same without one."""
+    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up`
+    is; the same without one.
+    """
     COUNT: tl.constexpr = codes_of_word(CODE)
     SPAN: tl.constexpr = COUNT * RUN
     ROWS: tl.constexpr = row.shape[0]

@@ -1,4 +1,5 @@
-"""Products of rows with weights of few bits, in Triton: tiles of codes become numbers in registers, sums are float32.
+"""Products of rows with weights of few bits, in Triton: tiles of codes become numbers in registers,
+sums are float32.
 
 The scale of a group multiplies its partial sum, so no weight is rounded. A zero, or a minimum,
 takes as many times the sum of the group's inputs, which is one more product, with ones. In which
@@ -91,7 +92,9 @@ def _add_piece(
     ALIKE: tl.constexpr = COUNT if GROUP % SPAN == 0 else (GROUP // RUN if SPAN % GROUP == 0 else 1)
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     dtype: tl.constexpr = inputs.dtype.element_ty
-    within = tl.expand_dims(begin + tl.zeros([1], tl.int32) < ROW_WORDS * COUNT, -1)  # a whole piece is, or none of it
+    within = tl.expand_dims(
+        begin + tl.zeros([1], tl.int32) < ROW_WORDS * COUNT, -1
+    )  # a whole piece is, or none of it
     above = None if high is None else _high(high, within, high_bits(CODE), RUN, UNEVEN)
     numbers = numbers_of(_words(words, within, UNEVEN), above, CODE, MIDDLE, dtype, ASSEMBLY)
     up_numbers = numbers
@@ -124,7 +127,9 @@ def _add_piece(
             if zero is not None:
                 sums = tl.dot(ones, values, sums)
             if i % ALIKE == ALIKE - 1:
-                place = tl.minimum((begin + i * RUN) // GROUP, GROUPS - 1)  # what is behind the last is padding, of no weight
+                place = tl.minimum(
+                    (begin + i * RUN) // GROUP, GROUPS - 1
+                )  # what is behind the last is padding, of no weight
                 total = _scaled(total, part, sums, scale, zero, outer, place, GROUP, MINIMA)
                 if GATED:
                     side = place + SIDE * GROUPS
@@ -156,7 +161,9 @@ def packed_sums(
     SPLITS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up` is; the same without one."""
+    """Products of rows with columns, float32 [COLUMNS, ROWS], and with those as far behind as `up`
+    is; the same without one.
+    """
     COUNT: tl.constexpr = codes_of_word(CODE)
     SPAN: tl.constexpr = COUNT * RUN
     ROWS: tl.constexpr = rows.shape[0]

@@ -1,4 +1,6 @@
-"""Weights of few bits as data: codes, scales that groups of inputs share, and the order in which kernels read them."""
+"""Weights of few bits as data: codes, scales that groups of inputs share, and the order in which
+kernels read them.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,30 @@ _HIGH_BITS: dict[Code, int] = {"int5": 1, "int6": 2}
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight `scale * (value of code - middle - zero) - minimum`, in groups of inputs of an output.
+    """A weight `scale * (value of code - middle - zero) - minimum`, in groups of inputs of an
+    output.
 
-    Formats with wider blocks, such as 128 x 128, repeat a scale for each output: a few per cent of the codes, and every format is
-    then read by one kernel and joined with others output by output.
+    Formats with wider blocks, such as 128 x 128, repeat a scale for each output: a few per cent of
+    the codes, and every format is then read by one kernel and joined with others output by output.
 
     Attributes:
-        codes: of whole bytes [..., out, in], as float8_e4m3fn or int8; of halves uint8 [..., out, in / 2], where byte `j` holds
-            the code of input `2j` in its low half and of input `2j + 1` in its high half. Leading dimensions are experts.
-        scale: [..., out, groups], a float; group `g` has the inputs from `g * group` on, the last one maybe fewer.
+        codes: of whole bytes [..., out, in], as float8_e4m3fn or int8; of halves uint8 [..., out,
+            in / 2], where byte `j` holds the code of input `2j` in its low half and of input
+            `2j + 1` in its high half. Leading dimensions are experts.
+        scale: [..., out, groups], a float; group `g` has the inputs from `g * group` on, the last
+            one maybe fewer.
         zero: like `scale`, or None.
         group: inputs of a group.
         code: how a code is read.
         dtype: of rows before and after a product with it.
-        run: in which order codes lie. Two bytes are a word of two or four codes, the lowest bits first. The words of every `run`
-            times as many inputs hold the first `run` of them as their first codes, the next as their second ones, and so on.
+        run: in which order codes lie. Two bytes are a word of two or four codes, the lowest bits
+            first. The words of every `run` times as many inputs hold the first `run` of them as
+            their first codes, the next as their second ones, and so on.
         padding: inputs that `codes` has at the end of a row beyond those that there are.
         middle: a zero that all groups share.
-        high: what `codes` leave of codes of 5 and 6 bits, uint8 [..., out, in / 8 or in / 4]: a byte
-            holds one or two bits of as many codes as fit, in their order, the lowest bits first.
+        high: what `codes` leave of codes of 5 and 6 bits, uint8 [..., out, in / 8 or in / 4]: a
+            byte holds one or two bits of as many codes as fit, in their order, the lowest bits
+            first.
         minimum: like `scale`, or None; there is no `zero` then.
         outer: float16 [..., out, in / 256], or twice that with minima: for every 256 inputs what
             multiplies their scales, then their minima, both of which are int8 then; or None.
@@ -65,9 +72,14 @@ class PackedWeight:
     def __post_init__(self) -> None:
         groups = -(-self.in_features // self.group)
         if self.scale.shape != (*self.codes.shape[:-1], groups):
-            raise ValueError(f"scales are {list(self.scale.shape)} for {groups} groups of outputs {list(self.codes.shape[:-1])}")
+            raise ValueError(
+                f"scales are {list(self.scale.shape)} for {groups} groups of outputs"
+                f" {list(self.codes.shape[:-1])}"
+            )
         if self.zero is not None and self.zero.shape != self.scale.shape:
-            raise ValueError(f"zeros are {list(self.zero.shape)} for scales {list(self.scale.shape)}")
+            raise ValueError(
+                f"zeros are {list(self.zero.shape)} for scales {list(self.scale.shape)}"
+            )
 
     @property
     def halves(self) -> bool:
@@ -115,7 +127,9 @@ class PackedWeight:
         return self.codes.device
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers [..., out, in], computed in float32 or wider and rounded once to `dtype`, by default the weight's."""
+        """The numbers [..., out, in], computed in float32 or wider and rounded once to `dtype`, by
+        default the weight's.
+        """
         dtype = dtype or self.dtype
         wide = torch.promote_types(dtype, torch.float32)
         codes = _in_order(self.codes, self.high, self.code, self.run)[..., : self.in_features]
@@ -143,21 +157,37 @@ class PackedWeight:
         return self._changed(lambda tensor: tensor[..., start:end, :])
 
     def inputs(self, start: int, end: int) -> PackedWeight:
-        """The inputs from `start` to before `end`, copied, so that the others need not be kept; see `divides`."""
+        """The inputs from `start` to before `end`, copied, so that the others need not be kept; see
+        `divides`.
+        """
         assert self.plain and self.run == 1, "before `arranged`"
         assert self.divides(start) and self.divides(end), "whole groups"
         last = end == self.in_features
         codes = slice(start // (1 + self.halves), None if last else end // (1 + self.halves))
-        groups = slice(None) if self.group >= self.in_features else slice(start // self.group, -(-end // self.group))
+        groups = (
+            slice(None)
+            if self.group >= self.in_features
+            else slice(start // self.group, -(-end // self.group))
+        )
         zero = None if self.zero is None else self.zero[..., groups].clone()
-        own = _bytes(self.codes)[..., codes].clone(memory_format=torch.contiguous_format).view(self.codes.dtype)
+        own = (
+            _bytes(self.codes)[..., codes]
+            .clone(memory_format=torch.contiguous_format)
+            .view(self.codes.dtype)
+        )
         padding = self.padding if last else 0
-        return replace(self, codes=own, scale=self.scale[..., groups].clone(), zero=zero, padding=padding)
+        return replace(
+            self, codes=own, scale=self.scale[..., groups].clone(), zero=zero, padding=padding
+        )
 
     def divides(self, start: int) -> bool:
-        """Whether a part may begin or end at an input: between bytes, and between groups unless one has all inputs."""
+        """Whether a part may begin or end at an input: between bytes, and between groups unless one
+        has all inputs.
+        """
         whole = self.group >= self.in_features
-        return start in (0, self.in_features) or (start % (1 + self.halves) == 0 and (whole or start % self.group == 0))
+        return start in (0, self.in_features) or (
+            start % (1 + self.halves) == 0 and (whole or start % self.group == 0)
+        )
 
     def expert(self, number: int) -> PackedWeight:
         """One of the weights along the first axis, as views."""
@@ -176,7 +206,9 @@ class PackedWeight:
         return found | {"codes": _bytes(self.codes)}
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The same with other tensors; codes go through as bytes, for few operations know 8-bit floats."""
+        """The same with other tensors; codes go through as bytes, for few operations know 8-bit
+        floats.
+        """
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
         return replace(self, **tensors | {"codes": tensors["codes"].view(self.codes.dtype)})
 
@@ -203,8 +235,8 @@ class PackedWeight:
     def arranged(self) -> PackedWeight:
         """The same as kernels read it, once for good; it has to look at numbers, so the host waits.
 
-        Neighboring words hold neighboring inputs of one group, and rows are padded. Scales are in half precision if none is
-        rounded by it. A zero that all groups share is a number.
+        Neighboring words hold neighboring inputs of one group, and rows are padded. Scales are in
+        half precision if none is rounded by it. A zero that all groups share is a number.
         """
         run = run_of(self.group, self.in_features, self.halves)
         zero, middle = self.zero, self.middle
@@ -213,7 +245,9 @@ class PackedWeight:
             if first in range(16) and bool((zero == first).all()):
                 zero, middle = None, middle + int(first)
         numbers: dict[str, Any] = {
-            name: _narrow(tensor) for name, tensor in self._tensors().items() if name not in ("codes", "high", "zero")
+            name: _narrow(tensor)
+            for name, tensor in self._tensors().items()
+            if name not in ("codes", "high", "zero")
         }
         numbers["zero"] = None if zero is None else _narrow(zero)
         weight = replace(self, middle=middle, **numbers)
@@ -228,7 +262,8 @@ class PackedWeight:
 
 
 def run_of(group: int, inputs: int, halves: bool) -> int | None:
-    """Neighboring words with neighboring inputs, of which kernels want 16 at least; None for groups that 16 does not divide.
+    """Neighboring words with neighboring inputs, of which kernels want 16 at least; None for groups
+    that 16 does not divide.
 
     >>> [run_of(group, 4096, True) for group in (16, 32, 64, 128, 256, 48, 20, 4096, 5000)]
     [16, 32, 32, 32, 32, 16, None, 32, 32]
@@ -241,7 +276,9 @@ def run_of(group: int, inputs: int, halves: bool) -> int | None:
     whole = group >= inputs
     runs = [run for run in (64, 32, 16) if run * count <= 128 and (whole or group % run == 0)]
     # Long ones make larger products, short ones less padding.
-    return next((run for run in runs if -inputs % (run * count) <= inputs // 8), runs[-1] if runs else None)
+    return next(
+        (run for run in runs if -inputs % (run * count) <= inputs // 8), runs[-1] if runs else None
+    )
 
 
 def _bytes(codes: Tensor) -> Tensor:
@@ -291,7 +328,8 @@ def values_of(codes: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
 
 
 def _rearranged(codes: Tensor, bits: int, run: int, padding: int) -> Tensor:
-    """Bytes in the order of inputs, put into runs with padding; some rows at a time, as they are many.
+    """Bytes in the order of inputs, put into runs with padding; some rows at a time, as they are
+    many.
 
     Args:
         codes: uint8 [..., out, in * bits / 8].
@@ -301,7 +339,9 @@ def _rearranged(codes: Tensor, bits: int, run: int, padding: int) -> Tensor:
     """
     count = 2 if bits == 8 else 4
     output = codes.new_empty(*codes.shape[:-1], codes.shape[-1] + padding * bits // 8)
-    for source, target in zip(codes.flatten(0, -2).split(4096), output.flatten(0, -2).split(4096), strict=True):
+    for source, target in zip(
+        codes.flatten(0, -2).split(4096), output.flatten(0, -2).split(4096), strict=True
+    ):
         padded = F.pad(fields(source, bits), (0, padding))
         target.copy_(_in_bytes(padded.unflatten(1, (-1, count, run)).mT.flatten(1), bits))
     return output
@@ -319,12 +359,18 @@ def _narrow(numbers: Tensor) -> Tensor:
     return numbers.contiguous()
 
 
-def _combined(parts: Sequence[PackedWeight], combine: Callable[[list[Tensor]], Tensor]) -> PackedWeight:
+def _combined(
+    parts: Sequence[PackedWeight], combine: Callable[[list[Tensor]], Tensor]
+) -> PackedWeight:
     assert PackedWeight.alike(parts), "parts that are stored in one way"
     first, tensors = parts[0], [part._tensors() for part in parts]
     names = set().union(*tensors)
     joined: dict[str, Any] = {
-        name: combine(_promoted([one[name] if name in one else torch.zeros_like(one["scale"]) for one in tensors]))
+        name: combine(
+            _promoted(
+                [one[name] if name in one else torch.zeros_like(one["scale"]) for one in tensors]
+            )
+        )
         for name in names
     }
     return replace(first, **joined | {"codes": joined["codes"].view(first.codes.dtype)})

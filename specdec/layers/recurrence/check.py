@@ -21,7 +21,9 @@ MOST_ROWS = 4
 
 
 def check_recurrence(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """Prompts row by row and by chunks, steps with drafts and those after them, of all rules; short convolutions; gates."""
+    """Prompts row by row and by chunks, steps with drafts and those after them, of all rules; short
+    convolutions; gates.
+    """
     return worst(
         [
             *_recurrence_deviations(device, dtype),
@@ -44,7 +46,10 @@ def _recurrence_deviations(device: torch.device, dtype: torch.dtype) -> Iterator
             # A prompt, a step of which half is accepted, one that takes that in, and one more.
             steps = ((prompt, prompt), (MOST_ROWS, 2), (MOST_ROWS, 4), (1, 1))
             lengths = prompt + 7, prompt + 7
-            inputs = [normal(length + i, here.width)[:length].to(dtype) for i, length in enumerate(lengths)]
+            inputs = [
+                normal(length + i, here.width)[:length].to(dtype)
+                for i, length in enumerate(lengths)
+            ]
             caches = [_cache(here, dtype, device), _cache(here, dtype, device)]
             done = 0
             for count, accepted in steps:
@@ -55,17 +60,22 @@ def _recurrence_deviations(device: torch.device, dtype: torch.dtype) -> Iterator
                 for i, one in enumerate(inputs):
                     taken = one[: done + count]
                     plain, exact = (
-                        _serially(layer, taken.to(wide)) for layer, wide in ((here, dtype), (_doubled(here), torch.float64))
+                        _serially(layer, taken.to(wide))
+                        for layer, wide in ((here, dtype), (_doubled(here), torch.float64))
                     )
                     got = out[i * count : (i + 1) * count]
                     yield deviation(got, plain[0][done:], exact[0][done:])
                     if rows.final:
-                        yield deviation(caches[0].state[2 - i].to(dtype), plain[1].to(dtype), exact[1])
+                        yield deviation(
+                            caches[0].state[2 - i].to(dtype), plain[1].to(dtype), exact[1]
+                        )
                 done += accepted
 
 
 def _layer(kind: str, value_dim: int, dtype: torch.dtype) -> Recurrence:
-    """One key head and two value heads of real size, whose states forget at usual speeds; "keys" is "delta" with their decays."""
+    """One key head and two value heads of real size, whose states forget at usual speeds; "keys" is
+    "delta" with their decays.
+    """
     channels = 2 * 128 + 2 * value_dim
     plain, by_key = kind == "plain", kind == "keys"
     return Recurrence(
@@ -96,41 +106,63 @@ def _doubled(one: Recurrence) -> Recurrence:
 
 def _cache(one: Recurrence, dtype: torch.dtype, device: torch.device) -> StateCache:
     """Three slots that hold what is no number."""
-    state = torch.full((3, one.num_value_heads, one.key_dim, one.value_dim), float("nan"), device=device)
-    inputs = torch.full((3, one.taps - 1 + 2 * MOST_ROWS, one.width), float("nan"), dtype=dtype, device=device)
+    state = torch.full(
+        (3, one.num_value_heads, one.key_dim, one.value_dim), float("nan"), device=device
+    )
+    inputs = torch.full(
+        (3, one.taps - 1 + 2 * MOST_ROWS, one.width), float("nan"), dtype=dtype, device=device
+    )
     return StateCache(state, inputs, torch.zeros(3, dtype=torch.int64, device=device))
 
 
 def _rows(device: torch.device, start: int, count: int, *, final: bool) -> RecurrentRows:
     """Two requests, in slots 2 and 1."""
-    slots, starts, counts = (torch.tensor(pair, device=device) for pair in ((2, 1), (start, start), (count, count)))
+    slots, starts, counts = (
+        torch.tensor(pair, device=device) for pair in ((2, 1), (start, start), (count, count))
+    )
     first_rows = torch.tensor([0, count, 2 * count], dtype=torch.int32, device=device)
     return RecurrentRows(slots, starts, counts, first_rows, count, MOST_ROWS, final)
 
 
 def _serially(one: Recurrence, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [length, heads * V] and the state of a sequence, in the type of `x` and float32 at least, written down once more."""
+    """Outputs [length, heads * V] and the state of a sequence, in the type of `x` and float32 at
+    least, written down once more.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     rows, keys = len(x), one.num_key_heads * one.key_dim
     padded = F.pad(x[:, : one.channels].to(wide), (0, 0, one.taps - 1, 0))
     mixed = sum(padded[tap : tap + rows] * one.kernel[:, tap].to(wide) for tap in range(one.taps))
     mixed = mixed if one.kernel_bias is None else mixed + one.kernel_bias.to(wide)
     active = F.silu(torch.as_tensor(mixed).to(x.dtype)).to(wide)
-    query, key = (part.unflatten(1, (one.num_key_heads, -1)) for part in (active[:, :keys], active[:, keys : 2 * keys]))
+    query, key = (
+        part.unflatten(1, (one.num_key_heads, -1))
+        for part in (active[:, :keys], active[:, keys : 2 * keys])
+    )
     if one.rule == "delta":
-        query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
+        query, key = (
+            part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key)
+        )
         query = query * one.key_dim**-0.5
-    query, key = (part.repeat_interleave(one.num_value_heads // one.num_key_heads, dim=1) for part in (query, key))
+    query, key = (
+        part.repeat_interleave(one.num_value_heads // one.num_key_heads, dim=1)
+        for part in (query, key)
+    )
     value = active[:, 2 * keys :].unflatten(1, (one.num_value_heads, -1))
     gates = x[:, one.channels :]
     step = F.softplus(gates[:, -one.num_value_heads * one.decays :].to(wide) + one.time_bias)
-    beta = gates[:, : one.num_value_heads].sigmoid().to(wide) * one.beta_scale if one.rule == "delta" else step
+    beta = (
+        gates[:, : one.num_value_heads].sigmoid().to(wide) * one.beta_scale
+        if one.rule == "delta"
+        else step
+    )
     decay = (-one.rate[:, None] * step.unflatten(1, (one.num_value_heads, one.decays))).exp()
     state = torch.zeros(one.num_value_heads, one.key_dim, one.value_dim, dtype=wide)
     outputs = []
     for row in range(rows):
         state = state * decay[row, ..., None]
-        told = value[row] - (state * key[row, ..., None]).sum(1) if one.rule == "delta" else value[row]
+        told = (
+            value[row] - (state * key[row, ..., None]).sum(1) if one.rule == "delta" else value[row]
+        )
         state = state + key[row, ..., None] * (told * beta[row, :, None])[:, None]
         outputs.append((state * query[row, ..., None]).sum(1))
     out = torch.stack(outputs)
@@ -145,8 +177,12 @@ def _convolution_deviations(device: torch.device, dtype: torch.dtype) -> Iterato
     kernel, bias = (normal(width, taps) / 2).to(dtype), normal(width, 1)[:, 0].to(dtype)
     for prompt in (5, FEW_ROWS + 6):
         inputs = [normal(prompt + 7 + i, 3 * width)[: prompt + 7].to(dtype) for i in range(2)]
-        ring = torch.full((3, taps - 1 + 2 * MOST_ROWS, width), float("nan"), dtype=dtype, device=device)
-        cache = StateCache(torch.empty(3, 0, device=device), ring, torch.zeros(3, dtype=torch.int64, device=device))
+        ring = torch.full(
+            (3, taps - 1 + 2 * MOST_ROWS, width), float("nan"), dtype=dtype, device=device
+        )
+        cache = StateCache(
+            torch.empty(3, 0, device=device), ring, torch.zeros(3, dtype=torch.int64, device=device)
+        )
         done = 0
         for count, accepted in ((prompt, prompt), (MOST_ROWS, 2), (MOST_ROWS, 4), (1, 1)):
             x = torch.cat([one[done : done + count] for one in inputs])
@@ -154,7 +190,8 @@ def _convolution_deviations(device: torch.device, dtype: torch.dtype) -> Iterato
             out = convolve(x.to(device), kernel.to(device), bias.to(device), cache, rows)
             for i, one in enumerate(inputs):
                 plain, exact = (
-                    _gated_convolution(one.to(kind), kernel, bias)[done : done + count] for kind in (dtype, torch.float64)
+                    _gated_convolution(one.to(kind), kernel, bias)[done : done + count]
+                    for kind in (dtype, torch.float64)
                 )
                 yield deviation(out[i * count : (i + 1) * count], plain, exact)
             done += accepted
@@ -165,7 +202,9 @@ def _gated_convolution(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
     before, after, value = x.chunk(3, dim=1)
     wide, taps = torch.promote_types(x.dtype, torch.float32), kernel.shape[1]
     padded = F.pad((before * value).to(wide), (0, 0, taps - 1, 0))
-    mixed = sum(padded[tap : tap + len(x)] * kernel[:, tap].to(wide) for tap in range(taps)) + bias.to(wide)
+    mixed = sum(
+        padded[tap : tap + len(x)] * kernel[:, tap].to(wide) for tap in range(taps)
+    ) + bias.to(wide)
     return after * mixed.to(x.dtype)
 
 
@@ -173,18 +212,40 @@ def _gate_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     from specdec.layers.ops.triton_gated_norm import gated_norm, sigmoid_gate
 
     for groups, width in ((32, 128), (2, 2048)):
-        x, joined, weight = normal(5, groups * width), normal(6, 2 * groups * width)[:5], normal(groups * width)
+        x, joined, weight = (
+            normal(5, groups * width),
+            normal(6, 2 * groups * width)[:5],
+            normal(groups * width),
+        )
         x, joined, weight = x.to(dtype), joined.to(dtype), weight.to(dtype)
         gate, near = joined[:, groups * width :], joined.to(device)[:, groups * width :]
         for first, sigmoid in ((False, False), (True, False), (False, True)):
             gain = weight if first else weight[:width]
-            got = gated_norm(x.to(device), near, gain.to(device), EPSILON, width=width, gate_first=first, sigmoid=sigmoid)
+            got = gated_norm(
+                x.to(device),
+                near,
+                gain.to(device),
+                EPSILON,
+                width=width,
+                gate_first=first,
+                sigmoid=sigmoid,
+            )
             plain = _gated_norm(x, gate, gain, width, first, sigmoid)
-            yield deviation(got, plain, _gated_norm(x.double(), gate.double(), gain.double(), width, first, sigmoid))
-        yield deviation(sigmoid_gate(x.to(device), near), x * gate.sigmoid(), x.double() * gate.double().sigmoid())
+            yield deviation(
+                got,
+                plain,
+                _gated_norm(x.double(), gate.double(), gain.double(), width, first, sigmoid),
+            )
+        yield deviation(
+            sigmoid_gate(x.to(device), near),
+            x * gate.sigmoid(),
+            x.double() * gate.double().sigmoid(),
+        )
 
 
-def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, width: int, gate_first: bool, sigmoid: bool) -> Tensor:
+def _gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, width: int, gate_first: bool, sigmoid: bool
+) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     opened = gate.to(wide).sigmoid() if sigmoid else F.silu(gate.to(wide))
     rows = (x.to(wide) * opened if gate_first else x.to(wide)).unflatten(1, (-1, width))

@@ -4,10 +4,18 @@ import torch
 from torch import Tensor
 
 from specdec.kv_cache.state import StateCache
-from specdec.layers.recurrence.recurrence import RecurrentRows, convolved, keep_inputs, packed_rows, window_of
+from specdec.layers.recurrence.recurrence import (
+    RecurrentRows,
+    convolved,
+    keep_inputs,
+    packed_rows,
+    window_of,
+)
 
 
-def convolve(joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows) -> Tensor:
+def convolve(
+    joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: RecurrentRows
+) -> Tensor:
     """`after * convolution(before * value)`, as in LFM2 (arXiv 2511.23404); the cache is updated.
 
     Args:

@@ -15,7 +15,9 @@ from specdec.layers.recurrence.triton_recurrence import recur
 class RecurrentOps(TorchOps):
     """Plain torch but for states and the norms behind them."""
 
-    def recur(self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
+    def recur(
+        self, x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows
+    ) -> Tensor:
         return recur(x, recurrence, cache, rows)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:

@@ -1,4 +1,6 @@
-"""Recurrent layers: the rows of a forward as they see them, and plain torch for what they compute, the oracle of our kernels."""
+"""Recurrent layers: the rows of a forward as they see them, and plain torch for what they compute,
+the oracle of our kernels.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,29 @@ CHUNK = 64
 """Rows of a prompt that are taken in at once."""
 
 KEY_CHUNK = 16
-"""The same where every key channel has a decay of its own, so that every pair of rows has a vector of them."""
+"""The same where every key channel has a decay of its own, so that every pair of rows has a vector
+of them.
+"""
 
 MOST_SERIAL = 32
-"""Rows that are taken in one by one at most, so that a token has the same bits alone and among drafts."""
+"""Rows that are taken in one by one at most, so that a token has the same bits alone and among
+drafts.
+"""
 
 
 class RecurrentRows(NamedTuple):
     """Whose rows a forward has, and which of them stay.
 
-    Rows of a request are consecutive. Those before position `starts` that its state has not taken in come first, from the ring.
+    Rows of a request are consecutive. Those before position `starts` that its state has not taken
+    in come first, from the ring.
     """
 
     slots: Tensor  # int64 [num_reqs]
-    starts: Tensor  # int64 [num_reqs], position of the first row; a sequence that starts at 0 begins with nothing
-    counts: Tensor  # int64 [num_reqs], rows of the request itself; more up to the next request only pad
+    # int64 [num_reqs], position of the first row; a sequence that starts at 0 begins with nothing
+    starts: Tensor
+    counts: (
+        Tensor  # int64 [num_reqs], rows of the request itself; more up to the next request only pad
+    )
     first_rows: Tensor  # int32 [num_reqs + 1], first row of each request, and the end
     max_rows: int  # host bound on the rows of a request, padding included
     max_pending: int  # host bound on accepted rows that a state has not taken in
@@ -38,7 +48,13 @@ class RecurrentRows(NamedTuple):
 
     @classmethod
     def of(
-        cls, slots: Tensor, metadata: AttentionMetadata, *, max_pending: int, final: bool, counts: Tensor | None = None
+        cls,
+        slots: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        max_pending: int,
+        final: bool,
+        counts: Tensor | None = None,
     ) -> RecurrentRows:
         """Those of a forward.
 
@@ -52,10 +68,20 @@ class RecurrentRows(NamedTuple):
         first_rows = metadata.query_start_loc
         widths = (first_rows[1:] - first_rows[:-1]).long()
         starts = metadata.seq_lens.long() - widths
-        return cls(slots, starts, widths if counts is None else counts, first_rows, metadata.max_query_len, max_pending, final)
+        return cls(
+            slots,
+            starts,
+            widths if counts is None else counts,
+            first_rows,
+            metadata.max_query_len,
+            max_pending,
+            final,
+        )
 
     def finish(self, lengths: Tensor) -> None:
-        """Notes in `lengths` int64 [num_slots] what the states have taken in, once all layers have run."""
+        """Notes in `lengths` int64 [num_slots] what the states have taken in, once all layers have
+        run.
+        """
         lengths.index_copy_(0, self.slots, self.starts + self.counts if self.final else self.starts)
 
     def pending(self, lengths: Tensor) -> Tensor:
@@ -68,13 +94,15 @@ class RecurrentRows(NamedTuple):
 class Recurrence:
     """One layer's recurrence: a convolution over few rows, then a state of a matrix per value head.
 
-    Per row and value head, with the key head that it shares: `S *= exp(g)`, then `S += k u^T` with `u = beta (v - S^T k)` where
-    the rule is "delta" (Gated DeltaNet, arXiv 2412.06464) and `u = beta v` where it is "plain" (Mamba-2, arXiv 2405.21060), and
-    the output is `S^T q`, with `skip * v` added where there is one. A decay is one number per value head, or one for each of its
-    key channels, and so for each row of S (Kimi Delta Attention, arXiv 2510.26692).
+    Per row and value head, with the key head that it shares: `S *= exp(g)`, then `S += k u^T` with
+    `u = beta (v - S^T k)` where the rule is "delta" (Gated DeltaNet, arXiv 2412.06464) and
+    `u = beta v` where it is "plain" (Mamba-2, arXiv 2405.21060), and the output is `S^T q`, with
+    `skip * v` added where there is one. A decay is one number per value head, or one for each of
+    its key channels, and so for each row of S (Kimi Delta Attention, arXiv 2510.26692).
 
-    Channels of a row are queries [key heads, K], keys like them and values [value heads, V]; then come its gates, `b` and `a` of
-    every value head, or `a` alone for "plain". Of a decay per key channel `a` is [value heads, K].
+    Channels of a row are queries [key heads, K], keys like them and values [value heads, V]; then
+    come its gates, `b` and `a` of every value head, or `a` alone for "plain". Of a decay per key
+    channel `a` is [value heads, K].
 
     Attributes:
         num_key_heads, num_value_heads: the second is a multiple of the first.
@@ -83,8 +111,9 @@ class Recurrence:
         kernel_bias: [channels], or None.
         rate: float32 [value heads], `g = -rate * softplus(a + time_bias)`.
         time_bias: like `a`, flat.
-        rule: see above. "delta" norms queries and keys (L2) and scales queries by `K ** -0.5`; `beta` is `beta_scale * sigmoid(b)`.
-            "plain" has `beta = softplus(a + time_bias)`, clamped to `time_limits`.
+        rule: see above. "delta" norms queries and keys (L2) and scales queries by `K ** -0.5`;
+            `beta` is `beta_scale * sigmoid(b)`. "plain" has `beta = softplus(a + time_bias)`,
+            clamped to `time_limits`.
         beta_scale: 2 where a state may be reflected.
         time_limits: least and largest step.
         skip: float32 [value heads], or None.
@@ -137,7 +166,8 @@ class _Taken(NamedTuple):
 
 
 def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
-    """Runs rows through one recurrent layer, whose cache is updated but for `lengths`, see `RecurrentRows.finish`.
+    """Runs rows through one recurrent layer, whose cache is updated but for `lengths`, see
+    `RecurrentRows.finish`.
 
     Args:
         x: [T, at least width], inputs of the rows; further columns are left alone.
@@ -168,16 +198,25 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
 
 
 def packed_rows(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
-    """From one line per request [num_reqs, rows, ...] back to packed rows, those that were pending left out."""
+    """From one line per request [num_reqs, rows, ...] back to packed rows, those that were pending
+    left out.
+    """
     owners = torch.repeat_interleave(rows.first_rows.diff().long(), output_size=count)
-    places = pending[owners] + torch.arange(count, device=out.device) - rows.first_rows.long()[owners]
+    places = (
+        pending[owners] + torch.arange(count, device=out.device) - rows.first_rows.long()[owners]
+    )
     return out[owners, places]
 
 
 def window_of(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: Tensor) -> Tensor:
-    """[num_reqs, taps - 1 + max_pending + max_rows, width]: inputs from where the convolution of the first pending row begins."""
+    """[num_reqs, taps - 1 + max_pending + max_rows, width]: inputs from where the convolution of
+    the first pending row begins.
+    """
     columns, device = ring.shape[1], x.device
-    places = torch.arange(1 - taps, rows.max_pending + rows.max_rows, device=device) + (rows.starts - pending)[:, None]
+    places = (
+        torch.arange(1 - taps, rows.max_pending + rows.max_rows, device=device)
+        + (rows.starts - pending)[:, None]
+    )
     new = (places - rows.starts[:, None]).clamp(0, rows.max_rows - 1)
     packed = (rows.first_rows[:-1, None] + new).clamp(max=len(x) - 1)
     old = ring[rows.slots[:, None], places % columns]
@@ -186,7 +225,9 @@ def window_of(x: Tensor, taps: int, ring: Tensor, rows: RecurrentRows, pending: 
 
 
 def convolved(window: Tensor, kernel: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """[num_reqs, count, channels], tap by tap: a library's convolution may add up in an order that depends on the rows' number."""
+    """[num_reqs, count, channels], tap by tap: a library's convolution may add up in an order that
+    depends on the rows' number.
+    """
     wide = torch.promote_types(window.dtype, torch.float32)
     mixed = window.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
     for tap, weight in enumerate(kernel.to(wide).unbind(1)):
@@ -203,7 +244,9 @@ def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
     query, key, value = (part.float() for part in active.split_with_sizes(widths, dim=-1))
     query, key = (part.unflatten(-1, (one.num_key_heads, one.key_dim)) for part in (query, key))
     if one.rule == "delta":
-        query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
+        query, key = (
+            part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key)
+        )
         query = query * one.key_dim**-0.5
     gates = window[:, taps - 1 :, one.channels :]
     a = gates[
@@ -225,8 +268,12 @@ def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
     )
 
 
-def _serially(state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [num_reqs, rows, heads, V], and the states after all live rows and after the pending ones alone."""
+def _serially(
+    state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [num_reqs, rows, heads, V], and the states after all live rows and after the pending
+    ones alone.
+    """
     before, outputs = state, []
     for row in range(live.shape[1]):
         query, key, value, decay, beta = (part[:, row] for part in taken)
@@ -241,16 +288,24 @@ def _serially(state: Tensor, taken: _Taken, live: Tensor, pending: Tensor, rule:
 
 
 def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]:
-    """Outputs [num_reqs, rows, heads, V] and the state after all rows, some at once (WY form, arXiv 2412.06464, section 3.3)."""
+    """Outputs [num_reqs, rows, heads, V] and the state after all rows, some at once (WY form, arXiv
+    2412.06464, section 3.3).
+    """
     outputs, size = [], CHUNK if taken.decay.shape[-1] == 1 else KEY_CHUNK
     for start in range(0, taken.key.shape[1], size):
-        query, key, value, decay, beta = (part[:, start : start + size].transpose(1, 2) for part in taken)
-        total = decay.cumsum(-2)  # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
+        query, key, value, decay, beta = (
+            part[:, start : start + size].transpose(1, 2) for part in taken
+        )
+        total = decay.cumsum(
+            -2
+        )  # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
         told = value
         if rule == "delta":
             told = value - (key * total.exp()) @ state
         told = told * beta[..., None]
-        if rule == "delta":  # what a row tells the state depends on what the rows before it in the chunk have told
+        if (
+            rule == "delta"
+        ):  # what a row tells the state depends on what the rows before it in the chunk have told
             system = _meetings(key, key, total) * beta[..., None]
             told = torch.linalg.solve_triangular(system, told, upper=False, unitriangular=True)
         out = (query * total.exp()) @ state + _meetings(query, key, total) @ told
@@ -261,9 +316,15 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
 
 
 def _meetings(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
-    """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own, decayed since then."""
+    """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own,
+    decayed since then.
+    """
     later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+    between = (
+        (total[..., :, None, :] - total[..., None, :, :])
+        .masked_fill(later[..., None], float("-inf"))
+        .exp()
+    )
     if between.shape[-1] == 1:
         return (readers @ key.mT) * between[..., 0]
     return (readers[..., :, None, :] * key[..., None, :, :] * between).sum(-1)

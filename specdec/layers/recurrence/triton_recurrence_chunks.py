@@ -1,8 +1,10 @@
-"""Prompts of recurrent layers in Triton: a state takes in some rows at once, by matrix products (arXiv 2412.06464, section 3.3).
+"""Prompts of recurrent layers in Triton: a state takes in some rows at once, by matrix products
+(arXiv 2412.06464, section 3.3).
 
-What row i tells the state is `u_i = beta_i (v_i - S^T k_i)`, where S holds what the rows before it have told. Within a chunk that
-is a triangular system, whose matrix does not depend on values nor on the state the chunk begins with. So all matrices are inverted
-beforehand, side by side, and only the products with the state remain for the walk from chunk to chunk:
+What row i tells the state is `u_i = beta_i (v_i - S^T k_i)`, where S holds what the rows before it
+have told. Within a chunk that is a triangular system, whose matrix does not depend on values nor on
+the state the chunk begins with. So all matrices are inverted beforehand, side by side, and only the
+products with the state remain for the walk from chunk to chunk:
 
     launch 1    decays within a chunk, K K^T, Q K^T    one program per chunk and value head
     launch 2    inverses, in blocks of 16 rows         the same; the delta rule alone
@@ -23,7 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.triton_launch import HOPPER_SHARED_MEMORY, on_device, overlap_options, shared_memory
+from specdec.kernels.triton_launch import (
+    HOPPER_SHARED_MEMORY,
+    on_device,
+    overlap_options,
+    shared_memory,
+)
 from specdec.kernels.triton_overlap import await_previous
 from specdec.kv_cache.state import StateCache
 from specdec.layers.recurrence.triton_recurrence_key_systems import solve_by_key
@@ -37,16 +44,21 @@ class Tile(NamedTuple):
     columns: int  # of values: a power of two from 16
     num_warps: int
     num_stages: int  # chunks under way at once, see `stages_for`
-    split: bool  # float32 operands count as two numbers in the model's type, instead of being rounded to one
+    # float32 operands count as two numbers in the model's type, instead of being rounded to one
+    split: bool
 
 
 TILE = Tile(32, 4, 2, True)
 KEY_TILE = Tile(16, 4, 2, True)
-"""Where each key channel has a decay; of more columns registers would spill on CDNA. Never measured."""
+"""Where each key channel has a decay; of more columns registers would spill on CDNA. Never
+measured.
+"""
 
 
 def stages_for(memory: int) -> int:
-    """Chunks under way at once: more than one where there is as much shared memory as on Hopper. On CDNA registers would spill."""
+    """Chunks under way at once: more than one where there is as much shared memory as on Hopper. On
+    CDNA registers would spill.
+    """
     return TILE.num_stages if memory >= HOPPER_SHARED_MEMORY else 1
 
 
@@ -56,17 +68,23 @@ def _product(exact: tl.tensor, wide: tl.tensor, SPLIT: tl.constexpr) -> tl.tenso
     high = wide.to(exact.dtype)
     result = tl.dot(exact, high, input_precision="ieee")
     if SPLIT:
-        result = tl.dot(exact, (wide - high.to(tl.float32)).to(exact.dtype), result, input_precision="ieee")
+        result = tl.dot(
+            exact, (wide - high.to(tl.float32)).to(exact.dtype), result, input_precision="ieee"
+        )
     return result
 
 
 @triton.jit
-def _wide_product(a: tl.tensor, b: tl.tensor, dtype: tl.constexpr, SPLIT: tl.constexpr) -> tl.tensor:
+def _wide_product(
+    a: tl.tensor, b: tl.tensor, dtype: tl.constexpr, SPLIT: tl.constexpr
+) -> tl.tensor:
     """Of float32 numbers, by way of products in the model's type."""
     high = a.to(dtype)
     result = _product(high, b, SPLIT)
     if SPLIT:
-        result = tl.dot((a - high.to(tl.float32)).to(dtype), b.to(dtype), result, input_precision="ieee")
+        result = tl.dot(
+            (a - high.to(tl.float32)).to(dtype), b.to(dtype), result, input_precision="ieee"
+        )
     return result
 
 
@@ -77,7 +95,8 @@ def _walk_kernel(
     gates: tl.tensor,
     inverses: tl.tensor,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK] or None
     meetings: tl.tensor,
-    sums: tl.tensor,  # float32 [rows, VALUE_HEADS * KEY_DIM] where each key channel has a decay, or None: see `gates`
+    # float32 [rows, VALUE_HEADS * KEY_DIM] where each key channel has a decay, or None: see `gates`
+    sums: tl.tensor,
     state: tl.tensor,  # [num_slots, VALUE_HEADS, KEY_DIM, VALUE_DIM]
     skip: tl.tensor,  # [VALUE_HEADS] or None
     slots: tl.tensor,
@@ -102,7 +121,9 @@ def _walk_kernel(
     head = tl.program_id(1)
     request = tl.program_id(2)
     await_previous(OVERLAP)
-    pending, total, first_row, first_chunk, lacking = span(slots, starts, counts, first_rows, lengths, max_pending, request)
+    pending, total, first_row, first_chunk, lacking = span(
+        slots, starts, counts, first_rows, lengths, max_pending, request
+    )
     dtype = channels.dtype.element_ty
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     place = tl.arange(0, CHUNK)
@@ -123,13 +144,20 @@ def _walk_kernel(
         line = channels + row[:, None] * (2 * KEY_CHANNELS + VALUE_HEADS * VALUE_DIM)
         is_key = exists[:, None] & (keys < KEY_DIM)[None, :]
         query = tl.load(line + key_head * KEY_DIM + keys[None, :], mask=is_key, other=0.0)
-        key = tl.load(line + KEY_CHANNELS + key_head * KEY_DIM + keys[None, :], mask=is_key, other=0.0)
+        key = tl.load(
+            line + KEY_CHANNELS + key_head * KEY_DIM + keys[None, :], mask=is_key, other=0.0
+        )
         value_places = line + 2 * KEY_CHANNELS + head * VALUE_DIM + values[None, :]
         value = tl.load(value_places, mask=exists[:, None] & is_value, other=0.0).to(tl.float32)
         corner = ((first_chunk + chunk) * VALUE_HEADS + head) * (CHUNK * CHUNK)
         meeting = tl.load(meetings + corner + square)
-        beta = tl.load(gates + row * ((DECAYS + 1) * VALUE_HEADS) + DECAYS * VALUE_HEADS + head, mask=exists, other=0.0)
-        # Decays since the chunk began, and from each row to its end; rows that do not exist decay nothing.
+        beta = tl.load(
+            gates + row * ((DECAYS + 1) * VALUE_HEADS) + DECAYS * VALUE_HEADS + head,
+            mask=exists,
+            other=0.0,
+        )
+        # Decays since the chunk began, and from each row to its end; rows that do not exist decay
+        # nothing.
         end = tl.minimum(total, -lacking + (chunk + 1) * CHUNK)
         if sums is None:
             log_end = tl.load(gates + (first_row + end - 1) * (2 * VALUE_HEADS) + head)
@@ -137,14 +165,24 @@ def _walk_kernel(
             since, until = tl.exp(log_decay), tl.exp(tl.minimum(log_end - log_decay, 0.0))
         else:
             decays = sums + head * KEY_DIM + keys
-            log_end = tl.load(decays + (first_row + end - 1) * (VALUE_HEADS * KEY_DIM), mask=keys < KEY_DIM, other=0.0)[None, :]
-            log_decay = tl.load(decays[None, :] + row[:, None] * (VALUE_HEADS * KEY_DIM), mask=is_key, other=0.0)
+            log_end = tl.load(
+                decays + (first_row + end - 1) * (VALUE_HEADS * KEY_DIM),
+                mask=keys < KEY_DIM,
+                other=0.0,
+            )[None, :]
+            log_decay = tl.load(
+                decays[None, :] + row[:, None] * (VALUE_HEADS * KEY_DIM), mask=is_key, other=0.0
+            )
             since, until = tl.exp(log_decay), tl.exp(tl.minimum(log_end - log_decay, 0.0))
         reads = since
         told = value
         if DELTA:
-            query_factor = tl.load(factors + row * (2 * KEY_HEADS) + key_head, mask=exists, other=0.0)
-            key_factor = tl.load(factors + row * (2 * KEY_HEADS) + KEY_HEADS + key_head, mask=exists, other=0.0)
+            query_factor = tl.load(
+                factors + row * (2 * KEY_HEADS) + key_head, mask=exists, other=0.0
+            )
+            key_factor = tl.load(
+                factors + row * (2 * KEY_HEADS) + KEY_HEADS + key_head, mask=exists, other=0.0
+            )
             inverse = tl.load(inverses + corner + square)
             if sums is None:
                 told -= _product(key, held, SPLIT) * (since * key_factor)[:, None]
@@ -165,7 +203,9 @@ def _walk_kernel(
         if sums is None:
             held = held * tl.exp(log_end) + _product(tl.trans(key), told * until[:, None], SPLIT)
         else:
-            held = held * tl.trans(tl.exp(log_end)) + _wide_product(tl.trans(key * until), told, dtype, SPLIT)
+            held = held * tl.trans(tl.exp(log_end)) + _wide_product(
+                tl.trans(key * until), told, dtype, SPLIT
+            )
         is_new = exists & (own >= pending)
         out_places = output + (out_row + own)[:, None] * (VALUE_HEADS * VALUE_DIM)
         tl.store(out_places, out.to(output.dtype.element_ty), mask=is_new[:, None] & is_value)
@@ -178,10 +218,13 @@ def _walk_kernel(
         tl.store(out_places, zeros, mask=(own < padded)[:, None] & is_value)
 
 
-def take_in_chunks(prepared: Prepared, layer: Layer, cache: StateCache, rows: Rows, output: Tensor) -> None:
+def take_in_chunks(
+    prepared: Prepared, layer: Layer, cache: StateCache, rows: Rows, output: Tensor
+) -> None:
     """States take in all rows; writes `output` [T, value heads * V].
 
-    The gates of `prepared` are sums from the beginning of each chunk afterwards, unless decays are those of key channels.
+    The gates of `prepared` are sums from the beginning of each chunk afterwards, unless decays are
+    those of key channels.
     """
     assert rows.final, "a state after a chunk is all that there is"
     device, keys = output.device, max(16, triton.next_power_of_2(layer.key_dim))
@@ -192,7 +235,9 @@ def take_in_chunks(prepared: Prepared, layer: Layer, cache: StateCache, rows: Ro
     else:
         inverses, meetings, sums = solve_by_key(prepared, layer, cache, rows, keys)
     with on_device(output):
-        _walk_kernel[(triton.cdiv(layer.value_dim, columns), layer.num_value_heads, len(rows.slots))](
+        _walk_kernel[
+            (triton.cdiv(layer.value_dim, columns), layer.num_value_heads, len(rows.slots))
+        ](
             *prepared,
             inverses,
             meetings,

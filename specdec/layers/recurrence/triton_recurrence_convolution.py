@@ -48,11 +48,23 @@ def convolve(
             mixed += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
         value = tl.zeros(channel.shape, dtype)
         for tap in tl.static_range(TAPS):
-            value = input_at(x, ring, position - (TAPS - 1 - tap), start, channel, exists, x_stride, columns, WIDTH)
+            value = input_at(
+                x,
+                ring,
+                position - (TAPS - 1 - tap),
+                start,
+                channel,
+                exists,
+                x_stride,
+                columns,
+                WIDTH,
+            )
             weight = tl.load(kernel + channel * TAPS + tap, mask=exists, other=0.0)
             mixed += value.to(tl.float32) * weight.to(tl.float32)
         if KEEPS:
-            tl.store(ring + (position % columns) * WIDTH + channel, value, mask=exists & (row >= pending))
+            tl.store(
+                ring + (position % columns) * WIDTH + channel, value, mask=exists & (row >= pending)
+            )
         mixed = mixed.to(dtype).to(tl.float32)
         active = (mixed * tl.sigmoid(mixed)).to(dtype)
         tl.store(convolved + (out_row + row) * CHANNELS + channel, active, mask=exists)

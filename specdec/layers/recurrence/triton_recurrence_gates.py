@@ -9,7 +9,9 @@ from specdec.layers.recurrence.triton_recurrence_ring import input_at
 
 @triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)) to the last digits also where it is small, which the logarithm of a rounded sum is not."""
+    """log(1 + exp(x)) to the last digits also where it is small, which the logarithm of a rounded
+    sum is not.
+    """
     small = tl.exp(-tl.abs(x))
     # log(1 + e) = 2 artanh(e / (2 + e)), whose argument is a third at most.
     ratio = small / (2.0 + small)
@@ -58,7 +60,9 @@ def gates_of_heads(
         step = _softplus(a.to(tl.float32) + offset)
         beta = step
         if DELTA:
-            b = input_at(x, ring, position, start, CHANNELS + head, exists, x_stride, columns, WIDTH)
+            b = input_at(
+                x, ring, position, start, CHANNELS + head, exists, x_stride, columns, WIDTH
+            )
             if KEEPS:
                 tl.store(kept + CHANNELS + head, b, mask=exists & (row >= pending))
             beta = tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32) * beta_scale

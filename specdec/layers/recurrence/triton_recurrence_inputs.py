@@ -1,7 +1,9 @@
-"""What a recurrent layer computes before its state takes rows in, in Triton: convolution, SiLU, L2 norms, gates.
+"""What a recurrent layer computes before its state takes rows in, in Triton: convolution, SiLU, L2
+norms, gates.
 
-Rows of a request that its state has not taken in yet come first. Their inputs lie in the ring of the cache, by position, and from
-the same inputs come the same bits as in the step that wrote them. So nothing that a step computes here is kept for the next one.
+Rows of a request that its state has not taken in yet come first. Their inputs lie in the ring of
+the cache, by position, and from the same inputs come the same bits as in the step that wrote them.
+So nothing that a step computes here is kept for the next one.
 """
 
 import torch
@@ -103,7 +105,8 @@ def _inputs_kernel(
 
 
 def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
-    """Convolution, activation, norms and gates of all rows and of those before them; puts the rows' inputs into the ring.
+    """Convolution, activation, norms and gates of all rows and of those before them; puts the rows'
+    inputs into the ring.
 
     Args:
         x: [T, at least width], inputs of the rows.
@@ -112,18 +115,28 @@ def prepare(x: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> Prepared:
         rows: of the forward.
     """
     columns, num_reqs = cache.inputs.shape[1], len(rows.slots)
-    assert x.stride(1) == 1 and all(part.is_contiguous() for part in cache) and cache.inputs.dtype == x.dtype
+    assert (
+        x.stride(1) == 1
+        and all(part.is_contiguous() for part in cache)
+        and cache.inputs.dtype == x.dtype
+    )
     assert layer.kernel.is_contiguous() and cache.inputs.shape[2] == layer.width
     count, total = rows.max_pending + rows.max_rows, len(x) + num_reqs * rows.max_pending
     prepared = Prepared(
         torch.empty(total, layer.channels, dtype=x.dtype, device=x.device),
         torch.empty(total, 2 * layer.num_key_heads, dtype=torch.float32, device=x.device),
-        torch.empty(total, (layer.decays + 1) * layer.num_value_heads, dtype=torch.float32, device=x.device),
+        torch.empty(
+            total, (layer.decays + 1) * layer.num_value_heads, dtype=torch.float32, device=x.device
+        ),
     )
-    # Where a ring holds all positions that the forward looks at, no program overwrites what another one reads.
+    # Where a ring holds all positions that the forward looks at, no program overwrites what another
+    # one reads.
     keeps = layer.taps - 1 + count <= columns
     together = 1 if count <= FEW_ROWS else ROWS_PER_PROGRAM
-    keys, values = (max(1, CHANNELS_PER_PROGRAM // triton.next_power_of_2(dim)) for dim in (layer.key_dim, layer.value_dim))
+    keys, values = (
+        max(1, CHANNELS_PER_PROGRAM // triton.next_power_of_2(dim))
+        for dim in (layer.key_dim, layer.value_dim)
+    )
     keys, values = (
         min(keys, triton.next_power_of_2(2 * layer.num_key_heads)),
         min(values, triton.next_power_of_2(layer.num_value_heads)),

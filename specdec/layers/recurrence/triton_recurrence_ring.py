@@ -1,4 +1,6 @@
-"""The ring of inputs of a recurrent layer in Triton: what is read of it, and what prompts that are longer than it leave there."""
+"""The ring of inputs of a recurrent layer in Triton: what is read of it, and what prompts that are
+longer than it leave there.
+"""
 
 import triton
 import triton.language as tl
@@ -25,8 +27,12 @@ def input_at(
     columns: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs of one position: what came before the forward's rows lies in the ring, and before a sequence there are zeros."""
-    row = tl.where(position >= start, x + (position - start) * x_stride, ring + (position % columns) * WIDTH)
+    """Inputs of one position: what came before the forward's rows lies in the ring, and before a
+    sequence there are zeros.
+    """
+    row = tl.where(
+        position >= start, x + (position - start) * x_stride, ring + (position % columns) * WIDTH
+    )
     return tl.load(row + channel, mask=exists & (position >= 0), other=0.0)
 
 
@@ -59,7 +65,8 @@ def _keep_kernel(
 
 
 def keep_last(x: Tensor, taps: int, cache: StateCache, rows: Rows) -> None:
-    """Puts the inputs of each request's last rows into the ring, as many as the next step may look back to.
+    """Puts the inputs of each request's last rows into the ring, as many as the next step may look
+    back to.
 
     Args:
         x: [T, at least width], inputs of the rows.

@@ -66,15 +66,24 @@ class Rows(Protocol):
 
 
 class Prepared(NamedTuple):
-    """What states take in. Rows of request r begin at `first_rows[r] + r * max_pending`, pending ones first."""
+    """What states take in. Rows of request r begin at `first_rows[r] + r * max_pending`, pending
+    ones first.
+    """
 
-    channels: Tensor  # [T + num_reqs * max_pending, channels] in the model's type, convolved: queries, keys, values
-    factors: Tensor  # float32 [rows, 2 * key heads]: of queries, then keys; unused where the rule is "plain"
-    gates: Tensor  # float32 [rows, value heads * decays + value heads]: logarithms of the decays, then betas
+    # [T + num_reqs * max_pending, channels] in the model's type, convolved: queries, keys, values
+    channels: Tensor
+    # float32 [rows, 2 * key heads]: of queries, then keys; unused where the rule is "plain"
+    factors: Tensor
+    # float32 [rows, value heads * decays + value heads]: logarithms of the decays, then betas
+    gates: Tensor
 
 
 @triton.jit
-def pending_rows(lengths: tl.tensor, slot: tl.tensor, start: tl.tensor, max_pending: tl.tensor) -> tl.tensor:
-    """Accepted rows that the state of a slot has not taken in, as `RecurrentRows.pending` has them."""
+def pending_rows(
+    lengths: tl.tensor, slot: tl.tensor, start: tl.tensor, max_pending: tl.tensor
+) -> tl.tensor:
+    """Accepted rows that the state of a slot has not taken in,
+    as `RecurrentRows.pending` has them.
+    """
     waiting = tl.minimum(tl.maximum(start - tl.load(lengths + slot), 0), max_pending)
     return tl.where(start == 0, 0, waiting).to(tl.int32)

@@ -28,7 +28,9 @@ def span(
     max_pending: tl.tensor,
     request: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """A request's pending rows, all its rows, the first of them in `Prepared`, its first chunk, and the rows that that lacks."""
+    """A request's pending rows, all its rows, the first of them in `Prepared`, its first chunk, and
+    the rows that that lacks.
+    """
     start = tl.load(starts + request)
     pending = pending_rows(lengths, tl.load(slots + request), start, max_pending)
     total = pending + tl.load(counts + request).to(tl.int32)
@@ -63,7 +65,9 @@ def _within_kernel(
     head = tl.program_id(1)
     request = tl.program_id(2)
     await_previous(OVERLAP)
-    _, total, first_row, first_chunk, lacking = span(slots, starts, counts, first_rows, lengths, max_pending, request)
+    _, total, first_row, first_chunk, lacking = span(
+        slots, starts, counts, first_rows, lengths, max_pending, request
+    )
     if chunk * CHUNK - lacking >= total:
         return
     key_head = head // (VALUE_HEADS // KEY_HEADS)
@@ -73,7 +77,12 @@ def _within_kernel(
     row = first_row + row
     keys = tl.arange(0, KEYS)
     is_key = exists[:, None] & (keys < KEY_DIM)[None, :]
-    key_places = channels + row[:, None] * (2 * KEY_CHANNELS + VALUE_HEADS * VALUE_DIM) + key_head * KEY_DIM + keys[None, :]
+    key_places = (
+        channels
+        + row[:, None] * (2 * KEY_CHANNELS + VALUE_HEADS * VALUE_DIM)
+        + key_head * KEY_DIM
+        + keys[None, :]
+    )
     query = tl.load(key_places, mask=is_key, other=0.0)
     key = tl.load(key_places + KEY_CHANNELS, mask=is_key, other=0.0)
     decay = tl.cumsum(tl.load(gates + row * (2 * VALUE_HEADS) + head, mask=exists, other=0.0), 0)
@@ -85,7 +94,9 @@ def _within_kernel(
     meeting = tl.dot(query, tl.trans(key), input_precision="ieee") * between
     if DELTA:
         query_factor = tl.load(factors + row * (2 * KEY_HEADS) + key_head, mask=exists, other=0.0)
-        key_factor = tl.load(factors + row * (2 * KEY_HEADS) + KEY_HEADS + key_head, mask=exists, other=0.0)
+        key_factor = tl.load(
+            factors + row * (2 * KEY_HEADS) + KEY_HEADS + key_head, mask=exists, other=0.0
+        )
         beta = tl.load(gates + row * (2 * VALUE_HEADS) + VALUE_HEADS + head, mask=exists, other=0.0)
         meeting *= query_factor[:, None] * key_factor[None, :]
         system = tl.dot(key, tl.trans(key), input_precision="ieee") * between
@@ -96,7 +107,9 @@ def _within_kernel(
 
 @triton.jit
 def _inverse(below: tl.tensor) -> tl.tensor:
-    """Of a triangular block with ones on its diagonal, given what is below that: its columns are eliminated one after the other."""
+    """Of a triangular block with ones on its diagonal, given what is below that: its columns are
+    eliminated one after the other.
+    """
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0)
@@ -114,7 +127,8 @@ def _times(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["max_pending"])
 def _invert_kernel(
-    systems: tl.tensor,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK]: what is below the diagonal becomes the inverse
+    # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK]: what is below the diagonal becomes the inverse
+    systems: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
@@ -128,15 +142,29 @@ def _invert_kernel(
     head = tl.program_id(1)
     request = tl.program_id(2)
     await_previous(OVERLAP)
-    _, total, _, first_chunk, lacking = span(slots, starts, counts, first_rows, lengths, max_pending, request)
+    _, total, _, first_chunk, lacking = span(
+        slots, starts, counts, first_rows, lengths, max_pending, request
+    )
     if chunk * CHUNK - lacking >= total:
         return
     inner = tl.arange(0, BLOCK)
-    corner = systems + ((first_chunk + chunk) * VALUE_HEADS + head) * (CHUNK * CHUNK) + inner[:, None] * CHUNK + inner[None, :]
+    corner = (
+        systems
+        + ((first_chunk + chunk) * VALUE_HEADS + head) * (CHUNK * CHUNK)
+        + inner[:, None] * CHUNK
+        + inner[None, :]
+    )
     DOWN: tl.constexpr = BLOCK * CHUNK
     one, two = _inverse(tl.load(corner)), _inverse(tl.load(corner + DOWN + BLOCK))
-    three, four = _inverse(tl.load(corner + 2 * (DOWN + BLOCK))), _inverse(tl.load(corner + 3 * (DOWN + BLOCK)))
-    below_21, below_31, below_41 = tl.load(corner + DOWN), tl.load(corner + 2 * DOWN), tl.load(corner + 3 * DOWN)
+    three, four = (
+        _inverse(tl.load(corner + 2 * (DOWN + BLOCK))),
+        _inverse(tl.load(corner + 3 * (DOWN + BLOCK))),
+    )
+    below_21, below_31, below_41 = (
+        tl.load(corner + DOWN),
+        tl.load(corner + 2 * DOWN),
+        tl.load(corner + 3 * DOWN),
+    )
     below_32, below_42 = tl.load(corner + 2 * DOWN + BLOCK), tl.load(corner + 3 * DOWN + BLOCK)
     below_43 = tl.load(corner + 3 * DOWN + 2 * BLOCK)
     two_one = -_times(two, _times(below_21, one))
@@ -144,7 +172,9 @@ def _invert_kernel(
     four_three = -_times(four, _times(below_43, three))
     three_one = -_times(three, _times(below_31, one) + _times(below_32, two_one))
     four_two = -_times(four, _times(below_42, two) + _times(below_43, three_two))
-    four_one = -_times(four, _times(below_41, one) + _times(below_42, two_one) + _times(below_43, three_one))
+    four_one = -_times(
+        four, _times(below_41, one) + _times(below_42, two_one) + _times(below_43, three_one)
+    )
     tl.store(corner, one)
     tl.store(corner + DOWN + BLOCK, two)
     tl.store(corner + 2 * (DOWN + BLOCK), three)
@@ -157,21 +187,30 @@ def _invert_kernel(
     tl.store(corner + 3 * DOWN, four_one)
 
 
-def solve(prepared: Prepared, layer: Layer, cache: StateCache, rows: Rows, keys: int) -> tuple[Tensor | None, Tensor]:
-    """Inverses of the triangular systems, and what later rows of a chunk read of what its rows tell the state.
+def solve(
+    prepared: Prepared, layer: Layer, cache: StateCache, rows: Rows, keys: int
+) -> tuple[Tensor | None, Tensor]:
+    """Inverses of the triangular systems, and what later rows of a chunk read of what its rows tell
+    the state.
 
     Args:
-        prepared: whose gates become sums of the decays' logarithms from the beginning of each chunk.
+        prepared: whose gates become sums of the decays' logarithms from the beginning of each
+            chunk.
         layer: what it computes.
         cache: of the layer.
         rows: of the forward.
         keys: the size of keys, padded.
 
     Returns:
-        Float32 [chunks, value heads, 64, 64], None where the rule is "plain", and the same shape in the model's type. The chunks of
-        request r begin at `(first_rows[r] + r * max_pending) // 64 + 2 * r`.
+        Float32 [chunks, value heads, 64, 64], None where the rule is "plain", and the same shape in
+        the model's type. The chunks of request r begin at
+        `(first_rows[r] + r * max_pending) // 64 + 2 * r`.
     """
-    channels, delta, shape = prepared.channels, layer.rule == "delta", squares(prepared, layer, rows)
+    channels, delta, shape = (
+        prepared.channels,
+        layer.rule == "delta",
+        squares(prepared, layer, rows),
+    )
     systems = torch.empty(shape, dtype=torch.float32, device=channels.device) if delta else None
     meetings = torch.empty(shape, dtype=channels.dtype, device=channels.device)
     with on_device(channels):
@@ -198,7 +237,11 @@ def invert(systems: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> None
     """Makes of triangular systems their inverses, in place."""
     with on_device(systems):
         _invert_kernel[(most_chunks(rows), layer.num_value_heads, len(rows.slots))](
-            systems, *places_of(rows, cache), VALUE_HEADS=layer.num_value_heads, num_warps=1, **overlap_options(systems.device)
+            systems,
+            *places_of(rows, cache),
+            VALUE_HEADS=layer.num_value_heads,
+            num_warps=1,
+            **overlap_options(systems.device),
         )
 
 

@@ -1,7 +1,9 @@
-"""Convolutions over few rows between two gates, as in LFM2 (arXiv 2511.23404), in Triton: `after * convolution(before * value)`.
+"""Convolutions over few rows between two gates, as in LFM2 (arXiv 2511.23404), in Triton:
+`after * convolution(before * value)`.
 
-A number of the output depends on its own channel alone, so every tile of rows and channels has a program, in steps and in prompts.
-What the convolution is given lies in the ring by position afterwards. Numbers are rounded where plain torch rounds them.
+A number of the output depends on its own channel alone, so every tile of rows and channels has a
+program, in steps and in prompts. What the convolution is given lies in the ring by position
+afterwards. Numbers are rounded where plain torch rounds them.
 """
 
 import torch
@@ -33,7 +35,8 @@ def _convolution_kernel(
     counts: tl.tensor,  # int64 [num_reqs]
     first_rows: tl.tensor,  # int32 [num_reqs + 1]
     output: tl.tensor,  # [T, WIDTH]
-    given: tl.tensor,  # [T, WIDTH], what the convolution is given, or None where that can go into the ring here
+    # [T, WIDTH], what the convolution is given, or None where that can go into the ring here
+    given: tl.tensor,
     joined_stride: tl.tensor,
     columns: tl.tensor,
     WIDTH: tl.constexpr,
@@ -64,20 +67,34 @@ def _convolution_kernel(
         is_new = exists & (row >= back)
         before = tl.load(line - back * joined_stride, mask=is_new, other=0.0)
         value = tl.load(line - back * joined_stride + 2 * WIDTH, mask=is_new, other=0.0)
-        old = tl.load(ring + (position % columns) * WIDTH, mask=exists & (row < back) & (position >= 0), other=0.0)
-        product = tl.where(row < back, old, (before.to(tl.float32) * value.to(tl.float32)).to(dtype))
+        old = tl.load(
+            ring + (position % columns) * WIDTH,
+            mask=exists & (row < back) & (position >= 0),
+            other=0.0,
+        )
+        product = tl.where(
+            row < back, old, (before.to(tl.float32) * value.to(tl.float32)).to(dtype)
+        )
         weight = tl.load(kernel + channel * TAPS + tap, mask=is_channel, other=0.0)
         mixed += product.to(tl.float32) * weight.to(tl.float32)
-    after = tl.load(line + WIDTH, mask=exists, other=0.0).to(tl.float32)  # rows that only pad become zeros
+    after = tl.load(line + WIDTH, mask=exists, other=0.0).to(
+        tl.float32
+    )  # rows that only pad become zeros
     out_places = (first_row + row) * WIDTH + channel
-    tl.store(output + out_places, (after * mixed.to(dtype).to(tl.float32)).to(dtype), mask=is_channel & (row < padded))
+    tl.store(
+        output + out_places,
+        (after * mixed.to(dtype).to(tl.float32)).to(dtype),
+        mask=is_channel & (row < padded),
+    )
     if given is None:
         tl.store(ring + ((start + row) % columns) * WIDTH, product, mask=exists)
     else:
         tl.store(given + out_places, product, mask=exists)
 
 
-def convolve(joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: Rows) -> Tensor:
+def convolve(
+    joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCache, rows: Rows
+) -> Tensor:
     """Runs rows through a layer, as `specdec.layers.recurrence.convolution.convolve` does; can be
     captured in a graph.
 
@@ -92,16 +109,24 @@ def convolve(joined: Tensor, kernel: Tensor, bias: Tensor | None, cache: StateCa
         [T, H]; rows that only pad are zeros.
     """
     (width, taps), columns = kernel.shape, cache.inputs.shape[1]
-    assert joined.stride(1) == 1 and kernel.is_contiguous() and cache.inputs.is_contiguous() and cache.inputs.dtype == joined.dtype
+    assert (
+        joined.stride(1) == 1
+        and kernel.is_contiguous()
+        and cache.inputs.is_contiguous()
+        and cache.inputs.dtype == joined.dtype
+    )
     assert joined.shape[1] == 3 * width == 3 * cache.inputs.shape[2]
-    # Where a ring holds all positions that the forward looks at, no program overwrites what another one reads.
+    # Where a ring holds all positions that the forward looks at, no program overwrites what another
+    # one reads.
     keeps = taps - 1 + rows.max_rows <= columns
     output = torch.empty(len(joined), width, dtype=joined.dtype, device=joined.device)
     given = None if keeps else torch.empty_like(output)
     together = 1 if rows.max_rows <= FEW_ROWS else ROWS_PER_PROGRAM
     block = min(CHANNELS_PER_PROGRAM, triton.next_power_of_2(width))
     with on_device(joined):
-        _convolution_kernel[(triton.cdiv(rows.max_rows, together), triton.cdiv(width, block), len(rows.slots))](
+        _convolution_kernel[
+            (triton.cdiv(rows.max_rows, together), triton.cdiv(width, block), len(rows.slots))
+        ](
             joined,
             kernel,
             bias,

@@ -1,4 +1,6 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864): frequencies from a config, angles of positions in few operations."""
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864): frequencies from a config, angles of
+positions in few operations.
+"""
 
 import reprlib
 from collections.abc import Callable, Mapping
@@ -16,21 +18,32 @@ from specdec.device.deviation import Deviation, deviation, worst
 from specdec.kernels.kernel import Kernel
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
-"""RoPE types, as Transformers names them, whose frequencies stay what they are, however long a sequence grows."""
+"""RoPE types, as Transformers names them, whose frequencies stay what they are, however long a
+sequence grows.
+"""
 
 ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
 """Those that targets may have; of the last two frequencies depend on a request's length."""
 
 
 _POSITIVE = {
-    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "llama_4_scaling_beta", "low_freq_factor"),
+    *(
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "high_freq_factor",
+        "llama_4_scaling_beta",
+        "low_freq_factor",
+    ),
     *("original_max_position_embeddings", "partial_rotary_factor", "rope_theta"),
 }
 _NUMBERS = {*_POSITIVE, "mscale", "mscale_all_dim"}
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:
-    """Refuses RoPE parameters, as Transformers writes them to a config, that are no numbers where numbers belong.
+    """Refuses RoPE parameters, as Transformers writes them to a config, that are no numbers where
+    numbers belong.
 
     Raises:
         CheckpointError: one is so.
@@ -39,16 +52,21 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
         value, positive = parameters[name], name in _POSITIVE
         if value is not None and not (is_number(value) and (value > 0 or not positive)):
             kind = "a positive number" if positive else "a number"
-            raise CheckpointError(f"RoPE's {name} is {reprlib.repr(value)}; it must be {kind}, so correct it in config.json")
+            raise CheckpointError(
+                f"RoPE's {name} is {reprlib.repr(value)}; it must be {kind}, so correct it in"
+                f" config.json"
+            )
     truncate = parameters.get("truncate")
     if not isinstance(truncate, bool | None):
         raise CheckpointError(
-            f"RoPE's truncate is {reprlib.repr(truncate)}; it must be true or false, so correct it in config.json"
+            f"RoPE's truncate is {reprlib.repr(truncate)}; it must be true or false, so correct it"
+            f" in config.json"
         )
 
 
 class Temperature(NamedTuple):
-    """A factor of queries that grows with their position, so that long contexts do not flatten attention (arXiv 2501.19399).
+    """A factor of queries that grows with their position, so that long contexts do not flatten
+    attention (arXiv 2501.19399).
 
     It is `1 + strength * log(1 + floor((position + offset) / period))`.
 
@@ -70,9 +88,11 @@ class Temperature(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How frequencies change with a length of more than `start` tokens: dynamic NTK scaling, as `generate` of Transformers has it.
+    """How frequencies change with a length of more than `start` tokens: dynamic NTK scaling, as
+    `generate` of Transformers has it.
 
-    Rows of a prompt have those of the whole prompt, later rows those of the length that they make, whatever was cached before.
+    Rows of a prompt have those of the whole prompt, later rows those of the length that they make,
+    whatever was cached before.
     """
 
     theta: float
@@ -96,7 +116,8 @@ class Rope:
         frequencies: float32 [head_dim / 2]; 0 for numbers that are not rotated.
         amplitude: factor of the cosines and sines, a number or one per frequency.
         rotated: numbers of a head that are rotated; None means all.
-        long_frequencies: those of long requests, like `frequencies`, in LongRoPE (arXiv 2402.13753); None where all have the same.
+        long_frequencies: those of long requests, like `frequencies`, in LongRoPE (arXiv
+            2402.13753); None where all have the same.
         temperature: of the queries of layers that are rotated like this; None where there is none.
         growth: what frequencies become in sequences that are long enough; None where they stay.
     """
@@ -109,27 +130,36 @@ class Rope:
     growth: Growth | None = None
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> "Rope":
+    def of(
+        cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int
+    ) -> "Rope":
         """From RoPE parameters as Transformers writes them to a config; on the CPU.
 
         Args:
-            parameters: `rope_type`, one of `ROPE_TYPES`, `rope_theta`, `partial_rotary_factor`, and what the type needs; of our own
-                the type "none", which rotates nothing, and `temperature`, a `Temperature` or None.
+            parameters: `rope_type`, one of `ROPE_TYPES`, `rope_theta`, `partial_rotary_factor`, and
+                what the type needs; of our own the type "none", which rotates nothing, and
+                `temperature`, a `Temperature` or None.
             head_dim: numbers of a head, an even one.
             max_position_embeddings: longest sequence, which YaRN and LongRoPE look at.
 
         Raises:
-            CheckpointError: the RoPE type needs a value that is not there, or angles are not finite.
+            CheckpointError: the RoPE type needs a value that is not there, or angles are not
+                finite.
         """
         with torch.device("cpu"):
             rope = cls._of(parameters, head_dim, max_position_embeddings)
             found = (rope.frequencies, rope.long_frequencies, torch.as_tensor(rope.amplitude))
         if not all(one.isfinite().all() for one in found if one is not None):
-            raise CheckpointError(f"RoPE parameters {dict(parameters)} give no finite angles; correct them in config.json")
+            raise CheckpointError(
+                f"RoPE parameters {dict(parameters)} give no finite angles; correct them in"
+                f" config.json"
+            )
         return rope
 
     @classmethod
-    def _of(cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> "Rope":
+    def _of(
+        cls, parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int
+    ) -> "Rope":
         temperature = parameters.get("temperature")
         rotated = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
         if parameters["rope_type"] == "none":
@@ -145,10 +175,16 @@ class Rope:
         if parameters["rope_type"] != "longrope":
             growth = None
             if parameters["rope_type"] == "dynamic":
-                growth = Growth(parameters["rope_theta"], parameters["factor"], max_position_embeddings, rotated)
+                growth = Growth(
+                    parameters["rope_theta"], parameters["factor"], max_position_embeddings, rotated
+                )
             return cls(frequencies, amplitude, rotated, temperature=temperature, growth=growth)
-        long_frequencies, _ = _frequencies(parameters, rotated, max_position_embeddings, is_long=True)
-        return cls(frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature)
+        long_frequencies, _ = _frequencies(
+            parameters, rotated, max_position_embeddings, is_long=True
+        )
+        return cls(
+            frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature
+        )
 
     def frequencies_of(self, position_ids: Tensor, rope_lens: Tensor) -> Tensor:
         """float32 [..., head_dim / 2] for rows with these positions and
@@ -165,9 +201,18 @@ class Rope:
 
     def to(self, device: torch.device) -> "Rope":
         """The same on another device."""
-        amplitude = self.amplitude.to(device) if isinstance(self.amplitude, Tensor) else self.amplitude
-        long_frequencies = None if self.long_frequencies is None else self.long_frequencies.to(device)
-        return replace(self, frequencies=self.frequencies.to(device), amplitude=amplitude, long_frequencies=long_frequencies)
+        amplitude = (
+            self.amplitude.to(device) if isinstance(self.amplitude, Tensor) else self.amplitude
+        )
+        long_frequencies = (
+            None if self.long_frequencies is None else self.long_frequencies.to(device)
+        )
+        return replace(
+            self,
+            frequencies=self.frequencies.to(device),
+            amplitude=amplitude,
+            long_frequencies=long_frequencies,
+        )
 
 
 class Angles:
@@ -182,7 +227,9 @@ class Angles:
         self.cos, self.sin, self.factors = cos, sin, factors
 
     @classmethod
-    def of(cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype, rope_lens: Tensor | None = None) -> "Angles":
+    def of(
+        cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype, rope_lens: Tensor | None = None
+    ) -> "Angles":
         """Those of positions int64 [...], computed in float32, in type `dtype`.
 
         Args:
@@ -192,9 +239,15 @@ class Angles:
             rope_lens: int64 like `position_ids`, see `specdec.model.batch.ForwardInput`; None for
                 the usual frequencies.
         """
-        frequencies = rope.frequencies if rope_lens is None else rope.frequencies_of(position_ids, rope_lens)
-        factors = None if rope.temperature is None else rope.temperature.factors(position_ids, dtype)
-        return cls(*half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude), factors)
+        frequencies = (
+            rope.frequencies if rope_lens is None else rope.frequencies_of(position_ids, rope_lens)
+        )
+        factors = (
+            None if rope.temperature is None else rope.temperature.factors(position_ids, dtype)
+        )
+        return cls(
+            *half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude), factors
+        )
 
     @cached_property
     def doubled(self) -> tuple[Tensor, Tensor]:
@@ -204,20 +257,25 @@ class Angles:
 
     @cached_property
     def row_index(self) -> Tensor:
-        """0, 1, ... int64 [T]: for a kernel that looks angles up in a table by position, where this is the table."""
+        """0, 1, ... int64 [T]: for a kernel that looks angles up in a table by position, where this
+        is the table.
+        """
         return torch.arange(len(self.cos), device=self.cos.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of the last axis of `x` [..., heads, head_dim] against each other, by `Angles.doubled`."""
+    """Rotates the halves of the last axis of `x` [..., heads, head_dim] against each other, by
+    `Angles.doubled`.
+    """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor | None:
-    """Order of a head's numbers in which RoPE turns number `i` against number `i + head_dim / 2`, whatever the model pairs.
+    """Order of a head's numbers in which RoPE turns number `i` against number `i + head_dim / 2`,
+    whatever the model pairs.
 
-    Queries and keys are put into it alike, so their products stay what they are. The numbers that are not rotated come last in
-    both halves. None where the order is that already.
+    Queries and keys are put into it alike, so their products stay what they are. The numbers that
+    are not rotated come last in both halves. None where the order is that already.
 
     >>> rotation_order(8, 4, interleaved=False), rotation_order(8, 4, interleaved=True), rotation_order(8, 8, interleaved=False)
     (tensor([0, 1, 4, 5, 2, 3, 6, 7]), tensor([0, 2, 4, 5, 1, 3, 6, 7]), None)
@@ -232,7 +290,11 @@ def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor 
 
 
 def half_angles(
-    position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, *, amplitude: float | Tensor = 1.0
+    position_ids: Tensor,
+    frequencies: Tensor,
+    dtype: torch.dtype,
+    *,
+    amplitude: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every pair of numbers, once each, computed in float32.
 
@@ -245,14 +307,20 @@ def half_angles(
     Returns:
         Two tensors [..., head_dim / 2].
     """
-    if frequencies.ndim == 1 and not isinstance(amplitude, Tensor) and KERNEL.runs_on(position_ids.device):
+    if (
+        frequencies.ndim == 1
+        and not isinstance(amplitude, Tensor)
+        and KERNEL.runs_on(position_ids.device)
+    ):
         from specdec.layers.rotary import triton_angles  # it imports Triton
 
         return triton_angles.angles(position_ids, frequencies, dtype, amplitude)
     return _half_angles(position_ids, frequencies, dtype, amplitude)
 
 
-def _half_angles(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float | Tensor) -> tuple[Tensor, Tensor]:
+def _half_angles(
+    position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """`half_angles` in plain torch."""
     angles = position_ids[..., None] * frequencies
 
@@ -279,7 +347,9 @@ def check_angles(device: torch.device) -> Deviation:
         # What is rounded to float32 is the angle, which no kernel knows better.
         exact = (position_ids[..., None] * frequencies).double()
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            ours = triton_angles.angles(position_ids.to(device), frequencies.to(device), dtype, amplitude)
+            ours = triton_angles.angles(
+                position_ids.to(device), frequencies.to(device), dtype, amplitude
+            )
             plain = _half_angles(position_ids, frequencies, dtype, amplitude)
             right = exact.cos() * amplitude, exact.sin() * amplitude
             found += [deviation(*sides) for sides in zip(ours, plain, right, strict=True)]
@@ -289,12 +359,19 @@ def check_angles(device: torch.device) -> Deviation:
 KERNEL = Kernel("angles", check_angles)
 
 
-_NOT_OF_THE_TYPE = ("partial_rotary_factor", "temperature", "llama_4_scaling_beta", "max_position_embeddings")
+_NOT_OF_THE_TYPE = (
+    "partial_rotary_factor",
+    "temperature",
+    "llama_4_scaling_beta",
+    "max_position_embeddings",
+)
 """RoPE parameters that no type of RoPE looks at."""
 
 
 def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
-    """Frequencies as those of a whole head, of which the lowest are 0: its pairs lie as far apart as if all were rotated."""
+    """Frequencies as those of a whole head, of which the lowest are 0: its pairs lie as far apart
+    as if all were rotated.
+    """
     rotated = int((parameters.get("partial_rotary_factor") or 1.0) * head_dim // 2)
     exponents = torch.arange(0, 2 * rotated, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / parameters["rope_theta"] ** exponents / parameters.get("factor", 1.0)
@@ -302,9 +379,15 @@ def _proportional(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
 
 
 def _frequencies(
-    parameters: Mapping[str, Any], rotated: int, max_position_embeddings: int, *, is_long: bool = False
+    parameters: Mapping[str, Any],
+    rotated: int,
+    max_position_embeddings: int,
+    *,
+    is_long: bool = False,
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 [rotated / 2], with `is_long` LongRoPE's second set, and the amplitude."""
+    """Inverse frequencies float32 [rotated / 2], with `is_long` LongRoPE's second set, and the
+    amplitude.
+    """
     if parameters["rope_type"] == "default":
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
@@ -318,12 +401,17 @@ def _frequencies(
             num_attention_heads=1,
             head_dim=rotated,
             max_position_embeddings=max_position_embeddings,
-            rope_parameters={name: value for name, value in parameters.items() if name not in _NOT_OF_THE_TYPE},
+            rope_parameters={
+                name: value for name, value in parameters.items() if name not in _NOT_OF_THE_TYPE
+            },
         )
         seq_len = parameters["original_max_position_embeddings"] + 1 if is_long else None
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device="cpu", seq_len=seq_len)
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+            config, device="cpu", seq_len=seq_len
+        )
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them in config.json"
+            f"RoPE parameters {dict(parameters)} are not complete and valid ({error}); correct them"
+            f" in config.json"
         ) from error
     return frequencies.float(), float(amplitude)

@@ -38,10 +38,17 @@ def _angles_kernel(
     tl.store(sin + place, (tl.sin(angle) * amplitude).to(sin.dtype.element_ty), mask=exists)
 
 
-def angles(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [..., head_dim / 2] of positions int64 [...], for frequencies float32 [head_dim / 2] that all share."""
+def angles(
+    position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype, amplitude: float
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [..., head_dim / 2] of positions int64 [...], for frequencies float32
+    [head_dim / 2] that all share.
+    """
     (half,) = frequencies.shape
-    cos, sin = (torch.empty(*position_ids.shape, half, dtype=dtype, device=position_ids.device) for _ in range(2))
+    cos, sin = (
+        torch.empty(*position_ids.shape, half, dtype=dtype, device=position_ids.device)
+        for _ in range(2)
+    )
     rows = max(1, _NUMBERS // triton.next_power_of_2(half))
     if position_ids.numel():
         with on_device(position_ids):

@@ -1,7 +1,9 @@
-"""Draft trees on the device: the most probable paths through the candidates of each position, and the walk that accepts one.
+"""Draft trees on the device: the most probable paths through the candidates of each position, and
+the walk that accepts one.
 
-A tree is the better the more probable its paths, for the tokens that a step yields are 1 and the sum of their probabilities
-(DDTree, arXiv 2604.12989). The walk then follows the target's own tokens, so a tree is exact however it was chosen.
+A tree is the better the more probable its paths, for the tokens that a step yields are 1 and the
+sum of their probabilities (DDTree, arXiv 2604.12989). The walk then follows the target's own
+tokens, so a tree is exact however it was chosen.
 """
 
 from functools import lru_cache
@@ -24,7 +26,8 @@ class BestPaths(NamedTuple):
         tree: of the drafts.
         places: int64 [num_reqs, N], where a draft lies in the table of candidates [K * C].
         scores: float32 [num_reqs, N], of the paths, in falling order.
-        num_drafts: int64 [num_reqs], drafts that count, the first ones, where there are fewer paths than N; None means all.
+        num_drafts: int64 [num_reqs], drafts that count, the first ones, where there are fewer paths
+            than N; None means all.
     """
 
     tree: DraftTree
@@ -34,13 +37,16 @@ class BestPaths(NamedTuple):
 
 
 def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
-    """The `num_nodes` paths of the highest sums of scores, best first; every one of them is a draft behind those of its beginning.
+    """The `num_nodes` paths of the highest sums of scores, best first; every one of them is a draft
+    behind those of its beginning.
 
-    Of equal sums the shorter path comes first, then the one whose parent does, then the first candidate.
+    Of equal sums the shorter path comes first, then the one whose parent does, then the first
+    candidate.
 
     Args:
-        scores: float32, at most 0, of C candidates at each of K positions: [num_reqs, K, C] whatever came before them, or
-            [num_reqs, K, C, C], where each of the C before gives its own to those that follow it; the first position reads row 0.
+        scores: float32, at most 0, of C candidates at each of K positions: [num_reqs, K, C]
+            whatever came before them, or [num_reqs, K, C, C], where each of the C before gives its
+            own to those that follow it; the first position reads row 0.
         num_nodes: N, at most 64.
     """
     depth, count = scores.shape[1], scores.shape[-1]
@@ -52,7 +58,9 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
         from specdec.sampling.trees import triton_trees  # it imports Triton
 
         edges = scores if scores.ndim == 4 else scores[:, :, None].expand(-1, -1, count, -1)
-        parents, depths, ancestors, ranks, places, totals = triton_trees.best_first(edges, num_nodes)
+        parents, depths, ancestors, ranks, places, totals = triton_trees.best_first(
+            edges, num_nodes
+        )
         return BestPaths(DraftTree(parents, depths, ancestors, ranks), places, totals)
     return _level_beams(scores, num_nodes)
 
@@ -95,7 +103,11 @@ def _followed_edges(edges: Tensor) -> Tensor:
     """`best_chain` in plain torch."""
     ranks = [torch.zeros_like(edges[:, 0, 0, 0], dtype=torch.int64)]
     for position in range(edges.shape[1]):
-        row = edges[:, position].gather(1, ranks[-1][:, None, None].expand(-1, 1, edges.shape[-1])).squeeze(1)
+        row = (
+            edges[:, position]
+            .gather(1, ranks[-1][:, None, None].expand(-1, 1, edges.shape[-1]))
+            .squeeze(1)
+        )
         ranks.append(row.sort(dim=1, descending=True, stable=True).indices[:, 0])
     return torch.stack(ranks[1:], dim=1)
 
@@ -103,8 +115,12 @@ def _followed_edges(edges: Tensor) -> Tensor:
 def _level_beams(scores: Tensor, num_nodes: int) -> BestPaths:
     """`best_first` in plain torch."""
     depth, count, conditional = scores.shape[1], scores.shape[-1], scores.ndim == 4
-    # No level has more than N of the best, and those continue ones of the level above that are among its best.
-    totals, kept = scores.new_zeros(len(scores), 1), torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
+    # No level has more than N of the best, and those continue ones of the level above that are
+    # among its best.
+    totals, kept = (
+        scores.new_zeros(len(scores), 1),
+        torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device),
+    )
     levels = []
     for position in range(depth):
         table = scores[:, position] if conditional else scores[:, position, None]
@@ -115,10 +131,15 @@ def _level_beams(scores: Tensor, num_nodes: int) -> BestPaths:
         levels.append((totals, kept))
     totals, kept = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     totals, best = (x[:, :num_nodes] for x in totals.sort(dim=1, descending=True, stable=True))
-    kept, rows = kept.gather(1, best), _rows(tuple(part.shape[1] for part, _ in levels), num_nodes, scores.device)
+    kept, rows = (
+        kept.gather(1, best),
+        _rows(tuple(part.shape[1] for part, _ in levels), num_nodes, scores.device),
+    )
     positions, above = rows.positions[best], rows.parents[best] + kept // count
     ranks = kept % count
-    row_of = rows.none.expand(len(scores), -1).scatter(1, best + 1, rows.of_nodes.expand(len(scores), -1))
+    row_of = rows.none.expand(len(scores), -1).scatter(
+        1, best + 1, rows.of_nodes.expand(len(scores), -1)
+    )
     parents = row_of.gather(1, above)
     tree = DraftTree(parents, positions + 1, ancestors_of(parents, depth), ranks)
     return BestPaths(tree, positions * count + ranks, totals)
@@ -135,17 +156,33 @@ class _Rows(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Rows:
-    """Of levels of so many paths; made once, since on a CPU many small operations are what a tree costs."""
+    """Of levels of so many paths; made once, since on a CPU many small operations are what a tree
+    costs.
+    """
     firsts = accumulate((1, *widths), initial=0)
-    levels = [torch.full((width,), first, device=device) for width, first in zip(widths, firsts, strict=False)]
+    levels = [
+        torch.full((width,), first, device=device)
+        for width, first in zip(widths, firsts, strict=False)
+    ]
     parents = torch.cat(levels)
-    positions = torch.cat([torch.full_like(level, position) for position, level in enumerate(levels)])
-    return _Rows(positions, parents, torch.arange(1, num_nodes + 1, device=device), parents.new_zeros(1 + len(parents)))
+    positions = torch.cat(
+        [torch.full_like(level, position) for position, level in enumerate(levels)]
+    )
+    return _Rows(
+        positions,
+        parents,
+        torch.arange(1, num_nodes + 1, device=device),
+        parents.new_zeros(1 + len(parents)),
+    )
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
-    """See `DraftTree.ancestors`; of drafts whose `parents` int64 [num_reqs, N] come before them, in paths of at most `depth`."""
-    above = F.pad(torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device), (1, 0))
+    """See `DraftTree.ancestors`; of drafts whose `parents` int64 [num_reqs, N] come before them, in
+    paths of at most `depth`.
+    """
+    above = F.pad(
+        torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device), (1, 0)
+    )
     parents = F.pad(parents, (1, 0))  # the anchor's is itself
     for reach in range((depth - 1).bit_length()):  # each time it reaches twice as far
         parents = parents.gather(1, parents) if reach else parents
@@ -154,7 +191,11 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
 
 
 def walk(
-    token_ids: Tensor, tree: DraftTree, target_ids: Tensor, depth: int, num_drafts: Tensor | None = None
+    token_ids: Tensor,
+    tree: DraftTree,
+    target_ids: Tensor,
+    depth: int,
+    num_drafts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Follows the target's tokens from the anchor on, as far as the tree has them.
 
@@ -166,9 +207,9 @@ def walk(
         num_drafts: int64 [num_reqs], drafts that count, the first ones; None means all.
 
     Returns:
-        int64 [num_reqs, D + 1], the row at each depth: 0, then the accepted drafts' in order, then the depth itself; and
-        int64 [num_reqs], how many are accepted. `target_ids` at these rows are the step's tokens, the one behind the last accepted
-        draft included.
+        int64 [num_reqs, D + 1], the row at each depth: 0, then the accepted drafts' in order, then
+        the depth itself; and int64 [num_reqs], how many are accepted. `target_ids` at these rows
+        are the step's tokens, the one behind the last accepted draft included.
     """
     if KERNEL.runs_on(token_ids.device):
         from specdec.sampling.trees import triton_trees  # it imports Triton
@@ -195,7 +236,9 @@ def _followed(
 
 
 def check_trees(device: torch.device) -> Deviation:
-    """Trees with many equal scores, and conditional ones; drafts that the target mostly agrees with."""
+    """Trees with many equal scores, and conditional ones; drafts that the target mostly agrees
+    with.
+    """
     from specdec.sampling.trees import triton_trees
 
     generator = torch.Generator().manual_seed(0)
@@ -207,12 +250,23 @@ def check_trees(device: torch.device) -> Deviation:
         on_device = triton_trees.best_first(edges.to(device), num_nodes)
         tree, places, totals, _ = _level_beams(scores, num_nodes)
         plain = (tree.parents, tree.depths, tree.ancestors, tree.ranks, places, totals)
-        found += [mismatches(ours, expected) for ours, expected in zip(on_device, plain, strict=True)]
+        found += [
+            mismatches(ours, expected) for ours, expected in zip(on_device, plain, strict=True)
+        ]
         target_ids = torch.randint(2, (shape[0], num_nodes + 1), generator=generator)
         num_drafts = torch.randint(num_nodes + 1, shape[:1], generator=generator)
         arguments = tree.ranks, tree, target_ids, shape[1], num_drafts
-        walked = triton_trees.walk(tree.ranks.to(device), tree.to(device), target_ids.to(device), shape[1], num_drafts.to(device))
-        found += [mismatches(ours, expected) for ours, expected in zip(walked, _followed(*arguments), strict=True)]
+        walked = triton_trees.walk(
+            tree.ranks.to(device),
+            tree.to(device),
+            target_ids.to(device),
+            shape[1],
+            num_drafts.to(device),
+        )
+        found += [
+            mismatches(ours, expected)
+            for ours, expected in zip(walked, _followed(*arguments), strict=True)
+        ]
     return worst(found)
 
 

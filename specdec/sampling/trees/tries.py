@@ -1,6 +1,8 @@
-"""Draft trees out of paths that were found one by one: continuations of earlier occurrences, or what two drafters propose.
+"""Draft trees out of paths that were found one by one: continuations of earlier occurrences, or
+what two drafters propose.
 
-Paths with the same tokens are one. Any union is exact, since the target's own tokens choose among its drafts.
+Paths with the same tokens are one. Any union is exact, since the target's own tokens choose among
+its drafts.
 """
 
 from typing import NamedTuple
@@ -21,9 +23,10 @@ class ScoredDrafts(NamedTuple):
         tree: of the drafts.
         token_ids: int64 [num_reqs, N].
         scores: float32 [num_reqs, N], log-probabilities of the paths, in falling order.
-        num_drafts: int64 [num_reqs], drafts that count, the first ones: there may be fewer than N. The others are valid tokens
-            behind the anchor.
-        shift: float32 [num_reqs], is yet to be added to the scores of a tree that joins others; None for 0.
+        num_drafts: int64 [num_reqs], drafts that count, the first ones: there may be fewer than N.
+            The others are valid tokens behind the anchor.
+        shift: float32 [num_reqs], is yet to be added to the scores of a tree that joins others;
+            None for 0.
     """
 
     tree: DraftTree
@@ -38,18 +41,28 @@ class ScoredDrafts(NamedTuple):
         return ScoredDrafts(self.tree.to(device), *moved)  # type: ignore[arg-type]
 
 
-def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, *, keep: float | Tensor = 1.0) -> ScoredDrafts:
-    """The tree of what followed earlier occurrences of a text's end: a path is as probable as the occurrences that begin so weigh.
+def trie(
+    continuations: Tensor,
+    lengths: Tensor,
+    weights: Tensor,
+    num_nodes: int,
+    *,
+    keep: float | Tensor = 1.0,
+) -> ScoredDrafts:
+    """The tree of what followed earlier occurrences of a text's end: a path is as probable as the
+    occurrences that begin so weigh.
 
-    The probability of a path is that of suffix decoding (snowflakedb/ArcticInference), the shares of its branches multiplied, times
-    `keep` for each token. Of equal paths the shorter comes first, then that of the first occurrence.
+    The probability of a path is that of suffix decoding (snowflakedb/ArcticInference), the shares
+    of its branches multiplied, times `keep` for each token. Of equal paths the shorter comes first,
+    then that of the first occurrence.
 
     Args:
         continuations: int64 [num_reqs, M, K], at least 0.
         lengths: int64 [num_reqs, M], tokens of each that count; 0 where there is none.
         weights: float32 [num_reqs, M], above 0, say ones or less for those further back.
         num_nodes: N, at most 64.
-        keep: probability that the text goes on as before, per token; one for all, or float32 [num_reqs, M] for each occurrence.
+        keep: probability that the text goes on as before, per token; one for all, or float32
+            [num_reqs, M] for each occurrence.
     """
     if KERNEL.runs_on(continuations.device):
         from specdec.sampling.trees import triton_tries  # it imports Triton
@@ -59,33 +72,43 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
     return _plain_trie(continuations, lengths, weights, num_nodes, keep)
 
 
-def _plain_trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, keep: float | Tensor) -> ScoredDrafts:
+def _plain_trie(
+    continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, keep: float | Tensor
+) -> ScoredDrafts:
     """`trie` in plain torch."""
     places = torch.arange(continuations.shape[2], device=continuations.device)
     depths = places[:, None, None] + 1  # entries by depth, then occurrence
     tokens = torch.where(places < lengths[..., None], continuations, -1)
     agreeing = common_prefixes(tokens)[:, None] >= depths  # [num_reqs, K, M, M]
-    # Added up in one order for every depth, so that rounding makes no path likelier than its beginning.
+    # Added up in one order for every depth, so that rounding makes no path likelier than its
+    # beginning.
     own = torch.where(lengths > 0, weights, 0.0)
     kept = own[:, None] * (keep[:, None] if isinstance(keep, Tensor) else keep) ** depths.squeeze(2)
     share = torch.where(agreeing, kept[:, :, None], 0.0).sum(dim=3) / own.sum(dim=1)[:, None, None]
     is_first = ~agreeing.tril(-1).any(dim=3)
-    paths = torch.where((places < depths) & (depths <= lengths[:, None, :, None]), tokens[:, None], -1)
-    drafts = _best(paths.flatten(1, 2), is_first.flatten(1), share.flatten(1), num_nodes, len(places))
+    paths = torch.where(
+        (places < depths) & (depths <= lengths[:, None, :, None]), tokens[:, None], -1
+    )
+    drafts = _best(
+        paths.flatten(1, 2), is_first.flatten(1), share.flatten(1), num_nodes, len(places)
+    )
     counts = torch.arange(num_nodes, device=paths.device) < drafts.num_drafts[:, None]
-    return drafts._replace(scores=torch.where(counts, drafts.scores, 0.0).log().cummin(dim=1).values)
+    return drafts._replace(
+        scores=torch.where(counts, drafts.scores, 0.0).log().cummin(dim=1).values
+    )
 
 
 def common_prefixes(paths: Tensor) -> Tensor:
-    """int64 [num_reqs, M, M]: how many tokens two of the paths int64 [num_reqs, M, K] begin with alike; they end where one is below
-    0.
+    """int64 [num_reqs, M, M]: how many tokens two of the paths int64 [num_reqs, M, K] begin with
+    alike; they end where one is below 0.
     """
     alike = (paths[:, :, None] == paths[:, None]) & (paths >= 0)[:, None]
     return alike.long().cumprod(dim=3).sum(dim=3)
 
 
 def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int) -> ScoredDrafts:
-    """The `num_nodes` most probable paths of two trees; one that is in both has the higher of its probabilities.
+    """The `num_nodes` most probable paths of two trees; one that is in both has the higher of its
+    probabilities.
 
     Args:
         one, other: the trees; of equal paths the shorter comes first, then that of `one`.
@@ -99,23 +122,43 @@ def merge_trees(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: i
     return _plain_union(one, other, num_nodes, depth)
 
 
-def _plain_union(one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int) -> ScoredDrafts:
+def _plain_union(
+    one: ScoredDrafts, other: ScoredDrafts, num_nodes: int, depth: int
+) -> ScoredDrafts:
     """`merge_trees` in plain torch."""
     paths = torch.cat([_paths(one, depth), _paths(other, depth)], dim=1)
     same = _same(paths, paths)
-    sides = (side.scores if side.shift is None else side.scores + side.shift[:, None] for side in (one, other))
+    sides = (
+        side.scores if side.shift is None else side.scores + side.shift[:, None]
+        for side in (one, other)
+    )
     scores = torch.cat(list(sides), dim=1)
     entries = torch.arange(paths.shape[1], device=paths.device)
     is_first = ~(same & (entries < entries[:, None])).any(dim=2)
-    return _best(paths, is_first, torch.where(same, scores[:, None], -torch.inf).amax(dim=2), num_nodes, depth)
+    return _best(
+        paths,
+        is_first,
+        torch.where(same, scores[:, None], -torch.inf).amax(dim=2),
+        num_nodes,
+        depth,
+    )
 
 
 def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
-    """The tokens from the anchor to each draft, int64 [num_reqs, N, depth], then -1; only that where a draft does not count."""
-    tree, nodes = drafts.tree, torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device)
+    """The tokens from the anchor to each draft, int64 [num_reqs, N, depth], then -1; only that
+    where a draft does not count.
+    """
+    tree, nodes = (
+        drafts.tree,
+        torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device),
+    )
     above = (tree.ancestors[:, :, None] >> nodes) & 1 == 1  # [num_reqs, draft, one on its path]
-    at = tree.depths[:, :, None] == torch.arange(1, depth + 1, device=nodes.device)  # [num_reqs, that one, its depth]
-    tokens = torch.where(above[..., None] & at[:, None], drafts.token_ids[:, None, :, None], -1).amax(dim=2)
+    at = tree.depths[:, :, None] == torch.arange(
+        1, depth + 1, device=nodes.device
+    )  # [num_reqs, that one, its depth]
+    tokens = torch.where(
+        above[..., None] & at[:, None], drafts.token_ids[:, None, :, None], -1
+    ).amax(dim=2)
     return torch.where((nodes < drafts.num_drafts[:, None])[..., None], tokens, -1)
 
 
@@ -124,8 +167,11 @@ def _same(paths: Tensor, others: Tensor) -> Tensor:
     return (paths[:, :, None] == others[:, None]).all(dim=3)
 
 
-def _best(paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth: int) -> ScoredDrafts:
-    """The best of the paths int64 [num_reqs, P, D], filled up with -1, among which is the beginning of each, likelier than it.
+def _best(
+    paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth: int
+) -> ScoredDrafts:
+    """The best of the paths int64 [num_reqs, P, D], filled up with -1, among which is the beginning
+    of each, likelier than it.
 
     Args:
         paths: empty ones are no paths.
@@ -138,14 +184,18 @@ def _best(paths: Tensor, is_first: Tensor, scores: Tensor, num_nodes: int, depth
     depths = (paths >= 0).sum(dim=2)
     scores = torch.where(is_first & (depths > 0), scores, -torch.inf)
     by_depth = depths.sort(dim=1, stable=True).indices
-    best = by_depth.gather(1, scores.gather(1, by_depth).sort(dim=1, descending=True, stable=True).indices)[:, :num_nodes]
+    best = by_depth.gather(
+        1, scores.gather(1, by_depth).sort(dim=1, descending=True, stable=True).indices
+    )[:, :num_nodes]
     scores, depths = scores.gather(1, best), depths.gather(1, best)
     paths = paths.gather(1, best[..., None].expand(-1, -1, paths.shape[2]))
     counts = scores > -torch.inf
     rows = torch.arange(1, num_nodes + 1, device=paths.device)
     last = torch.where(counts, depths - 1, 0)[..., None]
     beginnings = paths.scatter(2, last, -1)
-    parents = torch.where(_same(beginnings, paths) & counts[..., None] & counts[:, None], rows, 0).amax(dim=2)
+    parents = torch.where(
+        _same(beginnings, paths) & counts[..., None] & counts[:, None], rows, 0
+    ).amax(dim=2)
     siblings = parents[:, :, None] == parents[:, None]
     tree = DraftTree(
         parents=parents,
@@ -172,11 +222,17 @@ def check_tries(device: torch.device) -> Deviation:
         exact = _plain_trie(continuations, lengths, weights.double(), num_nodes, keep.double())
         moved = continuations.to(device), lengths.to(device), weights.to(device)
         ours = ScoredDrafts(*triton_tries.trie(*moved, num_nodes, keep.to(device)))
-        found += [*_mismatches(ours, drafts), deviation(ours.scores.exp(), drafts.scores.exp(), exact.scores.exp())]
+        found += [
+            *_mismatches(ours, drafts),
+            deviation(ours.scores.exp(), drafts.scores.exp(), exact.scores.exp()),
+        ]
         plain.append(drafts)
     plain[1] = plain[1]._replace(shift=-torch.rand(3, generator=generator))
     one, other = (drafts.to(device) for drafts in plain)
-    union, expected = ScoredDrafts(*triton_tries.merge(one, other, 25, 4)), _plain_union(plain[0], plain[1], 25, 4)
+    union, expected = (
+        ScoredDrafts(*triton_tries.merge(one, other, 25, 4)),
+        _plain_union(plain[0], plain[1], 25, 4),
+    )
     return worst([*found, *_mismatches(union, expected), mismatches(union.scores, expected.scores)])
 
 
@@ -185,5 +241,8 @@ KERNEL = Kernel("tries", check_tries)
 
 def _mismatches(ours: ScoredDrafts, expected: ScoredDrafts) -> list[Deviation]:
     """Of all but the scores."""
-    sides = ((x.token_ids, x.num_drafts, x.tree.parents, x.tree.depths, x.tree.ancestors, x.tree.ranks) for x in (ours, expected))
+    sides = (
+        (x.token_ids, x.num_drafts, x.tree.parents, x.tree.depths, x.tree.ancestors, x.tree.ranks)
+        for x in (ours, expected)
+    )
     return [mismatches(*pair) for pair in zip(*sides, strict=True)]

@@ -1,10 +1,11 @@
 """The likeliest tokens of every row in Triton, with the noise that the target will draw with; see
 `specdec.sampling.trees.candidates`.
 
-Programs first find the best token of every group of columns in their slice of a row, and what the slice adds to the row's
-normalizer, so that even one row keeps many processors busy. The best C tokens of a row lie in the C groups whose best ones are
-highest, so one program per row then looks at those alone. As a score and its token are compared as one integer, how a row is
-divided changes no choice.
+Programs first find the best token of every group of columns in their slice of a row, and what the
+slice adds to the row's normalizer, so that even one row keeps many processors busy. The best C
+tokens of a row lie in the C groups whose best ones are highest, so one program per row then looks
+at those alone. As a score and its token are compared as one integer, how a row is divided changes
+no choice.
 """
 
 import torch
@@ -20,7 +21,9 @@ from specdec.sampling.triton_sampler import gumbel, noise_bits
 
 MOST_CANDIDATES = 64
 GROUP = 64
-"""Columns: with more of them a row's program would have more tokens to compare, with fewer more groups."""
+"""Columns: with more of them a row's program would have more tokens to compare, with fewer more
+groups.
+"""
 
 _LEAST = tl.constexpr(-(2**63))
 _LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
@@ -29,7 +32,9 @@ _LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)
 @triton.jit
 def number_of(order: tl.tensor) -> tl.tensor:
     """The float32 that has this int32 in `specdec.kernels.triton_argmax.ordered`."""
-    return tl.where(order < 0, -((-order).to(tl.float32, bitcast=True)), order.to(tl.float32, bitcast=True))
+    return tl.where(
+        order < 0, -((-order).to(tl.float32, bitcast=True)), order.to(tl.float32, bitcast=True)
+    )
 
 
 @triton.jit
@@ -83,7 +88,8 @@ def _group_maxima_kernel(
     weights: tl.tensor,
     target_ids: tl.tensor,
     maxima: tl.tensor,  # int64 [groups * width, slices, SLICE // GROUP]
-    parts: tl.tensor,  # float32 [groups * width, slices, 2]: the best score, and the sum of exp(score - best)
+    # float32 [groups * width, slices, 2]: the best score, and the sum of exp(score - best)
+    parts: tl.tensor,
     groups: tl.tensor,
     width: tl.tensor,
     vocab_size: tl.tensor,
@@ -145,7 +151,11 @@ def _row_candidates_kernel(
     number = tl.arange(0, triton.next_power_of_2(COUNT))
     await_previous(OVERLAP)
     there = entry < SLICES * (SLICE // GROUP)
-    highest = _highest(tl.load(maxima + row * (SLICES * (SLICE // GROUP)) + entry, mask=there, other=_LEAST), number, COUNT)
+    highest = _highest(
+        tl.load(maxima + row * (SLICES * (SLICE // GROUP)) + entry, mask=there, other=_LEAST),
+        number,
+        COUNT,
+    )
     of_slices = tl.load(parts + (row * SLICES + part) * 2, mask=part < SLICES, other=-float("inf"))
     totals = tl.load(parts + (row * SLICES + part) * 2 + 1, mask=part < SLICES, other=0.0)
     best = tl.max(of_slices, 0)
@@ -165,7 +175,8 @@ def _row_candidates_kernel(
     if target_ids is not None:
         token_id = tl.load(target_ids + token_id, mask=within, other=0)
     tl.store(token_ids + row * COUNT + number, token_id, mask=within)
-    # What is not a number has no probability; and whatever rounds how, no child may be likelier than its parent.
+    # What is not a number has no probability; and whatever rounds how, no child may be likelier
+    # than its parent.
     score = tl.where(score == score, tl.minimum(score, 0.0), -float("inf"))
     tl.store(scores + row * COUNT + number, score, mask=within)
 
@@ -206,7 +217,11 @@ def candidates(
         filtered: a request may have top-k, top-p or min-p.
     """
     assert logits.stride(-1) == 1 and logits.dtype in DTYPES and positions.shape == logits.shape[:2]
-    assert floats.is_contiguous() and ints.is_contiguous() and (weights is None or weights.is_contiguous())
+    assert (
+        floats.is_contiguous()
+        and ints.is_contiguous()
+        and (weights is None or weights.is_contiguous())
+    )
     assert 1 <= count <= min(MOST_CANDIDATES, logits.shape[-1])
     least = least_kept(logits, floats, ints) if filtered else floats  # which is not read then
     rows, slices, device = positions.numel(), triton.cdiv(logits.shape[-1], SLICE), logits.device
@@ -214,10 +229,29 @@ def candidates(
     parts = torch.empty(rows, slices, 2, dtype=torch.float32, device=device)
     token_ids = torch.empty(*positions.shape, count, dtype=torch.int64, device=device)
     scores = torch.empty(token_ids.shape, dtype=torch.float32, device=device)
-    numbers = (logits, floats, ints, positions.contiguous(), least, weights, target_ids, maxima, parts)
+    numbers = (
+        logits,
+        floats,
+        ints,
+        positions.contiguous(),
+        least,
+        weights,
+        target_ids,
+        maxima,
+        parts,
+    )
     sizes = (*logits.shape, *logits.stride()[:2])
-    options = {"SAMPLED": sampled, "FILTERED": filtered, "SLICE": SLICE, "GROUP": GROUP, "num_warps": 4, **overlap_options(device)}
+    options = {
+        "SAMPLED": sampled,
+        "FILTERED": filtered,
+        "SLICE": SLICE,
+        "GROUP": GROUP,
+        "num_warps": 4,
+        **overlap_options(device),
+    }
     with on_device(logits):
         _group_maxima_kernel[(rows, slices)](*numbers, *sizes, **options)
-        _row_candidates_kernel[(rows,)](*numbers, token_ids, scores, *sizes, COUNT=count, SLICES=slices, **options)
+        _row_candidates_kernel[(rows,)](
+            *numbers, token_ids, scores, *sizes, COUNT=count, SLICES=slices, **options
+        )
     return token_ids, scores

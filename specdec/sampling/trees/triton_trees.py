@@ -1,9 +1,10 @@
 """Draft trees and chains in Triton, one program of one warp per request: what
 `specdec.sampling.trees.trees` builds and walks.
 
-The builder keeps the best draft that is not yet chosen behind each one that is, and the best that remains of its siblings: the next
-of the tree is among them. A sum of scores is compared as one integer with the draft's depth, parent, the parent's candidate and its
-own, which also tells who it is.
+The builder keeps the best draft that is not yet chosen behind each one that is, and the best that
+remains of its siblings: the next of the tree is among them. A sum of scores is compared as one
+integer with the draft's depth, parent, the parent's candidate and its own, which also tells who it
+is.
 """
 
 import torch
@@ -22,7 +23,9 @@ _LEAST = tl.constexpr(-(2**63))
 
 @triton.jit
 def _children(row: tl.tensor, before: tl.tensor, who: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Keys of the candidates behind a draft whose sum is `before`; `who` says the rest of them, see `_best_first_kernel`."""
+    """Keys of the candidates behind a draft whose sum is `before`; `who` says the rest of them, see
+    `_best_first_kernel`.
+    """
     child = tl.arange(0, triton.next_power_of_2(COUNT))
     exists = child < COUNT
     score = before + tl.load(row + child, mask=exists, other=0.0)
@@ -53,7 +56,8 @@ def _best_first_kernel(
     sums = tl.zeros([triton.next_power_of_2(NODES)], tl.float32)
     above = tl.zeros([triton.next_power_of_2(NODES)], tl.int64)
     await_previous(OVERLAP)
-    # Who a draft is: 7 bits of its depth, 7 of its parent's row, 8 of its parent's candidate, and 8 of its own.
+    # Who a draft is: 7 bits of its depth, 7 of its parent's row, 8 of its parent's candidate, and 8
+    # of its own.
     frontier = tl.where(node == 0, tl.max(_children(edges, 0.0, 1 << 23, COUNT), 0), _LEAST)
     for n in range(NODES):
         best = tl.max(frontier, 0)
@@ -66,7 +70,9 @@ def _best_first_kernel(
         sibling = tl.max(tl.where(sibling < best, sibling, _LEAST), 0)
         total = number_of((best >> 32).to(tl.int32))
         behind = edges + tl.minimum(depth, DEPTH - 1) * depth_stride + rank * parent_stride
-        child = tl.max(_children(behind, total, ((depth + 1) << 23) | ((n + 1) << 16) | (rank << 8), COUNT), 0)
+        child = tl.max(
+            _children(behind, total, ((depth + 1) << 23) | ((n + 1) << 16) | (rank << 8), COUNT), 0
+        )
         child = tl.where(depth < DEPTH, child, _LEAST)
         frontier = tl.where(frontier == best, sibling, frontier)
         frontier = tl.where(node == n + 1, child, frontier)
@@ -94,16 +100,26 @@ def best_first(edges: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
         num_nodes: N.
 
     Returns:
-        parents, depths, ancestors, ranks and places, int64 [num_reqs, N], and sums, float32 [num_reqs, N].
+        parents, depths, ancestors, ranks and places, int64 [num_reqs, N], and sums, float32
+        [num_reqs, N].
     """
     num_reqs, depth, _, count = edges.shape
-    assert edges.dtype == torch.float32 and edges.stride(-1) == 1 and num_nodes <= 64 and count <= 256
+    assert (
+        edges.dtype == torch.float32 and edges.stride(-1) == 1 and num_nodes <= 64 and count <= 256
+    )
     found = torch.empty(5, num_reqs, num_nodes, dtype=torch.int64, device=edges.device)
     totals = torch.empty(num_reqs, num_nodes, dtype=torch.float32, device=edges.device)
     options = {"num_warps": 1, **overlap_options(edges.device)}
     with on_device(edges):
         _best_first_kernel[(num_reqs,)](
-            edges, *found, totals, *edges.stride()[:3], NODES=num_nodes, DEPTH=depth, COUNT=count, **options
+            edges,
+            *found,
+            totals,
+            *edges.stride()[:3],
+            NODES=num_nodes,
+            DEPTH=depth,
+            COUNT=count,
+            **options,
         )
     return *found, totals
 
@@ -137,7 +153,9 @@ def best_chain(edges: Tensor) -> Tensor:
     ranks = torch.empty(num_reqs, depth, dtype=torch.int64, device=edges.device)
     options = {"num_warps": 1, **overlap_options(edges.device)}
     with on_device(edges):
-        _best_chain_kernel[(num_reqs,)](edges, ranks, *edges.stride()[:3], DEPTH=depth, COUNT=count, **options)
+        _best_chain_kernel[(num_reqs,)](
+            edges, ranks, *edges.stride()[:3], DEPTH=depth, COUNT=count, **options
+        )
     return ranks
 
 
@@ -176,11 +194,22 @@ def _walk_kernel(
     tl.store(path + depth, node.to(tl.int64) + 1, mask=accepted)
 
 
-def walk(token_ids: Tensor, tree: DraftTree, target_ids: Tensor, depth: int, num_drafts: Tensor | None) -> tuple[Tensor, Tensor]:
+def walk(
+    token_ids: Tensor, tree: DraftTree, target_ids: Tensor, depth: int, num_drafts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See `specdec.sampling.trees.trees.walk`; all are contiguous."""
     num_reqs, num_nodes = token_ids.shape
-    assert token_ids.is_contiguous() and target_ids.is_contiguous() and target_ids.shape == (num_reqs, num_nodes + 1)
-    assert tree.parents.is_contiguous() and tree.depths.is_contiguous() and tree.ancestors.is_contiguous() and depth <= num_nodes
+    assert (
+        token_ids.is_contiguous()
+        and target_ids.is_contiguous()
+        and target_ids.shape == (num_reqs, num_nodes + 1)
+    )
+    assert (
+        tree.parents.is_contiguous()
+        and tree.depths.is_contiguous()
+        and tree.ancestors.is_contiguous()
+        and depth <= num_nodes
+    )
     path = torch.empty(num_reqs, depth + 1, dtype=torch.int64, device=token_ids.device)
     num_accepted = torch.empty(num_reqs, dtype=torch.int64, device=token_ids.device)
     options = {"num_warps": 1, **overlap_options(token_ids.device)}

@@ -1,9 +1,10 @@
 """Trees out of paths in Triton, one program per request: what `specdec.sampling.trees.tries` puts
 together.
 
-Paths are entries, each with the entry before it; those that are alike are one. The best entries are sorted out at once: no path is
-likelier than its beginning, so that is among them already. A score is compared as one integer with the depth and the entry. Nothing
-is done draft by draft, but for the rows that lead to one, which are followed twice as far in each of a few turns.
+Paths are entries, each with the entry before it; those that are alike are one. The best entries are
+sorted out at once: no path is likelier than its beginning, so that is among them already. A score
+is compared as one integer with the depth and the entry. Nothing is done draft by draft, but for the
+rows that lead to one, which are followed twice as far in each of a few turns.
 """
 
 import torch
@@ -30,7 +31,9 @@ def _turns(depth: int) -> int:
 
 @triton.jit
 def _followed(sums: tl.tensor, before: tl.tensor, TURNS: tl.constexpr) -> tl.tensor:
-    """Sums along the paths to entries [N], each with the number of the one before it, from 1 on; 0 for none."""
+    """Sums along the paths to entries [N], each with the number of the one before it, from 1 on; 0
+    for none.
+    """
     for _ in tl.static_range(TURNS):
         place = tl.maximum(before - 1, 0)
         sums += tl.where(before > 0, tl.gather(sums, place, 0), 0)
@@ -41,16 +44,21 @@ def _followed(sums: tl.tensor, before: tl.tensor, TURNS: tl.constexpr) -> tl.ten
 @triton.jit
 def _store_best(
     key: tl.tensor,  # int64 [ENTRIES], `token_key` of score, depth and entry; the least for none
-    link: tl.tensor,  # int64 [ENTRIES], the token, then 16 bits with 1 + the entry before, 0 behind the anchor
+    # int64 [ENTRIES], the token, then 16 bits with 1 + the entry before, 0 behind the anchor
+    link: tl.tensor,
     found: tl.tensor,  # int64 [5, requests, NODES]
     scores: tl.tensor,  # float32 [requests, NODES]
     num_drafts: tl.tensor,  # int64 [requests]
-    SECOND: tl.constexpr,  # the first entry of odd places, those before it have even ones; or None: an entry's place is its own
+    # the first entry of odd places, those before it have even ones; or None: an entry's place is
+    # its own
+    SECOND: tl.constexpr,
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
     LOGARITHMS: tl.constexpr,  # scores become them
 ) -> None:
-    """Writes parents, depths, ancestors, ranks and tokens of the best entries, their scores, and how many there are."""
+    """Writes parents, depths, ancestors, ranks and tokens of the best entries, their scores, and
+    how many there are.
+    """
     MOST: tl.constexpr = max(2, triton.next_power_of_2(NODES))  # one would be no vector
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, MOST)
@@ -64,13 +72,17 @@ def _store_best(
     its_link = tl.where(counts, tl.gather(link, place, 0), 0)
     before = (its_link & 0xFFFF).to(tl.int32)
     earlier = (node[None, :] < node[:, None]) & counts[None, :]
-    parent = tl.max(tl.where(earlier & (entry[None, :] + 1 == before[:, None]), node[None, :] + 1, 0), 1)
+    parent = tl.max(
+        tl.where(earlier & (entry[None, :] + 1 == before[:, None]), node[None, :] + 1, 0), 1
+    )
     above = _followed(tl.full([MOST], 1, tl.int64) << node, parent, _turns(DEPTH))
     score = tl.where(counts, number_of((chosen >> 32).to(tl.int32)), -float("inf"))
     if LOGARITHMS:  # whatever they are rounded to, none is above the one before
         score = tl.where(counts, tl.log(tl.where(counts, score, 1.0)), -float("inf"))
         score = tl.minimum(score, tl.min(tl.where(earlier, score[None, :], float("inf")), 1))
-    rank = tl.sum(((node[None, :] < node[:, None]) & (parent[None, :] == parent[:, None])).to(tl.int64), 1)
+    rank = tl.sum(
+        ((node[None, :] < node[:, None]) & (parent[None, :] == parent[:, None])).to(tl.int64), 1
+    )
     within = node < NODES
     stride = tl.num_programs(0).to(tl.int64) * NODES
     place = request * NODES + node
@@ -108,7 +120,9 @@ def _trie_kernel(
     place = request * COUNT + one
     length = tl.load(lengths + place, mask=one < COUNT, other=0)
     rows = continuations + request * request_stride + one * occurrence_stride
-    tokens = tl.load(rows[None, :] + level, mask=(level < DEPTH) & (level < length[None, :]), other=-1)
+    tokens = tl.load(
+        rows[None, :] + level, mask=(level < DEPTH) & (level < length[None, :]), other=-1
+    )
     kept = tl.where(length > 0, tl.load(weights + place, mask=one < COUNT, other=0.0), 0.0)
     keep = tl.load(keeps + place, mask=one < COUNT, other=0.0)
     total = tl.sum(kept, 0)
@@ -123,7 +137,11 @@ def _trie_kernel(
         kept = kept * keep
         share = tl.sum(tl.where(agreeing, kept[None, :], 0.0), 1) / total
         first = MANY - tl.max(tl.where(agreeing, MANY - one[None, :], 0), 1)
-        key = tl.where((first == one) & (token >= 0), token_key(share, ((depth + 1) << 16) | (depth * MANY + one)), _LEAST)
+        key = tl.where(
+            (first == one) & (token >= 0),
+            token_key(share, ((depth + 1) << 16) | (depth * MANY + one)),
+            _LEAST,
+        )
         keys = tl.where(level == depth, key[None, :], keys)
         links = tl.where(level == depth, ((token << 16) | before)[None, :], links)
         before = depth * MANY + first + 1
@@ -133,7 +151,9 @@ def _trie_kernel(
 
 @triton.jit
 def _mixed(token: tl.tensor, depth: tl.tensor) -> tl.tensor:
-    """int64 that no other token or depth has: the finalizer of MurmurHash3 (public domain) is a permutation."""
+    """int64 that no other token or depth has: the finalizer of MurmurHash3 (public domain) is a
+    permutation.
+    """
     x = ((token << 16) | depth).to(tl.uint64)
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
@@ -153,7 +173,9 @@ def _tree(
     SIZE: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tl.tuple:
-    """Which drafts of a tree count [SIZE], their tokens, parents and depths, their scores, and sums that tell their paths."""
+    """Which drafts of a tree count [SIZE], their tokens, parents and depths, their scores, and sums
+    that tell their paths.
+    """
     node = tl.arange(0, SIZE)
     within, place = node < NODES, request * NODES + node
     token = tl.load(tokens + place, mask=within, other=0)
@@ -162,8 +184,17 @@ def _tree(
     score = tl.load(logs + place, mask=within, other=0.0)
     if shifts is not None:
         score += tl.load(shifts + request)
-    exists = within & (node < tl.load(counts + request)) & (depth <= DEPTH) & (score > -float("inf"))
-    return exists, token, parent, depth, score, _followed(_mixed(token, depth), parent, _turns(DEPTH))
+    exists = (
+        within & (node < tl.load(counts + request)) & (depth <= DEPTH) & (score > -float("inf"))
+    )
+    return (
+        exists,
+        token,
+        parent,
+        depth,
+        score,
+        _followed(_mixed(token, depth), parent, _turns(DEPTH)),
+    )
 
 
 @triton.jit
@@ -193,14 +224,28 @@ def _union_kernel(
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, SIZE)
     await_previous(OVERLAP)
-    exists, token, parent, depth, score, path = _tree(tokens, parents, depths, logs, counts, shifts, request, FIRST, SIZE, DEPTH)
-    other_exists, other_token, other_parent, other_depth, other_score, other_path = _tree(
-        other_tokens, other_parents, other_depths, other_logs, other_counts, other_shifts, request, SECOND, SIZE, DEPTH
+    exists, token, parent, depth, score, path = _tree(
+        tokens, parents, depths, logs, counts, shifts, request, FIRST, SIZE, DEPTH
     )
-    # Equal sums are equal paths, or rather chance would have to make equals of 64 bits; then a draft were wrong, and no output.
+    other_exists, other_token, other_parent, other_depth, other_score, other_path = _tree(
+        other_tokens,
+        other_parents,
+        other_depths,
+        other_logs,
+        other_counts,
+        other_shifts,
+        request,
+        SECOND,
+        SIZE,
+        DEPTH,
+    )
+    # Equal sums are equal paths, or rather chance would have to make equals of 64 bits; then a
+    # draft were wrong, and no output.
     same = (path[:, None] == other_path[None, :]) & exists[:, None] & other_exists[None, :]
     score = tl.maximum(score, tl.max(tl.where(same, other_score[None, :], -float("inf")), 1))
-    twin = tl.max(tl.where(same, node[:, None] + 1, 0), 0)  # of the other tree's drafts, those of the first count from 1 on
+    twin = tl.max(
+        tl.where(same, node[:, None] + 1, 0), 0
+    )  # of the other tree's drafts, those of the first count from 1 on
     row = tl.where(twin > 0, twin, FIRST + node + 1)
     other_parent = tl.where(other_parent > 0, tl.gather(row, tl.maximum(other_parent - 1, 0), 0), 0)
     key = tl.where(exists, token_key(score, (depth << 16) | node), _LEAST)
@@ -208,14 +253,18 @@ def _union_kernel(
     other_key = tl.where(other_exists & (twin == 0), other_key, _LEAST)
     links = tl.join((token << 16) | parent, (other_token << 16) | other_parent)
     keys = tl.reshape(tl.join(key, other_key), [2 * SIZE])
-    _store_best(keys, tl.reshape(links, [2 * SIZE]), found, scores, num_drafts, FIRST, NODES, DEPTH, False)
+    _store_best(
+        keys, tl.reshape(links, [2 * SIZE]), found, scores, num_drafts, FIRST, NODES, DEPTH, False
+    )
 
 
 Drafts = tuple[DraftTree, Tensor, Tensor, Tensor]
 """The fields of `specdec.sampling.trees.tries.ScoredDrafts`, without a shift."""
 
 
-def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, keep: Tensor) -> Drafts:
+def trie(
+    continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int, keep: Tensor
+) -> Drafts:
     """See `specdec.sampling.trees.tries.trie`.
 
     Args:
@@ -225,8 +274,15 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
         num_nodes: N.
     """
     num_reqs, count, depth = continuations.shape
-    assert continuations.stride(-1) == 1 and continuations.dtype == lengths.dtype == torch.int64 and count * depth < 2**15
-    assert weights.shape == keep.shape == lengths.shape and weights.dtype == keep.dtype == torch.float32
+    assert (
+        continuations.stride(-1) == 1
+        and continuations.dtype == lengths.dtype == torch.int64
+        and count * depth < 2**15
+    )
+    assert (
+        weights.shape == keep.shape == lengths.shape
+        and weights.dtype == keep.dtype == torch.float32
+    )
     found, scores, num_drafts = _room(num_reqs, num_nodes, continuations.device)
     with on_device(continuations):
         _trie_kernel[(num_reqs,)](
@@ -247,12 +303,21 @@ def trie(continuations: Tensor, lengths: Tensor, weights: Tensor, num_nodes: int
     return _drafts(found, scores, num_drafts)
 
 
-def merge(one: tuple[*Drafts, Tensor | None], other: tuple[*Drafts, Tensor | None], num_nodes: int, depth: int) -> Drafts:
+def merge(
+    one: tuple[*Drafts, Tensor | None],
+    other: tuple[*Drafts, Tensor | None],
+    num_nodes: int,
+    depth: int,
+) -> Drafts:
     """See `specdec.sampling.trees.tries.merge_trees`; of the trees all fields of `ScoredDrafts`."""
     num_reqs, first = one[1].shape
     second = other[1].shape[1]
     found, scores, num_drafts = _room(num_reqs, num_nodes, one[1].device)
-    parts = (part for tree, token_ids, *rest in (one, other) for part in (token_ids, tree.parents, tree.depths, *rest))
+    parts = (
+        part
+        for tree, token_ids, *rest in (one, other)
+        for part in (token_ids, tree.parents, tree.depths, *rest)
+    )
     trees = [None if part is None else part.contiguous() for part in parts]
     with on_device(found):
         _union_kernel[(num_reqs,)](

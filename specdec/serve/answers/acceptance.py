@@ -28,7 +28,9 @@ def meta_info(results: Sequence[GenerationResult]) -> dict[str, Any]:
 def speculative_decoding(results: Sequence[GenerationResult]) -> dict[str, Any]:
     """vLLM's figures: those of verify steps that had drafts."""
     stats = pooled(result.stats for result in results)
-    accepted = [kept for kept, drafted in zip(stats.num_accepted, stats.num_drafted, strict=True) if drafted]
+    accepted = [
+        kept for kept, drafted in zip(stats.num_accepted, stats.num_drafted, strict=True) if drafted
+    ]
     steps, drafts = len(accepted), sum(stats.num_verified)
     return {
         "mean_acceptance_length": 1 + sum(accepted) / steps if steps else 1.0,

@@ -36,9 +36,15 @@ class Answer:
     chunk_kind = ""  # of its events
     prefix = ""  # of its id
 
-    def __init__(self, asked: Generation, model: str, prompts: Sequence[list[int]], tokens: TokenBytes) -> None:
+    def __init__(
+        self, asked: Generation, model: str, prompts: Sequence[list[int]], tokens: TokenBytes
+    ) -> None:
         self.asked, self.prompts, self.n = asked, prompts, asked.n or 1
-        self._frame = {"id": f"{self.prefix}{uuid4().hex}", "created": int(time.time()), "model": model}
+        self._frame = {
+            "id": f"{self.prefix}{uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self.notes: list[str] = []
         self.tokens = tokens
         self._counts: Counter[int] = Counter()  # of tokens that events have told of, by output
@@ -51,8 +57,12 @@ class Answer:
         """Whether thinking and answer are told apart."""
         return False
 
-    def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
-        """An output as a whole; `first` is that of the same prompt that has its log-probabilities."""
+    def choice(
+        self, result: GenerationResult, index: int, first: GenerationResult
+    ) -> dict[str, Any]:
+        """An output as a whole; `first` is that of the same prompt that has its
+        log-probabilities.
+        """
         raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -72,7 +82,14 @@ class Answer:
         choices = []
         for index, result in enumerate(results):
             choice = self.choice(result, index, results[index - index % self.n])
-            choices.append({"index": index, **choice, "finish_reason": result.finish_reason, "meta_info": meta_info([result])})
+            choices.append(
+                {
+                    "index": index,
+                    **choice,
+                    "finish_reason": result.finish_reason,
+                    "meta_info": meta_info([result]),
+                }
+            )
             if self.asked.return_token_ids:
                 choices[-1]["token_ids"] = result.token_ids
         return {**self._framed(self.kind, choices), **self._figures(results)}
@@ -81,8 +98,13 @@ class Answer:
         """How many log-probabilities the answer has, about."""
         count = 0
         for result in results:
-            for values, tops in ((result.logprobs, result.top_logprobs), (result.prompt_logprobs, result.prompt_top_logprobs)):
-                count += len(values or ()) * (1 + max(map(len, filter(None, tops or ())), default=0))
+            for values, tops in (
+                (result.logprobs, result.top_logprobs),
+                (result.prompt_logprobs, result.prompt_top_logprobs),
+            ):
+                count += len(values or ()) * (
+                    1 + max(map(len, filter(None, tops or ())), default=0)
+                )
         return count
 
     def openings(self) -> Iterator[dict[str, Any]]:
@@ -115,7 +137,9 @@ class Answer:
         return before + escaped(encode_basestring(text)).encode(errors="replace") + after
 
     def events(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
-        """Events of what came: none where it shows nothing yet, and one more at the end of an output."""
+        """Events of what came: none where it shows nothing yet, and one more at the end of an
+        output.
+        """
         self._counts[chunk.index] += len(chunk.token_ids)
         chunk = self.shown(chunk)
         text = chunk.text if chunk.parts is None else "".join(chunk.parts)
@@ -136,7 +160,11 @@ class Answer:
 
     def name(self, token: int) -> str:
         """The text of a single token, or its number where the request wants that."""
-        return f"token_id:{token}" if self.asked.return_tokens_as_token_ids else self.tokens.text(token)
+        return (
+            f"token_id:{token}"
+            if self.asked.return_tokens_as_token_ids
+            else self.tokens.text(token)
+        )
 
     def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._frame, "object": kind, "choices": choices}
@@ -152,7 +180,9 @@ class Answer:
         return {"warnings": self.notes} if self.notes else {}
 
     def _figures(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        usage = _usage(sum(map(len, self.prompts)), sum(len(result.token_ids) for result in results))
+        usage = _usage(
+            sum(map(len, self.prompts)), sum(len(result.token_ids) for result in results)
+        )
         cached = sum(result.num_cached_tokens for result in results[:: self.n])
         return {
             "usage": usage | {"prompt_tokens_details": {"cached_tokens": cached}},

@@ -21,7 +21,8 @@ def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[
     """What makes the prompt of messages, by the model's template.
 
     Raises:
-        RequestError: a message is of no use to a text model, or an option of the template is not one.
+        RequestError: a message is of no use to a text model, or an option of the template is not
+            one.
     """
     try:
         messages = readable(asked.messages or [])
@@ -31,14 +32,22 @@ def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[
     if isinstance(asked, Chat) and asked.reasoning_effort is not None:
         variables = {"reasoning_effort": asked.reasoning_effort, **variables}
     check_variables(variables, reader.tokenizer)
-    if asked.continue_final_message and asked.add_generation_prompt and "add_generation_prompt" in asked.model_fields_set:
-        message = "continue_final_message goes on with the last message; set add_generation_prompt to false"
+    if (
+        asked.continue_final_message
+        and asked.add_generation_prompt
+        and "add_generation_prompt" in asked.model_fields_set
+    ):
+        message = (
+            "continue_final_message goes on with the last message; set add_generation_prompt"
+            " to false"
+        )
         raise RequestError(400, message, param="continue_final_message")
     return partial(
         reader.chat_text,
         messages,
         {
-            "add_generation_prompt": asked.add_generation_prompt and not asked.continue_final_message,
+            "add_generation_prompt": asked.add_generation_prompt
+            and not asked.continue_final_message,
             "continue_final_message": asked.continue_final_message,
             **variables,
         },
@@ -60,9 +69,13 @@ class ChatCompletion(Answer):
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The answer in one piece."""
         whole = super().whole(results)
-        return {**whole, "prompt_token_ids": self.prompts[0]} if self.asked.return_token_ids else whole
+        return (
+            {**whole, "prompt_token_ids": self.prompts[0]} if self.asked.return_token_ids else whole
+        )
 
-    def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
+    def choice(
+        self, result: GenerationResult, index: int, first: GenerationResult
+    ) -> dict[str, Any]:
         """An output as a whole."""
         content = result.text if result.content is None else result.content
         message = {"role": "assistant", "content": content, "refusal": None}
@@ -70,7 +83,9 @@ class ChatCompletion(Answer):
             message["reasoning_content"] = result.reasoning
         return {
             "message": message,
-            "logprobs": self._logprobs(result.token_ids, result.logprobs or [], result.top_logprobs or []),
+            "logprobs": self._logprobs(
+                result.token_ids, result.logprobs or [], result.top_logprobs or []
+            ),
         }
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -79,7 +94,11 @@ class ChatCompletion(Answer):
 
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
         """What came of an output."""
-        some = self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if chunk.token_ids else None
+        some = (
+            self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+            if chunk.token_ids
+            else None
+        )
         reasoning, content = chunk.parts or ("", chunk.text)
         delta = {"content": content} if content or (chunk.token_ids and not reasoning) else {}
         if reasoning and self.asked.include_reasoning:
@@ -92,13 +111,19 @@ class ChatCompletion(Answer):
             return chunk
         return replace(chunk, parts=("", chunk.parts[1]))
 
-    def _logprobs(self, tokens: Sequence[int], values: Sequence[float], tops: Sequence[Top]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[int], values: Sequence[float], tops: Sequence[Top]
+    ) -> dict[str, Any] | None:
         if not self.asked.logprobs:
             return None
         content = []
         for place, (token, value) in enumerate(zip(tokens, values, strict=True)):
-            likely = list(tops[place].items())[: self.asked.top_logprobs] if place < len(tops) else []
-            content.append({**self._entry(token, value), "top_logprobs": [self._entry(*one) for one in likely]})
+            likely = (
+                list(tops[place].items())[: self.asked.top_logprobs] if place < len(tops) else []
+            )
+            content.append(
+                {**self._entry(token, value), "top_logprobs": [self._entry(*one) for one in likely]}
+            )
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from specdec.session.outputs import GenerationResult, StreamChunk
 
 
 class Completion(Answer):
-    """See `Answer`. `echoes` are the texts of the prompts where the request wants them before its outputs."""
+    """See `Answer`. `echoes` are the texts of the prompts where the request wants them before its
+    outputs.
+    """
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
@@ -24,7 +26,9 @@ class Completion(Answer):
         self._echoes = echoes
         self._lengths: dict[int, TextLength] = {}  # of texts named by `text_offset` so far
 
-    def choice(self, result: GenerationResult, index: int, first: GenerationResult) -> dict[str, Any]:
+    def choice(
+        self, result: GenerationResult, index: int, first: GenerationResult
+    ) -> dict[str, Any]:
         """An output as a whole."""
         tokens = list(result.token_ids)
         values: list[float | None] = [*(result.logprobs or [])]
@@ -34,7 +38,9 @@ class Completion(Answer):
             tops = [*first.prompt_top_logprobs, *tops]
         choice: dict[str, Any] = {
             "text": self._echo(index) + result.text,
-            "logprobs": None if self.asked.logprobs is None else self._logprobs(index, tokens, values, tops),
+            "logprobs": None
+            if self.asked.logprobs is None
+            else self._logprobs(index, tokens, values, tops),
         }
         if self.asked.return_token_ids:
             choice["prompt_token_ids"] = result.prompt_token_ids
@@ -47,14 +53,22 @@ class Completion(Answer):
     def delta(self, chunk: StreamChunk) -> dict[str, Any]:
         """What came of an output."""
         wanted = self.asked.logprobs is not None and chunk.token_ids
-        some = self._logprobs(chunk.index, chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if wanted else None
+        some = (
+            self._logprobs(chunk.index, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
+            if wanted
+            else None
+        )
         return {"text": chunk.text, "logprobs": some}
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self.n] if self._echoes is not None else ""
 
     def _logprobs(
-        self, index: int, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
+        self,
+        index: int,
+        tokens: Sequence[int],
+        values: Sequence[float | None],
+        tops: Sequence[Top | None],
     ) -> dict[str, Any]:
         length = self._lengths.setdefault(index, TextLength())
         offsets = [length.add(self.tokens.of(token)) for token in tokens]
@@ -68,7 +82,9 @@ class Completion(Answer):
     def _tops(
         self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
     ) -> Iterator[dict[str, float] | None]:
-        """By text, where of tokens that read alike the likeliest counts; the token itself is among them."""
+        """By text, where of tokens that read alike the likeliest counts; the token itself is among
+        them.
+        """
         for place, (token, value) in enumerate(zip(tokens, values, strict=True)):
             top = tops[place] if place < len(tops) else None
             if value is None:
@@ -80,5 +96,9 @@ class Completion(Answer):
             yield named
 
     def _name(self, token: int) -> str:
-        """Unlike in chats, of parts of characters their bytes: likely tokens are told apart by their names."""
-        return self.name(token) if self.asked.return_tokens_as_token_ids else self.tokens.name(token)
+        """Unlike in chats, of parts of characters their bytes: likely tokens are told apart by
+        their names.
+        """
+        return (
+            self.name(token) if self.asked.return_tokens_as_token_ids else self.tokens.name(token)
+        )

@@ -1,4 +1,6 @@
-"""The bytes that tokens stand for, which text alone does not tell of those that are part of a character."""
+"""The bytes that tokens stand for, which text alone does not tell of those that are part of a
+character.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class TokenBytes:
         text = self.text(token)
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
         if "\ufffd" not in text:
-            spaced = piece.startswith("\u2581") and not text.startswith(" ")  # lost by a token that is decoded alone
+            spaced = piece.startswith("\u2581") and not text.startswith(
+                " "
+            )  # lost by a token that is decoded alone
             return f"{' ' * spaced}{text}".encode(errors="replace")
         if "ByteFallback" in self._decoders and (match := _FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])

@@ -6,7 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -58,11 +63,22 @@ class Metrics(Collector):
             ("spec_decode_num_accepted_tokens", sum(totals.accepted), "Drafts accepted."),
             ("num_preemptions", numbers.preemptions, "Requests preempted."),
         ):
-            yield self._one(CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value)
-        name, text = f"{prefix}:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted by position."
-        yield self._by(CounterMetricFamily(name, text, labels=[*self._labels, "position"]), enumerate(totals.accepted))
+            yield self._one(
+                CounterMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value
+            )
+        name, text = (
+            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted by position.",
+        )
+        yield self._by(
+            CounterMetricFamily(name, text, labels=[*self._labels, "position"]),
+            enumerate(totals.accepted),
+        )
         name, text = f"{prefix}:request_success", "Outputs ended, by reason."
-        yield self._by(CounterMetricFamily(name, text, labels=[*self._labels, "finished_reason"]), totals.finished.items())
+        yield self._by(
+            CounterMetricFamily(name, text, labels=[*self._labels, "finished_reason"]),
+            totals.finished.items(),
+        )
 
     def _gauges(self, prefix: str) -> Iterator[Metric]:
         numbers = self._front.engine.numbers
@@ -72,19 +88,43 @@ class Metrics(Collector):
             ("num_requests_waiting", self._front.num_waiting, "Outputs that wait for a place."),
             ("kv_cache_usage_perc", usage, "Share of the cache's blocks in use, from 0 to 1."),
         ):
-            yield self._one(GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value)
+            yield self._one(
+                GaugeMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels)), value
+            )
 
     def _histograms(self, prefix: str, totals: Totals) -> Iterator[Metric]:
         for name, counted, text in (
-            ("time_to_first_token_seconds", totals.first_token, "From a request to its first token, of streams."),
-            ("inter_token_latency_seconds", totals.between_tokens, "Between the steps that add to an output, of streams."),
-            ("request_time_per_output_token_seconds", totals.per_token, "Mean of an output after its first token, of streams."),
+            (
+                "time_to_first_token_seconds",
+                totals.first_token,
+                "From a request to its first token, of streams.",
+            ),
+            (
+                "inter_token_latency_seconds",
+                totals.between_tokens,
+                "Between the steps that add to an output, of streams.",
+            ),
+            (
+                "request_time_per_output_token_seconds",
+                totals.per_token,
+                "Mean of an output after its first token, of streams.",
+            ),
             ("e2e_request_latency_seconds", totals.whole, "From a request to its end."),
-            ("request_prompt_tokens", totals.request_prompt, "Prompt tokens of each output that has ended."),
-            ("request_generation_tokens", totals.request_output, "Tokens of each output that has ended."),
+            (
+                "request_prompt_tokens",
+                totals.request_prompt,
+                "Prompt tokens of each output that has ended.",
+            ),
+            (
+                "request_generation_tokens",
+                totals.request_output,
+                "Tokens of each output that has ended.",
+            ),
         ):
             family = HistogramMetricFamily(f"{prefix}:{name}", text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), buckets=_buckets(counted), sum_value=counted.sum)
+            family.add_metric(
+                list(self._labels.values()), buckets=_buckets(counted), sum_value=counted.sum
+            )
             yield family
 
     def _one(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:

@@ -10,7 +10,25 @@ from typing import Any
 
 from specdec.base.metrics import AcceptanceStats
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
 TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
 
 
@@ -35,14 +53,17 @@ class Totals:
 
     Attributes:
         finished: outputs by finish reason.
-        prompt_tokens, output_tokens: of prompts once their first token came, and of outputs as they come.
+        prompt_tokens, output_tokens: of prompts once their first token came, and of outputs as they
+            come.
         steps: verify steps.
         step_tokens: what these put out.
         drafts: verify steps that had drafts.
         draft_tokens: drafts verified.
         offered, accepted: by position, verify steps that offered a draft there, and that kept it.
-        first_token, between_tokens, whole: seconds to the first token, between chunks, and to the end.
-        per_token: seconds from the first token to the end by tokens after it; it and the two before are of streams.
+        first_token, between_tokens, whole: seconds to the first token, between chunks, and to the
+            end.
+        per_token: seconds from the first token to the end by tokens after it; it and the two before
+            are of streams.
         request_prompt, request_output: tokens of each output that has ended.
     """
 
@@ -52,7 +73,9 @@ class Totals:
         self.steps = self.step_tokens = self.drafts = self.draft_tokens = 0
         self.offered: list[int] = []
         self.accepted: list[int] = []
-        self.first_token, self.between_tokens, self.per_token, self.whole = (Histogram() for _ in range(4))
+        self.first_token, self.between_tokens, self.per_token, self.whole = (
+            Histogram() for _ in range(4)
+        )
         self.request_prompt, self.request_output = Histogram(TOKENS), Histogram(TOKENS)
 
     @property
@@ -95,7 +118,10 @@ class Totals:
         self.step_tokens += sum(stats.num_emitted)
         self.drafts += sum(drafted > 0 for drafted in stats.num_drafted)
         self.draft_tokens += sum(stats.num_verified)
-        kept = [sum(accepted > position for accepted in stats.num_accepted) for position in range(len(stats.num_offered))]
+        kept = [
+            sum(accepted > position for accepted in stats.num_accepted)
+            for position in range(len(stats.num_offered))
+        ]
         self.offered = _added(self.offered, stats.num_offered)
         self.accepted = _added(self.accepted, kept)
 

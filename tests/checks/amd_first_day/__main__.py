@@ -12,17 +12,43 @@ from tests.checks.amd_first_day.steps import Step, all_steps
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs what is left to run; 0 when every step has passed, 1 when some have not, 130 when interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m tests.checks.amd_first_day", description=amd_first_day.__doc__)
+    """Runs what is left to run; 0 when every step has passed, 1 when some have not, 130 when
+    interrupted.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checks.amd_first_day", description=amd_first_day.__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--out", type=Path, default=Path("amd_first_day"), metavar="FOLDER", help="for results (default %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("amd_first_day"),
+        metavar="FOLDER",
+        help="for results (default %(default)s)",
+    )
     add("--only", nargs="+", default=[], metavar="NAME", help="these steps alone")
-    add("--again", nargs="+", default=[], metavar="NAME", help="run these again; 'failed' means all that have not passed")
+    add(
+        "--again",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="run these again; 'failed' means all that have not passed",
+    )
     add("--data", metavar="FILE", help="GSM8K's questions, in place of the hub's: a JSONL file")
-    add("--limit", type=int, default=200, metavar="N", help="questions of GSM8K (default %(default)s)")
+    add(
+        "--limit",
+        type=int,
+        default=200,
+        metavar="N",
+        help="questions of GSM8K (default %(default)s)",
+    )
     add("--list", action="store_true", help="show the steps and their commands")
-    add("--rehearse", action="store_true", help="on a CPU, at tiny sizes, with an emulation of AITER; the figures mean nothing")
+    add(
+        "--rehearse",
+        action="store_true",
+        help="on a CPU, at tiny sizes, with an emulation of AITER; the figures mean nothing",
+    )
     args = parser.parse_args(argv)
     folder = args.out.resolve()
     data = None if args.rehearse else args.data
@@ -34,12 +60,21 @@ def main(argv: list[str] | None = None) -> int:
     _check_names([*args.only, *args.again], steps, parser)
     if args.list:
         width = max(len(step.name) for step in steps)
-        print("\n".join(f"{step.name:<{width}}{step.minutes:>4g} min  {command_of(step)}" for step in steps))
+        print(
+            "\n".join(
+                f"{step.name:<{width}}{step.minutes:>4g} min  {command_of(step)}" for step in steps
+            )
+        )
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     if args.rehearse:
         rehearsal.prepare(folder / "tiny")
-    return _run([step for step in steps if not args.only or step.name in args.only], folder, args.again, start)
+    return _run(
+        [step for step in steps if not args.only or step.name in args.only],
+        folder,
+        args.again,
+        start,
+    )
 
 
 def _check_names(names: list[str], steps: list[Step], parser: argparse.ArgumentParser) -> None:
@@ -54,7 +89,9 @@ def _run(steps: list[Step], folder: Path, again: list[str], start: Launch) -> in
     about, done = machine(), read(folder / "result.json")
     for number, step in enumerate(steps, 1):
         known = done.get(step.name)
-        repeat = step.name in again or (known is not None and "failed" in again and known["verdict"] != "passed")
+        repeat = step.name in again or (
+            known is not None and "failed" in again and known["verdict"] != "passed"
+        )
         print(f"[{number:>2} of {len(steps)}] {step.name}: {step.title} ... ", end="", flush=True)
         if known is not None and known["command"] == command_of(step) and not repeat:
             print(f"{known['verdict']} before")
@@ -71,7 +108,10 @@ def _run(steps: list[Step], folder: Path, again: list[str], start: Launch) -> in
 
 def _conclude(entries: list[dict[str, Any]], folder: Path) -> int:
     passed = sum(entry["verdict"] == "passed" for entry in entries)
-    print(f"\n{passed} of {len(entries)} steps passed. Please open an issue with {folder / 'page.md'} as its text,")
+    print(
+        f"\n{passed} of {len(entries)} steps passed. Please open an issue with {folder / 'page.md'}"
+        f" as its text,"
+    )
     print(f"and attach {folder / 'result.json'}.")
     return int(passed < len(entries))
 

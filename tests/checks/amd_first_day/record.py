@@ -15,7 +15,9 @@ from specdec.session.provenance import commit, versions
 
 SCHEMA = "specdec amd_first_day 1"
 LINES = (40, 20, 10, 5)
-"""Of an output that the page shows, the last ones: as many as leave it within `MOST`. The JSON has all."""
+"""Of an output that the page shows, the last ones: as many as leave it within `MOST`. The JSON has
+all.
+"""
 MOST = 60_000
 """Characters of a page; an issue takes little more."""
 
@@ -32,12 +34,16 @@ def machine() -> dict[str, Any]:
         "device": describe_device(resolve_device()),
         "GPUs": ", ".join(amd_gpus.architectures()) or "none that the driver shows",
         "torch for": torch_build(),
-        "versions": ", ".join(f"{name} {version}" for name, version in (versions() | packages).items()),
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in (versions() | packages).items()
+        ),
         "commit": commit() or "none",
         "kernel": platform.release(),
         "driver": _first_line(Path("/sys/module/amdgpu/version")),
         "ROCm": _first_line(Path("/opt/rocm/.info/version")),
-        "memory": f"{torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB" if torch.cuda.is_available() else "no GPU",
+        "memory": f"{torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+        if torch.cuda.is_available()
+        else "no GPU",
     }
 
 
@@ -54,15 +60,23 @@ def read(path: Path) -> dict[str, Any]:
         return {}
     content = json.loads(path.read_text())
     if content.get("schema") != SCHEMA:
-        raise SystemExit(f"{path} is not a record of this version; move it away, or choose another folder with --out")
+        raise SystemExit(
+            f"{path} is not a record of this version; move it away, or choose another folder with"
+            f" --out"
+        )
     steps: dict[str, Any] = content["steps"]
     return steps
 
 
 def write(folder: Path, about: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
-    """Writes `result.json` and `page.md`, each in one go, so that an interruption leaves the last ones."""
+    """Writes `result.json` and `page.md`, each in one go, so that an interruption leaves the last
+    ones.
+    """
     content = {"schema": SCHEMA, "machine": dict(about), "steps": dict(steps)}
-    for name, text in (("result.json", json.dumps(content, indent=1)), ("page.md", page(about, steps))):
+    for name, text in (
+        ("result.json", json.dumps(content, indent=1)),
+        ("page.md", page(about, steps)),
+    ):
         half = folder / f"{name}.part"
         half.write_text(text)
         half.replace(folder / name)
@@ -79,10 +93,23 @@ def _page(about: Mapping[str, Any], steps: Mapping[str, Any], most_lines: int) -
     lines = [f"# specdec on {about['device']}", "", f"{passed} of {len(steps)} steps passed.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in about.items()), ""]
     lines += ["| step | what it shows | verdict | seconds |", "|---|---|---|---|"]
-    lines += [f"| {name} | {step['title']} | {step['verdict']} | {step['seconds']} |" for name, step in steps.items()]
+    lines += [
+        f"| {name} | {step['title']} | {step['verdict']} | {step['seconds']} |"
+        for name, step in steps.items()
+    ]
     for name, step in steps.items():
-        output = [line.rstrip()[:200] for line in step["output"].replace("\r", "\n").splitlines() if line.strip()]
+        output = [
+            line.rstrip()[:200]
+            for line in step["output"].replace("\r", "\n").splitlines()
+            if line.strip()
+        ]
         output = output[len(output) - most_lines if most_lines < len(output) else 0 :]
-        lines += ["", f"<details><summary>{name}: {step['verdict']}</summary>", "", f"`{step['command']}`", ""]
+        lines += [
+            "",
+            f"<details><summary>{name}: {step['verdict']}</summary>",
+            "",
+            f"`{step['command']}`",
+            "",
+        ]
         lines += ["```text", *output, "```", "", "</details>"]
     return "\n".join([*lines, ""])

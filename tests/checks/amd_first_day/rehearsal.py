@@ -1,6 +1,8 @@
-"""The steps without the hardware: on a CPU, at tiny sizes, as on gfx950 with AITER's emulation in place of AITER.
+"""The steps without the hardware: on a CPU, at tiny sizes, as on gfx950 with AITER's emulation in
+place of AITER.
 
-A process that has imported torch already is forked for each step, since importing it takes longer than a tiny step.
+A process that has imported torch already is forked for each step, since importing it takes longer
+than a tiny step.
 """
 
 import multiprocessing
@@ -22,12 +24,21 @@ from tests.checks.amd_first_day.steps import Step
 from tests.helpers.aiter_emulation import Machine, install
 
 ARCHITECTURE = "gfx950"
-_PRELOADED = ("verifiers.hf", "drafters.dflash.drafter", "transformers.models.deepseek_v3.modeling_deepseek_v3", __name__)
+_PRELOADED = (
+    "verifiers.hf",
+    "drafters.dflash.drafter",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    __name__,
+)
 
 
 def smaller(steps: list[Step]) -> list[Step]:
     """The steps that can be rehearsed, at tiny sizes."""
-    return [replace(step, arguments=(*step.arguments, *step.small)) for step in steps if step.small is not None]
+    return [
+        replace(step, arguments=(*step.arguments, *step.small))
+        for step in steps
+        if step.small is not None
+    ]
 
 
 def prepare(folder: Path) -> None:
@@ -60,7 +71,9 @@ def _child(arguments: tuple[str, ...], environ: Mapping[str, str], log: Path) ->
     """Runs `python -m` with these arguments on the pretended machine, and ends with its status."""
     os.chdir(ROOT)
     os.environ.update(environ)
-    os.environ["SPECDEC_CACHE"] = str(log.parent / "cache")  # nothing of a pretended machine stays behind
+    os.environ["SPECDEC_CACHE"] = str(
+        log.parent / "cache"
+    )  # nothing of a pretended machine stays behind
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())

@@ -66,10 +66,18 @@ def run_step(step: Step, folder: Path, launch: Launch) -> dict[str, Any]:
         if status is None
         else f"failed ({status})",
         "output": log.read_text(errors="replace")[-LONGEST:],
-        "figures": json.loads(step.figures.read_text()) if step.figures and step.figures.exists() else None,
+        "figures": json.loads(step.figures.read_text())
+        if step.figures and step.figures.exists()
+        else None,
     }
 
 
 def command_of(step: Step) -> str:
     """The step as a user would type it."""
-    return " ".join([*(f"{name}={value}" for name, value in step.environ.items()), "python -m", shlex.join(step.arguments)])
+    return " ".join(
+        [
+            *(f"{name}={value}" for name, value in step.environ.items()),
+            "python -m",
+            shlex.join(step.arguments),
+        ]
+    )

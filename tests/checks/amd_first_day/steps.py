@@ -36,7 +36,9 @@ class Step:
 
     @property
     def figures(self) -> Path | None:
-        """The JSON file that it leaves: what `--out` names, or the report in the folder that it names."""
+        """The JSON file that it leaves: what `--out` names, or the report in the folder that it
+        names.
+        """
         if "--out" not in self.arguments:
             return None
         path = Path(self.arguments[self.arguments.index("--out") + 1])
@@ -54,15 +56,39 @@ def all_steps(folder: Path, *, tiny: Path, data: str | None, limit: int) -> list
     """
 
     def words(command: str) -> tuple[str, ...]:
-        return tuple(word.replace("OUT/", f"{folder}/").replace("TINY", str(tiny)) for word in shlex.split(command))
+        return tuple(
+            word.replace("OUT/", f"{folder}/").replace("TINY", str(tiny))
+            for word in shlex.split(command)
+        )
 
-    def made(name: str, title: str, command: str, small: str | None = None, minutes: float = 60, **environ: str) -> Step:
-        return Step(name, title, words(command), minutes, None if small is None else words(small), environ)
+    def made(
+        name: str,
+        title: str,
+        command: str,
+        small: str | None = None,
+        minutes: float = 60,
+        **environ: str,
+    ) -> Step:
+        return Step(
+            name, title, words(command), minutes, None if small is None else words(small), environ
+        )
 
     questions = f"--data {shlex.quote(f'gsm8k={data}')}" if data else ""
-    steps = [made(*row) for row in (*_first_start(), *_kernels(), *_models(questions, limit), *_latencies())]
-    triton = "tests.checks.attention --attention rocm_aiter_fa --against OUT/outputs.pt --out OUT/tiers.json"
-    tiers = made("tiers", "AITER's Triton kernels alone, beside its others", triton, f"{_CPU} --every 13", AITER_TRITON_ONLY="1")
+    steps = [
+        made(*row)
+        for row in (*_first_start(), *_kernels(), *_models(questions, limit), *_latencies())
+    ]
+    triton = (
+        "tests.checks.attention --attention rocm_aiter_fa --against OUT/outputs.pt --out"
+        " OUT/tiers.json"
+    )
+    tiers = made(
+        "tiers",
+        "AITER's Triton kernels alone, beside its others",
+        triton,
+        f"{_CPU} --every 13",
+        AITER_TRITON_ONLY="1",
+    )
     place = next(index for index, step in enumerate(steps) if step.name == "kernels") + 1
     return [*steps[:place], tiers, *steps[place:]]
 
@@ -77,14 +103,27 @@ def _first_start() -> Iterator[Row]:
     yield "self-check", "every kind of kernel once", "specdec doctor --run", _CPU
     for name in BACKENDS[:3]:
         command = f"specdec warmup --attention {name} --max-num-seqs 32 --max-model-len 4096"
-        small = f"--model TINY {_CPU} --max-model-len 64 --max-num-seqs 2 -k 1" if name in AITER else None
+        small = (
+            f"--model TINY {_CPU} --max-model-len 64 --max-num-seqs 2 -k 1"
+            if name in AITER
+            else None
+        )
         yield f"warmup-{name}", f"what {name} compiles, and how long that takes", command, small
 
 
 def _kernels() -> Iterator[Row]:
     command = "tests.checks.attention --save OUT/outputs.pt --out OUT/kernels.json"
-    yield "kernels", "attention against float64", command, f"{_CPU} --every 13 --attention {' '.join(AITER)}"
-    yield "triton-attention", "our Triton attention at real sizes", "tests.checks.triton --part attention"
+    yield (
+        "kernels",
+        "attention against float64",
+        command,
+        f"{_CPU} --every 13 --attention {' '.join(AITER)}",
+    )
+    yield (
+        "triton-attention",
+        "our Triton attention at real sizes",
+        "tests.checks.triton --part attention",
+    )
     yield "triton-fused", "our fused layers at real sizes", "tests.checks.triton --part fused", ""
     yield "tests", "the tests that need a GPU", "pytest -q -m 'gpu or rocm' tests"
 
@@ -92,7 +131,12 @@ def _kernels() -> Iterator[Row]:
 def _models(questions: str, limit: int) -> Iterator[Row]:
     for name in BACKENDS:
         small = f"{_TARGET} --prompts 2 --tokens 4 --batches 2" if name in AITER else None
-        yield f"lossless-{name}", f"every token of the embedded model on {name}", f"tests.checks.lossless --attention {name}", small
+        yield (
+            f"lossless-{name}",
+            f"every token of the embedded model on {name}",
+            f"tests.checks.lossless --attention {name}",
+            small,
+        )
     yield (
         "lossless-eager",
         f"the same on {AITER[0]}, launched operation by operation",
@@ -103,26 +147,69 @@ def _models(questions: str, limit: int) -> Iterator[Row]:
         small = "--device cpu --shapes tiny" if name == AITER[0] else None
         yield f"steps-{name}", f"whole steps of four shapes on {name}", command, small
     for count in (1, 8, 32, 256):
-        command = f"specdec bench --max-num-seqs {count} --drafter smollm2-dflash ngram -k 7 auto --out OUT/bench-{count}.json"
+        command = (
+            f"specdec bench --max-num-seqs {count} --drafter smollm2-dflash ngram -k 7 auto"
+            f" --out OUT/bench-{count}.json"
+        )
         command += f" --sets gsm8k {questions} --limit {max(64, 2 * count)}" if questions else ""
         small = f"{_DRAFTS} --sets bundled --limit 2 --repeats 1 --warmup 0" if count == 8 else None
-        yield f"bench-{count}", f"speed with and without DFlash drafts, {count} at once", command, small
-    command = f"specdec eval --tasks gsm8k {questions} --limit {limit} --max-num-seqs 32 --out OUT/gsm8k"
-    yield "gsm8k", "accuracy with and without drafts", command, f"{_DRAFTS} --tasks bundled --limit 1"
+        yield (
+            f"bench-{count}",
+            f"speed with and without DFlash drafts, {count} at once",
+            command,
+            small,
+        )
+    command = (
+        f"specdec eval --tasks gsm8k {questions} --limit {limit} --max-num-seqs 32 --out OUT/gsm8k"
+    )
+    yield (
+        "gsm8k",
+        "accuracy with and without drafts",
+        command,
+        f"{_DRAFTS} --tasks bundled --limit 1",
+    )
 
 
 def _latencies() -> Iterator[Row]:
-    command, short = "tests.checks.latency --out OUT/NAME.json --shape", "--prompts 2048 --contexts 2048 16384"
+    command, short = (
+        "tests.checks.latency --out OUT/NAME.json --shape",
+        "--prompts 2048 --contexts 2048 16384",
+    )
     for name, title, options, tiny in (
-        ("layout-plain", "latency on the plain layout", f"llama --attention {AITER[0]} {short}", None),
-        ("layout-shuffled", "latency on the shuffled layout", f"llama --attention {AITER[1]} {short}", None),
+        (
+            "layout-plain",
+            "latency on the plain layout",
+            f"llama --attention {AITER[0]} {short}",
+            None,
+        ),
+        (
+            "layout-shuffled",
+            "latency on the shuffled layout",
+            f"llama --attention {AITER[1]} {short}",
+            None,
+        ),
         (
             "prefill-8-bit",
             "time to the first token, in 8 bits where gfx950 has them",
             "deepseek --attention rocm_aiter_mla",
             "tiny",
         ),
-        ("prefill-16-bit", "the same in 16 bits", "deepseek --attention rocm_aiter_mla --prefill-dtype model", "tiny"),
-        ("sparse", "latency of sparse attention", "deepseek-sparse --attention rocm_aiter_mla_sparse", "tiny-sparse"),
+        (
+            "prefill-16-bit",
+            "the same in 16 bits",
+            "deepseek --attention rocm_aiter_mla --prefill-dtype model",
+            "tiny",
+        ),
+        (
+            "sparse",
+            "latency of sparse attention",
+            "deepseek-sparse --attention rocm_aiter_mla_sparse",
+            "tiny-sparse",
+        ),
     ):
-        yield name, title, f"{command} {options}".replace("NAME", name), f"{_LATENCY} --shape {tiny}" if tiny else None
+        yield (
+            name,
+            title,
+            f"{command} {options}".replace("NAME", name),
+            f"{_LATENCY} --shape {tiny}" if tiny else None,
+        )

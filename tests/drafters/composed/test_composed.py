@@ -30,27 +30,51 @@ from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.tiny import FakeVerifier, Rig
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 
 
 class Fixed(Drafter, BoundDrafter):
     """Proposes the same tokens for every request, and promises what it is told to."""
 
-    def __init__(self, token_ids: Sequence[int], forecasts: Sequence[float] | None, taps: tuple[int, ...] = ()) -> None:
-        self.tokens, self.promised = torch.tensor([token_ids]), None if forecasts is None else torch.tensor(forecasts)
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        forecasts: Sequence[float] | None,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        self.tokens, self.promised = (
+            torch.tensor([token_ids]),
+            None if forecasts is None else torch.tensor(forecasts),
+        )
         self.max_draft_tokens, self.aux_layer_ids = len(token_ids), taps
         self.committed: list[VerifyOutput] = []
 
     def bind(
-        self, verifier: Verifier, caches: Sequence[LayerCache], *, max_num_seqs: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        verifier: Verifier,
+        caches: Sequence[LayerCache],
+        *,
+        max_num_seqs: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> "Fixed":
         return self
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         assert self.forecasts, "a composition asks for them"
-        return DraftOutput(self.tokens[:, : batch.k].expand(batch.num_reqs, -1), forecast=self.promised)
+        return DraftOutput(
+            self.tokens[:, : batch.k].expand(batch.num_reqs, -1), forecast=self.promised
+        )
 
-    def commit(self, batch: DecodeBatch, token_ids: Tensor, accept: Any, verify: VerifyOutput) -> None:
+    def commit(
+        self, batch: DecodeBatch, token_ids: Tensor, accept: Any, verify: VerifyOutput
+    ) -> None:
         self.committed.append(verify)
 
 
@@ -63,8 +87,12 @@ def rig_of(*parts: Drafter) -> Rig:
 
 
 def test_the_highest_forecast_drafts() -> None:
-    """For every request for itself; of equal ones the first part; a part that gives fewer drafts is filled up."""
-    rig = rig_of(Fixed([3, 4, 5, 6], [2.0, 0.5]), Fixed([7, 8], [1.5, 0.6]), Fixed([9, 10, 11], None))
+    """For every request for itself; of equal ones the first part; a part that gives fewer drafts is
+    filled up.
+    """
+    rig = rig_of(
+        Fixed([3, 4, 5, 6], [2.0, 0.5]), Fixed([7, 8], [1.5, 0.6]), Fixed([9, 10, 11], None)
+    )
     batch = rig.batch([1, 1], [3, 3], 4)
     with no_host_sync():
         draft = rig.bound.propose(batch)
@@ -74,7 +102,11 @@ def test_the_highest_forecast_drafts() -> None:
     rig = rig_of(Fixed([3, 4], [1.0, 1.0]), Fixed([7, 8], [1.0, 1.0]))
     rig.bound.forecasts = True
     draft = rig.bound.propose(rig.batch([1, 1], [3, 3], 1))
-    assert draft.token_ids.tolist() == [[3], [3]] and draft.forecast is not None and draft.forecast.tolist() == [1, 1]
+    assert (
+        draft.token_ids.tolist() == [[3], [3]]
+        and draft.forecast is not None
+        and draft.forecast.tolist() == [1, 1]
+    )
 
 
 class Foresighted(Fixed):
@@ -88,15 +120,25 @@ class Foresighted(Fixed):
 
 def test_the_highest_outlook_counts() -> None:
     """Of the parts that have one; a composition of others has none."""
-    rig = rig_of(Fixed([3, 4, 5, 6], [9.0, 9.0]), Foresighted([7, 8], [2.0, 0.5]), Foresighted([7, 8, 9], [1.0, 0.6]))
+    rig = rig_of(
+        Fixed([3, 4, 5, 6], [9.0, 9.0]),
+        Foresighted([7, 8], [2.0, 0.5]),
+        Foresighted([7, 8, 9], [1.0, 0.6]),
+    )
     outlook = rig.bound.outlook(rig.batch([1, 1], [3, 3], 4))
-    assert rig.bound.has_outlook and outlook is not None and outlook.tolist() == pytest.approx([2.0, 0.6])
+    assert (
+        rig.bound.has_outlook
+        and outlook is not None
+        and outlook.tolist() == pytest.approx([2.0, 0.6])
+    )
     rig = rig_of(Fixed([3, 4], [9.0, 9.0]), Fixed([7, 8], [2.0, 0.5]))
     assert not rig.bound.has_outlook and rig.bound.outlook(rig.batch([1, 1], [3, 3], 2)) is None
 
 
 def test_promises_are_put_right() -> None:
-    """The second part's drafts are right all along; that is seen while the first drafts, and soon it is the second's turn."""
+    """The second part's drafts are right all along; that is seen while the first drafts, and soon
+    it is the second's turn.
+    """
     rig = rig_of(Fixed([3, 4, 5], [3.0, 3.0]), Fixed([7, 8, 9], [0.5, 0.5]))
     turns = []
     for _ in range(8):
@@ -105,38 +147,68 @@ def test_promises_are_put_right() -> None:
         assert draft.part is not None
         turns.append(int(draft.part[0]))
         assert draft.part.tolist() == [turns[-1]] * 2
-        right = torch.tensor([[1, 7, 8, 20]] * 2)  # of which the chosen drafts are accepted as far as they go
+        right = torch.tensor(
+            [[1, 7, 8, 20]] * 2
+        )  # of which the chosen drafts are accepted as far as they go
         taken = torch.tensor([2, 2]) if turns[-1] else torch.tensor([0, 0])
         output = right[:, 1:]
         accept = type("Accept", (), {"token_ids": output, "num_accepted": taken})()
-        rig.bound.commit(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accept, VerifyOutput(torch.zeros(0)))
+        rig.bound.commit(
+            batch,
+            torch.cat([batch.anchors[:, None], draft.token_ids], dim=1),
+            accept,
+            VerifyOutput(torch.zeros(0)),
+        )
     assert turns[0] == 0 and turns[-1] == 1 and sorted(turns) == turns
 
 
 def test_drafts_that_may_have_gone_on_are_not_held_against_a_part() -> None:
-    """The first drafts and errs; the second has all that came out, and nobody knows how much more."""
-    rig = rig_of(Fixed([7, 9, 9], [3.5, 3.5]), Fixed([7, 8, 9], [3.0, 3.0]), Fixed([7, 6, 9], [3.0, 3.0]))
+    """The first drafts and errs; the second has all that came out,
+    and nobody knows how much more.
+    """
+    rig = rig_of(
+        Fixed([7, 9, 9], [3.5, 3.5]), Fixed([7, 8, 9], [3.0, 3.0]), Fixed([7, 6, 9], [3.0, 3.0])
+    )
     batch = rig.batch([1, 1], [3, 3], 3)
     draft = rig.bound.propose(batch)
-    accept = type("Accept", (), {"token_ids": torch.tensor([[7, 8, 0, 0]] * 2), "num_accepted": torch.tensor([1, 1])})()
-    rig.bound.commit(batch, torch.cat([batch.anchors[:, None], draft.token_ids], dim=1), accept, VerifyOutput(torch.zeros(0)))
+    accept = type(
+        "Accept",
+        (),
+        {"token_ids": torch.tensor([[7, 8, 0, 0]] * 2), "num_accepted": torch.tensor([1, 1])},
+    )()
+    rig.bound.commit(
+        batch,
+        torch.cat([batch.anchors[:, None], draft.token_ids], dim=1),
+        accept,
+        VerifyOutput(torch.zeros(0)),
+    )
     assert isinstance(rig.bound, BoundComposed)
-    found = rig.bound.calibration.correct(torch.tensor([[3.5], [3.0], [3.0]]), of_trees=False).corrected
+    found = rig.bound.calibration.correct(
+        torch.tensor([[3.5], [3.0], [3.0]]), of_trees=False
+    ).corrected
     assert found[1, 0] == 3 and found[2, 0] < 3 and found[0, 0] < 3
 
 
 def test_calibration_against_running_means() -> None:
-    """Errors by drafter and size of forecast, chains apart from trees; what does not count leaves no trace."""
+    """Errors by drafter and size of forecast, chains apart from trees; what does not count leaves
+    no trace.
+    """
     calibration = Calibration(2, torch.device("cpu"))
     forecasts = torch.tensor([[2.0, 2.0, 9.0], [2.0, 0.0, 0.5]])
-    none = Forecasts(*torch.full((3, 2, 1), torch.nan))  # what a model may make of rows that only pad a batch
+    none = Forecasts(
+        *torch.full((3, 2, 1), torch.nan)
+    )  # what a model may make of rows that only pad a batch
     agreed, num_accepted = torch.tensor([[1, 4, 0], [3, 1, 5]]), torch.tensor([9, 9, 9])
     told, counts = Forecasts(forecasts, forecasts, forecasts), torch.tensor([1.0, 1.0, 0.0])
     with no_host_sync():
         for _ in range(2):
             calibration.observe(told, agreed, num_accepted, counts, of_trees=False)
-            calibration.observe(none, agreed[:, :1], num_accepted[:1], torch.zeros(1), of_trees=False)
-            calibration.observe(none, agreed[:, :1], num_accepted[:1], torch.ones(1), of_trees=False)  # or a head that overflows
+            calibration.observe(
+                none, agreed[:, :1], num_accepted[:1], torch.zeros(1), of_trees=False
+            )
+            calibration.observe(
+                none, agreed[:, :1], num_accepted[:1], torch.ones(1), of_trees=False
+            )  # or a head that overflows
         found, shifts = calibration.correct(forecasts, of_trees=False)[1:]
     kept = 1 - 1 / MEMORY
 
@@ -144,13 +216,18 @@ def test_calibration_against_running_means() -> None:
         sums = (sum(errors) * (kept ** len(errors) + 1), len(errors) * (kept ** len(errors) + 1))
         return sums[0] / (sums[1] + PRIOR)
 
-    expected = [[2 + late([-1.0, 2.0]), 2 + late([-1.0, 2.0]), 9.0], [2 + late([1.0]), late([1.0]), 0.5]]
+    expected = [
+        [2 + late([-1.0, 2.0]), 2 + late([-1.0, 2.0]), 9.0],
+        [2 + late([1.0]), late([1.0]), 0.5],
+    ]
     torch.testing.assert_close(found, torch.tensor(expected))
     torch.testing.assert_close(shifts.exp(), (found / forecasts.clamp(min=LEAST)).clamp(LEAST, 1))
     torch.testing.assert_close(calibration.correct(forecasts, of_trees=True).corrected, forecasts)
     for _ in range(3 * MEMORY):
         calibration.observe(told, agreed, num_accepted, counts, of_trees=True)
-    assert calibration.correct(forecasts, of_trees=True).corrected[1, 0].item() == pytest.approx(3, abs=0.05)
+    assert calibration.correct(forecasts, of_trees=True).corrected[1, 0].item() == pytest.approx(
+        3, abs=0.05
+    )
 
 
 def walked(draft: DraftOutput, row: int, output: list[int]) -> int:
@@ -158,7 +235,11 @@ def walked(draft: DraftOutput, row: int, output: list[int]) -> int:
     count = draft.token_ids.shape[1] if draft.num_drafts is None else int(draft.num_drafts[row])
     here, taken = 0, 0
     while taken < len(output):
-        parents = range(count) if draft.tree is None else [int(parent) for parent in draft.tree.parents[row, :count]]
+        parents = (
+            range(count)
+            if draft.tree is None
+            else [int(parent) for parent in draft.tree.parents[row, :count]]
+        )
         if draft.tree is None:
             following = [i + 1 for i in parents if i == here]
         else:
@@ -177,14 +258,18 @@ def test_agreement_against_a_walk(seed: int, tree: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     output = torch.randint(2, (5, 5), generator=generator)
     num_drafts = torch.randint(8, (5,), generator=generator)
-    draft = DraftOutput(torch.randint(2, (5, 7), generator=generator), num_drafts=num_drafts if seed % 2 else None)
+    draft = DraftOutput(
+        torch.randint(2, (5, 7), generator=generator), num_drafts=num_drafts if seed % 2 else None
+    )
     if tree:
         best = best_first(-torch.rand(5, 4, 2, generator=generator), 7)
         draft = DraftOutput(best.places % 2, num_drafts=draft.num_drafts, tree=best.tree)
     counts = torch.randint(1, 6, (5,), generator=generator)
     with no_host_sync():
         found = agreement(draft, output, counts)
-    assert found.tolist() == [walked(draft, row, output[row, : counts[row]].tolist()) for row in range(5)]
+    assert found.tolist() == [
+        walked(draft, row, output[row, : counts[row]].tolist()) for row in range(5)
+    ]
 
 
 def test_every_part_gets_its_layers() -> None:
@@ -194,12 +279,16 @@ def test_every_part_gets_its_layers() -> None:
     assert drafter.aux_layer_ids == (4, 1, 7)
     rig = Rig(drafter, FakeVerifier(), num_reqs=1)
     width = FakeVerifier().hidden_size
-    hidden = torch.arange(2.0)[:, None] + 100 * torch.tensor([4.0, 1.0, 7.0]).repeat_interleave(width)
+    hidden = torch.arange(2.0)[:, None] + 100 * torch.tensor([4.0, 1.0, 7.0]).repeat_interleave(
+        width
+    )
     rig.commit(rig.batch([1], [3], 1), torch.tensor([[1, 1]]), [0], hidden)
     for part in (one, three):
         aux = part.committed[0].aux_hidden
         assert aux is not None
-        assert aux[:, ::width].tolist() == [[100 * layer + row for layer in part.aux_layer_ids] for row in range(2)]
+        assert aux[:, ::width].tolist() == [
+            [100 * layer + row for layer in part.aux_layer_ids] for row in range(2)
+        ]
 
 
 TAPS = {"one": (0, 2, 3), "other": (1, 3)}
@@ -212,13 +301,20 @@ def case() -> tuple[Verifier, dict[tuple[int, ...], list[int]]]:
 
 
 def decoded(
-    verifier: Verifier, drafter: Drafter | None, prompts: list[list[int]], sampling: dict[str, Any], **changes: Any
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    sampling: dict[str, Any],
+    **changes: Any,
 ) -> tuple[list[Request], SpecEngine]:
     """All prompts at once."""
     options = {"num_draft_tokens": None, "cache": CacheConfig(memory_bytes=2**22), **changes}
-    engine = SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, **options))
+    engine = SpecEngine(
+        verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, **options)
+    )
     requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=30, seed=seed, **sampling)) for seed, prompt in enumerate(prompts)
+        engine.add_request(prompt, SamplingParams(max_tokens=30, seed=seed, **sampling))
+        for seed, prompt in enumerate(prompts)
     ]
     while engine.has_work:
         engine.step()
@@ -238,22 +334,41 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_output_is_that_of_plain_decoding(
     case: tuple[Verifier, dict[tuple[int, ...], list[int]]], way: str, sampling: dict[str, Any]
 ) -> None:
-    """Copies beside models that tap other layers and draft fewer tokens, one of them token by token."""
+    """Copies beside models that tap other layers and draft fewer tokens, one of them token by
+    token.
+    """
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
-    models = [random_dflash(verifier, block_size=4 + seed, seed=seed, taps=taps) for seed, taps in enumerate(TAPS.values())]
-    drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=9, pool_tokens=200), *models, random_eagle3(verifier, 3)])
+    models = [
+        random_dflash(verifier, block_size=4 + seed, seed=seed, taps=taps)
+        for seed, taps in enumerate(TAPS.values())
+    ]
+    drafter = ComposedDrafter(
+        [SuffixDrafter(max_draft_tokens=9, pool_tokens=200), *models, random_eagle3(verifier, 3)]
+    )
     requests, _ = decoded(verifier, drafter, prompts, sampling, **WAYS[way])
     plain, _ = decoded(verifier, None, prompts, sampling)
-    assert [request.output_token_ids for request in requests] == [request.output_token_ids for request in plain]
+    assert [request.output_token_ids for request in requests] == [
+        request.output_token_ids for request in plain
+    ]
     assert sampling or [request.output_token_ids for request in requests] == list(case[1].values())
 
 
-def test_the_better_part_comes_to_draft_and_is_told(case: tuple[Verifier, dict[tuple[int, ...], list[int]]]) -> None:
-    """Neither promises anything; the second is right, also after a preemption, and the statistics say whose drafts they were."""
+def test_the_better_part_comes_to_draft_and_is_told(
+    case: tuple[Verifier, dict[tuple[int, ...], list[int]]],
+) -> None:
+    """Neither promises anything; the second is right, also after a preemption, and the statistics
+    say whose drafts they were.
+    """
     verifier, outputs = case
     drafter = ComposedDrafter([ScriptedDrafter(outputs, 4, [{0}]), ScriptedDrafter(outputs, 4)])
     specs = sum(spec.bytes_per_token(verifier.dtype) for spec in verifier.kv_specs)
-    requests, engine = decoded(verifier, drafter, [list(p) for p in outputs], {}, cache=CacheConfig(memory_bytes=22 * 4 * specs))
+    requests, engine = decoded(
+        verifier,
+        drafter,
+        [list(p) for p in outputs],
+        {},
+        cache=CacheConfig(memory_bytes=22 * 4 * specs),
+    )
     assert engine.scheduler.num_preemptions > 0
     assert [request.output_token_ids for request in requests] == list(outputs.values())
     (wrong, right) = pooled(_stats(request) for request in requests).by_part
@@ -268,11 +383,17 @@ def _stats(request: Request) -> Any:
     return GenerationResult.of(request, "").stats
 
 
-def test_a_reset_forgets_past_outputs(case: tuple[Verifier, dict[tuple[int, ...], list[int]]]) -> None:
-    """The same prompt takes fewer steps the second time, and after a reset as many as at first: passes of a benchmark are alike."""
+def test_a_reset_forgets_past_outputs(
+    case: tuple[Verifier, dict[tuple[int, ...], list[int]]],
+) -> None:
+    """The same prompt takes fewer steps the second time, and after a reset as many as at first:
+    passes of a benchmark are alike.
+    """
     verifier, prompts = case[0], [list(prompt) for prompt in case[1]]
     config = EngineConfig(max_num_seqs=1, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
-    engine = SpecEngine(verifier, ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]), config)
+    engine = SpecEngine(
+        verifier, ComposedDrafter([SuffixDrafter(), ScriptedDrafter(case[1], 4, [{0}])]), config
+    )
     steps = []
     for turn in range(3):
         if turn == 2:
@@ -303,8 +424,15 @@ def test_what_cannot_be_composed() -> None:
     """A single drafter, and drafts that are drawn."""
     with pytest.raises(InvalidInputError, match="has 1 drafter; name two or more"):
         ComposedDrafter([SuffixDrafter()])
-    with pytest.raises(InvalidInputError, match="'probabilistic' and composed drafters give point masses; choose 'coupled'"):
-        Rig(ComposedDrafter([SuffixDrafter(), SuffixDrafter()]), FakeVerifier(), draft_sampling="probabilistic")
+    with pytest.raises(
+        InvalidInputError,
+        match="'probabilistic' and composed drafters give point masses; choose 'coupled'",
+    ):
+        Rig(
+            ComposedDrafter([SuffixDrafter(), SuffixDrafter()]),
+            FakeVerifier(),
+            draft_sampling="probabilistic",
+        )
 
 
 def test_trees_of_different_depths() -> None:
@@ -316,12 +444,25 @@ def test_trees_of_different_depths() -> None:
     batch.shape = BlockShape(6, 6)
     with no_host_sync():
         draft = rig.bound.propose(batch)
-    assert draft.tree is not None and draft.num_drafts is not None and draft.num_drafts.tolist() == [6, 0]
-    assert draft.token_ids[0].tolist() == [3, 4, 5, 6, 1, 2] and draft.tree.depths[0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert (
+        draft.tree is not None
+        and draft.num_drafts is not None
+        and draft.num_drafts.tolist() == [6, 0]
+    )
+    assert draft.token_ids[0].tolist() == [3, 4, 5, 6, 1, 2] and draft.tree.depths[0].tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 class Star(Fixed):
-    """Its tokens are candidates for one position, the first with probability 0.5, the next with half of that."""
+    """Its tokens are candidates for one position, the first with probability 0.5, the next with
+    half of that.
+    """
 
     draws_trees = True
 
@@ -329,11 +470,15 @@ class Star(Fixed):
         scores = torch.log(0.5 ** torch.arange(1.0, 1 + batch.k)).expand(batch.num_reqs, 1, -1)
         best = best_first(scores, batch.k)
         tokens = self.tokens.expand(batch.num_reqs, -1).gather(1, best.places)
-        return DraftOutput(tokens, tree=best.tree, scores=best.scores, forecast=best.scores.exp().sum(dim=1))
+        return DraftOutput(
+            tokens, tree=best.tree, scores=best.scores, forecast=best.scores.exp().sum(dim=1)
+        )
 
 
 def test_trees_are_united_as_far_as_they_are_trusted() -> None:
-    """The best of both at first; what is never accepted gives way; it is told whose tree had what was accepted."""
+    """The best of both at first; what is never accepted gives way; it is told whose tree had what
+    was accepted.
+    """
     rig = rig_of(Star([3, 4, 5, 6], None), Star([13, 14, 5, 16], None))
     found, parts = [], []
     for _ in range(12):
@@ -345,7 +490,12 @@ def test_trees_are_united_as_far_as_they_are_trusted() -> None:
         found.append(draft.token_ids[0].tolist())
         output = torch.tensor([[13, 0]] * 2)
         accept = type("Accept", (), {"token_ids": output, "num_accepted": torch.tensor([1, 1])})()
-        rig.bound.commit(batch, torch.cat([batch.anchors[:, None], output[:, :1]], dim=1), accept, VerifyOutput(torch.zeros(0)))
+        rig.bound.commit(
+            batch,
+            torch.cat([batch.anchors[:, None], output[:, :1]], dim=1),
+            accept,
+            VerifyOutput(torch.zeros(0)),
+        )
         parts.append(draft.part.tolist())
     assert found[0] == [3, 13, 4, 14] and found[-1][:3] == [13, 14, 5] and parts[-1] == [1, 1]
 

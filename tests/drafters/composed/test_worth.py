@@ -32,7 +32,9 @@ def taught(gains: dict[float, float], *, models: float, rest: float) -> Worth:
 
 
 def test_models_pay_while_they_add_more_than_they_take() -> None:
-    """Half as long again for a step: it has to give half as many tokens again, of the whole batch."""
+    """Half as long again for a step: it has to give half as many tokens again,
+    of the whole batch.
+    """
     worth = taught({0.0: 0.6, 3.0: 1.9, 7.0: 4.1}, models=0.5, rest=1.0)
     assert [worth.pays(KIND, [forecast]) for forecast in (0.0, 3.0, 7.0)] == [True, False, True]
     assert worth.pays(KIND, [0.0, 3.0]) is False  # 2.5 of 5
@@ -45,7 +47,11 @@ def test_what_is_not_known_is_asked() -> None:
     """Another kind of step, a forecast that has not occurred, too few observations."""
     worth = taught({0.0: 0.0}, models=0.5, rest=1.0)
     assert not worth.pays(KIND, [0.0])
-    assert worth.pays((2, 8, False), [0.0, 0.0]) and worth.pays((1, 4, False), [0.0]) and worth.pays((1, 8, True), [0.0])
+    assert (
+        worth.pays((2, 8, False), [0.0, 0.0])
+        and worth.pays((1, 4, False), [0.0])
+        and worth.pays((1, 8, True), [0.0])
+    )
     assert worth.pays(KIND, [9.0]) and worth.pays(KIND, [0.0, 9.0])
     for _ in range(ENOUGH - 1):
         worth.observe([9.0], [0.0])
@@ -68,11 +74,20 @@ def verifier() -> Verifier:
 
 
 def run(
-    verifier: Verifier, pays: Callable[..., bool], sampling: SamplingParams, make: Any = random_dflash, **options: Any
+    verifier: Verifier,
+    pays: Callable[..., bool],
+    sampling: SamplingParams,
+    make: Any = random_dflash,
+    **options: Any,
 ) -> tuple[list[list[int]], dict[tuple[int, int], list[int]], set[int]]:
     """Outputs, what the model drafted by slot and position, and who drafted."""
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4, pool_tokens=0), make(verifier)])
-    limits: dict[str, Any] = {"max_num_seqs": 3, "num_draft_tokens": None, "cache": CacheConfig(memory_bytes=2**22), **options}
+    limits: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "num_draft_tokens": None,
+        "cache": CacheConfig(memory_bytes=2**22),
+        **options,
+    }
     engine = SpecEngine(verifier, drafter, EngineConfig(**limits))
     bound: Any = engine.runner.drafter
     assert isinstance(bound, BoundComposed)
@@ -83,15 +98,23 @@ def run(
 
     def noting(batch: DecodeBatch) -> DraftOutput:
         output = propose(batch)
-        for slot, length, tokens in zip(batch.slots.tolist(), batch.seq_lens.tolist(), output.token_ids.tolist(), strict=True):
+        for slot, length, tokens in zip(
+            batch.slots.tolist(), batch.seq_lens.tolist(), output.token_ids.tolist(), strict=True
+        ):
             drafted[slot, length] = tokens
         return output
 
     model.propose = noting
-    requests = [engine.add_request([*prompt, *prompt], sampling) for prompt in random_prompts(3, longest=20)]
+    requests = [
+        engine.add_request([*prompt, *prompt], sampling) for prompt in random_prompts(3, longest=20)
+    ]
     while engine.has_work:
         engine.step()
-    return [request.output_token_ids for request in requests], drafted, {part for one in requests for part in one.parts}
+    return (
+        [request.output_token_ids for request in requests],
+        drafted,
+        {part for one in requests for part in one.parts},
+    )
 
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 4}
@@ -104,7 +127,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_output_and_no_later_draft_depends_on_it(verifier: Verifier, name: str) -> None:
-    """A model that is left out of most steps drafts, when it does, what it would have drafted anyway."""
+    """A model that is left out of most steps drafts, when it does, what it would have drafted
+    anyway.
+    """
     sampled, options = CASES[name]
     sampling = SamplingParams(max_tokens=40, ignore_eos=True, **sampled)
     always, every, _ = run(verifier, lambda *_: True, sampling, **options)
@@ -117,14 +142,20 @@ def test_no_output_and_no_later_draft_depends_on_it(verifier: Verifier, name: st
 
 
 def test_who_is_never_left_out(verifier: Verifier) -> None:
-    """A drafter that writes the last step's context when it drafts, and any on a device that the host would wait for."""
+    """A drafter that writes the last step's context when it drafts, and any on a device that the
+    host would wait for.
+    """
 
     def refuse(kind: Any, forecasts: Sequence[float]) -> bool:
         raise AssertionError("nobody asks")
 
     run(verifier, refuse, SamplingParams(max_tokens=8), make=toy_drafter)
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4), random_dflash(verifier)])
-    engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)))
+    engine = SpecEngine(
+        verifier,
+        drafter,
+        EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)),
+    )
     bound: Any = engine.runner.drafter
     assert engine.runner.host_may_look
     engine.runner.host_may_look, bound.worth.pays = False, refuse
@@ -134,10 +165,14 @@ def test_who_is_never_left_out(verifier: Verifier) -> None:
 
 
 def test_it_learns_while_decoding(verifier: Verifier) -> None:
-    """Of a random model that nobody agrees with, hardly any steps remain; the target's tokens are copies."""
+    """Of a random model that nobody agrees with, hardly any steps remain; the target's tokens are
+    copies.
+    """
     asked: list[int] = []
     drafter = ComposedDrafter([SuffixDrafter(max_draft_tokens=4), random_dflash(verifier)])
-    config = EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22))
+    config = EngineConfig(
+        num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22)
+    )
     engine = SpecEngine(verifier, drafter, config)
     bound: Any = engine.runner.drafter
     observe = bound.worth.observe
@@ -151,7 +186,9 @@ def test_it_learns_while_decoding(verifier: Verifier) -> None:
     took = bound.worth.took
     bound.worth.took = lambda kind, rest, models: took(kind, 1.0, None if models is None else 0.4)
     torch.manual_seed(0)
-    request = engine.add_request([*range(20, 30)] * 3, SamplingParams(max_tokens=150, ignore_eos=True))
+    request = engine.add_request(
+        [*range(20, 30)] * 3, SamplingParams(max_tokens=150, ignore_eos=True)
+    )
     while engine.has_work:
         engine.step()
     steps = len(request.num_emitted)

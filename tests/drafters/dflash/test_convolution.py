@@ -1,4 +1,6 @@
-"""The convolutions of DFlash 2: against the public `dflash` package, between blocks, and as new ones."""
+"""The convolutions of DFlash 2: against the public `dflash` package, between blocks, and as new
+ones.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +25,9 @@ CONVOLVED = replace(TINY, conv_kernel_size=3, conv_group_size=8)
 
 
 def test_formula() -> None:
-    """Both sides of a convolution are those of the public package, over two blocks and three rows of each."""
+    """Both sides of a convolution are those of the public package, over two blocks and three rows
+    of each.
+    """
     torch.manual_seed(0)
     ours, hidden = DFlashConvolution(CONVOLVED), torch.randn(2, TINY.block_size, TINY.hidden_size)
     theirs = reference.GroupedDynamicCausalConv(TINY.hidden_size, 3, 8)
@@ -57,7 +61,11 @@ def test_blocks_packed_in_a_row() -> None:
         query, key, value = (x.unflatten(0, (3, -1)).transpose(1, 2) for x in (query, key, value))
         context = (x[:, layer].expand(3, -1, -1, -1).transpose(1, 2) for x in (keys, values))
         k, v = (torch.cat(pair, dim=2) for pair in zip(context, (key, value), strict=True))
-        return F.scaled_dot_product_attention(query, k, v, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+        return (
+            F.scaled_dot_product_attention(query, k, v, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(0, 1)
+        )
 
     positions = (5 + torch.arange(TINY.block_size)).repeat(3)
     packed = model.block_forward(blocks.flatten(0, 1), positions, attend)
@@ -67,7 +75,9 @@ def test_blocks_packed_in_a_row() -> None:
 
 
 def test_what_trains_is_what_drafts() -> None:
-    """The module has the states of the network on the decoder stack; catches a convolution on the wrong side of its sublayer."""
+    """The module has the states of the network on the decoder stack; catches a convolution on the
+    wrong side of its sublayer.
+    """
     drafter, verifier, rig = bound(CONVOLVED)
     model = tiny_model(CONVOLVED)
     hidden = drafter.draft_hidden(rig.batch([3, 5], [9, 14], 7))
@@ -75,15 +85,22 @@ def test_what_trains_is_what_drafts() -> None:
     for request, (anchor, length) in enumerate(((3, 9), (5, 14))):
         features = torch.randn(length, CONVOLVED.feature_size, generator=generator)
         block = verifier.embed(torch.tensor([anchor] + [CONVOLVED.mask_token_id] * 7))
-        torch.testing.assert_close(hidden[request], dense_hidden(model, features, block)[1:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            hidden[request], dense_hidden(model, features, block)[1:], atol=1e-4, rtol=1e-4
+        )
 
 
 def test_new_ones_change_nothing() -> None:
-    """A DFlash drafter with new convolutions is that drafter, so that they can be trained from there."""
+    """A DFlash drafter with new convolutions is that drafter, so that they can be trained from
+    there.
+    """
     model = DFlashModel(CONVOLVED)
     missing = model.load_state_dict(tiny_tensors(), strict=False)
     assert len(missing.missing_keys) == 4 * TINY.num_hidden_layers and not missing.unexpected_keys
-    features, block = torch.randn(5, TINY.feature_size), torch.randn(TINY.block_size, TINY.hidden_size)
+    features, block = (
+        torch.randn(5, TINY.feature_size),
+        torch.randn(TINY.block_size, TINY.hidden_size),
+    )
     assert dense_hidden(model, features, block).equal(dense_hidden(tiny_model(), features, block))
 
 
@@ -99,15 +116,24 @@ def test_training_starts_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_causal_layers_run_whole_blocks() -> None:
     """Rows of a packed batch are told apart by the length of a block."""
     assert tiny_drafter(FakeVerifier(), replace(TINY, causal=(True,) * 3)).num_lookahead_tokens == 0
-    assert tiny_drafter(FakeVerifier(), replace(CONVOLVED, causal=(True,) * 3)).num_lookahead_tokens == TINY.block_size
+    assert (
+        tiny_drafter(FakeVerifier(), replace(CONVOLVED, causal=(True,) * 3)).num_lookahead_tokens
+        == TINY.block_size
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"conv_kernel_size": 2}, "conv_group_size None; convolutions need both"),
-        ({"conv_kernel_size": 9, "conv_group_size": 8}, r"conv_kernel_size is 9; it must lie in \[1, 8\]"),
-        ({"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size is 5; it must divide hidden_size, which is 32"),
+        (
+            {"conv_kernel_size": 9, "conv_group_size": 8},
+            r"conv_kernel_size is 9; it must lie in \[1, 8\]",
+        ),
+        (
+            {"conv_kernel_size": 2, "conv_group_size": 5},
+            "conv_group_size is 5; it must divide hidden_size, which is 32",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, int], message: str) -> None:

@@ -1,4 +1,6 @@
-"""Fitted weights of q and noise: interpolated by temperature, used where drafts are sampled, and never what is output."""
+"""Fitted weights of q and noise: interpolated by temperature, used where drafts are sampled, and
+never what is output.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -17,13 +19,23 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
 from specdec.sampling.trees.candidates import candidates
 from specdec.sampling.trees.trees import best_first
-from tests.drafters.tiny import BLOCK, TINY, FakeVerifier, Rig, tiny_drafter, tiny_model, tiny_target
+from tests.drafters.tiny import (
+    BLOCK,
+    TINY,
+    FakeVerifier,
+    Rig,
+    tiny_drafter,
+    tiny_model,
+    tiny_target,
+)
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tiny_models import paged_verifier
 
 SLOTS = TINY.max_draft_tokens
 RAMP = tuple(0.1 * (slot + 1) for slot in range(SLOTS))
-FITTED = Coupling((0.5, 0.7, 1.0), (RAMP, (1.0,) * SLOTS, (3.0,) * SLOTS), ((0.0,) * SLOTS, RAMP, (2.0,) * SLOTS))
+FITTED = Coupling(
+    (0.5, 0.7, 1.0), (RAMP, (1.0,) * SLOTS, (3.0,) * SLOTS), ((0.0,) * SLOTS, RAMP, (2.0,) * SLOTS)
+)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +51,13 @@ FITTED = Coupling((0.5, 0.7, 1.0), (RAMP, (1.0,) * SLOTS, (3.0,) * SLOTS), ((0.0
     ],
 )
 def test_interpolation(temperature: float, low: int, high: int, share: float) -> None:
-    """Between the neighbors in temperature, beyond the ends the outermost; each request by its own."""
-    fitted, temperatures = CouplingTable(FITTED, torch.device("cpu")), torch.tensor([1.0, temperature])
+    """Between the neighbors in temperature, beyond the ends the outermost;
+    each request by its own.
+    """
+    fitted, temperatures = (
+        CouplingTable(FITTED, torch.device("cpu")),
+        torch.tensor([1.0, temperature]),
+    )
     with no_host_sync():
         weights = fitted.at(temperatures, SLOTS - 2)
     table = torch.tensor([FITTED.a, FITTED.b])[..., : SLOTS - 2]
@@ -67,7 +84,9 @@ def proposed(
         rig.prefill(request, torch.randn(6, TINY.feature_size), 0)
     batch = rig.batch([5, 9], [6, 6], shape.drafts)
     batch.shape = shape
-    batch.sampling = SamplingTensors.of([SamplingParams(temperature=t) for t in temperatures], [7, 8])
+    batch.sampling = SamplingTensors.of(
+        [SamplingParams(temperature=t) for t in temperatures], [7, 8]
+    )
     assert isinstance(rig.bound, BoundDFlash)
     with no_host_sync():
         output = rig.bound.propose(batch)
@@ -79,27 +98,44 @@ def proposed(
 def test_drafts_follow_the_weights(shape: BlockShape) -> None:
     """Chains and trees are those of the weights at each request's temperature, and of no others."""
     draft, bound, batch = proposed(FITTED, shape, [0.7, 2.0])
-    logits, positions = bound.logits(bound.draft_hidden(batch)), batch.positions(shape.depth + 1)[:, 1:]
+    logits, positions = (
+        bound.logits(bound.draft_hidden(batch)),
+        batch.positions(shape.depth + 1)[:, 1:],
+    )
     weights = torch.tensor([FITTED.a, FITTED.b])[:, 1:, : shape.depth]
-    token_ids, scores = candidates(logits, batch.sampling, positions, 12 if shape.is_tree else 1, weights=weights)
-    expected = token_ids.flatten(1).gather(1, best_first(scores, 12).places) if shape.is_tree else token_ids.squeeze(-1)
+    token_ids, scores = candidates(
+        logits, batch.sampling, positions, 12 if shape.is_tree else 1, weights=weights
+    )
+    expected = (
+        token_ids.flatten(1).gather(1, best_first(scores, 12).places)
+        if shape.is_tree
+        else token_ids.squeeze(-1)
+    )
     assert torch.equal(draft.token_ids, expected)
     plain, _, _ = proposed(None, shape, [0.7, 2.0])
     assert not torch.equal(draft.token_ids, plain.token_ids)
     for temperatures in ([0.0, 0.7], [0.0, 0.0]):
         draft, plain = (proposed(coupling, shape, temperatures)[0] for coupling in (FITTED, None))
-        assert torch.equal(draft.token_ids[0], plain.token_ids[0]), "a greedy request has no weights"
+        assert torch.equal(draft.token_ids[0], plain.token_ids[0]), (
+            "a greedy request has no weights"
+        )
 
 
-@pytest.mark.parametrize("shape", [{"num_draft_tokens": 5}, {"tree_nodes": 10}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape", [{"num_draft_tokens": 5}, {"tree_nodes": 10}], ids=["chain", "tree"]
+)
 def test_output_is_plain_decodings(shape: dict[str, Any]) -> None:
     """Whatever the weights, token for token, greedy and sampled requests side by side."""
     verifier = paged_verifier(tiny_target(), block_size=BLOCK)
     drafter = DFlashDrafter(tiny_model(replace(TINY, coupling=FITTED)), verifier)
-    params = [SamplingParams(max_tokens=24, temperature=t, seed=i) for i, t in enumerate((0.0, 0.6, 1.0))]
+    params = [
+        SamplingParams(max_tokens=24, temperature=t, seed=i) for i, t in enumerate((0.0, 0.6, 1.0))
+    ]
 
     def outputs(drafter: Any, **options: Any) -> list[list[int]]:
-        config = EngineConfig(max_num_seqs=3, max_model_len=64, cache=CacheConfig(memory_bytes=2**22), **options)
+        config = EngineConfig(
+            max_num_seqs=3, max_model_len=64, cache=CacheConfig(memory_bytes=2**22), **options
+        )
         engine = SpecEngine(verifier, drafter, config)
         requests = [engine.add_request([3, 1, 4, 1, 5], one) for one in params]
         while engine.has_work:

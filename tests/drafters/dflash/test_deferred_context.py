@@ -1,4 +1,6 @@
-"""Context that steps without drafts put off: drafts after them are those of a drafter that never does."""
+"""Context that steps without drafts put off: drafts after them are those of a drafter that never
+does.
+"""
 
 from collections.abc import Iterator
 from itertools import chain, repeat
@@ -26,11 +28,22 @@ PATTERNS = {
 Drafts = dict[tuple[int, int], list[int]]
 
 
-def run(pattern: list[int], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[list[int]], Drafts, list[str]]:
-    """Tokens of three requests, the drafts of each by its slot and length, and what became of each step's context."""
+def run(
+    pattern: list[int], monkeypatch: pytest.MonkeyPatch, **changes: Any
+) -> tuple[list[list[int]], Drafts, list[str]]:
+    """Tokens of three requests, the drafts of each by its slot and length, and what became of each
+    step's context.
+    """
     verifier = paged_verifier(plain_model("llama"))
-    options = {"max_num_seqs": 3, "max_prefill_tokens": 30, "cache": CacheConfig(memory_bytes=2**22), "num_draft_tokens": "auto"}
-    engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), EngineConfig(**{**options, **changes}))
+    options = {
+        "max_num_seqs": 3,
+        "max_prefill_tokens": 30,
+        "cache": CacheConfig(memory_bytes=2**22),
+        "num_draft_tokens": "auto",
+    }
+    engine = SpecEngine(
+        verifier, random_dflash(verifier, block_size=4), EngineConfig(**{**options, **changes})
+    )
     assert engine.block_choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
     ks: Iterator[int] = chain(pattern, repeat(3))
     monkeypatch.setattr(engine.block_choice, "choose", lambda *args, **kinds: BlockShape(next(ks)))
@@ -40,7 +53,9 @@ def run(pattern: list[int], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
 
     def noted_propose(batch: DecodeBatch) -> DraftOutput:
         output = propose(batch)
-        for slot, length, tokens in zip(batch.slots.tolist(), batch.seq_lens.tolist(), output.token_ids.tolist(), strict=True):
+        for slot, length, tokens in zip(
+            batch.slots.tolist(), batch.seq_lens.tolist(), output.token_ids.tolist(), strict=True
+        ):
             drafts[slot, length] = tokens
         return output
 
@@ -50,7 +65,10 @@ def run(pattern: list[int], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
 
     engine.runner.drafter.propose = noted_propose  # type: ignore[method-assign]
     engine.runner.step = noted_step  # type: ignore[method-assign]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=70, ignore_eos=True)) for prompt in random_prompts(3)]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=70, ignore_eos=True))
+        for prompt in random_prompts(3)
+    ]
     while engine.has_work:
         engine.step()
     return [request.output_token_ids for request in requests], drafts, contexts
@@ -58,7 +76,9 @@ def run(pattern: list[int], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("depth", [0, 1])
-def test_drafts_are_those_of_a_full_context(name: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_those_of_a_full_context(
+    name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a context that is lost, written late, of another position or of another request."""
     tokens, drafts, contexts = run(PATTERNS[name], monkeypatch, pipeline_depth=depth)
     assert "later" in contexts and "all" in contexts
@@ -66,7 +86,9 @@ def test_drafts_are_those_of_a_full_context(name: str, depth: int, monkeypatch: 
     expected, all_drafts, at_once = run(PATTERNS[name], monkeypatch, pipeline_depth=depth)
     assert set(at_once) == {"now"}
     assert tokens == expected
-    shared = [key for key in drafts if key in all_drafts and len(drafts[key]) == len(all_drafts[key])]
+    shared = [
+        key for key in drafts if key in all_drafts and len(drafts[key]) == len(all_drafts[key])
+    ]
     assert len(shared) > 20
     assert [drafts[key] for key in shared] == [all_drafts[key] for key in shared]
 
@@ -80,14 +102,22 @@ def test_without_what_was_put_off_drafts_differ(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(BoundDFlash, "most_deferred", 0)
     expected, all_drafts, _ = run(pattern, monkeypatch)
     assert tokens == expected  # lossless all the same
-    assert any(drafts[key] != all_drafts[key] for key in drafts if key in all_drafts and len(drafts[key]) == len(all_drafts[key]))
+    assert any(
+        drafts[key] != all_drafts[key]
+        for key in drafts
+        if key in all_drafts and len(drafts[key]) == len(all_drafts[key])
+    )
 
 
 def test_a_slot_begins_without_what_its_last_owner_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a count that a new request inherits, whose prompt would be overwritten with features of another."""
+    """Catches a count that a new request inherits, whose prompt would be overwritten with features
+    of another.
+    """
     verifier = paged_verifier(plain_model("llama"))
     drafter = random_dflash(verifier, block_size=4)
-    config = EngineConfig(max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22), num_draft_tokens="auto")
+    config = EngineConfig(
+        max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22), num_draft_tokens="auto"
+    )
     engine = SpecEngine(verifier, drafter, config)
     assert engine.block_choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
     monkeypatch.setattr(engine.block_choice, "choose", lambda *args, **kinds: BlockShape(0))

@@ -1,4 +1,6 @@
-"""The DFlash drafter: fit to its target, alignment, vocabulary, sampling, and no wait for the device."""
+"""The DFlash drafter: fit to its target, alignment, vocabulary, sampling, and no wait for the
+device.
+"""
 
 import json
 import logging
@@ -49,7 +51,11 @@ def bound(
     rig = Rig(tiny_drafter(verifier, config), verifier, **options)
     generator = torch.Generator().manual_seed(2)
     for request, length in enumerate((9, 14)):
-        rig.prefill(request, torch.randn(length, config.feature_size, generator=generator).to(verifier.dtype), 0)
+        rig.prefill(
+            request,
+            torch.randn(length, config.feature_size, generator=generator).to(verifier.dtype),
+            0,
+        )
     assert isinstance(rig.bound, BoundDFlash)
     return rig.bound, verifier, rig
 
@@ -63,7 +69,9 @@ def verifier_of(dtype: torch.dtype) -> FakeVerifier:
 
 
 def test_state_dict_is_the_checkpoint() -> None:
-    """The module has the names and shapes of the public layout, so that what it trains is a checkpoint."""
+    """The module has the names and shapes of the public layout, so that what it trains is a
+    checkpoint.
+    """
     hidden, inner, width, query, kv = 32, 48, 16, 64, 32  # of TINY
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
@@ -79,12 +87,26 @@ def test_state_dict_is_the_checkpoint() -> None:
         "mlp.down_proj.weight": (hidden, inner),
     }
     plain = {f"layers.{index}.{name}": shape for index in range(3) for name, shape in layer.items()}
-    plain |= {"fc.weight": (hidden, 3 * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    plain |= {
+        "fc.weight": (hidden, 3 * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
     assert tensor_shapes(TINY) == plain
-    biases = {name.replace("weight", "bias"): shape[:1] for name, shape in plain.items() if "self_attn" in name and "proj" in name}
+    biases = {
+        name.replace("weight", "bias"): shape[:1]
+        for name, shape in plain.items()
+        if "self_attn" in name and "proj" in name
+    }
     wide = {"fc.weight": (hidden, 3 * 48)}
-    assert tensor_shapes(replace(TINY, attention_bias=True, target_hidden_size=48)) == plain | biases | wide
-    reduced = {"lm_head.weight": (REDUCED.draft_vocab_size, hidden), "d2t": (REDUCED.draft_vocab_size,)}
+    assert (
+        tensor_shapes(replace(TINY, attention_bias=True, target_hidden_size=48))
+        == plain | biases | wide
+    )
+    reduced = {
+        "lm_head.weight": (REDUCED.draft_vocab_size, hidden),
+        "d2t": (REDUCED.draft_vocab_size,),
+    }
     assert tensor_shapes(REDUCED) == plain | reduced
     taps, groups = 2, hidden // 4
     for name in ("attention_conv", "mlp_conv"):
@@ -95,13 +117,20 @@ def test_state_dict_is_the_checkpoint() -> None:
 
 
 def test_sizes_beyond_any_tensor() -> None:
-    """A damaged file asks for more bytes than can be counted; that is said in a line, before anything is read."""
-    with pytest.raises(CheckpointError, match="asks for larger tensors than there can be; download it again"):
+    """A damaged file asks for more bytes than can be counted; that is said in a line, before
+    anything is read.
+    """
+    with pytest.raises(
+        CheckpointError, match="asks for larger tensors than there can be; download it again"
+    ):
         tensor_shapes(replace(TINY, hidden_size=2**31 - 1, intermediate_size=2**31 - 1))
 
 
 FITS: list[tuple[DFlashConfig, str]] = [
-    (replace(TINY, target_layer_ids=(1, 2, 6)), "it taps layer 6 of a target whose last layer is 5"),
+    (
+        replace(TINY, target_layer_ids=(1, 2, 6)),
+        "it taps layer 6 of a target whose last layer is 5",
+    ),
     (replace(TINY, num_target_layers=7), "it was made for 7 target layers, not 6"),
     (replace(TINY, target_hidden_size=48), "its fc.weight takes 144 features, not 3 taps of 32"),
     (replace(TINY, hidden_size=48), "its hidden size 48 cannot share embeddings of width 32"),
@@ -112,14 +141,18 @@ FITS: list[tuple[DFlashConfig, str]] = [
 
 @pytest.mark.parametrize(("config", "message"), FITS)
 def test_another_target_is_refused(config: DFlashConfig, message: str) -> None:
-    """A drafter made for another target drafts garbage without any error; making it ready says what differs."""
+    """A drafter made for another target drafts garbage without any error; making it ready says what
+    differs.
+    """
     with pytest.raises(CheckpointError, match=message) as caught:
         tiny_drafter(FakeVerifier(), config)
     assert "\n" not in str(caught.value)
 
 
 def test_attention_backend_is_asked() -> None:
-    """The draft layers' own shape, windows and direction are what the target's kind of backend must serve."""
+    """The draft layers' own shape, windows and direction are what the target's kind of backend must
+    serve.
+    """
     asked: list[AttentionSpec] = []
 
     class Picky(TorchRefBackend):
@@ -133,7 +166,9 @@ def test_attention_backend_is_asked() -> None:
     verifier = FakeVerifier()
     verifier.attention = Picky(verifier.attention.spec)
     config = replace(TINY, windows=(5, 5, None), causal=(True, True, False))
-    with pytest.raises(BackendError, match="'picky' cannot serve this drafter: no non-causal blocks"):
+    with pytest.raises(
+        BackendError, match="'picky' cannot serve this drafter: no non-causal blocks"
+    ):
         tiny_drafter(verifier, config)
     assert asked[0].windows == {5, None} and asked[0].non_causal
     assert (asked[0].num_heads, asked[0].num_kv_heads, asked[0].head_dim) == (4, 2, 16)
@@ -142,13 +177,20 @@ def test_attention_backend_is_asked() -> None:
 
 
 def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Tensor:
-    """Hidden states of one block over contiguous context, without a cache: what the paged drafter must reproduce."""
+    """Hidden states of one block over contiguous context, without a cache: what the paged drafter
+    must reproduce.
+    """
     start, width = features.shape[0], embeddings.shape[0]
     keys, values = model.context_kv(features, torch.arange(start))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        k, v = (torch.cat(pair).transpose(0, 1) for pair in ((keys[:, layer], key), (values[:, layer], value)))
-        return F.scaled_dot_product_attention(query.transpose(0, 1), k, v, enable_gqa=True).transpose(0, 1)
+        k, v = (
+            torch.cat(pair).transpose(0, 1)
+            for pair in ((keys[:, layer], key), (values[:, layer], value))
+        )
+        return F.scaled_dot_product_attention(
+            query.transpose(0, 1), k, v, enable_gqa=True
+        ).transpose(0, 1)
 
     return model.block_forward(embeddings, torch.arange(start, start + width), attend)
 
@@ -156,8 +198,12 @@ def dense_hidden(model: DFlashModel, features: Tensor, embeddings: Tensor) -> Te
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
 def test_row_alignment(sample_from_anchor: bool, k: int) -> None:
-    """The whole block runs: anchor and masks. Same-position: the first k masks predict. Next-token: anchor and k - 1 masks do."""
-    config = replace(TINY, block_size=8 if sample_from_anchor else 9, sample_from_anchor=sample_from_anchor)
+    """The whole block runs: anchor and masks. Same-position: the first k masks predict. Next-token:
+    anchor and k - 1 masks do.
+    """
+    config = replace(
+        TINY, block_size=8 if sample_from_anchor else 9, sample_from_anchor=sample_from_anchor
+    )
     drafter, verifier, rig = bound(config)
     assert drafter.drafter.max_draft_tokens == 8
     draft = drafter.propose(rig.batch([3, 5], [9, 14], k))
@@ -167,13 +213,17 @@ def test_row_alignment(sample_from_anchor: bool, k: int) -> None:
     generator = torch.Generator().manual_seed(2)
     for request, (anchor, length) in enumerate(((3, 9), (5, 14))):
         features = torch.randn(length, config.feature_size, generator=generator)
-        hidden = dense_hidden(tiny_model(config), features, verifier.embed(torch.tensor([anchor, *masks])))
+        hidden = dense_hidden(
+            tiny_model(config), features, verifier.embed(torch.tensor([anchor, *masks]))
+        )
         expected = verifier.head(hidden[0 if sample_from_anchor else 1 :]).argmax(-1)
         assert draft.token_ids[request].tolist() == expected[:k].tolist()
 
 
 def test_the_last_layer_goes_on_with_the_drafted_rows_alone() -> None:
-    """Nothing sees the other rows after its attention, and they would be most of its work when few drafts of many are verified."""
+    """Nothing sees the other rows after its attention, and they would be most of its work when few
+    drafts of many are verified.
+    """
     drafter, _, rig = bound(replace(TINY, block_size=16))
     rows: list[int] = []
     ops: Any = drafter.drafter.network._ops
@@ -194,14 +244,18 @@ BLOCKS: dict[str, DFlashConfig] = {
     "next_token": replace(TINY, block_size=16, sample_from_anchor=True),
     "mixed": replace(TINY, block_size=16, windows=(5, 5, None), causal=(True, True, False)),
     "causal": replace(TINY, block_size=16, causal=CAUSAL),
-    "causal_next_token": replace(TINY, block_size=16, windows=(5, 5, None), causal=CAUSAL, sample_from_anchor=True),
+    "causal_next_token": replace(
+        TINY, block_size=16, windows=(5, 5, None), causal=CAUSAL, sample_from_anchor=True
+    ),
 }
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
-    """Drafts at any k begin like those of the whole block, also where rows see later ones; a causal block runs no spare ones."""
+    """Drafts at any k begin like those of the whole block, also where rows see later ones; a causal
+    block runs no spare ones.
+    """
     config = BLOCKS[kind]
     drafter, verifier, rig = bound(config, draft_sampling=draft_sampling)
     temperature = 0.0 if draft_sampling == "greedy" else 1.3
@@ -214,13 +268,17 @@ def test_k_only_cuts_the_block(kind: str, draft_sampling: str) -> None:
     for k in (1, 3, most):
         batch = rig.batch([3, 5], [9, 14], k, temperature)
         assert_as_exact(drafter.draft_hidden(batch), hidden[:, :k], exact[:, :k])
-        assert verifier.embedded[-1].numel() == 2 * ((k if config.sample_from_anchor else k + 1) if all(config.causal) else 16)
+        assert verifier.embedded[-1].numel() == 2 * (
+            (k if config.sample_from_anchor else k + 1) if all(config.causal) else 16
+        )
         assert torch.equal(drafter.propose(batch).token_ids, drafts[:, :k])
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_drafting_writes_what_it_says(kind: str) -> None:
-    """Drafting fills exactly the positions that `num_lookahead_tokens` reserves from L on, of its own requests alone."""
+    """Drafting fills exactly the positions that `num_lookahead_tokens` reserves from L on, of its
+    own requests alone.
+    """
     for k in (1, 3):
         config = BLOCKS[kind]
         drafter, _, rig = bound(config)
@@ -229,12 +287,18 @@ def test_drafting_writes_what_it_says(kind: str) -> None:
         drafter.propose(batch)
         width = drafter.drafter.num_lookahead_tokens or (k if config.sample_from_anchor else k + 1)
         slots = sorted(batch.slot_mapping(width).tolist())
-        for old, new in zip(before, (side for layer in drafter.caches for side in layer), strict=True):
-            assert (new != old).flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist() == slots
+        for old, new in zip(
+            before, (side for layer in drafter.caches for side in layer), strict=True
+        ):
+            assert (new != old).flatten(0, 1).flatten(1).any(
+                1
+            ).nonzero().flatten().tolist() == slots
 
 
 def test_reduced_vocabulary() -> None:
-    """Drafts are target ids, through the offsets; candidates name the target token of every draft probability."""
+    """Drafts are target ids, through the offsets; candidates name the target token of every draft
+    probability.
+    """
     drafter, _, rig = bound(REDUCED)
     batch = rig.batch([3, 5], [9, 14], 4)
     own = drafter.logits(drafter.draft_hidden(batch))
@@ -250,7 +314,9 @@ def test_reduced_vocabulary() -> None:
 
 
 def test_probabilistic_drafts() -> None:
-    """Dense probabilities, and tokens drawn from them with the numbers of the drafted positions L+1 .. L+k."""
+    """Dense probabilities, and tokens drawn from them with the numbers of the drafted positions L+1
+    .. L+k.
+    """
     drafter, _, rig = bound(draft_sampling="probabilistic")
     batch = rig.batch([3, 5], [9, 14], 6, temperature=1.3)
     logits = drafter.logits(drafter.draft_hidden(batch))
@@ -262,7 +328,9 @@ def test_probabilistic_drafts() -> None:
     expected = (probs.double().cumsum(-1) <= draws[..., None]).sum(-1)
     assert torch.equal(draft.token_ids, expected)
     assert not torch.equal(draft.token_ids, probs.argmax(-1)), "the draws decide nothing here"
-    assert drafter.propose(rig.batch([3, 5], [9, 14], 6)).probs is None, "greedy requests alone need no distribution"
+    assert drafter.propose(rig.batch([3, 5], [9, 14], 6)).probs is None, (
+        "greedy requests alone need no distribution"
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,9 +342,16 @@ def test_probabilistic_drafts() -> None:
         (2.0, 5.0, 2.0, 5.0),
     ],
 )
-def test_scale_and_softcap(own_scale: float | None, own_softcap: float | None, scale: float, softcap: float | None) -> None:
+def test_scale_and_softcap(
+    own_scale: float | None, own_softcap: float | None, scale: float, softcap: float | None
+) -> None:
     """Targets that scale embeddings and cap logits, with and without the keys."""
-    config = replace(TINY, input_embedding_scale=own_scale, final_logit_softcapping=own_softcap, output_multiplier=3.0)
+    config = replace(
+        TINY,
+        input_embedding_scale=own_scale,
+        final_logit_softcapping=own_softcap,
+        output_multiplier=3.0,
+    )
     verifier = FakeVerifier()
     verifier.embedding_scale, verifier.final_softcap = 6.0, 20.0
     drafter, _, rig = bound(config, verifier)
@@ -287,15 +362,24 @@ def test_scale_and_softcap(own_scale: float | None, own_softcap: float | None, s
     with Float64():
         exact = dense_hidden(tiny_model(config).double(), features.double(), block.double() * scale)
     assert_as_exact(hidden[0], plain[1:5], exact[1:5])
-    raws = [3.0 * (hidden.to(dtype) @ verifier.target.lm_head.weight.to(dtype).T) for dtype in FLOATS]
-    assert_as_exact(drafter.logits(hidden), *(raw if softcap is None else softcap * torch.tanh(raw / softcap) for raw in raws))
+    raws = [
+        3.0 * (hidden.to(dtype) @ verifier.target.lm_head.weight.to(dtype).T) for dtype in FLOATS
+    ]
+    assert_as_exact(
+        drafter.logits(hidden),
+        *(raw if softcap is None else softcap * torch.tanh(raw / softcap) for raw in raws),
+    )
 
 
-@pytest.mark.parametrize(("scale", "softcap"), [(None, None), (6.0, 20.0), (None, 5.0), (1.0, None), (6.0, None)])
+@pytest.mark.parametrize(
+    ("scale", "softcap"), [(None, None), (6.0, 20.0), (None, 5.0), (1.0, None), (6.0, None)]
+)
 def test_scales_unlike_the_targets(
     scale: float | None, softcap: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training does as the target and refuses them; drafting says which scale of embeddings it takes."""
+    """Training does as the target and refuses them; drafting says which scale of embeddings it
+    takes.
+    """
     alike = (scale, softcap) in ((None, None), (6.0, 20.0))
     verifier = FakeVerifier()
     verifier.embedding_scale, verifier.final_softcap = 6.0, 20.0
@@ -304,34 +388,51 @@ def test_scales_unlike_the_targets(
     train: Any = type("Config", (), {"init": path})
     assert config.scaled_like(verifier) is alike
     if not alike:
-        with pytest.raises(InvalidInputError, match="scales embeddings or caps logits unlike its target"):
+        with pytest.raises(
+            InvalidInputError, match="scales embeddings or caps logits unlike its target"
+        ):
             make_drafter(train, verifier, None)
     with caplog.at_level(logging.INFO, "drafters.dflash.drafter"):
         load_dflash(path, verifier=verifier)
     assert bool(caplog.messages) is (scale == 1)
-    assert all("takes embeddings times 1, the target takes them times 6" in message for message in caplog.messages)
+    assert all(
+        "takes embeddings times 1, the target takes them times 6" in message
+        for message in caplog.messages
+    )
 
 
 def test_own_embeddings_and_head(tmp_path: Path) -> None:
     """A checkpoint that brings its own is not run on the target's."""
     verifier = FakeVerifier()
-    own = {"embed_tokens.weight": torch.rand(VOCAB, HIDDEN), "lm_head.weight": torch.rand(VOCAB, HIDDEN)}
-    drafter = load_dflash(write_tiny_dflash(tmp_path / "d", tensors=tiny_tensors() | own), verifier=verifier)
+    own = {
+        "embed_tokens.weight": torch.rand(VOCAB, HIDDEN),
+        "lm_head.weight": torch.rand(VOCAB, HIDDEN),
+    }
+    drafter = load_dflash(
+        write_tiny_dflash(tmp_path / "d", tensors=tiny_tensors() | own), verifier=verifier
+    )
     rig = Rig(drafter, verifier)
     assert isinstance(rig.bound, BoundDFlash)
     hidden = rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 4))
     assert verifier.embedded == []
-    assert_as_exact(rig.bound.logits(hidden), *(hidden.to(dtype) @ own["lm_head.weight"].to(dtype).T for dtype in FLOATS))
+    assert_as_exact(
+        rig.bound.logits(hidden),
+        *(hidden.to(dtype) @ own["lm_head.weight"].to(dtype).T for dtype in FLOATS),
+    )
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_load(layout: Any, tmp_path: Path) -> None:
-    """One loader for both layouts; the loaded drafter has the protocol's numbers and drafts like the one in memory."""
+    """One loader for both layouts; the loaded drafter has the protocol's numbers and drafts like
+    the one in memory.
+    """
     verifier = FakeVerifier()
     drafter = load_dflash(write_tiny_dflash(tmp_path / "d", layout=layout), verifier=verifier)
     assert drafter.aux_layer_ids == (1, 2, 4) and drafter.max_draft_tokens == 7
     assert [(spec.num_kv_heads, spec.head_dim) for spec in drafter.kv_specs] == [(2, 16)] * 3
-    assert not any(parameter.requires_grad or parameter.is_meta for parameter in drafter.model.parameters())
+    assert not any(
+        parameter.requires_grad or parameter.is_meta for parameter in drafter.model.parameters()
+    )
     other = Rig(tiny_drafter(verifier), verifier)
     expected = other.bound.propose(other.batch([3, 5], [0, 0], 7)).token_ids
     rig = Rig(drafter, verifier)
@@ -339,7 +440,9 @@ def test_load(layout: Any, tmp_path: Path) -> None:
 
 
 def test_jetspec_runs_a_causal_block(tmp_path: Path) -> None:
-    """A row sees none after it: the drafts of k rows are the first of the whole block's, from a forward of those rows alone."""
+    """A row sees none after it: the drafts of k rows are the first of the whole block's, from a
+    forward of those rows alone.
+    """
     path = write_tiny_dflash(tmp_path / "d")
     raw = json.loads((path / "config.json").read_text())
     raw["dflash_config"] |= {"causal": None, "causal_head": True}
@@ -358,7 +461,11 @@ def test_jetspec_runs_a_causal_block(tmp_path: Path) -> None:
         assert isinstance(rig.bound, BoundDFlash)
         hidden[causal] = rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 7))
         if causal:
-            assert_as_exact(rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 2)), hidden[True][:, :2], exact[:, :2])
+            assert_as_exact(
+                rig.bound.draft_hidden(rig.batch([3, 5], [0, 0], 2)),
+                hidden[True][:, :2],
+                exact[:, :2],
+            )
     assert not torch.allclose(hidden[True], hidden[False], atol=1e-2)
 
 
@@ -378,7 +485,9 @@ def test_weights_take_the_targets_type() -> None:
 
 
 def test_runs_share_the_weights() -> None:
-    """Binding allocates nothing for weights, also where they are packed; and one run's caches are not the other's."""
+    """Binding allocates nothing for weights, also where they are packed; and one run's caches are
+    not the other's.
+    """
     verifier = verifier_of(torch.bfloat16)
     drafter = tiny_drafter(verifier)
 
@@ -420,7 +529,9 @@ def test_module_trains() -> None:
     assert overfit(model, target, text, steps=30) < 0.5 * first
 
 
-@pytest.mark.parametrize("config", [TINY, REDUCED, replace(TINY, windows=(5, 5, None), causal=(True, True, False))])
+@pytest.mark.parametrize(
+    "config", [TINY, REDUCED, replace(TINY, windows=(5, 5, None), causal=(True, True, False))]
+)
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_never_waits(config: DFlashConfig, draft_sampling: str) -> None:
     """Draft and commit keep every value on the device."""

@@ -1,4 +1,6 @@
-"""Chains and trees over a head's edges: scores by hand, DDTree's heap, coupled and drawn drafts, and no wait for the device."""
+"""Chains and trees over a head's edges: scores by hand, DDTree's heap, coupled and drawn drafts,
+and no wait for the device.
+"""
 
 import math
 from dataclasses import replace
@@ -19,7 +21,15 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.tensors import SamplingTensors
-from tests.drafters.heads import ANCHORS, LENGTHS, PaperMarkov, backbone, head_tensors, headed, with_head
+from tests.drafters.heads import (
+    ANCHORS,
+    LENGTHS,
+    PaperMarkov,
+    backbone,
+    head_tensors,
+    headed,
+    with_head,
+)
 from tests.drafters.tiny import VOCAB
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tree_oracle import heap_tree
@@ -34,7 +44,9 @@ HEADS: dict[str, HeadConfig] = {
 }
 
 
-def correction(head: HeadConfig, tensors: dict[str, Tensor], paper: Any, hidden: Tensor, previous: int) -> Tensor:
+def correction(
+    head: HeadConfig, tensors: dict[str, Tensor], paper: Any, hidden: Tensor, previous: int
+) -> Tensor:
     """[V] of the next slot, by the published formulas."""
     if isinstance(head, MarkovConfig):
         return paper.correction(hidden, previous)
@@ -43,8 +55,12 @@ def correction(head: HeadConfig, tensors: dict[str, Tensor], paper: Any, hidden:
     return own["successor_codebook"] @ left
 
 
-def edges_by_hand(config: Any, request: int, depth: int, count: int) -> tuple[list[list[int]], list[list[list[float]]]]:
-    """Candidates of every slot, the best first, and the table of `logprobs_of`; states are those along the best chain."""
+def edges_by_hand(
+    config: Any, request: int, depth: int, count: int
+) -> tuple[list[list[int]], list[list[list[float]]]]:
+    """Candidates of every slot, the best first, and the table of `logprobs_of`; states are those
+    along the best chain.
+    """
     hidden, logits = backbone(config, request)
     tensors, log_q = head_tensors(config), logits.log_softmax(-1)
     columns = log_q.topk(count).indices.tolist()
@@ -52,7 +68,9 @@ def edges_by_hand(config: Any, request: int, depth: int, count: int) -> tuple[li
     for slot in range(depth):
         rows = []
         for parent in range(count):
-            paper = PaperMarkov(config.head, tensors) if isinstance(config.head, MarkovConfig) else None
+            paper = (
+                PaperMarkov(config.head, tensors) if isinstance(config.head, MarkovConfig) else None
+            )
             for earlier in range(slot):
                 correction(config.head, tensors, paper, hidden[earlier], chain[earlier])
             before = columns[slot - 1][parent] if slot else ANCHORS[request]
@@ -67,7 +85,9 @@ def edges_by_hand(config: Any, request: int, depth: int, count: int) -> tuple[li
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_trees_over_edges(kind: str, tmp_path: Path) -> None:
-    """The heap's tree over edges computed by hand, its tokens, and the drafts that it promises; nothing waits."""
+    """The heap's tree over edges computed by hand, its tokens, and the drafts that it promises;
+    nothing waits.
+    """
     config = with_head(HEADS[kind], sample_from_anchor="rnn" in kind)
     drafter, rig = headed(tmp_path / "drafter", config)
     drafter.forecasts = True
@@ -79,13 +99,19 @@ def test_trees_over_edges(kind: str, tmp_path: Path) -> None:
         columns, table = edges_by_hand(config, request, 5, 12)
         nodes = heap_tree(table, 12)
         assert draft.tree.parents[request].tolist() == [node.parent for node in nodes]
-        assert draft.token_ids[request].tolist() == [columns[len(node.path) - 1][node.path[-1]] for node in nodes]
-        assert draft.forecast[request].item() == pytest.approx(sum(math.exp(node.score) for node in nodes), rel=1e-4)
+        assert draft.token_ids[request].tolist() == [
+            columns[len(node.path) - 1][node.path[-1]] for node in nodes
+        ]
+        assert draft.forecast[request].item() == pytest.approx(
+            sum(math.exp(node.score) for node in nodes), rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn of few", "selector"])
 def test_chains_over_edges(kind: str, tmp_path: Path) -> None:
-    """The best candidate behind the one before; without a trained confidence the drafts' own probabilities are the forecast."""
+    """The best candidate behind the one before; without a trained confidence the drafts' own
+    probabilities are the forecast.
+    """
     config = with_head(HEADS[kind], sample_from_anchor="rnn" in kind)
     drafter, rig = headed(tmp_path / "drafter", config)
     batch = rig.batch(ANCHORS, LENGTHS, 6)
@@ -93,7 +119,11 @@ def test_chains_over_edges(kind: str, tmp_path: Path) -> None:
         plain = drafter.propose(batch)
     drafter.forecasts = True
     draft = drafter.propose(batch)
-    assert plain.forecast is None and draft.forecast is not None and torch.equal(plain.token_ids, draft.token_ids)
+    assert (
+        plain.forecast is None
+        and draft.forecast is not None
+        and torch.equal(plain.token_ids, draft.token_ids)
+    )
     for request in range(2):
         columns, table = edges_by_hand(config, request, 6, 6)
         ranks, likely, promised = [0], 0.0, 0.0
@@ -102,12 +132,16 @@ def test_chains_over_edges(kind: str, tmp_path: Path) -> None:
             ranks.append(max(range(6), key=row.__getitem__))
             likely += row[ranks[-1]]
             promised += math.exp(likely)
-        assert draft.token_ids[request].tolist() == [columns[slot][rank] for slot, rank in enumerate(ranks[1:])]
+        assert draft.token_ids[request].tolist() == [
+            columns[slot][rank] for slot, rank in enumerate(ranks[1:])
+        ]
         assert draft.forecast[request].item() == pytest.approx(promised, rel=1e-4)
 
 
 def only_compared(logits: Tensor, added: Tensor) -> Tensor:
-    """Corrections of the 6 likeliest tokens, which stay as likely as they were together; of no others."""
+    """Corrections of the 6 likeliest tokens, which stay as likely as they were together; of no
+    others.
+    """
     compared = logits.topk(6).indices
     gained = (logits + added)[compared].logsumexp(0) - logits[compared].logsumexp(0)
     return torch.zeros_like(added).index_copy(0, compared, added[compared] - gained)
@@ -115,8 +149,13 @@ def only_compared(logits: Tensor, added: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["vanilla", "selector"])
 def test_coupled_drafts(kind: str, tmp_path: Path) -> None:
-    """What the target would choose with its noise if it had the corrected logits, both weighted: of all tokens or candidates."""
-    trust, believed = torch.linspace(0.1, 1.1, 7), torch.linspace(1.2, 0.3, 7)  # of log q and of the noise, by slot
+    """What the target would choose with its noise if it had the corrected logits, both weighted: of
+    all tokens or candidates.
+    """
+    trust, believed = (
+        torch.linspace(0.1, 1.1, 7),
+        torch.linspace(1.2, 0.3, 7),
+    )  # of log q and of the noise, by slot
     coupling = Coupling((1.0,), (tuple(trust.tolist()),), (tuple(believed.tolist()),))
     temperature, config = 12.0, with_head(HEADS[kind], coupling=coupling)
     drafter, rig = headed(tmp_path / "drafter", config, draft_sampling="coupled")
@@ -130,27 +169,51 @@ def test_coupled_drafts(kind: str, tmp_path: Path) -> None:
         paper = PaperMarkov(config.head, tensors) if isinstance(config.head, MarkovConfig) else None
         previous, expected, greedy = ANCHORS[request], [], []
         for slot in range(6):
-            scores = trust[slot] * logits[slot] / temperature + believed[slot] * noise[request, slot]
-            added = correction(HEADS[kind], tensors, paper, hidden[slot], previous) * trust[slot] / temperature
+            scores = (
+                trust[slot] * logits[slot] / temperature + believed[slot] * noise[request, slot]
+            )
+            added = (
+                correction(HEADS[kind], tensors, paper, hidden[slot], previous)
+                * trust[slot]
+                / temperature
+            )
             allowed = scores.topk(6).indices if kind == "selector" else torch.arange(VOCAB)
             if kind == "selector":
-                added = only_compared(logits[slot], added / trust[slot] * temperature) * trust[slot] / temperature
-            greedy.append(int(allowed[(scores + added - believed[slot] * noise[request, slot])[allowed].argmax()]))
+                added = (
+                    only_compared(logits[slot], added / trust[slot] * temperature)
+                    * trust[slot]
+                    / temperature
+                )
+            greedy.append(
+                int(
+                    allowed[
+                        (scores + added - believed[slot] * noise[request, slot])[allowed].argmax()
+                    ]
+                )
+            )
             previous = int(allowed[(scores + added)[allowed].argmax()])
             expected.append(previous)
         assert draft.token_ids[request].tolist() == expected
         uncoupled.append(greedy)
-    assert draft.probs is None and uncoupled != draft.token_ids.tolist(), "the noise decides nothing here"
+    assert draft.probs is None and uncoupled != draft.token_ids.tolist(), (
+        "the noise decides nothing here"
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "candidates"),
-    [(MarkovConfig(3), None), (MarkovConfig(3, draft_top_k=3), 3), (MarkovConfig(3, "rnn", draft_top_k=3), 3)],
+    [
+        (MarkovConfig(3), None),
+        (MarkovConfig(3, draft_top_k=3), 3),
+        (MarkovConfig(3, "rnn", draft_top_k=3), 3),
+    ],
 )
 def test_drawn_drafts_leave_the_targets_distribution(
     config: MarkovConfig, candidates: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of three tokens over several steps, with filters: q is the distribution of the draws, on its own support."""
+    """Chi-square of three tokens over several steps, with filters: q is the distribution of the
+    draws, on its own support.
+    """
     size = acceptance.V
     torch.manual_seed(4)
     model = torch.nn.Module()
@@ -163,10 +226,19 @@ def test_drawn_drafts_leave_the_targets_distribution(
     params = acceptance.SamplingParams(temperature=0.8, top_p=0.9)
     sampling = acceptance.sampling_for([params], 20_000)
 
-    def propose(form: str, anchors: Tensor, positions: Tensor, seeds: Tensor, k: int, num_drafts: Tensor | None) -> DraftOutput:
+    def propose(
+        form: str,
+        anchors: Tensor,
+        positions: Tensor,
+        seeds: Tensor,
+        k: int,
+        num_drafts: Tensor | None,
+    ) -> DraftOutput:
         count = len(anchors)
         batch = batch_of(anchors, positions, sampling, k)
-        draft = drafts.of(batch, Slots(hidden[:k].expand(count, -1, -1), logits[:k].expand(count, -1, -1)))
+        draft = drafts.of(
+            batch, Slots(hidden[:k].expand(count, -1, -1), logits[:k].expand(count, -1, -1))
+        )
         assert draft.probs is not None and (draft.candidate_ids is None) == (candidates is None)
         assert draft.probs.shape == (count, k, candidates or size)
         return draft

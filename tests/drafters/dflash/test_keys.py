@@ -9,7 +9,14 @@ import pytest
 from drafters.dflash.config.layout import parse_config
 from specdec.base.errors import CheckpointError
 from tests.drafters.any_value import Place, check_any_value
-from tests.drafters.dflash.config.test_layout import KINDS_OF_DRAFTERS, F, S, couple, speculators, zlab
+from tests.drafters.dflash.config.test_layout import (
+    KINDS_OF_DRAFTERS,
+    F,
+    S,
+    couple,
+    speculators,
+    zlab,
+)
 from tests.drafters.dflash.config.test_rope import YARN
 from tests.drafters.dflash.test_variants import CONFIGS
 from tests.drafters.eagle3.test_checkpoint import TargetShape
@@ -23,7 +30,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
-SLIDING: dict[str, Any] = {"layer_types": [S, S, F], "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}
+SLIDING: dict[str, Any] = {
+    "layer_types": [S, S, F],
+    "sliding_window": 9,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+}
 TOP: dict[str, Any] = SLIDING | {
     "attention_bias": False, "attention_sink_bias": False, "coupling": couple(), "draft_vocab_size": 61, "fc_norm": False,
     "final_logit_softcapping": None, "input_embedding_scale": 1.0, "is_causal": False, "is_neox_style": True, "logit_scale": 1.0,
@@ -67,7 +79,9 @@ PLACES: list[tuple[Mapping[str, Any], Place]] = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "place"), PLACES, ids=[f"{number} {place}" for number, (_, place) in enumerate(PLACES)])
+@pytest.mark.parametrize(
+    ("raw", "place"), PLACES, ids=[f"{number} {place}" for number, (_, place) in enumerate(PLACES)]
+)
 def test_every_key_with_every_kind_of_value(raw: Mapping[str, Any], place: Place) -> None:
     check_any_value(raw, place, TARGET)
 
@@ -84,7 +98,9 @@ FOREIGN: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), FOREIGN)
-@pytest.mark.parametrize("place", ["flat", "dflash_config", "speculators", "transformer_layer_config"])
+@pytest.mark.parametrize(
+    "place", ["flat", "dflash_config", "speculators", "transformer_layer_config"]
+)
 def test_foreign_keys_are_refused_wherever_they_stand(key: str, value: Any, place: str) -> None:
     raw = {
         "flat": zlab(**{key: value}),
@@ -128,6 +144,16 @@ def test_copied_keys_change_nothing(name: str) -> None:
     for raw in (zlab(**copied), speculators(layers=copied, target_embedding_scale=True)):
         config = parse_config(raw)
         plain = parse_config(zlab(rope_theta=rope.get("rope_theta", 1e6)))
-        kept = {key: value for key, value in config.rope_parameters.items() if not key.startswith("mrope")}
-        found = replace(config, rope_parameters=kept, num_target_layers=6, verifier_name=None, verifier_architectures=())
+        kept = {
+            key: value
+            for key, value in config.rope_parameters.items()
+            if not key.startswith("mrope")
+        }
+        found = replace(
+            config,
+            rope_parameters=kept,
+            num_target_layers=6,
+            verifier_name=None,
+            verifier_architectures=(),
+        )
         assert found == plain

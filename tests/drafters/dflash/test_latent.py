@@ -1,4 +1,6 @@
-"""Drafters with latent attention (Kimi K3's DSpark as vLLM's `kimi_k3/nvidia/dspark_mla.py` has it) against formulas."""
+"""Drafters with latent attention (Kimi K3's DSpark as vLLM's `kimi_k3/nvidia/dspark_mla.py` has it)
+against formulas.
+"""
 
 import json
 import math
@@ -67,7 +69,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def latent_tensors(*, tap_norms: bool = False, hidden: int = HIDDEN, vocab: int = VOCAB) -> dict[str, Tensor]:
+def latent_tensors(
+    *, tap_norms: bool = False, hidden: int = HIDDEN, vocab: int = VOCAB
+) -> dict[str, Tensor]:
     """The published names; `tap_norms` are TorchSpec's."""
     sizes: dict[str, tuple[int, ...]] = {
         "context_proj.weight": (hidden, hidden * len(TAPS)),
@@ -98,7 +102,10 @@ def latent_tensors(*, tap_norms: bool = False, hidden: int = HIDDEN, vocab: int 
         sizes |= {f"layers.{i}.{name}.weight": size for name, size in layer.items()}
     generator = torch.Generator().manual_seed(1)
     random = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
-    return {name: 1 + 0.3 * tensor if "norm" in name else 0.3 * tensor for name, tensor in random.items()}
+    return {
+        name: 1 + 0.3 * tensor if "norm" in name else 0.3 * tensor
+        for name, tensor in random.items()
+    }
 
 
 def write(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
@@ -130,7 +137,9 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def frequencies() -> Tensor:
-    """YaRN's (arXiv 2309.00071): divided by the factor where a wave is longer than the original context."""
+    """YaRN's (arXiv 2309.00071): divided by the factor where a wave is longer than the original
+    context.
+    """
     rope = CONFIG["rope_parameters"]
     exponents = torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE
 
@@ -152,22 +161,35 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def expected_hidden(t: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
-    """Final hidden states [B, H] of rows behind as many positions as there are features [C, taps * H]."""
+    """Final hidden states [B, H] of rows behind as many positions as there are features [C, taps *
+    H].
+    """
     start, width = len(features), len(block)
     own = torch.arange(start, start + width)
     if "fc_norm.0.weight" in t:
         parts = features.chunk(len(TAPS), -1)
-        features = torch.cat([rms(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
+        features = torch.cat(
+            [rms(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1
+        )
     context = rms(features @ t["context_proj.weight"].T, t["context_norm.weight"])
     x = block
     for i in range(LAYERS):
-        w = {name.removeprefix(f"layers.{i}.").removesuffix(".weight"): tensor for name, tensor in t.items()}
+        w = {
+            name.removeprefix(f"layers.{i}.").removesuffix(".weight"): tensor
+            for name, tensor in t.items()
+        }
         normed = rms(x, w["input_layernorm"])
-        query = rms(normed @ w["self_attn.q_a_proj"].T, w["self_attn.q_a_layernorm"]) @ w["self_attn.q_b_proj"].T
+        query = (
+            rms(normed @ w["self_attn.q_a_proj"].T, w["self_attn.q_a_layernorm"])
+            @ w["self_attn.q_b_proj"].T
+        )
         query = query.view(width, HEADS, NOPE + ROPE)
         query = torch.cat([query[..., :NOPE], turned(query[..., NOPE:], own)], -1)
         latent = torch.cat([context, normed]) @ w["self_attn.kv_a_proj_with_mqa"].T
-        compressed, key_rope = rms(latent[:, :RANK], w["self_attn.kv_a_layernorm"]), latent[:, None, RANK:]
+        compressed, key_rope = (
+            rms(latent[:, :RANK], w["self_attn.kv_a_layernorm"]),
+            latent[:, None, RANK:],
+        )
         key_rope = turned(key_rope, torch.arange(start + width))
         keys_values = (compressed @ w["self_attn.kv_b_proj"].T).view(-1, HEADS, NOPE + VALUE)
         key = torch.cat([keys_values[..., :NOPE], key_rope.expand(-1, HEADS, -1)], -1)
@@ -176,7 +198,11 @@ def expected_hidden(t: dict[str, Tensor], features: Tensor, block: Tensor) -> Te
         out = torch.einsum("hqk,khd->qhd", weights, keys_values[..., NOPE:]).flatten(1)
         x = x + out @ w["self_attn.o_proj"].T
         normed = rms(x, w["post_attention_layernorm"])
-        x = x + (F.silu(normed @ w["mlp.gate_proj"].T) * (normed @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
+        x = (
+            x
+            + (F.silu(normed @ w["mlp.gate_proj"].T) * (normed @ w["mlp.up_proj"].T))
+            @ w["mlp.down_proj"].T
+        )
     return rms(x, t["final_norm.weight"])
 
 
@@ -186,7 +212,10 @@ def test_hidden_states(tap_norms: bool, tmp_path: Path) -> None:
     tensors, verifier = latent_tensors(tap_norms=tap_norms), latent_verifier()
     path = write(tmp_path / "drafter", tensors, fc_norm=tap_norms)
     drafter: Any = load_drafter(path, verifier=verifier)
-    assert drafter.max_draft_tokens == BLOCK and [spec.width for spec in drafter.kv_specs] == [RANK + ROPE] * LAYERS
+    assert (
+        drafter.max_draft_tokens == BLOCK
+        and [spec.width for spec in drafter.kv_specs] == [RANK + ROPE] * LAYERS
+    )
     rig = Rig(drafter, verifier)
     assert isinstance(rig.bound, BoundDFlash)
     generator = torch.Generator().manual_seed(4)
@@ -198,7 +227,9 @@ def test_hidden_states(tap_norms: bool, tmp_path: Path) -> None:
     hidden = rig.bound.draft_hidden(rig.batch(anchors, lengths, BLOCK))
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     for request, rows in enumerate(features):
-        block = tensors["embed_tokens.weight"][torch.tensor([anchors[request]] + [MASK] * (BLOCK - 1))]
+        block = tensors["embed_tokens.weight"][
+            torch.tensor([anchors[request]] + [MASK] * (BLOCK - 1))
+        ]
         plain = expected_hidden(tensors, rows, block)
         with Float64():
             exact = expected_hidden(wide, rows.double(), block.double())
@@ -214,18 +245,27 @@ def test_hidden_states(tap_norms: bool, tmp_path: Path) -> None:
         ({"aux_hidden_stream": "attn_res"}, "aux_hidden_stream 'attn_res'"),
         ({"qk_rope_head_dim": 7, "qk_nope_head_dim": 9}, "are no sizes of latent attention"),
         ({"kv_lora_rank": None}, "config.json lacks kv_lora_rank"),
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "has neither windows nor biases"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+            "has neither windows nor biases",
+        ),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     """Each relative by name."""
     with pytest.raises(CheckpointError, match=message):
-        load_drafter(write(tmp_path / "drafter", latent_tensors(), **changes), verifier=latent_verifier())
+        load_drafter(
+            write(tmp_path / "drafter", latent_tensors(), **changes), verifier=latent_verifier()
+        )
 
 
 def test_other_attention_is_refused(tmp_path: Path) -> None:
     """Its context has the form of latents, for which the target's backend has no cache."""
-    with pytest.raises(BackendError, match="this drafter has latent attention, and the target's backend 'torch_ref' serves other"):
+    with pytest.raises(
+        BackendError,
+        match="this drafter has latent attention, and the target's backend 'torch_ref' serves"
+        " other",
+    ):
         load_drafter(write(tmp_path / "drafter", latent_tensors()), verifier=FakeVerifier())
 
 
@@ -246,9 +286,16 @@ def test_lossless(tmp_path: Path) -> None:
     path = write(tmp_path / "drafter", latent_tensors(hidden=hidden, vocab=vocab), **changes)
     prompts = [[1, 2, 3], list(range(20, 31))]
     for options in ({"num_draft_tokens": 5}, {"tree_nodes": 6}):
-        config = EngineConfig(max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**20), **options)  # type: ignore[arg-type]
+        config = EngineConfig(
+            max_num_seqs=2,
+            max_model_len=64,
+            cache=CacheConfig(memory_bytes=2**20),
+            **options,  # type: ignore[arg-type]
+        )
         engine = SpecEngine(verifier, load_drafter(path, verifier=verifier), config)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=10)) for prompt in prompts]
         while engine.has_work:
             engine.step()
-        assert [request.output_token_ids for request in requests] == [plain_greedy(model, prompt, 10) for prompt in prompts]
+        assert [request.output_token_ids for request in requests] == [
+            plain_greedy(model, prompt, 10) for prompt in prompts
+        ]

@@ -1,7 +1,8 @@
-"""What other engines make of an exported drafter: windows and causality of its layers by their rules, written down once more.
+"""What other engines make of an exported drafter: windows and causality of its layers by their
+rules, written down once more.
 
-The rules were read in vLLM 0.23 (`v1/spec_decode/dflash.py`), vLLM 0.33 (`models/qwen3_dflash.py` and
-`configs/speculators/algos.py`) and SGLang 0.5.23 (`models/dflash.py`).
+The rules were read in vLLM 0.23 (`v1/spec_decode/dflash.py`), vLLM 0.33 (`models/qwen3_dflash.py`
+and `configs/speculators/algos.py`) and SGLang 0.5.23 (`models/dflash.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,20 +25,30 @@ Layers = list[tuple[int | None, bool]]
 
 
 def vllm_0_33(raw: Mapping[str, Any]) -> Layers:
-    """A stated causality holds for all layers, and the flag of speculators is one; else sliding layers are causal."""
+    """A stated causality holds for all layers, and the flag of speculators is one; else sliding
+    layers are causal.
+    """
     own = dict(raw.get("dflash_config") or {})
     if "speculators_model_type" in raw:
         own["causal"] = not raw.get("sliding_window_non_causal", True)
         raw = raw["transformer_layer_config"]
     kinds, stated = raw["layer_types"], raw.get("is_causal", own.get("causal"))
-    windows = [own.get("swa_window_size", raw.get("sliding_window")) if kind == "sliding_attention" else None for kind in kinds]
+    windows = [
+        own.get("swa_window_size", raw.get("sliding_window"))
+        if kind == "sliding_attention"
+        else None
+        for kind in kinds
+    ]
     return [
-        (window, kind == "sliding_attention" if stated is None else stated) for window, kind in zip(windows, kinds, strict=True)
+        (window, kind == "sliding_attention" if stated is None else stated)
+        for window, kind in zip(windows, kinds, strict=True)
     ]
 
 
 def vllm_0_23(raw: Mapping[str, Any]) -> Layers:
-    """No window is read, and no causality but that of `dflash_config`, which speculators' layout does not have there."""
+    """No window is read, and no causality but that of `dflash_config`, which speculators' layout
+    does not have there.
+    """
     layers = raw.get("transformer_layer_config", raw)["num_hidden_layers"]
     return [(None, (raw.get("dflash_config") or {}).get("causal", False))] * layers
 
@@ -48,17 +59,36 @@ def sglang(raw: Mapping[str, Any]) -> Layers:
         return []
     kinds, stated = raw["layer_types"], raw.get("is_causal")
     slides = [kind == "sliding_attention" for kind in kinds]
-    return [(raw["sliding_window"] if sliding else None, sliding if stated is None else stated) for sliding in slides]
+    return [
+        (raw["sliding_window"] if sliding else None, sliding if stated is None else stated)
+        for sliding in slides
+    ]
 
 
-READERS: dict[str, Callable[[Mapping[str, Any]], Layers]] = {"vllm 0.33": vllm_0_33, "vllm 0.23": vllm_0_23, "sglang": sglang}
+READERS: dict[str, Callable[[Mapping[str, Any]], Layers]] = {
+    "vllm 0.33": vllm_0_33,
+    "vllm 0.23": vllm_0_23,
+    "sglang": sglang,
+}
 
 CASES: dict[str, tuple[DFlashConfig, set[str], set[str]]] = {
     "full": (TINY, {"vllm 0.33", "vllm 0.23", "sglang"}, {"vllm 0.33", "vllm 0.23"}),
-    "full, causal": (replace(TINY, causal=(True,) * 3), {"vllm 0.33", "vllm 0.23", "sglang"}, set()),
-    "sliding, causal": (replace(TINY, windows=(9,) * 3, causal=(True,) * 3), {"vllm 0.33", "sglang"}, {"vllm 0.33"}),
+    "full, causal": (
+        replace(TINY, causal=(True,) * 3),
+        {"vllm 0.33", "vllm 0.23", "sglang"},
+        set(),
+    ),
+    "sliding, causal": (
+        replace(TINY, windows=(9,) * 3, causal=(True,) * 3),
+        {"vllm 0.33", "sglang"},
+        {"vllm 0.33"},
+    ),
     "sliding": (replace(TINY, windows=(9,) * 3), {"vllm 0.33", "sglang"}, {"vllm 0.33"}),
-    "mixed, causal": (replace(TINY, windows=(9, 9, None), causal=(True, True, False)), {"vllm 0.33", "sglang"}, set()),
+    "mixed, causal": (
+        replace(TINY, windows=(9, 9, None), causal=(True, True, False)),
+        {"vllm 0.33", "sglang"},
+        set(),
+    ),
     "mixed": (replace(TINY, windows=(9, 9, None)), {"vllm 0.33", "sglang"}, {"vllm 0.33"}),
 }
 """A drafter, who reads it rightly in z-lab's layout, and who in that of speculators."""
@@ -82,9 +112,11 @@ def test_who_reads_what_rightly(name: str) -> None:
 
 
 def vllm_head(raw: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """Rank of a Markov head, mask token, and whether rows predict the token after their own, as vLLM 0.33 finds them.
+    """Rank of a Markov head, mask token, and whether rows predict the token after their own, as
+    vLLM 0.33 finds them.
 
-    Its `configs/speculators/algos.py` puts them at the top; there its `models/qwen3_dspark.py` and its speculator look for them.
+    Its `configs/speculators/algos.py` puts them at the top; there its `models/qwen3_dspark.py` and
+    its speculator look for them.
     """
     own = raw.get("dflash_config") or {}
     from_anchor = raw.get("sample_from_anchor", "speculators_model_type" not in raw)
@@ -94,12 +126,16 @@ def vllm_head(raw: Mapping[str, Any]) -> tuple[int, int, bool]:
 @pytest.mark.parametrize("from_anchor", [True, False])
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_vllm_finds_the_head(layout: Layout, from_anchor: bool) -> None:
-    """Catches a rank that only our own loader finds, and rows that are taken for those of the next position."""
+    """Catches a rank that only our own loader finds, and rows that are taken for those of the next
+    position.
+    """
     config = replace(TINY, head=MarkovConfig(rank=4), sample_from_anchor=from_anchor)
     raw = config_json(config, layout, dtype="float32")
     assert vllm_head(raw) == (4, config.mask_token_id, from_anchor)
     if layout == "z-lab":
-        assert raw["architectures"] == ["DSparkDraftModel"] and raw["model_type"] == "qwen3"  # by which it knows the kind
+        assert (
+            raw["architectures"] == ["DSparkDraftModel"] and raw["model_type"] == "qwen3"
+        )  # by which it knows the kind
     assert parse_config(raw).head == config.head
 
 

@@ -1,4 +1,6 @@
-"""Against the public `dflash` package: the same hidden states and logits, and the same tokens from whole generations."""
+"""Against the public `dflash` package: the same hidden states and logits, and the same tokens from
+whole generations.
+"""
 
 import copy
 import time
@@ -44,12 +46,27 @@ KINDS: dict[str, DFlashConfig] = {
     "mixed": replace(TINY, windows=(WINDOW, WINDOW, None), causal=(True, True, False)),
     "yarn": replace(
         TINY,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+        },
     ),
     "convolutions": replace(TINY, conv_kernel_size=2, conv_group_size=4, windows=(WINDOW,) * 3),
-    "softcap": replace(TINY, output_multiplier=2.0, final_logit_softcapping=3.0, input_embedding_scale=1.5),
+    "softcap": replace(
+        TINY, output_multiplier=2.0, final_logit_softcapping=3.0, input_embedding_scale=1.5
+    ),
 }
-ROUNDS = [(7, 3, 0), (7, 0, 7), (3, 3, 1), (7, 7, 2), (1, 1, 0), (7, 2, 5), (7, 5, 6)]  # k, accepted of either request
+ROUNDS = [
+    (7, 3, 0),
+    (7, 0, 7),
+    (3, 3, 1),
+    (7, 7, 2),
+    (1, 1, 0),
+    (7, 2, 5),
+    (7, 5, 6),
+]  # k, accepted of either request
 
 
 class ReferenceRequest:
@@ -62,7 +79,9 @@ class ReferenceRequest:
 
     @torch.inference_mode()
     def draft_hidden(self, context: torch.Tensor, anchor: int, k: int) -> torch.Tensor:
-        """Hidden states [k, H] of the first k of a whole block's masks; `context` are the features since the last round."""
+        """Hidden states [k, H] of the first k of a whole block's masks; `context` are the features
+        since the last round.
+        """
         first, self.start = self.start, self.start + context.shape[0]
         width = TINY.block_size
         tokens = torch.tensor([[anchor] + [self.mask] * (width - 1)])
@@ -79,7 +98,9 @@ class ReferenceRequest:
 
 
 def their_model(path: Path, config: DFlashConfig) -> Any:
-    """The public class of this kind; DFlash 2 has a selector, which has no part in its hidden states and logits."""
+    """The public class of this kind; DFlash 2 has a selector, which has no part in its hidden
+    states and logits.
+    """
     if not config.convolves:
         return reference.DFlashDraftModel.from_pretrained(path, dtype=torch.float32).eval()
     raw = Qwen3Config.from_pretrained(path)
@@ -89,7 +110,9 @@ def their_model(path: Path, config: DFlashConfig) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
-    """Every kind of layer, two requests that accept differently, a context that outgrows the window, k that varies."""
+    """Every kind of layer, two requests that accept differently, a context that outgrows the
+    window, k that varies.
+    """
     target, verifier = tiny_target(), FakeVerifier()
     path = write_tiny_dflash(tmp_path / "drafter", KINDS[kind])
     theirs = their_model(path, KINDS[kind])
@@ -114,11 +137,16 @@ def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
         for r in range(2):
             plain = requests[r].draft_hidden(contexts[r], text[r][seq_lens[r]], k)
             with Float64():
-                exact = exact_requests[r].draft_hidden(contexts[r].double(), text[r][seq_lens[r]], k)
-            # Our norms round twice more, a whole row alike, and these rows are few: 2.6 was seen with vectors of 256 bits.
+                exact = exact_requests[r].draft_hidden(
+                    contexts[r].double(), text[r][seq_lens[r]], k
+                )
+            # Our norms round twice more, a whole row alike, and these rows are few: 2.6 was seen
+            # with vectors of 256 bits.
             assert_as_exact(hidden[r], plain, exact, factor=4)
             logits = theirs.compute_logits(hidden[r], target.lm_head)
-            exact_logits = theirs.compute_logits(hidden[r].double(), lambda rows: rows @ head.double().T)
+            exact_logits = theirs.compute_logits(
+                hidden[r].double(), lambda rows: rows @ head.double().T
+            )
             assert_as_exact(ours.logits(hidden[r]), logits, exact_logits)
             end = seq_lens[r] + accepted[r] + 1
             junk = [(token + 5) % VOCAB for token in text[r][end : end + k - accepted[r]]]
@@ -132,12 +160,16 @@ def test_hidden_states_and_logits(kind: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter that knows some of the target's greedy output, so that it accepts from none to all of a block."""
+    """A drafter that knows some of the target's greedy output, so that it accepts from none to all
+    of a block.
+    """
     target = tiny_target()
     text = [0, 1, 2, 3, 4, *plain_greedy(target, range(5), 60)]
     model = tiny_model()
     overfit(model, target, text)
-    return write_tiny_dflash(tmp_path_factory.mktemp("trained") / "drafter", tensors=model.state_dict())
+    return write_tiny_dflash(
+        tmp_path_factory.mktemp("trained") / "drafter", tensors=model.state_dict()
+    )
 
 
 PROMPTS = [list(range(n)) for n in (3, 5, 9)] + [[7, 7, 20, 11]]
@@ -150,16 +182,24 @@ def generate(trained: Path, k: int) -> list[Request]:
     cache = CacheConfig(memory_bytes=2**22)
     config = EngineConfig(max_num_seqs=4, max_model_len=128, num_draft_tokens=k, cache=cache)
     engine = SpecEngine(verifier, load_dflash(trained, verifier=verifier), config)
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS)) for prompt in PROMPTS]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=NEW_TOKENS)) for prompt in PROMPTS
+    ]
     while engine.has_work:
         engine.step()
     return requests
 
 
 def before_the_end(num_emitted: list[int]) -> list[int]:
-    """The steps that begin with room for a whole block; in later ones the public loop runs a shorter block, and ours does not."""
+    """The steps that begin with room for a whole block; in later ones the public loop runs a
+    shorter block, and ours does not.
+    """
     starts = accumulate(num_emitted, initial=1)
-    return [count for count, start in zip(num_emitted, starts, strict=False) if start + TINY.block_size <= NEW_TOKENS]
+    return [
+        count
+        for count, start in zip(num_emitted, starts, strict=False)
+        if start + TINY.block_size <= NEW_TOKENS
+    ]
 
 
 def test_whole_generations(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,16 +209,22 @@ def test_whole_generations(trained: Path, monkeypatch: pytest.MonkeyPatch) -> No
     model = reference.DFlashDraftModel.from_pretrained(trained, dtype=torch.float32).eval()
     seen = set()
     for prompt, request in zip(PROMPTS, generate(trained, TINY.block_size - 1), strict=True):
-        expected = reference.dflash_generate(model, target, torch.tensor([prompt]), NEW_TOKENS, None, return_stats=True)
+        expected = reference.dflash_generate(
+            model, target, torch.tensor([prompt]), NEW_TOKENS, None, return_stats=True
+        )
         assert request.output_token_ids == expected.output_ids[0, len(prompt) :].tolist()
         assert before_the_end(request.num_emitted) == before_the_end(expected.acceptance_lengths)
         seen |= set(request.num_emitted)
-    assert {1, TINY.block_size} <= seen, f"the drafter accepts {sorted(seen)}: too uniform to show anything"
+    assert {1, TINY.block_size} <= seen, (
+        f"the drafter accepts {sorted(seen)}: too uniform to show anything"
+    )
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_generations_that_use_a_part_of_the_block(trained: Path, k: int) -> None:
-    """At a smaller k, every step accepts what the first k drafts of the public model's whole block deserve."""
+    """At a smaller k, every step accepts what the first k drafts of the public model's whole block
+    deserve.
+    """
     target = tiny_target()
     model = reference.DFlashDraftModel.from_pretrained(trained, dtype=torch.float32).eval()
     seen = set()
@@ -191,7 +237,9 @@ def test_generations_that_use_a_part_of_the_block(trained: Path, k: int) -> None
             position = len(prompt) + known - 1
             hidden = theirs.draft_hidden(features[committed:position], output[known - 1], k)
             drafts = model.compute_logits(hidden, target.lm_head).argmax(-1).tolist()
-            right = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, output[known:], strict=False))
+            right = takewhile(
+                lambda pair: pair[0] == pair[1], zip(drafts, output[known:], strict=False)
+            )
             expected.append(min(len(list(right)) + 1, NEW_TOKENS - known))
             known, committed = known + expected[-1], position
         assert request.output_token_ids == output

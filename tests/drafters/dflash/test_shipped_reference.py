@@ -1,4 +1,5 @@
-"""The shipped drafter's backbone in the public `dflash` package: the same tokens and accepted counts as in our engine.
+"""The shipped drafter's backbone in the public `dflash` package: the same tokens and accepted
+counts as in our engine.
 
 The package knows no Markov head. `python -m tests.checks.dflash` does the same on more prompts.
 """
@@ -14,7 +15,15 @@ import torch
 from drafters.shipped import shipped_drafter_path
 from evals.prompt_sets import load_prompt_set
 from specdec.session.decoder import SpecDecoder
-from tests.checks.dflash import Generation, Tally, as_the_package_knows_it, check, compare, our_decoder, public_drafter
+from tests.checks.dflash import (
+    Generation,
+    Tally,
+    as_the_package_knows_it,
+    check,
+    compare,
+    our_decoder,
+    public_drafter,
+)
 
 pytest.importorskip("dflash.model")
 
@@ -41,7 +50,9 @@ def decoder(backbone: Path) -> SpecDecoder:
 
 @pytest.mark.slow
 def test_the_public_package_accepts_the_same(decoder: SpecDecoder, public: Any) -> None:
-    """Catches a checkpoint that only our loader reads rightly, and an engine that drafts otherwise than the public loop."""
+    """Catches a checkpoint that only our loader reads rightly, and an engine that drafts otherwise
+    than the public loop.
+    """
     tally, summary = check(decoder, public, CHATS, TOKENS)
     assert (tally.differing, tally.equal) == (0, tally.steps), summary
     assert tally.steps >= 2 * TOKENS // 8, summary
@@ -49,10 +60,17 @@ def test_the_public_package_accepts_the_same(decoder: SpecDecoder, public: Any) 
 
 @pytest.mark.slow
 def test_the_check_notices_shifted_taps(
-    decoder: SpecDecoder, public: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    decoder: SpecDecoder,
+    public: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a check that finds everything equal: with taps one layer higher on one side, counts differ and tokens do not."""
-    monkeypatch.setattr(public, "target_layer_ids", [layer + 1 for layer in public.target_layer_ids])
+    """Catches a check that finds everything equal: with taps one layer higher on one side, counts
+    differ and tokens do not.
+    """
+    monkeypatch.setattr(
+        public, "target_layer_ids", [layer + 1 for layer in public.target_layer_ids]
+    )
     first = dict(list(CHATS.items())[:1])
     tally, summary = check(decoder, public, first, TOKENS // 2)
     assert tally.equal < tally.steps, summary
@@ -67,18 +85,49 @@ def test_the_check_notices_shifted_taps(
     ("ours", "gap", "counts", "printed"),
     [
         (Generation([5, 6, 7, 8, 9], [2, 2]), 1.0, (2, 2, 0, 0), ""),
-        (Generation([5, 6, 7, 8, 9], [1, 1, 2]), 1e-5, (2, 1, 1, 0), "after 1 tokens 0 drafts accepted here, 1 there"),
-        (Generation([5, 6, 7, 8, 9], [1, 1, 2]), 1e-2, (2, 1, 1, 1), "(logits apart 1.0e-02): WRONG"),
-        (Generation([5, 6, 7, 1, 9], [2, 2]), 1e-5, (1, 1, 1, 0), "token 3 is 1 here, 8 there (logits apart 1.0e-05): near-tie"),
-        (Generation([5, 6, 7, 1, 9], [2, 2]), 1e-2, (1, 1, 1, 1), "token 3 is 1 here, 8 there (logits apart 1.0e-02): WRONG"),
-        (Generation([5, 6, 7], [2]), 1e-5, (1, 1, 1, 1), "3 tokens here, 5 there (logits apart inf): WRONG"),
+        (
+            Generation([5, 6, 7, 8, 9], [1, 1, 2]),
+            1e-5,
+            (2, 1, 1, 0),
+            "after 1 tokens 0 drafts accepted here, 1 there",
+        ),
+        (
+            Generation([5, 6, 7, 8, 9], [1, 1, 2]),
+            1e-2,
+            (2, 1, 1, 1),
+            "(logits apart 1.0e-02): WRONG",
+        ),
+        (
+            Generation([5, 6, 7, 1, 9], [2, 2]),
+            1e-5,
+            (1, 1, 1, 0),
+            "token 3 is 1 here, 8 there (logits apart 1.0e-05): near-tie",
+        ),
+        (
+            Generation([5, 6, 7, 1, 9], [2, 2]),
+            1e-2,
+            (1, 1, 1, 1),
+            "token 3 is 1 here, 8 there (logits apart 1.0e-02): WRONG",
+        ),
+        (
+            Generation([5, 6, 7], [2]),
+            1e-5,
+            (1, 1, 1, 1),
+            "3 tokens here, 5 there (logits apart inf): WRONG",
+        ),
     ],
     ids=["equal", "count near-tie", "count", "token near-tie", "token", "length"],
 )
 def test_what_counts_as_a_difference(
-    ours: Generation, gap: float, counts: tuple[int, ...], printed: str, capsys: pytest.CaptureFixture[str]
+    ours: Generation,
+    gap: float,
+    counts: tuple[int, ...],
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Catches a difference that is excused though no tie, steps compared after one, and a tie that fails the command."""
+    """Catches a difference that is excused though no tie, steps compared after one, and a tie that
+    fails the command.
+    """
     theirs = Generation([5, 6, 7, 8, 9], [2, 2], [[gap] * 3] * 2)
     logits = torch.zeros(1, 1, 10)
     logits[..., 8] = gap

@@ -1,4 +1,6 @@
-"""Against the public `speculators` package: its classes write the checkpoints, and at every anchor of a text we draft the same."""
+"""Against the public `speculators` package: its classes write the checkpoints, and at every anchor
+of a text we draft the same.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,17 @@ TAPS, BLOCK, LENGTH = (1, 2), 6, 20
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash2": {"selector_rank": 4, "selector_top_k": 5, "conv_group_size": 4},
-    "dspark": {"markov_rank": 4, "enable_confidence_head": False, "confidence_head_with_markov": False},
+    "dspark": {
+        "markov_rank": 4,
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    },
 }
-MODULES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+MODULES = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+}
 
 
 def written(folder: Path, kind: str, target: PreTrainedModel) -> Any:
@@ -53,13 +63,19 @@ def their_drafts(model: Any, kind: str, text: Tensor, features: Tensor) -> list[
         torch.zeros(1, LENGTH, dtype=torch.long), max_anchors=count,
     )  # fmt: skip
     first = 0 if model.config.sample_from_anchor else 1
-    blocks = zip(hidden.view(count, BLOCK, -1)[:, first:], logits.view(count, BLOCK, -1)[:, first:], strict=True)
+    blocks = zip(
+        hidden.view(count, BLOCK, -1)[:, first:],
+        logits.view(count, BLOCK, -1)[:, first:],
+        strict=True,
+    )
     found = []
     for anchor, (states, scores) in zip(text.tolist(), blocks, strict=False):
         previous, drafts = torch.tensor([[anchor]]), []
         for state, score in zip(states[:, None, None], scores[:, None, None], strict=True):
             if kind == "dspark":
-                score = score + model.markov_head.block_bias(prev_token_ids=previous, hidden_states=state)
+                score = score + model.markov_head.block_bias(
+                    prev_token_ids=previous, hidden_states=state
+                )
             if kind == "dflash2":
                 candidates, edges = model.candidate_selector.select(score, state, previous)
                 previous = candidates.gather(-1, edges.argmax(-1, keepdim=True))[..., 0]
@@ -84,14 +100,20 @@ def our_drafts(drafter: Any, text: Tensor, features: Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite"])
 def test_drafts_are_those_of_speculators(name: str, kind: str, tmp_path: Path) -> None:
-    """Catches rows that are scaled as the target scales its own, which no trainer of this layout does; so on the way to z-lab's."""
+    """Catches rows that are scaled as the target scales its own, which no trainer of this layout
+    does; so on the way to z-lab's.
+    """
     target = plain_model(name)
     theirs, verifier = written(tmp_path, kind, target), paged_verifier(target)
-    text = torch.randint(0, target.config.vocab_size - 1, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    text = torch.randint(
+        0, target.config.vocab_size - 1, (LENGTH,), generator=torch.Generator().manual_seed(2)
+    )
     features = tapped(target, text.tolist(), TAPS).detach()
     expected = their_drafts(theirs, kind, text, features)
     convert(tmp_path / "drafter", tmp_path / "z-lab", "z-lab", target=str(tmp_path / "target"))
     for folder in ("drafter", "z-lab"):
         drafter = load_drafter(str(tmp_path / folder), verifier=verifier)
         assert our_drafts(drafter, text, features) == expected, folder
-    assert len({draft for drafts in expected for draft in drafts}) > 3, "drafts that hardly differ show nothing"
+    assert len({draft for drafts in expected for draft in drafts}) > 3, (
+        "drafts that hardly differ show nothing"
+    )

@@ -1,7 +1,9 @@
-"""Layers of other programs' drafters, from their own files to hidden states, against formulas written down here.
+"""Layers of other programs' drafters, from their own files to hidden states, against formulas
+written down here.
 
-Sources: MiMo-V2.6's `dflash` folder as Modular's MAX reads it, vLLM's `laguna_dflash.py`, DFlare as vLLM's and speculators' classes
-of that name have it, DeepSpec's `modeling/dspark/gemma4`, Transformers' `muse_glimmer_assistant`.
+Sources: MiMo-V2.6's `dflash` folder as Modular's MAX reads it, vLLM's `laguna_dflash.py`, DFlare as
+vLLM's and speculators' classes of that name have it, DeepSpec's `modeling/dspark/gemma4`,
+Transformers' `muse_glimmer_assistant`.
 """
 
 import json
@@ -71,7 +73,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "target_hidden_size": HIDDEN,
         "add_swa_attention_sink_bias": True,
         "dflash_config": OWN
-        | {"num_anchors": 4096, "loss_decay_gamma": 7.0, "attention_value_scale": 0.612, "attention_sink_bias": True},
+        | {
+            "num_anchors": 4096,
+            "loss_decay_gamma": 7.0,
+            "attention_value_scale": 0.612,
+            "attention_sink_bias": True,
+        },
     },
     "laguna": SHARED
     | SLIDING
@@ -143,7 +150,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "num_target_layers": TARGET_LAYERS,
         "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.25,
+            },
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
@@ -168,11 +179,20 @@ def tensor_sizes(kind: str) -> dict[str, tuple[int, ...]]:
         sizes[f"{layer}input_layernorm.weight"] = (HIDDEN,)
         sizes |= {f"{attention}{name}_norm.weight": (WIDTH,) for name in "qk"}
         sizes |= {f"{layer}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
-        sizes |= {f"{layer}mlp.down_proj.weight": (HIDDEN, INNER), f"{attention}o_proj.weight": (HIDDEN, query)}
+        sizes |= {
+            f"{layer}mlp.down_proj.weight": (HIDDEN, INNER),
+            f"{attention}o_proj.weight": (HIDDEN, query),
+        }
         if kind == "laguna":
-            sizes |= {f"{attention}qkv_proj.weight": (query + 2 * kv, HIDDEN), f"{attention}g_proj.weight": (HEADS, HIDDEN)}
+            sizes |= {
+                f"{attention}qkv_proj.weight": (query + 2 * kv, HIDDEN),
+                f"{attention}g_proj.weight": (HEADS, HIDDEN),
+            }
             continue
-        sizes |= {f"{attention}q_proj.weight": (query, HIDDEN), f"{attention}k_proj.weight": (kv, HIDDEN)}
+        sizes |= {
+            f"{attention}q_proj.weight": (query, HIDDEN),
+            f"{attention}k_proj.weight": (kv, HIDDEN),
+        }
         if kind != "gemma":
             sizes[f"{attention}v_proj.weight"] = (kv, HIDDEN)
         if kind == "mimo":
@@ -180,7 +200,9 @@ def tensor_sizes(kind: str) -> dict[str, tuple[int, ...]]:
         if kind == "dflare":
             sizes |= {f"{attention}{name}_proj_target.weight": (kv, HIDDEN) for name in "kv"}
         if kind == "gemma":
-            sizes |= {f"{layer}{name}_feedforward_layernorm.weight": (HIDDEN,) for name in ("pre", "post")}
+            sizes |= {
+                f"{layer}{name}_feedforward_layernorm.weight": (HIDDEN,) for name in ("pre", "post")
+            }
             sizes[f"{layer}layer_scalar"] = (1,)
     if kind == "gemma":
         sizes |= {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
@@ -192,7 +214,13 @@ def random_tensors(kind: str) -> dict[str, Tensor]:
     tensors = {}
     for name, size in tensor_sizes(kind).items():
         random = torch.randn(size, generator=generator)
-        tensors[name] = 1 + 0.3 * random if "norm" in name or "scalar" in name else random if "sink" in name else 0.3 * random
+        tensors[name] = (
+            1 + 0.3 * random
+            if "norm" in name or "scalar" in name
+            else random
+            if "sink" in name
+            else 0.3 * random
+        )
     return tensors
 
 
@@ -200,7 +228,9 @@ def write(path: Path, kind: str, tensors: dict[str, Tensor]) -> Path:
     """A folder as its publisher has it; MiMo's embedding of the mask lies beside the tensors."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
     if kind == "mimo":
         torch.save({"mask_token_id": MASK, "embedding": mask_row()}, path / "mask_embedding.pt")
     return path
@@ -216,10 +246,14 @@ def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, theta: float, turned: int, spread: int) -> Tensor:
-    """`turned` leading numbers of heads [..., D] in halves, with angles `theta ** (-2i / spread)`; the others stay."""
+    """`turned` leading numbers of heads [..., D] in halves, with angles `theta ** (-2i / spread)`;
+    the others stay.
+    """
     frequencies = theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / spread)
     angles = positions[:, None].double() * frequencies
-    cos, sin = (torch.cat([f(angles)] * 2, -1).float().to(x.dtype)[:, None] for f in (torch.cos, torch.sin))
+    cos, sin = (
+        torch.cat([f(angles)] * 2, -1).float().to(x.dtype)[:, None] for f in (torch.cos, torch.sin)
+    )
     part, rest = x[..., :turned], x[..., turned:]
     low, high = part.chunk(2, -1)
     return torch.cat([part * cos + torch.cat([-high, low], -1) * sin, rest], -1)
@@ -230,11 +264,21 @@ def rotated(kind: str, x: Tensor, positions: Tensor) -> Tensor:
         return rope(x, positions, 10000.0, WIDTH // 2, WIDTH // 2)
     if kind in ("lfm2", "neighbors in a part"):  # as complex numbers
         width = WIDTH if kind == "lfm2" else WIDTH // 2
-        angles = positions[:, None, None].double() * 1e4 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-        neighbors = torch.view_as_complex(x[..., :width].double().reshape(*x.shape[:-1], -1, 2).contiguous())
-        part = torch.view_as_real(neighbors * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
+        angles = positions[:, None, None].double() * 1e4 ** -(
+            torch.arange(0, width, 2, dtype=torch.float64) / width
+        )
+        neighbors = torch.view_as_complex(
+            x[..., :width].double().reshape(*x.shape[:-1], -1, 2).contiguous()
+        )
+        part = (
+            torch.view_as_real(neighbors * torch.polar(torch.ones_like(angles), angles))
+            .flatten(-2)
+            .to(x.dtype)
+        )
         return torch.cat([part, x[..., width:]], -1)
-    if kind == "gemma":  # pairs lie half a head apart, and of their frequencies the highest quarter is not zero
+    if (
+        kind == "gemma"
+    ):  # pairs lie half a head apart, and of their frequencies the highest quarter is not zero
         pairs = WIDTH // 8
         order = [*range(pairs), *range(WIDTH // 2, WIDTH // 2 + pairs)]
         out = x.clone()
@@ -244,23 +288,40 @@ def rotated(kind: str, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def expected_hidden(kind: str, t: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
-    """Final hidden states [B, H] of the rows `block`, behind as many positions as there are `features` [C, taps * H]."""
+    """Final hidden states [B, H] of the rows `block`, behind as many positions as there are
+    `features` [C, taps * H].
+    """
     start, width = len(features), len(block)
     before, own = torch.arange(start), torch.arange(start, start + width)
     positions = torch.cat([before, own])
     taps = features.view(start, len(TAPS), HIDDEN)
     if kind == "laguna":
-        taps = torch.stack([rms(taps[:, i], t[f"aux_hidden_norms.{i}.weight"]) for i in range(len(TAPS))], 1)
-    fc, norm = ("encoder.fc", "encoder.output_norm_enc") if kind == "muse" else ("fc", "hidden_norm")
+        taps = torch.stack(
+            [rms(taps[:, i], t[f"aux_hidden_norms.{i}.weight"]) for i in range(len(TAPS))], 1
+        )
+    fc, norm = (
+        ("encoder.fc", "encoder.output_norm_enc") if kind == "muse" else ("fc", "hidden_norm")
+    )
     x = block
     for i in range(LAYERS):
-        layer = {name.removeprefix(f"layers.{i}."): tensor for name, tensor in t.items() if name.startswith(f"layers.{i}.")}
-        attention = {name.split(".")[1]: tensor for name, tensor in layer.items() if name.startswith("self_attn.")}
+        layer = {
+            name.removeprefix(f"layers.{i}."): tensor
+            for name, tensor in t.items()
+            if name.startswith(f"layers.{i}.")
+        }
+        attention = {
+            name.split(".")[1]: tensor
+            for name, tensor in layer.items()
+            if name.startswith("self_attn.")
+        }
         if kind == "laguna":
             parts = attention["qkv_proj"].split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH])
             attention |= dict(zip(("q_proj", "k_proj", "v_proj"), parts, strict=True))
         if kind == "dflare":
-            context = rms(torch.einsum("t,cth->ch", t["layer_fusion_weights"][i].softmax(-1), taps), t["hidden_norm.weight"])
+            context = rms(
+                torch.einsum("t,cth->ch", t["layer_fusion_weights"][i].softmax(-1), taps),
+                t["hidden_norm.weight"],
+            )
         else:
             context = rms(taps.flatten(1) @ t[f"{fc}.weight"].T, t[f"{norm}.weight"])
         if kind == "laguna":
@@ -268,10 +329,18 @@ def expected_hidden(kind: str, t: dict[str, Tensor], features: Tensor, block: Te
         normed = rms(x, layer["input_layernorm.weight"])
         of_context = "_proj_target" if kind == "dflare" else "_proj"
         values = "k" if kind == "gemma" else "v"
-        key = torch.cat([context @ attention[f"k{of_context}"].T, normed @ attention["k_proj"].T]).view(-1, KV_HEADS, WIDTH)
-        value = torch.cat([context @ attention[f"{values}{of_context}"].T, normed @ attention[f"{values}_proj"].T])
+        key = torch.cat(
+            [context @ attention[f"k{of_context}"].T, normed @ attention["k_proj"].T]
+        ).view(-1, KV_HEADS, WIDTH)
+        value = torch.cat(
+            [context @ attention[f"{values}{of_context}"].T, normed @ attention[f"{values}_proj"].T]
+        )
         value = value.view(-1, KV_HEADS, WIDTH)
-        query = rotated(kind, rms((normed @ attention["q_proj"].T).view(-1, HEADS, WIDTH), attention["q_norm"]), own)
+        query = rotated(
+            kind,
+            rms((normed @ attention["q_proj"].T).view(-1, HEADS, WIDTH), attention["q_norm"]),
+            own,
+        )
         key = rotated(kind, rms(key, attention["k_norm"]), positions)
         if kind == "gemma":
             value = rms(value)
@@ -280,12 +349,18 @@ def expected_hidden(kind: str, t: dict[str, Tensor], features: Tensor, block: Te
         scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(HEADS // KV_HEADS, 1))
         scores = scores * (1.0 if kind == "gemma" else WIDTH**-0.5)
         distance = own[:, None] - positions
-        hidden = distance.abs() >= WINDOW if kind in ("mimo", "laguna", "muse") else torch.zeros_like(distance).bool()
+        hidden = (
+            distance.abs() >= WINDOW
+            if kind in ("mimo", "laguna", "muse")
+            else torch.zeros_like(distance).bool()
+        )
         if kind == "laguna":
             hidden = hidden | (distance < 0)
         scores = scores.masked_fill(hidden, -torch.inf)
         if kind == "mimo":
-            scores = torch.cat([scores, attention["attention_sink_bias"][:, None, None].expand(-1, width, 1)], -1)
+            scores = torch.cat(
+                [scores, attention["attention_sink_bias"][:, None, None].expand(-1, width, 1)], -1
+            )
         weights = scores.softmax(-1)[..., : start + width]
         out = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(HEADS // KV_HEADS, 1))
         if kind == "laguna":
@@ -298,15 +373,23 @@ def expected_hidden(kind: str, t: dict[str, Tensor], features: Tensor, block: Te
         given = rms(x, layer["pre_feedforward_layernorm.weight"] if kind == "gemma" else after)
         gate, up, down = (layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         output = (act(given @ gate.T) * (given @ up.T)) @ down.T
-        x = (x + rms(output, layer["post_feedforward_layernorm.weight"])) * layer["layer_scalar"] if kind == "gemma" else x + output
+        x = (
+            (x + rms(output, layer["post_feedforward_layernorm.weight"])) * layer["layer_scalar"]
+            if kind == "gemma"
+            else x + output
+        )
     return rms(x, t["norm.weight"])
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_hidden_states(kind: str, tmp_path: Path) -> None:
-    """From its files to the states of a block, of two requests in one batch, the context in two pieces and longer than a window."""
+    """From its files to the states of a block, of two requests in one batch, the context in two
+    pieces and longer than a window.
+    """
     verifier, tensors = FakeVerifier(), random_tensors(kind)
-    verifier.embedding_scale = HIDDEN**0.5 if kind in ("gemma", "muse") else 1.0  # which Muse's drafter does not want
+    verifier.embedding_scale = (
+        HIDDEN**0.5 if kind in ("gemma", "muse") else 1.0
+    )  # which Muse's drafter does not want
     drafter: Any = load_drafter(write(tmp_path / "drafter", kind, tensors), verifier=verifier)
     rig = Rig(drafter, verifier)
     assert isinstance(rig.bound, BoundDFlash)
@@ -337,7 +420,11 @@ def test_formulas_of_muse_are_transformers(tmp_path: Path) -> None:
     """The names, and who sees whom."""
     muse = pytest.importorskip("transformers.models.muse_glimmer_assistant")
     tensors = random_tensors("muse")
-    raw = {name: value for name, value in CONFIGS["muse"].items() if name not in ("architectures", "model_type")}
+    raw = {
+        name: value
+        for name, value in CONFIGS["muse"].items()
+        if name not in ("architectures", "model_type")
+    }
     theirs = muse.MuseGlimmerAssistantModel(muse.MuseGlimmerAssistantConfig(**raw)).eval()
     theirs.load_state_dict(tensors)
     features, block = torch.randn(11, HIDDEN * len(TAPS)), torch.randn(BLOCK, HIDDEN)
@@ -345,17 +432,28 @@ def test_formulas_of_muse_are_transformers(tmp_path: Path) -> None:
     distance = (positions[-BLOCK:, None] - positions).abs()
     mask = torch.where(distance < WINDOW, 0.0, -torch.inf)[None, None]
     masks = {"full_attention": None, "sliding_attention": mask}
-    hidden = theirs(block[None], features[None], attention_mask=masks, position_ids=positions[None]).last_hidden_state[0]
-    torch.testing.assert_close(hidden, expected_hidden("muse", tensors, features, block), atol=1e-4, rtol=1e-4)
+    hidden = theirs(
+        block[None], features[None], attention_mask=masks, position_ids=positions[None]
+    ).last_hidden_state[0]
+    torch.testing.assert_close(
+        hidden, expected_hidden("muse", tensors, features, block), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_writing_and_training_are_refused(tmp_path: Path) -> None:
     """By the name of what they do not know."""
-    config, tensors = read_checkpoint(write(tmp_path / "drafter", "laguna", random_tensors("laguna")))
-    with pytest.raises(CheckpointError, match="with gated attention and norms of taps can be read, but not written"):
+    config, tensors = read_checkpoint(
+        write(tmp_path / "drafter", "laguna", random_tensors("laguna"))
+    )
+    with pytest.raises(
+        CheckpointError, match="with gated attention and norms of taps can be read, but not written"
+    ):
         write_checkpoint(tmp_path / "written", config, tensors)
     train: Any = type("Config", (), {"init": tmp_path / "drafter"})
-    with pytest.raises(InvalidInputError, match="has gated attention and norms of taps, which training does not know"):
+    with pytest.raises(
+        InvalidInputError,
+        match="has gated attention and norms of taps, which training does not know",
+    ):
         make_drafter(train, None, None)
 
 
@@ -363,19 +461,28 @@ def test_writing_and_training_are_refused(tmp_path: Path) -> None:
 def test_lossless(kind: str, tmp_path: Path) -> None:
     """Whatever such a drafter proposes, in chains and trees, the output is the target's own."""
     if kind == "convolutions":
-        path = write_tiny_dflash(tmp_path / "drafter", replace(TINY, conv_kernel_size=2, conv_group_size=4))
+        path = write_tiny_dflash(
+            tmp_path / "drafter", replace(TINY, conv_kernel_size=2, conv_group_size=4)
+        )
     else:
         path = write(tmp_path / "drafter", kind, random_tensors(kind))
     target = tiny_target()
     verifier = paged_verifier(target, block_size=4)
     prompts = [[1, 2, 3], list(range(20, 31))]
     for changes in ({"num_draft_tokens": 5}, {"tree_nodes": 6}):
-        config = EngineConfig(max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**20), **changes)  # type: ignore[arg-type]
+        config = EngineConfig(
+            max_num_seqs=2,
+            max_model_len=64,
+            cache=CacheConfig(memory_bytes=2**20),
+            **changes,  # type: ignore[arg-type]
+        )
         engine = SpecEngine(verifier, load_drafter(path, verifier=verifier), config)
         requests = [engine.add_request(prompt, SamplingParams(max_tokens=12)) for prompt in prompts]
         while engine.has_work:
             engine.step()
-        assert [request.output_token_ids for request in requests] == [plain_greedy(target, prompt, 12) for prompt in prompts]
+        assert [request.output_token_ids for request in requests] == [
+            plain_greedy(target, prompt, 12) for prompt in prompts
+        ]
 
 
 def test_dspark_on_gemmas_layers() -> None:

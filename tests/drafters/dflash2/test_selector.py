@@ -25,7 +25,9 @@ def public(path: Path) -> Any:
 
 
 def test_drafts_are_the_authors(tmp_path: Path) -> None:
-    """Read by name from our checkpoint, the public selector takes the same path; the best tokens of all slots are another."""
+    """Read by name from our checkpoint, the public selector takes the same path; the best tokens of
+    all slots are another.
+    """
     drafter, rig = headed(tmp_path / "drafter", CONFIG)
     theirs, lm_head = public(tmp_path / "drafter"), FakeVerifier().head
     batch = rig.batch(ANCHORS, LENGTHS, K)
@@ -38,13 +40,17 @@ def test_drafts_are_the_authors(tmp_path: Path) -> None:
 
 
 def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Along the path that we drew, the public selector draws from the same probabilities of the same candidates."""
+    """Along the path that we drew, the public selector draws from the same probabilities of the
+    same candidates.
+    """
     drafter, rig = headed(tmp_path / "drafter", CONFIG, draft_sampling="probabilistic")
     theirs, lm_head = public(tmp_path / "drafter"), FakeVerifier().head
     batch = rig.batch(ANCHORS, LENGTHS, K, temperature=40.0)
     draft, hidden = drafter.propose(batch), drafter.draft_hidden(batch)
     assert draft.probs is not None and draft.candidate_ids is not None
-    _, candidates = torch.topk(lm_head(hidden), 6, dim=-1, sorted=False)  # as the public selector finds them
+    _, candidates = torch.topk(
+        lm_head(hidden), 6, dim=-1, sorted=False
+    )  # as the public selector finds them
     ours = (candidates == draft.token_ids[..., None]).long().argmax(-1)
     slots = iter(range(K))
     monkeypatch.setattr(reference, "_sample_probs", lambda q: ours[:, next(slots)])
@@ -52,31 +58,54 @@ def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.equal(path, draft.token_ids)
     dense = torch.zeros(2, K, CONFIG.vocab_size)
     torch.testing.assert_close(
-        dense.scatter(-1, draft.candidate_ids, draft.probs), dense.scatter(-1, candidate_ids, q), atol=1e-4, rtol=1e-4
+        dense.scatter(-1, draft.candidate_ids, draft.probs),
+        dense.scatter(-1, candidate_ids, q),
+        atol=1e-4,
+        rtol=1e-4,
     )
-    noise = gumbel(stream(batch.sampling.seeds, of_step(batch.seq_lens, K), Purpose.DRAFT), CONFIG.vocab_size)
+    noise = gumbel(
+        stream(batch.sampling.seeds, of_step(batch.seq_lens, K), Purpose.DRAFT), CONFIG.vocab_size
+    )
     drawn = (draft.probs.log() + noise.gather(-1, draft.candidate_ids)).argmax(-1, keepdim=True)
-    assert torch.equal(draft.candidate_ids.gather(-1, drawn).squeeze(-1), draft.token_ids), "drawn by numbers of the step"
-    assert drafter.propose(rig.batch(ANCHORS, LENGTHS, K)).probs is None, "greedy requests alone need no distribution"
+    assert torch.equal(draft.candidate_ids.gather(-1, drawn).squeeze(-1), draft.token_ids), (
+        "drawn by numbers of the step"
+    )
+    assert drafter.propose(rig.batch(ANCHORS, LENGTHS, K)).probs is None, (
+        "greedy requests alone need no distribution"
+    )
 
 
 def test_edges_are_those_of_speculators(tmp_path: Path) -> None:
-    """Their selector takes our weights by name, and behind every candidate scores the others as we do."""
+    """Their selector takes our weights by name, and behind every candidate scores the others as we
+    do.
+    """
     public = speculators("models.dflash2.model_definitions")
     drafter, rig = headed(tmp_path / "drafter", CONFIG)
     model = drafter.drafter.model
     theirs = public.CandidateSelector(
-        vocab_size=CONFIG.vocab_size, hidden_size=CONFIG.hidden_size, rank=8, top_k=6, initializer_range=0.02
+        vocab_size=CONFIG.vocab_size,
+        hidden_size=CONFIG.hidden_size,
+        rank=8,
+        top_k=6,
+        initializer_range=0.02,
     )
     theirs.load_state_dict(model.get_submodule("candidate_selector").state_dict())
     hidden = drafter.draft_hidden(rig.batch(ANCHORS, LENGTHS, K))
     logits = FakeVerifier().head(hidden)
     candidates = logits.topk(6).indices
-    before = torch.cat([torch.tensor(ANCHORS)[:, None, None].expand(-1, 1, 6), candidates[:, :-1]], dim=1)
+    before = torch.cat(
+        [torch.tensor(ANCHORS)[:, None, None].expand(-1, 1, 6), candidates[:, :-1]], dim=1
+    )
     head = drafter.drafter.head
     assert head is not None
     ours = edges_of(
-        head, hidden, torch.tensor(ANCHORS), candidates, candidates, logits.log_softmax(-1).gather(-1, candidates), None
+        head,
+        hidden,
+        torch.tensor(ANCHORS),
+        candidates,
+        candidates,
+        logits.log_softmax(-1).gather(-1, candidates),
+        None,
     )
     for rank in range(6):
         scores = theirs.score_candidates(logits, hidden, before[..., rank], candidates).softmax(-1)

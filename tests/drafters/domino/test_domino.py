@@ -24,7 +24,16 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.dflash.test_drafter import dense_hidden
-from tests.drafters.tiny import HIDDEN, TINY, VOCAB, FakeVerifier, Rig, tiny_target, tiny_tensors, write_tiny_dflash
+from tests.drafters.tiny import (
+    HIDDEN,
+    TINY,
+    VOCAB,
+    FakeVerifier,
+    Rig,
+    tiny_target,
+    tiny_tensors,
+    write_tiny_dflash,
+)
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.tiny_models import paged_verifier, plain_greedy
 from tests.test_no_sync import guarded_run
@@ -40,7 +49,10 @@ def domino(shift_label: bool = True, prefix: int = 1) -> DFlashConfig:
 def tensors_of(config: DFlashConfig) -> dict[str, Tensor]:
     """Random weights, the head's so large that it decides much."""
     large = ("prefix_gru.", "embed_proj.")
-    return {name: (4 if name.startswith(large) else 1) * tensor for name, tensor in tiny_tensors(config).items()}
+    return {
+        name: (4 if name.startswith(large) else 1) * tensor
+        for name, tensor in tiny_tensors(config).items()
+    }
 
 
 class Paper:
@@ -50,7 +62,9 @@ class Paper:
         dtype = tensors["fc.weight"].dtype
         self.prefix, self.table = prefix, table.to(dtype)
         self.gru = nn.GRU(HIDDEN, 10, batch_first=True, bias=False).to(dtype)
-        self.gru.load_state_dict({name: tensors[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
+        self.gru.load_state_dict(
+            {name: tensors[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")}
+        )
         self.first, self.second = tensors["embed_proj.0.weight"], tensors["embed_proj.2.weight"]
 
     def corrections(self, hidden: Tensor, previous: Tensor) -> Tensor:
@@ -66,7 +80,9 @@ def features(config: DFlashConfig) -> list[Tensor]:
     return [torch.randn(length, config.feature_size, generator=generator) for length in LENGTHS]
 
 
-def drafting(path: Path, config: DFlashConfig, **options: Any) -> tuple[BoundDFlash, Rig, FakeVerifier]:
+def drafting(
+    path: Path, config: DFlashConfig, **options: Any
+) -> tuple[BoundDFlash, Rig, FakeVerifier]:
     """A drafter read from a checkpoint, with the context of two requests."""
     write_tiny_dflash(path, config, tensors=tensors_of(config))
     verifier = FakeVerifier()
@@ -87,7 +103,9 @@ def backbone(config: DFlashConfig, request: int, verifier: FakeVerifier) -> tupl
     return hidden, verifier.head(hidden)
 
 
-def logits_behind(config: DFlashConfig, request: int, drafts: list[int], verifier: FakeVerifier) -> Tensor:
+def logits_behind(
+    config: DFlashConfig, request: int, drafts: list[int], verifier: FakeVerifier
+) -> Tensor:
     """Corrected logits [K, V] of the slots behind the anchor and these drafts."""
     hidden, logits = backbone(config, request, verifier)
     assert isinstance(config.head, DominoConfig)
@@ -102,29 +120,41 @@ def test_state_dict_is_the_checkpoint(tmp_path: Path) -> None:
     write_tiny_dflash(tmp_path / "drafter", config)
     read, tensors = read_checkpoint(tmp_path / "drafter")
     assert read == config
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if name.startswith(("prefix_gru", "embed_proj"))}
+    shapes = {
+        name: list(tensor.shape)
+        for name, tensor in tensors.items()
+        if name.startswith(("prefix_gru", "embed_proj"))
+    }
     assert shapes == {
         "prefix_gru.weight_ih_l0": [30, HIDDEN],
         "prefix_gru.weight_hh_l0": [30, 10],
         "embed_proj.0.weight": [6, HIDDEN + 10],
         "embed_proj.2.weight": [VOCAB, 6],
     }
-    with pytest.raises(CheckpointError, match="the speculators layout has no domino; write the z-lab layout"):
+    with pytest.raises(
+        CheckpointError, match="the speculators layout has no domino; write the z-lab layout"
+    ):
         config_json(config, "speculators", dtype="float32")
 
 
 @pytest.mark.parametrize(("stated", "drafts"), [(True, 8), (False, 7), (None, 7)])
 def test_alignment(stated: bool | None, drafts: int) -> None:
-    """`shift_label` says which row predicts the first draft; SpecForge's default is the one behind the anchor."""
+    """`shift_label` says which row predicts the first draft; SpecForge's default is the one behind
+    the anchor.
+    """
     raw = config_json(domino(), "z-lab", dtype="float32")
     own = raw["dflash_config"]
     del own["sample_from_anchor"]
-    config = parse_config(raw | {"dflash_config": own | ({} if stated is None else {"shift_label": stated})})
+    config = parse_config(
+        raw | {"dflash_config": own | ({} if stated is None else {"shift_label": stated})}
+    )
     assert config.max_draft_tokens == drafts and config.algorithm == "domino"
 
 
 def test_formula() -> None:
-    """Corrections behind known tokens, as training has them, against a GRU over the whole sequence."""
+    """Corrections behind known tokens, as training has them,
+    against a GRU over the whole sequence.
+    """
     config, table = domino(), torch.randn(VOCAB, HIDDEN)
     tensors, model = tensors_of(config), DFlashModel(config)
     model.load_state_dict(tensors)
@@ -134,15 +164,24 @@ def test_formula() -> None:
     ours = left_sides(head, hidden, previous) @ head.right.T
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     plain, exact = (
-        torch.stack([Paper(weights, 0, table).corrections(states, tokens) for states, tokens in zip(rows, previous, strict=True)])
+        torch.stack(
+            [
+                Paper(weights, 0, table).corrections(states, tokens)
+                for states, tokens in zip(rows, previous, strict=True)
+            ]
+        )
         for weights, rows in ((tensors, hidden), (wide, hidden.double()))
     )
     assert_as_exact(ours.detach(), plain, exact, factor=3)
 
 
-@pytest.mark.parametrize(("shift_label", "prefix", "k"), [(True, 1, 8), (True, 0, 3), (False, 1, 7), (False, 0, 7)])
+@pytest.mark.parametrize(
+    ("shift_label", "prefix", "k"), [(True, 1, 8), (True, 0, 3), (False, 1, 7), (False, 0, 7)]
+)
 def test_drafts_are_the_authors(shift_label: bool, prefix: int, k: int, tmp_path: Path) -> None:
-    """In either alignment; a state that misses a token, or a prefix that is corrected, drafts something else."""
+    """In either alignment; a state that misses a token, or a prefix that is corrected, drafts
+    something else.
+    """
     config = domino(shift_label, prefix)
     drafter, rig, verifier = drafting(tmp_path / "drafter", config)
     found = drafter.propose(rig.batch(ANCHORS, LENGTHS, k)).token_ids.tolist()
@@ -151,11 +190,15 @@ def test_drafts_are_the_authors(shift_label: bool, prefix: int, k: int, tmp_path
         other = replace(config, head=replace(HEAD, pure_prefix=1 - prefix))
         plain = backbone(config, request, verifier)[1][:k].argmax(-1).tolist()
         assert drafts != plain and (prefix == 0 or drafts[0] == plain[0])
-        assert logits_behind(other, request, drafts, verifier).argmax(-1).tolist() != drafts or k == 3
+        assert (
+            logits_behind(other, request, drafts, verifier).argmax(-1).tolist() != drafts or k == 3
+        )
 
 
 def test_what_is_drawn_says_its_distribution(tmp_path: Path) -> None:
-    """Probabilistic drafts come from the corrected logits behind the tokens that were drawn, and say so."""
+    """Probabilistic drafts come from the corrected logits behind the tokens that were drawn, and
+    say so.
+    """
     config = domino()
     drafter, rig, verifier = drafting(tmp_path / "drafter", config, draft_sampling="probabilistic")
     draft = drafter.propose(rig.batch(ANCHORS, LENGTHS, 8, temperature=0.8))
@@ -167,10 +210,19 @@ def test_what_is_drawn_says_its_distribution(tmp_path: Path) -> None:
 
 WAYS: dict[str, tuple[dict[str, Any], SamplingParams]] = {
     "greedy": ({"num_draft_tokens": 8}, SamplingParams(max_tokens=14)),
-    "part of the block": ({"num_draft_tokens": 3, "pipeline_depth": 1}, SamplingParams(max_tokens=14)),
+    "part of the block": (
+        {"num_draft_tokens": 3, "pipeline_depth": 1},
+        SamplingParams(max_tokens=14),
+    ),
     "tree": ({"tree_nodes": 9}, SamplingParams(max_tokens=14)),
-    "coupled": ({"num_draft_tokens": 8, "draft_sampling": "coupled"}, SamplingParams(max_tokens=14, temperature=1.0, seed=3)),
-    "coupled tree": ({"tree_nodes": 9, "draft_sampling": "coupled"}, SamplingParams(max_tokens=14, temperature=1.0, seed=3)),
+    "coupled": (
+        {"num_draft_tokens": 8, "draft_sampling": "coupled"},
+        SamplingParams(max_tokens=14, temperature=1.0, seed=3),
+    ),
+    "coupled tree": (
+        {"tree_nodes": 9, "draft_sampling": "coupled"},
+        SamplingParams(max_tokens=14, temperature=1.0, seed=3),
+    ),
 }
 
 
@@ -183,8 +235,12 @@ def test_lossless(way: str, tmp_path: Path) -> None:
     for drafts in (True, False):
         verifier = paged_verifier(target, block_size=4)
         options = changes if drafts else {}
-        config = EngineConfig(max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**20), **options)
-        engine = SpecEngine(verifier, load_drafter(path, verifier=verifier) if drafts else None, config)
+        config = EngineConfig(
+            max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**20), **options
+        )
+        engine = SpecEngine(
+            verifier, load_drafter(path, verifier=verifier) if drafts else None, config
+        )
         requests = [engine.add_request(prompt, sampling) for prompt in prompts]
         while engine.has_work:
             engine.step()
@@ -200,4 +256,6 @@ def test_step_never_waits(tmp_path: Path) -> None:
     verifier = paged_verifier(tiny_target(), block_size=4)
     for draft_sampling, temperature in (("greedy", 0.0), ("probabilistic", 1.0)):
         sampling = SamplingParams(max_tokens=10, temperature=temperature, seed=1)
-        guarded_run(verifier, load_drafter(path, verifier=verifier), [[1, 2, 3]], sampling, draft_sampling)
+        guarded_run(
+            verifier, load_drafter(path, verifier=verifier), [[1, 2, 3]], sampling, draft_sampling
+        )

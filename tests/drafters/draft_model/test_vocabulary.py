@@ -41,6 +41,9 @@ def test_common_tokens(target: Words, draft: Words, count: int) -> None:
 
 
 def test_another_vocabulary() -> None:
-    said = "2 of 3 tokens are others than the target's: 1 is 'c' here and 'b' there; choose a draft model"
+    said = (
+        "2 of 3 tokens are others than the target's: 1 is 'c' here and 'b' there; choose a draft"
+        " model"
+    )
     with pytest.raises(CheckpointError, match=said):
         common_tokens(Words(ABC), Words({"a": 0, "c": 1, "b": 2}))

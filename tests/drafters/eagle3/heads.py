@@ -1,4 +1,6 @@
-"""Random EAGLE-3 heads for `tiny_models`' Llama, in both layouts, and a head in plain torch from the paper's formulas."""
+"""Random EAGLE-3 heads for `tiny_models`' Llama, in both layouts, and a head in plain torch from
+the paper's formulas.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +36,11 @@ LLAMA: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-SGLANG: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], **LLAMA, "draft_vocab_size": 40}
+SGLANG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    **LLAMA,
+    "draft_vocab_size": 40,
+}
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
@@ -50,45 +56,69 @@ SPECULATORS: dict[str, Any] = {
 }
 
 
-def head_tensors(raw: Mapping[str, Any], extra: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Tensor]:
-    """Random weights, norms around 1, and for a reduced vocabulary a map to every second token; `extra` are further shapes."""
+def head_tensors(
+    raw: Mapping[str, Any], extra: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Tensor]:
+    """Random weights, norms around 1, and for a reduced vocabulary a map to every second token;
+    `extra` are further shapes.
+    """
     generator = torch.Generator().manual_seed(1)
     config, tensors = parse_config(raw), {}
     for name, shape in {**tensor_shapes(config), **(extra or {})}.items():
         random = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.3 * random if "norm" in name else 0.3 * random
     if config.draft_vocab_size is not None:
-        tensors["d2t"] = torch.arange(config.draft_vocab_size)  # draft token i is target token 2 * i
+        tensors["d2t"] = torch.arange(
+            config.draft_vocab_size
+        )  # draft token i is target token 2 * i
     return tensors
 
 
 def random_eagle3(verifier: Verifier, k: int = 4, **changes: Any) -> SequentialDrafter:
     """A head for any tiny target, in speculators' layout with `changes`; it drafts k tokens."""
-    raw = {**SPECULATORS, "target_hidden_size": verifier.hidden_size, "embed_requires_grad": True, **changes}
+    raw = {
+        **SPECULATORS,
+        "target_hidden_size": verifier.hidden_size,
+        "embed_requires_grad": True,
+        **changes,
+    }
     drafter = eagle3_drafter(parse_config(raw), head_tensors(raw), verifier)
     drafter.max_draft_tokens = k
     return drafter
 
 
-def write_head(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Path:
+def write_head(
+    path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> Path:
     """A checkpoint in a new folder; in sglang's layout the layer is called as there."""
     tensors = dict(tensors or head_tensors(raw))
     if "speculators_config" not in raw:
-        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
+        }
     if "d2t" in tensors:
         ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
-        tensors["t2d"] = torch.zeros(raw.get("vocab_size", VOCAB), dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["t2d"] = torch.zeros(raw.get("vocab_size", VOCAB), dtype=torch.bool).index_fill_(
+            0, ids, True
+        )
     write_folder(path, raw, tensors)
     return path
 
 
 def paper_logits(
-    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], table: Tensor, text: list[int], taps: Tensor, drafts: list[int]
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    table: Tensor,
+    text: list[int],
+    taps: Tensor,
+    drafts: list[int],
 ) -> Tensor:
-    """Logits [k, V'] of `drafts` after `text`, by EAGLE-3's formulas with a Llama layer, each from all pairs anew.
+    """Logits [k, V'] of `drafts` after `text`, by EAGLE-3's formulas with a Llama layer, each from
+    all pairs anew.
 
-    The pair of position i has the features of i and the token of i + 1. The layer is given [norm of the embedding, norm of the
-    feature]; the feature goes by it. What it gives is the feature of the pair after it.
+    The pair of position i has the features of i and the token of i + 1. The layer is given [norm of
+    the embedding, norm of the feature]; the feature goes by it. What it gives is the feature of the
+    pair after it.
 
     Args:
         raw: config in sglang's layout.
@@ -99,21 +129,36 @@ def paper_logits(
         drafts: k tokens.
     """
     w = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
-    dim, heads, groups = raw["head_dim"], raw["num_attention_heads"], raw["num_attention_heads"] // raw["num_key_value_heads"]
+    dim, heads, groups = (
+        raw["head_dim"],
+        raw["num_attention_heads"],
+        raw["num_attention_heads"] // raw["num_key_value_heads"],
+    )
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + raw["rms_norm_eps"]).rsqrt() * w[f"{name}.weight"]
+        return (
+            x
+            * (x.pow(2).mean(-1, keepdim=True) + raw["rms_norm_eps"]).rsqrt()
+            * w[f"{name}.weight"]
+        )
 
     def turned(x: Tensor) -> Tensor:
         """Halves of each head as the parts of complex numbers, which their position turns."""
-        angles = torch.arange(len(x))[:, None] * raw["rope_theta"] ** (-torch.arange(dim // 2) / (dim // 2))
-        numbers = torch.complex(x[..., : dim // 2], x[..., dim // 2 :]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        angles = torch.arange(len(x))[:, None] * raw["rope_theta"] ** (
+            -torch.arange(dim // 2) / (dim // 2)
+        )
+        numbers = (
+            torch.complex(x[..., : dim // 2], x[..., dim // 2 :])
+            * torch.polar(torch.ones_like(angles), angles)[:, None]
+        )
         return torch.cat([numbers.real, numbers.imag], dim=-1)
 
     features, tokens, found = taps @ w["fc.weight"].T, [*text[1:], *drafts], []
     for draft in range(len(drafts)):
         pairs = len(text) - 1 + draft
-        given = torch.cat([norm(table[tokens[:pairs]], "input_layernorm"), norm(features, "hidden_norm")], dim=-1)
+        given = torch.cat(
+            [norm(table[tokens[:pairs]], "input_layernorm"), norm(features, "hidden_norm")], dim=-1
+        )
         query, key, value = (
             (given @ w[f"self_attn.{name}_proj.weight"].T)
             .view(pairs, -1, dim)
@@ -122,9 +167,9 @@ def paper_logits(
         )
         scores = torch.einsum("qhd,khd->hqk", turned(query), turned(key)) / dim**0.5
         seen = torch.ones(pairs, pairs, dtype=torch.bool).tril()
-        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value).reshape(
-            pairs, heads * dim
-        )
+        attended = torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value
+        ).reshape(pairs, heads * dim)
         hidden = features + attended @ w["self_attn.o_proj.weight"].T
         normed = norm(hidden, "post_attention_layernorm")
         gate, up = normed @ w["mlp.gate_proj.weight"].T, normed @ w["mlp.up_proj.weight"].T

@@ -1,4 +1,6 @@
-"""Checkpoints of EAGLE-3 heads: what is read from them, and what is refused, by name and before it could lower acceptance."""
+"""Checkpoints of EAGLE-3 heads: what is read from them, and what is refused, by name and before it
+could lower acceptance.
+"""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,14 @@ from drafters.eagle3.config import parse_config
 from drafters.fit import fit_of
 from drafters.load import load_drafter
 from specdec.base.errors import CheckpointError
-from tests.drafters.eagle3.heads import LLAMA, SGLANG, SPECULATORS, head_tensors, random_eagle3, write_head
+from tests.drafters.eagle3.heads import (
+    LLAMA,
+    SGLANG,
+    SPECULATORS,
+    head_tensors,
+    random_eagle3,
+    write_head,
+)
 from tests.helpers.tiny_models import paged_verifier, plain_model
 
 
@@ -55,7 +64,11 @@ QWEN3_8B: dict[str, Any] = {
 def test_a_public_config() -> None:
     """One of RedHatAI's: default taps, a reduced vocabulary, RoPE in the older form."""
     config = parse_config(QWEN3_8B)
-    assert config.taps(36) == (1, 17, 32) and config.norm_before_residual and config.max_draft_tokens == 7
+    assert (
+        config.taps(36) == (1, 17, 32)
+        and config.norm_before_residual
+        and config.max_draft_tokens == 7
+    )
     assert config.layers.rope_parameters["rope_theta"] == 1000000
     shapes = tensor_shapes(config)
     assert shapes["fc.weight"] == (4096, 3 * 4096) and shapes["lm_head.weight"] == (32000, 4096)
@@ -78,23 +91,38 @@ def test_whether_a_head_fits_is_told_from_its_config() -> None:
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
         ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step 4"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm True"),
-        ({"eagle_config": {"new_trick": 1}}, "eagle_config says new_trick, which this loader does not know"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 2]}}, "the embeddings cannot be tapped"),
+        (
+            {"eagle_config": {"new_trick": 1}},
+            "eagle_config says new_trick, which this loader does not know",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 2]}},
+            "the embeddings cannot be tapped",
+        ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "2"}}, "must be a list of integers"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, "it taps layer 4 of a target whose last layer is 3"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}},
+            "it taps layer 4 of a target whose last layer is 3",
+        ),
         (
             {"model_type": "gpt2", "architectures": ["LlamaForCausalLM"]},
             "layers of type 'gpt2' are not supported in an EAGLE-3 head",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "RoPE type 'dynamic' is not supported",
+        ),
         ({"num_key_value_heads": 3}, "the first must be a multiple"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),
         ({"draft_vocab_size": 98}, "it must be at most vocab_size 97"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"norm_output": 1}, "norm_output is 1; it must be true or false"),
         ({"layer_types": ["sliding_attention"]}, "enables no window"),
-        ({"layer_types": ["chunked_attention"]}, "it must name full_attention or sliding_attention"),
+        (
+            {"layer_types": ["chunked_attention"]},
+            "it must name full_attention or sliding_attention",
+        ),
     ],
 )
 def test_a_config_that_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -107,17 +135,35 @@ def test_a_config_that_is_refused(changes: dict[str, Any], said: str, tmp_path: 
 
 TENSORS: list[tuple[dict[str, Any], str]] = [
     ({"fc.weight": None}, "tensor fc.weight is missing"),
-    ({"fc.weight": torch.zeros(32, 64)}, "tensor fc.weight has shape [32, 64], config.json asks for [32, 96]"),
-    ({"layers.0.self_attn.q_norm.weight": torch.ones(12)}, "q_norm.weight is no part of an EAGLE-3 drafter"),
-    ({"d2t": torch.full((40,), 90)}, "d2t does not map 40 draft tokens to distinct tokens below 97"),
-    ({"lm_head.weight": torch.zeros(40, 32, dtype=torch.int8)}, "tensor lm_head.weight is torch.int8"),
+    (
+        {"fc.weight": torch.zeros(32, 64)},
+        "tensor fc.weight has shape [32, 64], config.json asks for [32, 96]",
+    ),
+    (
+        {"layers.0.self_attn.q_norm.weight": torch.ones(12)},
+        "q_norm.weight is no part of an EAGLE-3 drafter",
+    ),
+    (
+        {"d2t": torch.full((40,), 90)},
+        "d2t does not map 40 draft tokens to distinct tokens below 97",
+    ),
+    (
+        {"lm_head.weight": torch.zeros(40, 32, dtype=torch.int8)},
+        "tensor lm_head.weight is torch.int8",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "said"), TENSORS, ids=[said for _, said in TENSORS])
 def test_tensors_that_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    """Missing ones, others than the config asks for, and a map of the vocabulary that cannot be one."""
-    tensors = {name: tensor for name, tensor in {**head_tensors(SGLANG), **changes}.items() if tensor is not None}
+    """Missing ones, others than the config asks for, and a map of the vocabulary that cannot be
+    one.
+    """
+    tensors = {
+        name: tensor
+        for name, tensor in {**head_tensors(SGLANG), **changes}.items()
+        if tensor is not None
+    }
     path = tmp_path / "head"
     write_folder(path, SGLANG, tensors)
     with pytest.raises(CheckpointError) as caught:
@@ -129,26 +175,42 @@ def test_a_head_of_another_target(tmp_path: Path) -> None:
     """Width and vocabulary; embeddings of its own let a head be narrower."""
     verifier = paged_verifier(plain_model("llama"))
     wide = {**SGLANG, "hidden_size": 24, "target_hidden_size": 32}
-    with pytest.raises(CheckpointError, match="its hidden size 24 cannot share embeddings of width 32"):
+    with pytest.raises(
+        CheckpointError, match="its hidden size 24 cannot share embeddings of width 32"
+    ):
         load_drafter(write_head(tmp_path / "narrow", wide), verifier=verifier)
-    assert random_eagle3(verifier, transformer_layer_config={**LLAMA, "hidden_size": 24}).network.feature_size == 24
+    assert (
+        random_eagle3(
+            verifier, transformer_layer_config={**LLAMA, "hidden_size": 24}
+        ).network.feature_size
+        == 24
+    )
     other = {**SPECULATORS, "transformer_layer_config": {**LLAMA, "vocab_size": 98}}
     with pytest.raises(CheckpointError, match="its vocabulary has 98 tokens, the target's 97"):
         load_drafter(write_head(tmp_path / "other", other), verifier=verifier)
 
 
 def test_sglangs_names_of_further_layers(tmp_path: Path) -> None:
-    """The norm before attention is `hidden_norm` in all layers, of which only the first has another one beside it."""
+    """The norm before attention is `hidden_norm` in all layers, of which only the first has another
+    one beside it.
+    """
     raw = {**SGLANG, "num_hidden_layers": 2}
     tensors = head_tensors(raw)
-    renamed = {name.replace("layers.1.input_layernorm", "layers.1.hidden_norm"): tensor for name, tensor in tensors.items()}
+    renamed = {
+        name.replace("layers.1.input_layernorm", "layers.1.hidden_norm"): tensor
+        for name, tensor in tensors.items()
+    }
     _, found = read_checkpoint(write_head(tmp_path / "head", raw, renamed))
     assert found.keys() == tensors.keys()
-    assert torch.equal(found["layers.1.input_layernorm.weight"], tensors["layers.1.input_layernorm.weight"])
+    assert torch.equal(
+        found["layers.1.input_layernorm.weight"], tensors["layers.1.input_layernorm.weight"]
+    )
 
 
 def test_a_mask_is_of_a_parallel_head_alone() -> None:
-    """What it drafts at most is what it was trained for; a mask outside the vocabulary is refused."""
+    """What it drafts at most is what it was trained for;
+    a mask outside the vocabulary is refused.
+    """
     raw = {**SPECULATORS, "speculators_model_type": "peagle", "mask_token_id": 3}
     config = parse_config(raw)
     assert config.mask_token_id == 3 and config.max_draft_tokens == 3

@@ -37,7 +37,9 @@ def gemma_logits(
     taps: Tensor,
     drafts: list[int],
 ) -> Tensor:
-    """Logits [k, V] of `drafts` after `text`, each from all pairs anew; see `heads.paper_logits`."""
+    """Logits [k, V] of `drafts` after `text`, each from all pairs anew;
+    see `heads.paper_logits`.
+    """
     w = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
     heads, same = raw["num_attention_heads"], raw["attention_k_eq_v"]
     groups = heads // (raw["num_global_key_value_heads"] if same else raw["num_key_value_heads"])
@@ -70,7 +72,9 @@ def gemma_logits(
         seen = torch.ones(pairs, pairs, dtype=torch.bool).tril()
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         attended = torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
-        hidden = features + norm(attended @ w["self_attn.o_proj.weight"].T, "post_attention_layernorm")
+        hidden = features + norm(
+            attended @ w["self_attn.o_proj.weight"].T, "post_attention_layernorm"
+        )
         normed = norm(hidden, "pre_feedforward_layernorm")
         gate = F.gelu(normed @ w["mlp.gate_proj.weight"].T, approximate="tanh")
         product = (gate * (normed @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
@@ -91,9 +95,13 @@ def gemma_logits(
 def test_its_formulas(changes: dict[str, Any], tmp_path: Path) -> None:
     """Global heads, norms around sublayers, normed values, unscaled scores, a softcap."""
     raw = {**GEMMA, **changes}
-    table = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (raw["vocab_size"], raw["hidden_size"]))
+    table = dict.fromkeys(
+        ("embed_tokens.weight", "lm_head.weight"), (raw["vocab_size"], raw["hidden_size"])
+    )
     tensors = head_tensors(raw, table)
-    tensors["embed_tokens.weight"] *= 0.003  # so small that the norm's epsilon tells whether they are scaled
+    tensors["embed_tokens.weight"] *= (
+        0.003  # so small that the norm's epsilon tells whether they are scaled
+    )
     model, _, noted = run(write_head(tmp_path / "head", raw, tensors))
 
     def expected(text: list[int], features: Tensor, drafts: list[int]) -> Tensor:
@@ -128,5 +136,7 @@ def test_it_cannot_be_written(tmp_path: Path) -> None:
     """No layout has words for its layers."""
     source = write_head(tmp_path / "head", GEMMA)
     (source / "config.json").write_text(json.dumps(GEMMA))
-    with pytest.raises(CheckpointError, match="a head with Gemma's layers can be read, but not written"):
+    with pytest.raises(
+        CheckpointError, match="a head with Gemma's layers can be read, but not written"
+    ):
         convert(source, tmp_path / "made", "speculators")

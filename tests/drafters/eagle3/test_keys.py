@@ -82,7 +82,8 @@ def test_every_key_with_every_kind_of_value(raw: Mapping[str, Any], place: Place
         ({"made_up_key": 1}, "config.json says made_up_key, which this loader does not know"),
         ({"rope_scaling": {**ROPE, "twist": 2}}, "rope_scaling says twist, which this loader"),
         ({"rope_scaling": {**ROPE, "rope_dim": 7}}, "rope_dim is 7; it must be even, from 2 to 12"),
-        ({"rope_parameters": {"full_attention": ROPE}}, "one set of RoPE parameters for all layers"),
+        ({"rope_parameters": {"full_attention": ROPE}}, "one set of RoPE parameters for all"
+                                                        " layers"),
         ({"num_aux_hidden_states": 5}, "num_aux_hidden_states is 5, but 3 layers are tapped"),
         ({"architectures": [["x"]]}, "architectures is [['x']]; it must be a list of names"),
     ],
@@ -94,13 +95,23 @@ def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["use_cache", "mlp_bias", "tie_word_embeddings", "hidden_act", "max_position_embeddings", "rope_theta", "head_dim"],
+    [
+        "use_cache",
+        "mlp_bias",
+        "tie_word_embeddings",
+        "hidden_act",
+        "max_position_embeddings",
+        "rope_theta",
+        "head_dim",
+    ],
 )
 def test_null_says_nothing(key: str) -> None:
     """The config is that of a file without the key."""
     without = {name: value for name, value in SGLANG.items() if name != key}
     found, expected = parse_config({**SGLANG, key: None}), parse_config(without)
-    assert found.layers.to_dict() == expected.layers.to_dict() and tensor_shapes(found) == tensor_shapes(expected)
+    assert found.layers.to_dict() == expected.layers.to_dict() and tensor_shapes(
+        found
+    ) == tensor_shapes(expected)
 
 
 @pytest.mark.parametrize("command", ["generate", "doctor", "convert"])
@@ -112,7 +123,13 @@ def test_null_says_nothing(key: str) -> None:
         ({"rope_theta": "10000"}, False),
     ],
 )  # fmt: skip
-def test_commands(command: str, changes: dict[str, Any], sound: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(
+    command: str,
+    changes: dict[str, Any],
+    sound: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Each goes on, or says one line and ends with an error."""
     target, head = tmp_path / "target", write_head(tmp_path / "head", SGLANG)
     plain_model("llama").save_pretrained(target)
@@ -147,16 +164,23 @@ ROTARY: dict[str, tuple[type[Any], type[Any]]] = {
 def test_a_copied_partial_factor(kind: str, copied: str, nested: bool) -> None:
     """The angles are those of the trainers' modules, which turn whole heads."""
     layers = {**LLAMA, "model_type": kind}
-    factor: dict[str, Any] = {"top level": {"partial_rotary_factor": 0.25}, "rotary_pct": {"rotary_pct": 0.25}}.get(
+    factor: dict[str, Any] = {
+        "top level": {"partial_rotary_factor": 0.25},
+        "rotary_pct": {"rotary_pct": 0.25},
+    }.get(
         copied, {copied: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
     )
     shape = {**layers, **factor}
     names = ["Qwen3Eagle3Model"] if kind == "qwen3" else SGLANG["architectures"]
     config = parse_config(
-        {**SPECULATORS, "transformer_layer_config": shape} if nested else {**SGLANG, **shape, "architectures": names}
+        {**SPECULATORS, "transformer_layer_config": shape}
+        if nested
+        else {**SGLANG, **shape, "architectures": names}
     )
     config_class, module = ROTARY[kind]
-    rope = Rope.of(config.layers.rope_parameters, config.layers.head_dim, config.layers.max_position_embeddings)
+    rope = Rope.of(
+        config.layers.rope_parameters, config.layers.head_dim, config.layers.max_position_embeddings
+    )
     assert rope.rotated == LLAMA["head_dim"]
     assert torch.equal(rope.frequencies, module(config_class(**shape)).inv_freq)
 
@@ -196,18 +220,24 @@ def test_a_class_decides_what_layers_are_like(name: str, model_type: str) -> Non
     raw = {**base, **mask, "architectures": [name], "model_type": model_type}
     config = parse_config(raw)
     assert config.layers.model_type == NAMES[name]
-    assert algorithm_of(raw) == ("peagle" if mask else "eagle3") and config.mask_token_id == mask.get("pard_token")
+    assert algorithm_of(raw) == (
+        "peagle" if mask else "eagle3"
+    ) and config.mask_token_id == mask.get("pard_token")
 
 
 def test_a_head_that_drafts_in_parallel_under_another_name(tmp_path: Path) -> None:
-    """Exports for vLLM name the class of EAGLE-3, and the mask as it does, whose features may be a row."""
+    """Exports for vLLM name the class of EAGLE-3, and the mask as it does, whose features may be a
+    row.
+    """
     raw = {**SGLANG, "ptd_token_id": 5, "parallel_drafting": True}
     assert algorithm_of(raw) == "peagle" and parse_config(raw).mask_token_id == 5
     tensors = head_tensors(raw)
     flat = {**tensors, "mask_hidden": tensors["mask_hidden"].flatten(0, 1)}
     _, found = read_checkpoint(write_head(tmp_path / "head", raw, flat))
     assert torch.equal(found["mask_hidden"], tensors["mask_hidden"])
-    with pytest.raises(CheckpointError, match="lacks mask_token_id, which a head that drafts in parallel has"):
+    with pytest.raises(
+        CheckpointError, match="lacks mask_token_id, which a head that drafts in parallel has"
+    ):
         parse_config({**SGLANG, "architectures": ["PEagleDraftModel"]})
 
 
@@ -225,12 +255,22 @@ def test_the_first_names_of_the_norms_of_taps(tmp_path: Path) -> None:
 def test_what_eagle_config_may_repeat() -> None:
     """Exports for vLLM say twice what its older versions look for inside."""
     ids = "eagle_aux_hidden_state_layer_ids"
-    said = {"norm_before_fc": True, "target_hidden_size": 32, "num_aux_hidden_states": 3, ids: [2, 21, 39]}
+    said = {
+        "norm_before_fc": True,
+        "target_hidden_size": 32,
+        "num_aux_hidden_states": 3,
+        ids: [2, 21, 39],
+    }
     config = parse_config({**SGLANG, **said, "eagle_config": said})
     assert config.norm_before_fc and config.taps(42) == (1, 20, 38)
 
 
 def test_dense_layers_of_llama_4() -> None:
     """`intermediate_size` is that of experts there, which no head has."""
-    raw = {**SGLANG, "model_type": "llama4_text", "intermediate_size": 24, "intermediate_size_mlp": 48}
+    raw = {
+        **SGLANG,
+        "model_type": "llama4_text",
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 48,
+    }
     assert parse_config(raw).layers.intermediate_size == 48

@@ -1,4 +1,6 @@
-"""Heads with latent attention beside a target that has it, against transformers' own attention on an input of twice the width."""
+"""Heads with latent attention beside a target that has it, against transformers' own attention on
+an input of twice the width.
+"""
 
 from typing import Any
 
@@ -7,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
 
 from drafters.eagle3.config import parse_config
 from drafters.eagle3.drafter import eagle3_drafter
@@ -38,17 +43,36 @@ KIMI: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
 }
-YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
-CASES: dict[str, dict[str, Any]] = {"compressed": {}, "plain queries": {"q_lora_rank": None}, "yarn": {"rope_scaling": YARN}}
+YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "compressed": {},
+    "plain queries": {"q_lora_rank": None},
+    "yarn": {"rope_scaling": YARN},
+}
 
 
 def plain_layer(raw: dict[str, Any], tensors: dict[str, Tensor], table: Tensor) -> Any:
     """The head's layer over a whole text: [T, 2, H], normed and the stream itself."""
-    layers = DeepseekV3Config(**{name: value for name, value in raw.items() if name not in ("architectures", "eagle_config")})
+    layers = DeepseekV3Config(
+        **{
+            name: value
+            for name, value in raw.items()
+            if name not in ("architectures", "eagle_config")
+        }
+    )
     layers._attn_implementation = "eager"
     attention, rotary = DeepseekV3Attention(layers, 0).eval(), DeepseekV3RotaryEmbedding(layers)
     weights = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
-    for name, part in attention.named_children():  # of the first projections the input is twice as wide
+    for (
+        name,
+        part,
+    ) in attention.named_children():  # of the first projections the input is twice as wide
         weight = weights[f"self_attn.{name}.weight"]
         if isinstance(part, nn.Linear):
             setattr(attention, name, nn.Linear(weight.shape[1], weight.shape[0], bias=False))
@@ -58,7 +82,9 @@ def plain_layer(raw: dict[str, Any], tensors: dict[str, Tensor], table: Tensor) 
         return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], raw["rms_norm_eps"])
 
     def plain(token_ids: Tensor, features: Tensor) -> Tensor:
-        given = torch.cat([norm(table[token_ids], "input_layernorm"), norm(features, "hidden_norm")], dim=-1)[None]
+        given = torch.cat(
+            [norm(table[token_ids], "input_layernorm"), norm(features, "hidden_norm")], dim=-1
+        )[None]
         count = len(token_ids)
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         turned = rotary(given, torch.arange(count)[None])
@@ -73,7 +99,9 @@ def plain_layer(raw: dict[str, Any], tensors: dict[str, Tensor], table: Tensor) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_transformers_attention(name: str) -> None:
-    """In a running engine; catches a scale, an order of rotated numbers, a norm or a cached row that is wrong."""
+    """In a running engine; catches a scale, an order of rotated numbers, a norm or a cached row
+    that is wrong.
+    """
     model, raw = plain_model("deepseek_v3"), {**KIMI, **CASES[name]}
     verifier, tensors = paged_verifier(model), head_tensors(raw)
     drafter = eagle3_drafter(parse_config(raw), dict(tensors), verifier)
@@ -85,7 +113,11 @@ def test_drafts_are_those_of_transformers_attention(name: str) -> None:
 
 def test_refusals() -> None:
     """A target with other attention, and biases."""
-    with pytest.raises(BackendError, match="this drafter has latent attention, and the target's backend 'torch_ref' serves other"):
+    with pytest.raises(
+        BackendError,
+        match="this drafter has latent attention, and the target's backend 'torch_ref' serves"
+        " other",
+    ):
         eagle3_drafter(parse_config(KIMI), head_tensors(KIMI), paged_verifier(plain_model("llama")))
     with pytest.raises(CheckpointError, match="attention_bias is true"):
         parse_config({**KIMI, "attention_bias": True})

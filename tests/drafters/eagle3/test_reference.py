@@ -1,4 +1,6 @@
-"""Drafts of EAGLE-3 heads in a running engine against the paper's formulas, and against the public `speculators` package."""
+"""Drafts of EAGLE-3 heads in a running engine against the paper's formulas, and against the public
+`speculators` package.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,14 @@ from torch import Tensor
 from drafters.load import load_drafter
 from drafters.sequential.drafter import SequentialDrafter
 from specdec.sampling.params import SamplingParams
-from tests.drafters.eagle3.heads import LLAMA, SGLANG, SPECULATORS, head_tensors, paper_logits, write_head
+from tests.drafters.eagle3.heads import (
+    LLAMA,
+    SGLANG,
+    SPECULATORS,
+    head_tensors,
+    paper_logits,
+    write_head,
+)
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.speculators_reference import speculators
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
@@ -19,13 +28,16 @@ from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompt
 Logits = Callable[[list[int], Tensor, list[int]], Tensor]
 
 
-def largest_error(noted: list[Noted], hidden_states: list[int], expected: Logits, model: Any) -> float:
+def largest_error(
+    noted: list[Noted], hidden_states: list[int], expected: Logits, model: Any
+) -> float:
     """Of the logits that drafts were chosen by, relative to the largest.
 
     Args:
         noted: the drafts.
         hidden_states: taps, as entries of Transformers' hidden states.
-        expected: logits [k, V'] of a text up to the anchor, the features of all before it, and drafts.
+        expected: logits [k, V'] of a text up to the anchor, the features of all before it, and
+            drafts.
         model: the target.
     """
     errors = []
@@ -34,7 +46,9 @@ def largest_error(noted: list[Noted], hidden_states: list[int], expected: Logits
         if len(text) <= length:
             continue  # surplus of a request that had ended
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-        right = expected(text, torch.cat([states[index][0] for index in hidden_states], dim=-1), drafts)
+        right = expected(
+            text, torch.cat([states[index][0] for index in hidden_states], dim=-1), drafts
+        )
         errors.append(float((logits - right).abs().max() / right.abs().max()))
     assert len(errors) > 5
     return max(errors)
@@ -47,13 +61,23 @@ def run(path: Path, k: int = 4) -> tuple[Any, SequentialDrafter, list[Noted]]:
     drafter = load_drafter(path, verifier=verifier)
     assert isinstance(drafter, SequentialDrafter)
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
-    _, _, noted = noted_run(verifier, drafter, random_prompts(3), num_draft_tokens=k, sampling=sampling)
+    _, _, noted = noted_run(
+        verifier, drafter, random_prompts(3), num_draft_tokens=k, sampling=sampling
+    )
     return model, drafter, noted
 
 
 TAPS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "usual": ({}, [2, 2, 1]),  # entries 2, 4 // 2 and 4 - 3
-    "sglang's": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}}, [1, 2, 3]),
+    "sglang's": (
+        {
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+                "use_aux_hidden_state": True,
+            }
+        },
+        [1, 2, 3],
+    ),
     "DeepSpec's": ({"target_layer_ids": [0, 1, 1, 2, 2]}, [1, 2, 2, 3, 3]),
 }
 
@@ -62,10 +86,16 @@ TAPS: dict[str, tuple[dict[str, Any], list[int]]] = {
 @pytest.mark.parametrize("taps", TAPS)
 @pytest.mark.parametrize("own_embeddings", [False, True])
 def test_the_papers_formulas(taps: str, own_embeddings: bool, tmp_path: Path) -> None:
-    """sglang's layout, with a reduced vocabulary; other taps, or a token of another position, are noticed."""
+    """sglang's layout, with a reduced vocabulary; other taps, or a token of another position, are
+    noticed.
+    """
     changes, states = TAPS[taps]
     raw = {**SGLANG, **changes}
-    extra = {"embed_tokens.weight": (LLAMA["vocab_size"], LLAMA["hidden_size"])} if own_embeddings else {}
+    extra = (
+        {"embed_tokens.weight": (LLAMA["vocab_size"], LLAMA["hidden_size"])}
+        if own_embeddings
+        else {}
+    )
     tensors = head_tensors(raw, extra)
     model, drafter, noted = run(write_head(tmp_path / "head", raw, tensors))
     assert drafter.max_draft_tokens == 7
@@ -87,22 +117,49 @@ def test_the_papers_formulas(taps: str, own_embeddings: bool, tmp_path: Path) ->
 COPIED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "residual after the norm": {"norm_before_residual": True, "draft_vocab_size": LLAMA["vocab_size"]},
-    "all taps normed, two layers": {"norm_before_fc": True, "transformer_layer_config": {**LLAMA, "num_hidden_layers": 2}},
-    "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 3]},
-    "Qwen3": {"transformer_layer_config": {**LLAMA, "model_type": "qwen3", "num_key_value_heads": 1}, "embed_requires_grad": True},
+    "residual after the norm": {
+        "norm_before_residual": True,
+        "draft_vocab_size": LLAMA["vocab_size"],
+    },
+    "all taps normed, two layers": {
+        "norm_before_fc": True,
+        "transformer_layer_config": {**LLAMA, "num_hidden_layers": 2},
+    },
+    "EAGLE-3.1": {
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3, 3],
+    },
+    "Qwen3": {
+        "transformer_layer_config": {**LLAMA, "model_type": "qwen3", "num_key_value_heads": 1},
+        "embed_requires_grad": True,
+    },
     "a copied partial factor": {"transformer_layer_config": {**LLAMA, "rope_parameters": COPIED}},
     "windows": {
         "transformer_layer_config": {
             **{**LLAMA, "model_type": "qwen3", "num_hidden_layers": 2},
-            **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True},
+            **{
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 6,
+                "use_sliding_window": True,
+            },
         }
     },
     "biases": {"transformer_layer_config": {**LLAMA, "attention_bias": True, "mlp_bias": True}},
 }
-PARALLEL = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 3}
-P_EAGLE = {"plain": {}, "normed": {"norm_before_residual": True, "fc_norm": True}, "windows": VARIANTS["windows"]}
-P_EAGLE["as of speculators 0.6, a copied partial factor"] = VARIANTS["a copied partial factor"] | {"num_depths": 8}
+PARALLEL = {
+    "speculators_model_type": "peagle",
+    "architectures": ["PEagleSpeculator"],
+    "mask_token_id": 3,
+}
+P_EAGLE = {
+    "plain": {},
+    "normed": {"norm_before_residual": True, "fc_norm": True},
+    "windows": VARIANTS["windows"],
+}
+P_EAGLE["as of speculators 0.6, a copied partial factor"] = VARIANTS["a copied partial factor"] | {
+    "num_depths": 8
+}
 
 
 class _Enough(Exception):
@@ -112,10 +169,18 @@ class _Enough(Exception):
 def reference_model(
     name: str, kind: str, raw: dict[str, Any], tensors: dict[str, Tensor], table: Tensor
 ) -> tuple[Any, list[Tensor]]:
-    """A model of the package with these weights, and the list where every call of its head leaves its logits."""
+    """A model of the package with these weights, and the list where every call of its head leaves
+    its logits.
+    """
     core = speculators(f"models.{name}.core")
     config_class = getattr(core, f"{kind}SpeculatorConfig")
-    config = config_class(**{key: value for key, value in raw.items() if key not in ("architectures", "speculators_config")})
+    config = config_class(
+        **{
+            key: value
+            for key, value in raw.items()
+            if key not in ("architectures", "speculators_config")
+        }
+    )
     config.transformer_layer_config._attn_implementation = "eager"
     model = getattr(core, f"{kind}DraftModel")(config).eval()
     found = model.load_state_dict({"embed_tokens.weight": table, **tensors}, strict=False)
@@ -138,11 +203,17 @@ def test_speculators_eagle3(variant: str, tmp_path: Path) -> None:
     raw = {**SPECULATORS, **VARIANTS[variant]}
     tensors = head_tensors(raw, {"lm_head.weight": (raw["draft_vocab_size"], LLAMA["hidden_size"])})
     # Its unrolled steps leave a window where it is at the first of them; in decoding it goes along.
-    model, _, noted = run(write_head(tmp_path / "head", raw, tensors), k=1 if variant == "windows" else 4)
-    reference, calls = reference_model("eagle3", "Eagle3", raw, tensors, model.get_input_embeddings().weight)
+    model, _, noted = run(
+        write_head(tmp_path / "head", raw, tensors), k=1 if variant == "windows" else 4
+    )
+    reference, calls = reference_model(
+        "eagle3", "Eagle3", raw, tensors, model.get_input_embeddings().weight
+    )
 
     def expected(text: list[int], features: Tensor, drafts: list[int]) -> Tensor:
-        """Of all positions it unrolls; rows behind the anchor's are there for the drafts' tokens alone."""
+        """Of all positions it unrolls; rows behind the anchor's are there for the drafts' tokens
+        alone.
+        """
         calls.clear()
         count = len(drafts) - 1
         padded = torch.cat([features, torch.zeros(count, features.shape[1])])[None]
@@ -162,7 +233,9 @@ def test_speculators_peagle(variant: str, tmp_path: Path, monkeypatch: pytest.Mo
     tensors = head_tensors(raw)
     model, drafter, noted = run(write_head(tmp_path / "head", raw, tensors), k=3)
     assert drafter.max_draft_tokens == 3
-    reference, calls = reference_model("peagle", "PEagle", raw, tensors, model.get_input_embeddings().weight)
+    reference, calls = reference_model(
+        "peagle", "PEagle", raw, tensors, model.get_input_embeddings().weight
+    )
 
     def enough(*args: Any) -> None:
         raise _Enough
@@ -175,7 +248,9 @@ def test_speculators_peagle(variant: str, tmp_path: Path, monkeypatch: pytest.Mo
         pairs, count = len(text) - 1, len(drafts) - 1
         anchors = torch.tensor([*range(pairs), *[pairs - 1] * count])
         depths = torch.tensor([*[0] * pairs, *range(1, count + 1)])
-        monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **options: (anchors, depths))
+        monkeypatch.setattr(
+            core, "generate_cod_sample_indices", lambda **options: (anchors, depths)
+        )
         tokens = torch.tensor([[*text[1:], *[0] * count]])
         padded = torch.cat([features, torch.zeros(count, features.shape[1])])[None]
         with pytest.raises(_Enough):

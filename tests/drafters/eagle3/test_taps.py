@@ -46,17 +46,27 @@ NAMED = [
 
 def with_ids(place: str, ids: object) -> dict[str, Any]:
     """A head that names layers in one place."""
-    return {OWN: {**SGLANG, OWN: {IDS: ids}}, TOP: {**SPECULATORS, IDS: ids}, DEEPSPEC: {**SGLANG, DEEPSPEC: ids}}[place]
+    return {
+        OWN: {**SGLANG, OWN: {IDS: ids}},
+        TOP: {**SPECULATORS, IDS: ids},
+        DEEPSPEC: {**SGLANG, DEEPSPEC: ids},
+    }[place]
 
 
-@pytest.mark.parametrize(("name", "layers", "place", "ids", "expected"), NAMED, ids=[case[0] for case in NAMED])
-def test_named_checkpoints(name: str, layers: int, place: str, ids: list[int] | None, expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers", "place", "ids", "expected"), NAMED, ids=[case[0] for case in NAMED]
+)
+def test_named_checkpoints(
+    name: str, layers: int, place: str, ids: list[int] | None, expected: tuple[int, ...]
+) -> None:
     assert parse_config(with_ids(place, ids)).taps(layers) == expected
 
 
 def test_public_heads_tap_the_usual_layers() -> None:
     """All of the list that name three are trained on these, however they count them."""
-    found = [row for row in rows() if row.family == "EAGLE-3" and (row.config.get(OWN) or {}).get(IDS)]
+    found = [
+        row for row in rows() if row.family == "EAGLE-3" and (row.config.get(OWN) or {}).get(IDS)
+    ]
     assert len(found) == 13
     for row in found:
         usual = 1, row.target_layers // 2 - 1, row.target_layers - 4
@@ -68,7 +78,10 @@ def test_lists_in_several_places() -> None:
     both = {**with_ids(OWN, [1, 23, 44]), IDS: [2, 24, 45]}
     assert parse_config(both).taps(48) == (1, 23, 44)
     assert parse_config({**with_ids(OWN, [4, 8]), DEEPSPEC: [4, 8]}).taps(48) == (4, 8)
-    with pytest.raises(CheckpointError, match=r"eagle_aux_hidden_state_layer_ids \[1, 23, 44\] and another list, \[3, 24, 45\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"eagle_aux_hidden_state_layer_ids \[1, 23, 44\] and another list, \[3, 24, 45\]",
+    ):
         parse_config({**both, IDS: [3, 24, 45]})
 
 
@@ -81,7 +94,10 @@ def test_it_is_said_which_layers_are_tapped(
     with caplog.at_level(logging.INFO, logger="drafters"):
         drafter = load_drafter(path, verifier=paged_verifier(plain_model("llama")))
     (record,) = [record for record in caplog.records if record.name == "drafters.eagle3.drafter"]
-    assert record.levelno == level and ", ".join(map(str, drafter.aux_layer_ids)) in record.getMessage()
+    assert (
+        record.levelno == level
+        and ", ".join(map(str, drafter.aux_layer_ids)) in record.getMessage()
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -91,7 +107,11 @@ def test_a_target_too_small_for_the_usual_layers(layers: int, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=f"a target of at least 4 layers, not {layers}"):
         load_drafter(write_head(tmp_path / "usual", SGLANG), verifier=verifier)
     stated = {**SGLANG, OWN: {IDS: [0, 0, layers - 1]}}
-    assert load_drafter(write_head(tmp_path / "own", stated), verifier=verifier).aux_layer_ids == (0, 0, layers - 1)
+    assert load_drafter(write_head(tmp_path / "own", stated), verifier=verifier).aux_layer_ids == (
+        0,
+        0,
+        layers - 1,
+    )
 
 
 @pytest.mark.parametrize("ids", [[0, 5, 11], [5, 17, 29], [1, 5, 11]])
@@ -107,11 +127,16 @@ def test_ids_keep_their_meaning_in_another_layout(ids: list[int], tmp_path: Path
 def test_ids_that_only_the_target_settles(tmp_path: Path) -> None:
     """Converting asks for it."""
     source, target = write_head(tmp_path / "a", with_ids(TOP, [1, 46, 90])), tmp_path / "target"
-    with pytest.raises(CheckpointError, match=r"\[1, 46, 90\] may count the embeddings or not; name the target with --model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"\[1, 46, 90\] may count the embeddings or not; name the target with --model",
+    ):
         convert(source, tmp_path / "b", "sglang")
     target.mkdir()
     for layers, expected in ((94, [1, 46, 90]), (95, [0, 45, 89])):
-        (target / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": layers}}))
+        (target / "config.json").write_text(
+            json.dumps({"text_config": {"num_hidden_layers": layers}})
+        )
         made = tmp_path / str(layers)
         convert(source, made, "sglang", target=str(target))
         assert json.loads((made / "config.json").read_text())[DEEPSPEC] == expected

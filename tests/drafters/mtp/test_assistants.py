@@ -1,4 +1,6 @@
-"""Gemma 4's assistants draft what transformers' own class makes of the same weights, on the keys and values of their target."""
+"""Gemma 4's assistants draft what transformers' own class makes of the same weights, on the keys
+and values of their target.
+"""
 
 import json
 from pathlib import Path
@@ -30,12 +32,16 @@ def case(name: str, folder: Path, **options: Any) -> tuple[Any, Any, Verifier, D
     """Target and assistant on transformers' modules and on ours."""
     target = gemma4_target(folder / "target", name)
     assistant = write_assistant(folder / "assistant", target, **options)
-    verifier, _ = load_verifier(folder / "target", device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+    verifier, _ = load_verifier(
+        folder / "target", device=torch.device("cpu"), dtype=torch.float32, block_size=4
+    )
     return target, assistant, verifier, load_drafter(folder / "assistant", verifier=verifier)
 
 
 def worst(target: Any, assistant: Any, noted: list[Noted], wrong: str = "") -> float:
-    """The largest error of the logits of any draft; those of tokens that are not scored count as equal where both say so."""
+    """The largest error of the logits of any draft; those of tokens that are not scored count as
+    equal where both say so.
+    """
     errors = []
     for request, length, drafts, logits in noted:
         text = request.token_ids[: length + 1]
@@ -56,16 +62,21 @@ def worst(target: Any, assistant: Any, noted: list[Noted], wrong: str = "") -> f
         ("gemma4", False),
         ("gemma4_shared", True),
         pytest.param("gemma4_moe", False, marks=pytest.mark.slow),
-        *[pytest.param("gemma4_unified", False, marks=pytest.mark.slow)] * ("gemma4_unified" in CONFIGS),
+        *[pytest.param("gemma4_unified", False, marks=pytest.mark.slow)]
+        * ("gemma4_unified" in CONFIGS),
         pytest.param("gemma4", True, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: Path) -> None:
-    """In a running engine with texts beyond the window; catches a wrong layer of the target, and rows of rejected drafts."""
+    """In a running engine with texts beyond the window; catches a wrong layer of the target, and
+    rows of rejected drafts.
+    """
     target, assistant, verifier, drafter = case(name, tmp_path, clusters=clusters)
     assert isinstance(drafter, AssistantDrafter) and drafter.tokens_ahead == 0
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
-    _, _, noted = noted_run(verifier, drafter, random_prompts(3), num_draft_tokens=K, sampling=sampling)
+    _, _, noted = noted_run(
+        verifier, drafter, random_prompts(3), num_draft_tokens=K, sampling=sampling
+    )
     assert max(one.length for one in noted) > 2 * WINDOW
     assert worst(target, assistant, noted) < TOLERANCE
     wrong = {kind: worst(target, assistant, noted, kind) for kind in ("position", "order", "scale")}
@@ -73,25 +84,35 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
 
 
 def test_trees_are_drawn(tmp_path: Path) -> None:
-    """Their likeliest path is the chain; catches a hidden state of another row than the last of the path."""
+    """Their likeliest path is the chain; catches a hidden state of another row than the last of the
+    path.
+    """
     target, assistant, verifier, drafter = case("gemma4", tmp_path)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     prompts = random_prompts(2)
-    _, requests, noted = noted_run(verifier, drafter, prompts, sampling=sampling, tree_nodes=40, num_draft_tokens="auto")
+    _, requests, noted = noted_run(
+        verifier, drafter, prompts, sampling=sampling, tree_nodes=40, num_draft_tokens="auto"
+    )
     _, chains, _ = noted_run(verifier, drafter, prompts, sampling=sampling, num_draft_tokens=K)
     assert [one.token_ids for one in requests] == [one.token_ids for one in chains]
     assert any(count > 1 for one in requests for count in one.num_emitted)
     assert worst(target, assistant, noted) < TOLERANCE
 
 
-def test_accepted_drafts_leave_their_hidden_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts that are right up to each depth in turn; catches a hidden state of another row of the step before."""
+def test_accepted_drafts_leave_their_hidden_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts that are right up to each depth in turn; catches a hidden state of another row of
+    the step before.
+    """
     target, assistant, verifier, drafter = case("gemma4", tmp_path)
     options: dict[str, Any] = {"num_draft_tokens": K, "max_num_seqs": 1}
     _, (plain,), _ = noted_run(verifier, drafter, [[5, 9, 33]], **options)
     offered, steps = BoundAssistant._choose, [0]
 
-    def right(self: BoundAssistant, batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Any:
+    def right(
+        self: BoundAssistant, batch: DecodeBatch, hidden: Tensor, first: int, count: int
+    ) -> Any:
         chosen = offered(self, batch, hidden, first, count)
         steps[0] += first == 0
         position = int(batch.seq_lens) + first + 1
@@ -106,17 +127,25 @@ def test_accepted_drafts_leave_their_hidden_state(tmp_path: Path, monkeypatch: p
 
 
 def test_nothing_is_cached_twice(tmp_path: Path) -> None:
-    """Its caches are the target's own, and drafts are lossless with batches, chunks of prompts and preemption."""
+    """Its caches are the target's own, and drafts are lossless with batches, chunks of prompts and
+    preemption.
+    """
     _, _, verifier, drafter = case("gemma4", tmp_path)
     memory = 4 * 25 * sum(spec.bytes_per_token(torch.float32) for spec in verifier.kv_specs)
     engine, requests, _ = noted_run(
-        verifier, drafter, random_prompts(4), num_draft_tokens=K, cache=CacheConfig(memory_bytes=memory)
+        verifier,
+        drafter,
+        random_prompts(4),
+        num_draft_tokens=K,
+        cache=CacheConfig(memory_bytes=memory),
     )
     caches: Any = engine.runner.drafter
     theirs = [cache.key.data_ptr() for cache in engine.kv_cache.layers[: len(verifier.kv_specs)]]
     assert [cache.key.data_ptr() for cache in caches.caches] == [theirs[2], theirs[2], theirs[3]]
     assert engine.scheduler.num_preemptions > 0
-    plain = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=0, cache=CacheConfig(memory_bytes=2**22)))
+    plain = SpecEngine(
+        verifier, None, EngineConfig(num_draft_tokens=0, cache=CacheConfig(memory_bytes=2**22))
+    )
     alone = [plain.add_request(one.prompt_token_ids, one.sampling) for one in requests]
     while plain.has_work:
         plain.step()
@@ -127,7 +156,9 @@ def test_an_assistant_of_another_target_is_refused(tmp_path: Path) -> None:
     """By its heads, which nothing else tells apart."""
     _, _, verifier, _ = case("gemma4", tmp_path / "right")
     write_assistant(tmp_path / "wrong", gemma4_target(tmp_path / "other", "gemma4_shared"))
-    with pytest.raises(CheckpointError, match="layer 2 reads 2 key heads of 24 of a layer of kind 'full_attention'"):
+    with pytest.raises(
+        CheckpointError, match="layer 2 reads 2 key heads of 24 of a layer of kind 'full_attention'"
+    ):
         load_drafter(tmp_path / "wrong", verifier=verifier)
 
 
@@ -149,7 +180,10 @@ def test_entries_that_equal_defaults_may_be_missing(tmp_path: Path) -> None:
         torch.testing.assert_close(one.logits, other.logits)
 
 
-@pytest.mark.parametrize("change", [{"text_config": None}, {"text_config": {"model_type": "gemma4_text", "layer_types": 3}}])
+@pytest.mark.parametrize(
+    "change",
+    [{"text_config": None}, {"text_config": {"model_type": "gemma4_text", "layer_types": 3}}],
+)
 def test_a_damaged_config_is_one_line(change: dict[str, Any], tmp_path: Path) -> None:
     _, _, verifier, _ = case("gemma4", tmp_path)
     path = tmp_path / "assistant" / "config.json"

@@ -1,4 +1,6 @@
-"""Drafting makes no tensor on the host and never waits for the device, so that a step can be captured as a graph."""
+"""Drafting makes no tensor on the host and never waits for the device, so that a step can be
+captured as a graph.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +29,23 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """What loads a target and a drafter to a device."""
     assists = request.param == "assistant"
     if assists:
-        write_assistant(tmp_path / "assistant", gemma4_target(tmp_path / "target", "gemma4"), clusters=True)
+        write_assistant(
+            tmp_path / "assistant", gemma4_target(tmp_path / "target", "gemma4"), clusters=True
+        )
     else:
         write_target(tmp_path / "target", reference("qwen3_5"), CASES["qwen3_5"][0])
 
     def load(device: torch.device) -> tuple[Verifier, Drafter]:
-        target, _ = load_verifier(tmp_path / "target", device=device, dtype=torch.float32, attention="torch_ref", block_size=4)
-        return target, load_drafter(tmp_path / "assistant", verifier=target) if assists else load_mtp(verifier=target)
+        target, _ = load_verifier(
+            tmp_path / "target",
+            device=device,
+            dtype=torch.float32,
+            attention="torch_ref",
+            block_size=4,
+        )
+        return target, load_drafter(
+            tmp_path / "assistant", verifier=target
+        ) if assists else load_mtp(verifier=target)
 
     return load
 
@@ -51,7 +63,11 @@ def test_the_host_never_waits(make: Make, draft_sampling: str) -> None:
 def test_a_step_stays_on_its_device(make: Make) -> None:
     """With filters and without, on a device that is not the host."""
     verifier, drafter = make(META)
-    engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=3, max_num_seqs=4, cache=CacheConfig(memory_bytes=2**20)))
+    engine = SpecEngine(
+        verifier,
+        drafter,
+        EngineConfig(num_draft_tokens=3, max_num_seqs=4, cache=CacheConfig(memory_bytes=2**20)),
+    )
     slots = torch.empty(3, dtype=torch.int64, device=META)
     for plan in (PLANS["greedy"], PLANS["filtered"]):
         with torch.inference_mode(), OneDevice():

@@ -1,4 +1,6 @@
-"""Keys of checkpoints of layers for multi-token prediction and of draft models: a value, or one line."""
+"""Keys of checkpoints of layers for multi-token prediction and of draft models: a value, or one
+line.
+"""
 
 import json
 from copy import deepcopy
@@ -24,7 +26,9 @@ VALUES: list[Any] = [None, -1, 2**40, "x", [1]]
 
 
 def made(kind: str, folder: Path) -> tuple[Verifier, Path, str | None]:
-    """A target, the folder of a drafter for it, and the object of its config that describes layers."""
+    """A target, the folder of a drafter for it,
+    and the object of its config that describes layers.
+    """
     if kind == "assistant":
         return case("gemma4", folder)[2], folder / "assistant", "text_config"
     if kind == "draft model":
@@ -35,7 +39,9 @@ def made(kind: str, folder: Path) -> tuple[Verifier, Path, str | None]:
         ref = reference("qwen3")
         write_target(folder / "target", ref, SPECULATORS, own=False)
         write_speculators(folder / "draft", ref)
-    verifier, _ = load_verifier(folder / "target", device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+    verifier, _ = load_verifier(
+        folder / "target", device=torch.device("cpu"), dtype=torch.float32, block_size=4
+    )
     return verifier, folder / "draft", None if kind == "draft model" else "transformer_layer_config"
 
 

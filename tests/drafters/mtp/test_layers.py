@@ -1,4 +1,6 @@
-"""Multi-token prediction of each family drafts what transformers' own layers make of the same weights."""
+"""Multi-token prediction of each family drafts what transformers' own layers make of the same
+weights.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,9 @@ def case(name: str, folder: Path) -> tuple[Reference, Verifier, SequentialDrafte
     """Weights on transformers' layers, and read from a file."""
     ref = reference(name)
     write_target(folder, ref, CASES[name][0])
-    verifier, _ = load_verifier(folder, device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+    verifier, _ = load_verifier(
+        folder, device=torch.device("cpu"), dtype=torch.float32, block_size=4
+    )
     return ref, verifier, load_mtp(verifier=verifier)
 
 
@@ -42,15 +46,25 @@ def worst(ref: Reference, noted: list[Noted], wrong: str = "") -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_are_those_of_transformers_layers(name: str, tmp_path: Path) -> None:
-    """In a running engine, each from the whole text; catches a tensor, a norm, a rotation or a window that is wrong."""
+    """In a running engine, each from the whole text; catches a tensor, a norm, a rotation or a
+    window that is wrong.
+    """
     ref, verifier, drafter = case(name, tmp_path)
-    _, _, noted = noted_run(verifier, drafter, random_prompts(2, seed=1), num_draft_tokens=K, sampling=FEW)
+    _, _, noted = noted_run(
+        verifier, drafter, random_prompts(2, seed=1), num_draft_tokens=K, sampling=FEW
+    )
     assert worst(ref, noted) < TOLERANCE
 
 
 def test_a_wrong_convention_is_noticed(tmp_path: Path) -> None:
-    """Hidden states from before a norm, halves the other way round, tokens of their own position: none looks like the right one."""
+    """Hidden states from before a norm, halves the other way round, tokens of their own position:
+    none looks like the right one.
+    """
     ref, verifier, drafter = case("glm4_moe", tmp_path)
-    _, _, noted = noted_run(verifier, drafter, random_prompts(2, seed=1), num_draft_tokens=K, sampling=FEW)
-    errors = {wrong: worst(ref, noted, wrong) for wrong in ("hidden", "order", "shift", "recursion")}
+    _, _, noted = noted_run(
+        verifier, drafter, random_prompts(2, seed=1), num_draft_tokens=K, sampling=FEW
+    )
+    errors = {
+        wrong: worst(ref, noted, wrong) for wrong in ("hidden", "order", "shift", "recursion")
+    }
     assert min(errors.values()) > 100 * TOLERANCE, errors

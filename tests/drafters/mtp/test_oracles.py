@@ -1,4 +1,6 @@
-"""Logits of the first draft from every row, against public classes: transformers' `MtpModel`, and `speculators` if it is there."""
+"""Logits of the first draft from every row, against public classes: transformers' `MtpModel`, and
+`speculators` if it is there.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,14 @@ from specdec.model.core import Verifier
 from tests.drafters.mtp.test_layers import TOLERANCE, case
 from tests.helpers.speculators_reference import speculators
 from tests.helpers.tiny_models import WINDOW
-from tests.helpers.tiny_predictions import APPENDED, CASES, SPECULATORS, Reference, reference, write_target
+from tests.helpers.tiny_predictions import (
+    APPENDED,
+    CASES,
+    SPECULATORS,
+    Reference,
+    reference,
+    write_target,
+)
 from verifiers.load import load_verifier
 
 TEXT = [5, 9, 33, 7, 60, 21, 90, 4, 17, 55, 8, 41, 12, 77]
@@ -31,7 +40,13 @@ def ours(drafter: Any, hidden: Tensor) -> Tensor:
     """Logits [T - 1, V] of rows of `TEXT` with hidden states [T - 1, H]."""
     assert isinstance(drafter, SequentialDrafter) and isinstance(drafter.network, PredictionNetwork)
     network = drafter.network
-    cache = PagedKVCache(network.kv_specs, num_blocks=8, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    cache = PagedKVCache(
+        network.kv_specs,
+        num_blocks=8,
+        block_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     table = torch.arange(1, 8, dtype=torch.int32)[None]
     metadata = AttentionMetadata.packed([COUNT], [COUNT], table, torch.arange(4, 4 + COUNT))
     rows = Rows(torch.tensor(TEXT[1:]), hidden, torch.arange(COUNT), metadata)
@@ -55,7 +70,9 @@ def test_logits_are_those_of_transformers_own_class(name: str, tmp_path: Path) -
     _, _, drafter = case(name, tmp_path)
     target = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     if CASES[name][0] is APPENDED:  # the class names the layer after those of the public models
-        target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{target.config.num_hidden_layers}\."]
+        target._keys_to_ignore_on_load_unexpected = [
+            rf"model\.layers\.{target.config.num_hidden_layers}\."
+        ]
     theirs = MtpModel.from_pretrained(target)
     hidden = target.base_model(torch.tensor([TEXT[:-1]]), use_cache=False).last_hidden_state
     out = theirs.forward_layer(
@@ -87,7 +104,9 @@ def speculators_config(ref: Reference) -> dict[str, Any]:
 def write_speculators(folder: Path, ref: Reference) -> Path:
     """Saves the layers alone, in that layout."""
     folder.mkdir()
-    tensors = {SPECULATORS.name(name, 0): tensor.contiguous() for name, tensor in ref.tensors().items()}
+    tensors = {
+        SPECULATORS.name(name, 0): tensor.contiguous() for name, tensor in ref.tensors().items()
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(speculators_config(ref), default=str))
     return folder
@@ -98,13 +117,17 @@ def separate(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Reference,
     """A target without layers of its own, and a checkpoint of them in the layout of speculators."""
     ref = reference(request.param)
     write_target(tmp_path / "target", ref, SPECULATORS, own=False)
-    verifier, _ = load_verifier(tmp_path / "target", device=torch.device("cpu"), dtype=torch.float32, block_size=4)
+    verifier, _ = load_verifier(
+        tmp_path / "target", device=torch.device("cpu"), dtype=torch.float32, block_size=4
+    )
     return ref, verifier, write_speculators(tmp_path / "layers", ref)
 
 
 @torch.inference_mode()
 def test_the_layout_of_speculators_is_read(separate: tuple[Reference, Verifier, Path]) -> None:
-    """Against transformers' own layers, also of a family that has no such layers in its own files."""
+    """Against transformers' own layers, also of a family that has no such layers in its
+    own files.
+    """
     ref, verifier, folder = separate
     drafter = load_drafter(folder, verifier=verifier)
     hidden = ref.hidden(TEXT[:-1])
@@ -116,12 +139,16 @@ def test_logits_are_those_of_speculators(separate: tuple[Reference, Verifier, Pa
     """What its own class makes of the same tensors."""
     mtp = speculators("models.mtp")
     ref, verifier, folder = separate
-    config = mtp.MTPSpeculatorConfig.model_validate(speculators_config(ref) | {"transformer_layer_config": ref.target.config})
+    config = mtp.MTPSpeculatorConfig.model_validate(
+        speculators_config(ref) | {"transformer_layer_config": ref.target.config}
+    )
     config.transformer_layer_config._attn_implementation = "eager"
     model = mtp.MTPDraftModel(config).eval()
     own = {SPECULATORS.name(name, 0): tensor for name, tensor in ref.tensors().items()}
     left = model.load_state_dict(own, strict=False)
-    assert not left.unexpected_keys and not any(name.startswith("mtp_layers") for name in left.missing_keys)
+    assert not left.unexpected_keys and not any(
+        name.startswith("mtp_layers") for name in left.missing_keys
+    )
     model.embed_tokens.weight.copy_(ref.target.get_input_embeddings().weight)
     model.lm_head.weight.copy_(ref.target.get_output_embeddings().weight)
     hidden = ref.hidden(TEXT[:-1])

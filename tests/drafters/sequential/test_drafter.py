@@ -1,4 +1,6 @@
-"""Token-by-token drafts in a running engine are those of a network that reads the whole text anew for each of them."""
+"""Token-by-token drafts in a running engine are those of a network that reads the whole text anew
+for each of them.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +40,9 @@ PATTERN = [K, 0, 0, 3, K, *[0] * (MOST_DEFERRED + 5), K, 1, 0, K, K]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_drafts_are_those_of_the_whole_text(kind: str, depth: int) -> None:
-    """Batches of unlike lengths, prompts in chunks, rejected drafts; catches a shift, a wrong position, a row that is missing."""
+    """Batches of unlike lengths, prompts in chunks, rejected drafts; catches a shift, a wrong
+    position, a row that is missing.
+    """
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     _, _, noted = noted_run(verifier, drafter, random_prompts(5), pipeline_depth=depth)
@@ -64,8 +68,12 @@ def test_context_that_was_put_off_is_made_up_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
-def test_accepted_drafts_leave_rows_as_they_should_be(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts that are right up to each depth in turn; catches rows of drafts that stay, or are missing once accepted."""
+def test_accepted_drafts_leave_rows_as_they_should_be(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts that are right up to each depth in turn; catches rows of drafts that stay, or are
+    missing once accepted.
+    """
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     prompts = random_prompts(3)
@@ -73,7 +81,9 @@ def test_accepted_drafts_leave_rows_as_they_should_be(kind: str, monkeypatch: py
     texts = {tuple(request.prompt_token_ids): request.token_ids for request in plain}
     offered, calls = BoundSequential._choose, [0]
 
-    def right(self: BoundSequential, batch: Any, hidden: torch.Tensor, first: int, count: int) -> Any:
+    def right(
+        self: BoundSequential, batch: Any, hidden: torch.Tensor, first: int, count: int
+    ) -> Any:
         """In place of a draft the right token, up to a depth that grows from step to step."""
         chosen = offered(self, batch, hidden, first, count)
         calls[0] += first == 0
@@ -86,7 +96,10 @@ def test_accepted_drafts_leave_rows_as_they_should_be(kind: str, monkeypatch: py
             chosen.token_ids[:, 0].tolist(),
             strict=True,
         )
-        tokens = [[_at(texts[tuple(by_slot[s].prompt_token_ids)], n + first + 1, draft)] for s, n, draft in rows]
+        tokens = [
+            [_at(texts[tuple(by_slot[s].prompt_token_ids)], n + first + 1, draft)]
+            for s, n, draft in rows
+        ]
         return chosen._replace(token_ids=torch.tensor(tokens))
 
     engines: list[SpecEngine] = []
@@ -127,7 +140,9 @@ def _at(text: list[int], position: int, otherwise: int) -> int:
     [("pairs", 7), ("pairs", 40), ("tokens", 7), ("tokens", 40), ("pairs at once", 40)],
 )
 def test_trees_leave_rows_as_they_should_be(kind: str, nodes: int) -> None:
-    """Paths that end in another token than the one that the network went on from; their rows are made anew."""
+    """Paths that end in another token than the one that the network went on from; their rows are
+    made anew.
+    """
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -178,7 +193,9 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
                 propose(batch),
                 {request.slot: request for request in engine.scheduler.working},
             )
-            for place, (slot, length) in enumerate(zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)):
+            for place, (slot, length) in enumerate(
+                zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)
+            ):
                 steps.append((by_slot[slot], length, output, place))
             return output
 
@@ -186,7 +203,9 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
 
     options: dict[str, Any] = {"tree_nodes": nodes, "num_draft_tokens": "auto", "pipeline_depth": 1}
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=1, temperature=temperature)
-    _, requests, _ = noted_run(verifier, drafter, random_prompts(3), prepare=note, sampling=sampling, **options)
+    _, requests, _ = noted_run(
+        verifier, drafter, random_prompts(3), prepare=note, sampling=sampling, **options
+    )
     assert beams == 8 and max(max(request.num_emitted) for request in requests) > 1
     checked = deepest = 0
     for request, length, output, place in steps[::3]:
@@ -204,22 +223,36 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
             bits = stream(torch.tensor([1]), torch.tensor([[length + 1 + depth]]), Purpose.SAMPLE)
             for path, total in sorted(level.items(), key=lambda item: -item[1])[:beams]:
                 logits = plain_logits(network, text, aux, [*path, 0])[-1]
-                tokens = torch.arange(len(logits)) if network.target_ids is None else network.target_ids
+                tokens = (
+                    torch.arange(len(logits)) if network.target_ids is None else network.target_ids
+                )
                 if temperature:
                     logits = logits / temperature + gumbel(bits, verifier.vocab_size)[0, 0, tokens]
                 scores = logits.log_softmax(-1).tolist()
-                followers |= {(*path, token): total + score for token, score in zip(tokens.tolist(), scores, strict=True)}
+                followers |= {
+                    (*path, token): total + score
+                    for token, score in zip(tokens.tolist(), scores, strict=True)
+                }
             level = dict(sorted(followers.items(), key=lambda item: -item[1])[:MOST_CANDIDATES])
             known |= level
         assert output.tree is not None and output.scores is not None
         paths: list[tuple[int, ...]] = [()]
-        for parent, token in zip(output.tree.parents[place].tolist(), output.token_ids[place].tolist(), strict=True):
+        for parent, token in zip(
+            output.tree.parents[place].tolist(), output.token_ids[place].tolist(), strict=True
+        ):
             paths.append((*paths[parent], token))
         expected = torch.tensor(sorted(known.values(), reverse=True)[:nodes])
         torch.testing.assert_close(output.scores[place], expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(torch.tensor([known[path] for path in paths[1:]]), expected, rtol=1e-4, atol=1e-4)
-        first = [row for row, rank in enumerate(output.tree.ranks[place].tolist(), start=1) if rank == 0]
-        assert all(known[paths[row]] == max(known[path] for path in known if path[:-1] == paths[row][:-1]) for row in first)
+        torch.testing.assert_close(
+            torch.tensor([known[path] for path in paths[1:]]), expected, rtol=1e-4, atol=1e-4
+        )
+        first = [
+            row for row, rank in enumerate(output.tree.ranks[place].tolist(), start=1) if rank == 0
+        ]
+        assert all(
+            known[paths[row]] == max(known[path] for path in known if path[:-1] == paths[row][:-1])
+            for row in first
+        )
         deepest = max(deepest, *map(len, paths))
         checked += 1
     assert checked >= 8 and deepest == K
@@ -227,23 +260,31 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
 
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
 def test_drafts_of_another_drafter_leave_rows_as_they_should_be(kind: str) -> None:
-    """In a composition, whose other part drafts more tokens of a step than this one may, and is right up to some depth."""
+    """In a composition, whose other part drafts more tokens of a step than this one may, and is
+    right up to some depth.
+    """
     model, verifier, network = case(**KINDS[kind])
     prompts = random_prompts(3)
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
-    _, plain, _ = noted_run(verifier, drafter, prompts, sampling=SamplingParams(max_tokens=60, ignore_eos=True))
+    _, plain, _ = noted_run(
+        verifier, drafter, prompts, sampling=SamplingParams(max_tokens=60, ignore_eos=True)
+    )
     outputs = {tuple(request.prompt_token_ids): request.output_token_ids for request in plain}
     composed = ComposedDrafter([drafter, SureDrafter(outputs, 11, [{3}, {7}, set()])])
     sampling = SamplingParams(max_tokens=50, ignore_eos=True)
     _, requests, noted = noted_run(verifier, composed, prompts, sampling=sampling)
-    assert [request.output_token_ids for request in requests] == [output[:50] for output in outputs.values()]
+    assert [request.output_token_ids for request in requests] == [
+        output[:50] for output in outputs.values()
+    ]
     assert [max(request.num_emitted) for request in requests] == [4, 8, 12]
     check_drafts(model, network, noted, least=20)
 
 
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
 def test_reused_prefixes_have_their_rows(kind: str) -> None:
-    """Prompts that part at a block's border, and behind it; catches a pair that is cached with the token of another prompt."""
+    """Prompts that part at a block's border, and behind it; catches a pair that is cached with the
+    token of another prompt.
+    """
     model, verifier, network = case(**KINDS[kind])
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     shared = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -256,14 +297,21 @@ def test_reused_prefixes_have_their_rows(kind: str) -> None:
         )
     ]
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-    engine, requests, noted = noted_run(verifier, drafter, prompts, sampling=sampling, max_num_seqs=1)
+    engine, requests, noted = noted_run(
+        verifier, drafter, prompts, sampling=sampling, max_num_seqs=1
+    )
     check_drafts(model, network, noted, least=20)
     cache = CacheConfig(memory_bytes=2**22, prefix_caching=False)
-    _, alone, _ = noted_run(verifier, drafter, prompts, sampling=sampling, max_num_seqs=1, cache=cache)
+    _, alone, _ = noted_run(
+        verifier, drafter, prompts, sampling=sampling, max_num_seqs=1, cache=cache
+    )
     assert [request.token_ids for request in requests] == [request.token_ids for request in alone]
     # Blocks are reused as far as the token after them is the same.
     tokens = [30, 31, 32, 33, 34]
-    assert len(engine.pool.match(prefix_hashes([*shared, *tokens], 4, ahead=drafter.tokens_ahead))) == 3
+    assert (
+        len(engine.pool.match(prefix_hashes([*shared, *tokens], 4, ahead=drafter.tokens_ahead)))
+        == 3
+    )
 
 
 @pytest.mark.parametrize("kind", ["pairs", "tokens"])
@@ -273,7 +321,9 @@ def test_preempted_requests_draft_as_before(kind: str) -> None:
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     specs = [*verifier.kv_specs, *drafter.kv_specs]
     memory = 4 * 30 * sum(spec.bytes_per_token(torch.float32) for spec in specs)
-    engine, _, noted = noted_run(verifier, drafter, random_prompts(5), cache=CacheConfig(memory_bytes=memory))
+    engine, _, noted = noted_run(
+        verifier, drafter, random_prompts(5), cache=CacheConfig(memory_bytes=memory)
+    )
     assert engine.scheduler.num_preemptions > 0
     check_drafts(model, network, noted, least=20)
 
@@ -282,13 +332,17 @@ def test_drafts_at_the_end_of_the_model_are_like_any_others() -> None:
     """Positions past the longest text are clamped, and nothing else changes."""
     model, verifier, network = case()
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
-    _, requests, noted = noted_run(verifier, drafter, random_prompts(3, longest=20), max_model_len=30)
+    _, requests, noted = noted_run(
+        verifier, drafter, random_prompts(3, longest=20), max_model_len=30
+    )
     assert any(len(request.token_ids) == 30 for request in requests)
     check_drafts(model, network, [one for one in noted if one.length + K < 30])
 
 
 def test_padding_requests_of_a_prefill_touch_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that only pads has no last row; catches one that is taken from the request before it."""
+    """A request that only pads has no last row; catches one that is taken from the request before
+    it.
+    """
     _, verifier, network = case()
     drafter = SequentialDrafter(network, verifier, max_draft_tokens=K)
     bound = drafter.bind(verifier, [], max_num_seqs=3, max_len=64, draft_sampling="greedy")
@@ -297,7 +351,9 @@ def test_padding_requests_of_a_prefill_touch_no_other(monkeypatch: pytest.Monkey
     monkeypatch.setattr(network, "forward", lambda rows, caches, wanted: seen.append(rows))
     table = torch.zeros(3, 16, dtype=torch.int32)
     lengths, counts = torch.tensor([4, 4, 4], dtype=torch.int32), torch.tensor([3, 4, 0])
-    metadata = AttentionMetadata.uniform(4, lengths, table, torch.zeros(12, dtype=torch.long), max_seq_len=4)
+    metadata = AttentionMetadata.uniform(
+        4, lengths, table, torch.zeros(12, dtype=torch.long), max_seq_len=4
+    )
     tokens, features = torch.arange(10, 22), torch.randn(12, len(TAPS) * HIDDEN)
     rows = ForwardInput(tokens, torch.arange(4).repeat(3), metadata, row_counts=counts)
     bound.prefill(

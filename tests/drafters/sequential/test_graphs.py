@@ -1,4 +1,6 @@
-"""Captured steps and prefills of token-by-token drafters: the same tokens, and the same rows in the cache, as without graphs."""
+"""Captured steps and prefills of token-by-token drafters: the same tokens, and the same rows in the
+cache, as without graphs.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +34,10 @@ def case() -> Case:
 
 def cached(engine: SpecEngine, blocks: slice) -> list[torch.Tensor]:
     """Keys of the drafter's layers."""
-    return [layer.key[blocks].clone() for layer in engine.kv_cache.layers[len(engine.verifier.kv_specs) :]]
+    return [
+        layer.key[blocks].clone()
+        for layer in engine.kv_cache.layers[len(engine.verifier.kv_specs) :]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,9 @@ def test_captured_equals_eager(
     changes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While requests join and leave; catches what a graph would hold on to, such as a length or a block."""
+    """While requests join and leave; catches what a graph would hold on to, such as a length or a
+    block.
+    """
     monkeypatch.setitem(test_graphs.DRAFTERS, drafter, DRAFTERS[drafter])
     prompts = list(case.outputs)
     eager = case.engine(drafter, 3, capture=False, pipeline_depth=1, **changes)
@@ -63,6 +70,8 @@ def test_captured_equals_eager(
     assert recorder.num_replays >= 7 and not packed
     written = slice(1, None)  # without the null block, where padding goes
     for found, right in zip(cached(engine, written), cached(eager, written), strict=True):
-        rows = right.flatten(2).any(2)  # a captured step may have more drafts than there is room for, and more rows then
+        rows = right.flatten(2).any(
+            2
+        )  # a captured step may have more drafts than there is room for, and more rows then
         assert rows.sum() > 100
         torch.testing.assert_close(found[rows], right[rows], rtol=1e-4, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Sampled drafts, token by token: a target that drafts for itself is always right, and whatever drafts, text stays as it is."""
+"""Sampled drafts, token by token: a target that drafts for itself is always right, and whatever
+drafts, text stays as it is.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +44,9 @@ class SelfNetwork(SequentialNetwork):
         return self.verifier.weight_bytes
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
-        return self.verifier.forward(ForwardInput(rows.token_ids, rows.position_ids, rows.metadata, wanted), caches).logits
+        return self.verifier.forward(
+            ForwardInput(rows.token_ids, rows.position_ids, rows.metadata, wanted), caches
+        ).logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -50,12 +54,16 @@ class SelfNetwork(SequentialNetwork):
 
 @pytest.mark.parametrize("draft_sampling", ["coupled", "probabilistic"])
 def test_a_target_that_drafts_for_itself_is_right(draft_sampling: str) -> None:
-    """Greedy requests and sampled ones with filters: all drafts are accepted, so noise and distributions are the target's."""
+    """Greedy requests and sampled ones with filters: all drafts are accepted, so noise and
+    distributions are the target's.
+    """
     verifier = paged_verifier(plain_model("llama"))
     drafter = SequentialDrafter(SelfNetwork(verifier), verifier, max_draft_tokens=K)
     for seed, kind in enumerate(KINDS):
         sampling = SamplingParams(max_tokens=5 * (K + 1) + 1, ignore_eos=True, seed=seed, **kind)
-        _, requests, _ = noted_run(verifier, drafter, random_prompts(3), sampling=sampling, draft_sampling=draft_sampling)
+        _, requests, _ = noted_run(
+            verifier, drafter, random_prompts(3), sampling=sampling, draft_sampling=draft_sampling
+        )
         assert [request.num_emitted for request in requests] == [[K + 1] * 5] * 3, kind
 
 
@@ -76,21 +84,33 @@ def test_the_tree_of_one_draft_of_a_target_that_drafts_for_itself() -> None:
         assert [request.num_emitted for request in requests] == [[2] * 4] * 3, kind
 
 
-@pytest.mark.parametrize("kind", [{}, {"features": False}, {"parallel": True}, {"reduced": True}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{}, {"features": False}, {"parallel": True}, {"reduced": True}], ids=str
+)
 @pytest.mark.parametrize("draft_sampling", ["coupled", "greedy", "trees"])
 def test_point_masses_leave_the_text_of_a_seed(kind: dict[str, Any], draft_sampling: str) -> None:
     """Output with a seed is that without drafts, in batches of requests of every kind."""
     verifier = paged_verifier(plain_model("llama"))
-    params = [SamplingParams(max_tokens=16, seed=seed, ignore_eos=True, **KINDS[seed % 4]) for seed in range(6)]
+    params = [
+        SamplingParams(max_tokens=16, seed=seed, ignore_eos=True, **KINDS[seed % 4])
+        for seed in range(6)
+    ]
 
     def texts(engine: SpecEngine) -> list[list[int]]:
-        requests = [engine.add_request(prompt, one) for prompt, one in zip(random_prompts(6), params, strict=True)]
+        requests = [
+            engine.add_request(prompt, one)
+            for prompt, one in zip(random_prompts(6), params, strict=True)
+        ]
         while engine.has_work:
             engine.step()
         return [request.output_token_ids for request in requests]
 
     plain = texts(SpecEngine(verifier))
-    options = {"tree_nodes": 12, "num_draft_tokens": "auto"} if draft_sampling == "trees" else {"draft_sampling": draft_sampling}
+    options = (
+        {"tree_nodes": 12, "num_draft_tokens": "auto"}
+        if draft_sampling == "trees"
+        else {"draft_sampling": draft_sampling}
+    )
     engine, _, _ = noted_run(verifier, toy_drafter(verifier, K, **kind), [], **options)
     assert texts(engine) == plain
 
@@ -128,14 +148,21 @@ def test_forecasts_are_of_the_drafts_own_probabilities(draft_sampling: str) -> N
         scores = one.logits
         if draft_sampling == "coupled":
             positions = torch.arange(one.length + 1, one.length + 1 + len(one.drafts))[None]
-            scores = scores + gumbel(stream(torch.tensor([1]), positions, Purpose.SAMPLE), verifier.vocab_size)[0]
+            scores = (
+                scores
+                + gumbel(stream(torch.tensor([1]), positions, Purpose.SAMPLE), verifier.vocab_size)[
+                    0
+                ]
+            )
         own = scores.softmax(-1).gather(1, torch.tensor(one.drafts)[:, None])[:, 0]
         torch.testing.assert_close(forecast, own.cumprod(0).sum())
 
 
 @torch.inference_mode()
 def test_a_reduced_vocabulary_says_what_its_probabilities_are_of() -> None:
-    """Drafts are tokens of the target, and each has the probability that their distribution states."""
+    """Drafts are tokens of the target, and each has the probability that their
+    distribution states.
+    """
     verifier = paged_verifier(plain_model("llama"))
     drafter = toy_drafter(verifier, K, reduced=True)
     assert isinstance(drafter.network, ToyNetwork)
@@ -164,6 +191,10 @@ def test_a_reduced_vocabulary_says_what_its_probabilities_are_of() -> None:
     rows = iter(noted)
     for output in outputs:
         assert output.probs is not None and output.candidate_ids is not None
-        for tokens, probs, ids in zip(output.token_ids, output.probs, output.candidate_ids, strict=True):
+        for tokens, probs, ids in zip(
+            output.token_ids, output.probs, output.candidate_ids, strict=True
+        ):
             torch.testing.assert_close(probs, next(rows).logits.softmax(-1))
-            assert (ids == drafter.network.target_ids).all() and all(token in ids[0] for token in tokens)
+            assert (ids == drafter.network.target_ids).all() and all(
+                token in ids[0] for token in tokens
+            )

@@ -1,4 +1,6 @@
-"""Networks of one layer that draft token by token, on the paged cache and once more in plain torch, and runs that note drafts."""
+"""Networks of one layer that draft token by token, on the paged cache and once more in plain torch,
+and runs that note drafts.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
@@ -35,7 +37,9 @@ HIDDEN, HEADS, KV_HEADS, DIM, TAPS = 32, 4, 2, 16, (0, 2)
 
 
 class ToyNetwork(SequentialNetwork):
-    """One layer over the target's embeddings, and where it has features over both. It drafts every second token or all."""
+    """One layer over the target's embeddings, and where it has features over both. It drafts every
+    second token or all.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class ToyNetwork(SequentialNetwork):
         self.mask = Mask(5, random(HIDDEN)) if parallel else None
         layer = DecoderLayer(
             input_norm=Norm(self.norms[0], 1e-6),
-            attention=HeadAttention(linear(self.qkv), Heads(scale=DIM**-0.5, window=window), self.rope),
+            attention=HeadAttention(
+                linear(self.qkv), Heads(scale=DIM**-0.5, window=window), self.rope
+            ),
             output=linear(self.output),
             mlp_norm=Norm(self.norms[1], 1e-6),
             mlp=GatedMLP(linear(self.gate_up), linear(self.down)),
@@ -90,7 +96,11 @@ class ToyNetwork(SequentialNetwork):
     def given(self, token_ids: Tensor, features: Tensor | None) -> Tensor:
         """What the layer is given."""
         embeddings = self.verifier.embed(token_ids)
-        return embeddings if features is None else torch.cat([embeddings, features], dim=-1) @ self.join.T
+        return (
+            embeddings
+            if features is None
+            else torch.cat([embeddings, features], dim=-1) @ self.join.T
+        )
 
     def forward(self, rows: Rows, caches: Sequence[Any], wanted: Tensor | None) -> Tensor:
         angles, plan = (
@@ -99,7 +109,9 @@ class ToyNetwork(SequentialNetwork):
         )
         keep = None if wanted is None else lambda x: x.index_select(0, wanted)
         given = self.given(rows.token_ids, rows.features)
-        normed, (stream,) = self.decoder(given, angles, [self.backend], caches, [plan], (0,), keep=keep)
+        normed, (stream,) = self.decoder(
+            given, angles, [self.backend], caches, [plan], (0,), keep=keep
+        )
         return torch.stack([normed, stream], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -115,25 +127,37 @@ class ToyNetwork(SequentialNetwork):
         count = len(stream)
         cos, sin = Angles.of(torch.arange(count), self.rope, torch.float32).doubled
         normed = F.rms_norm(stream, (HIDDEN,), self.norms[0], 1e-6)
-        query, key, value = (normed @ self.qkv.T).view(count, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (rotate(key, cos, sin), value))
+        query, key, value = (
+            (normed @ self.qkv.T).view(count, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        )
+        key, value = (
+            x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (rotate(key, cos, sin), value)
+        )
         scores = torch.einsum("qhd,khd->hqk", rotate(query, cos, sin), key) * DIM**-0.5
         distance = torch.arange(count)[:, None] - torch.arange(count)
         hidden_ones = (distance < 0) | (distance >= (self.window or count))
-        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden_ones, -torch.inf).softmax(-1), value)
+        attended = torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(hidden_ones, -torch.inf).softmax(-1), value
+        )
         stream = stream + attended.flatten(1) @ self.output.T
-        gate, up = (F.rms_norm(stream, (HIDDEN,), self.norms[1], 1e-6) @ self.gate_up.T).chunk(2, dim=-1)
+        gate, up = (F.rms_norm(stream, (HIDDEN,), self.norms[1], 1e-6) @ self.gate_up.T).chunk(
+            2, dim=-1
+        )
         stream = stream + (F.silu(gate) * up) @ self.down.T
         return torch.stack([F.rms_norm(stream, (HIDDEN,), self.norms[2], 1e-6), stream], dim=1)
 
 
-def plain_logits(network: Any, text: Sequence[int], aux_hidden: Tensor | None, drafts: Sequence[int]) -> Tensor:
-    """Logits [k, V'] of `drafts`, given those before them, every row of every forward computed anew.
+def plain_logits(
+    network: Any, text: Sequence[int], aux_hidden: Tensor | None, drafts: Sequence[int]
+) -> Tensor:
+    """Logits [k, V'] of `drafts`, given those before them, every row of every forward computed
+    anew.
 
     Args:
         network: with `plain`.
         text: all tokens up to the anchor.
-        aux_hidden: what its features are condensed from, of all of these but the last; None without features.
+        aux_hidden: what its features are condensed from, of all of these but the last; None without
+            features.
         drafts: k tokens.
     """
     features = None if aux_hidden is None else network.condense(aux_hidden)
@@ -146,15 +170,19 @@ def plain_logits(network: Any, text: Sequence[int], aux_hidden: Tensor | None, d
         return network.logits(network.plain(torch.tensor(tokens), features)[-len(drafts) :])
     for draft in range(len(drafts)):
         hidden = network.plain(torch.tensor(tokens[: len(text) - ahead + draft]), features)[-1:]
-        features = None if features is None else torch.cat([features, network.next_features(hidden)])
+        features = (
+            None if features is None else torch.cat([features, network.next_features(hidden)])
+        )
         found.append(network.logits(hidden))
     return torch.cat(found)
 
 
 class Noted(NamedTuple):
-    """Drafts of a request after `length` tokens and its anchor, and the logits [k, V'] that they were chosen by.
+    """Drafts of a request after `length` tokens and its anchor, and the logits [k, V'] that they
+    were chosen by.
 
-    Of a tree they are the likeliest token of each position, or of the first one where several paths of a level go on.
+    Of a tree they are the likeliest token of each position, or of the first one where several paths
+    of a level go on.
     """
 
     request: Request
@@ -173,7 +201,9 @@ def noted_run(
     prepare: Callable[[SpecEngine], None] | None = None,
     **changes: Any,
 ) -> tuple[SpecEngine, list[Request], list[Noted]]:
-    """Decodes prompts, all queued at once, and notes what was drafted; `shapes` are numbers of drafts of the first steps."""
+    """Decodes prompts, all queued at once, and notes what was drafted; `shapes` are numbers of
+    drafts of the first steps.
+    """
     options = {
         "max_num_seqs": 3,
         "max_prefill_tokens": 13,
@@ -182,16 +212,22 @@ def noted_run(
     }
     engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
     noted: list[Noted] = []
-    bound: Any = getattr(engine.runner.drafter, "parts", [engine.runner.drafter])[0]  # of a composition the first
+    bound: Any = getattr(engine.runner.drafter, "parts", [engine.runner.drafter])[
+        0
+    ]  # of a composition the first
     propose, choose, guess = bound.propose, bound._choose, getattr(bound, "_guess", None)
     chosen = list[tuple[Tensor, Tensor]]()  # tokens, and the logits that they were chosen by
 
     def choosing(batch: DecodeBatch, hidden: Tensor, first: int, count: int) -> Any:
         choice = choose(batch, hidden, first, count)
-        chosen.append((choice.token_ids, bound.network.logits(hidden).view(batch.num_reqs, count, -1)))
+        chosen.append(
+            (choice.token_ids, bound.network.logits(hidden).view(batch.num_reqs, count, -1))
+        )
         return choice
 
-    def guessing(batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False) -> Any:
+    def guessing(
+        batch: DecodeBatch, hidden: Tensor, first: int, count: int, *, alike: bool = False
+    ) -> Any:
         assert guess is not None
         guesses = guess(batch, hidden, first, count, alike=alike)
         if not alike:
@@ -208,8 +244,12 @@ def noted_run(
         output = propose(batch)
         by_slot = {request.slot: request for request in engine.scheduler.working}
         drafts, logits = (torch.cat(parts, dim=1) for parts in zip(*chosen, strict=True))
-        columns = zip(batch.slots.tolist(), batch.seq_lens.tolist(), drafts.tolist(), logits, strict=True)
-        noted.extend(Noted(by_slot[slot], length, tokens, rows) for slot, length, tokens, rows in columns)
+        columns = zip(
+            batch.slots.tolist(), batch.seq_lens.tolist(), drafts.tolist(), logits, strict=True
+        )
+        noted.extend(
+            Noted(by_slot[slot], length, tokens, rows) for slot, length, tokens, rows in columns
+        )
         return output
 
     bound.propose, bound._choose, bound._guess = noting, choosing, guessing
@@ -217,7 +257,9 @@ def noted_run(
         if shapes is not None:
             assert engine.block_choice is not None
             ks: Iterator[int] = chain(shapes, repeat(shapes[-1]))
-            patch.setattr(engine.block_choice, "choose", lambda *args, **kinds: BlockShape(next(ks)))
+            patch.setattr(
+                engine.block_choice, "choose", lambda *args, **kinds: BlockShape(next(ks))
+            )
         if prepare is not None:
             prepare(engine)
         sampling = sampling or SamplingParams(max_tokens=24, ignore_eos=True)
@@ -229,7 +271,9 @@ def noted_run(
 
 @torch.inference_mode()
 def check_drafts(model: Any, network: Any, noted: Sequence[Noted], *, least: int = 10) -> None:
-    """Every draft was chosen by the logits of a forward over the whole text, to 1e-4 of the largest."""
+    """Every draft was chosen by the logits of a forward over the whole text, to 1e-4 of the
+    largest.
+    """
     checked = 0
     for request, length, drafts, logits in noted:
         text = request.token_ids[: length + 1]

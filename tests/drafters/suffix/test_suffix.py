@@ -30,7 +30,9 @@ class Occurrence(NamedTuple):
     continuation: tuple[int, ...]
 
 
-def occurrences(suffixes: Text, texts: list[Text], *, own: bool, longest: int, shortest: int, k: int) -> list[Occurrence]:
+def occurrences(
+    suffixes: Text, texts: list[Text], *, own: bool, longest: int, shortest: int, k: int
+) -> list[Occurrence]:
     """All of them, by a dictionary of every suffix of every beginning of `texts`."""
     places: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for number, text in enumerate(texts):
@@ -48,12 +50,20 @@ def occurrences(suffixes: Text, texts: list[Text], *, own: bool, longest: int, s
                 text.append(text[end + 1 + i])  # over its own end
         if length >= shortest:
             age = own, sum(map(len, texts[:number])) + number + end
-            found.append(Occurrence(length, (min(length, max(COMPARED, shortest)), *age), tuple(text[end + 1 : end + 1 + k])))
+            found.append(
+                Occurrence(
+                    length,
+                    (min(length, max(COMPARED, shortest)), *age),
+                    tuple(text[end + 1 : end + 1 + k]),
+                )
+            )
     return found
 
 
 def expected_accepted(path: tuple[int, ...], m: int, among: list[Occurrence]) -> float:
-    """Sum of the shares of the occurrences of m tokens that begin with 1, 2, ..., m tokens of the path."""
+    """Sum of the shares of the occurrences of m tokens that begin with 1, 2, ..., m tokens of the
+    path.
+    """
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     for one in among:
         for d in range(1, len(one.continuation) + 1):
@@ -62,7 +72,9 @@ def expected_accepted(path: tuple[int, ...], m: int, among: list[Occurrence]) ->
 
 
 def best(found: list[Occurrence], longest: int) -> tuple[float, tuple[int, ...]]:
-    """Score and continuation by the definition; ties go to the longer match, then to the first occurrence."""
+    """Score and continuation by the definition; ties go to the longer match, then to the first
+    occurrence.
+    """
     top: tuple[float, tuple[int, ...]] = (0.0, ())
     for m in range(longest, 0, -1):
         among = [one for one in found if one.length >= m]
@@ -74,7 +86,9 @@ def best(found: list[Occurrence], longest: int) -> tuple[float, tuple[int, ...]]
 
 
 def most_frequent(found: list[Occurrence], longest: int) -> float:
-    """Score of ArcticInference's chain: the most frequent child at every node, up to m of them, for the best m."""
+    """Score of ArcticInference's chain: the most frequent child at every node, up to m of them, for
+    the best m.
+    """
     top = 0.0
     for m in range(1, longest + 1):
         among = [one.continuation for one in found if one.length >= m]
@@ -130,15 +144,27 @@ TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
     limits=st.tuples(st.integers(1, 4), st.integers(1, 12)).map(sorted),
     few=st.sampled_from([2, 5, 200]),
 )
-def test_chains_against_a_dictionary(texts: list[Text], past: list[Text], k: int, limits: list[int], few: int) -> None:
-    """The chain, its forecast and its length; counts are of all occurrences, or of the few best ones."""
+def test_chains_against_a_dictionary(
+    texts: list[Text], past: list[Text], k: int, limits: list[int], few: int
+) -> None:
+    """The chain, its forecast and its length; counts are of all occurrences, or of the few best
+    ones.
+    """
     shortest, longest = limits[0], limits[1]
-    options = {"longest": longest, "shortest": shortest, "occurrences": few, "max_draft_tokens": 9, "pool_tokens": 160}
+    options = {
+        "longest": longest,
+        "shortest": shortest,
+        "occurrences": few,
+        "max_draft_tokens": 9,
+        "pool_tokens": 160,
+    }
     draft = propose(rig_of(texts, past, **options), texts, BlockShape(k))
     assert draft.num_drafts is not None and draft.forecast is not None
     for row, text in enumerate(texts):
         limit = {"longest": longest, "shortest": shortest, "k": k}
-        found = occurrences(text, [text], own=True, **limit) + occurrences(text, past, own=False, **limit)
+        found = occurrences(text, [text], own=True, **limit) + occurrences(
+            text, past, own=False, **limit
+        )
         found = sorted(found, key=lambda one: one.order, reverse=True)[:few]
         expected = best(found, longest)
         assert draft.forecast[row].item() == pytest.approx(expected[0], abs=1e-5)
@@ -152,22 +178,34 @@ def test_frequency_beats_recency_and_length_what_is_trusted() -> None:
     text = [1, 2, 7, 7, 9, 1, 2, 7, 7, 8, 1, 2, 5, 5, 1, 2]
     draft = propose(rig_of([text], []), [text], BlockShape(4))
     assert draft.token_ids.tolist() == [[7, 7, 8, 1]] and draft.forecast is not None
-    assert draft.forecast.item() == pytest.approx(2 * 2 / 3)  # two tokens are trusted, and two of three went on so
+    assert draft.forecast.item() == pytest.approx(
+        2 * 2 / 3
+    )  # two tokens are trusted, and two of three went on so
     longer = [6, 1, 2, 3, 4, 5, 0, 1, 2, 9, 1, 2, 9, 6, 1, 2]
     draft = propose(rig_of([longer], []), [longer], BlockShape(3))
-    assert draft.token_ids.tolist() == [[3, 4, 5]] and draft.forecast is not None and draft.forecast.item() == 3
+    assert (
+        draft.token_ids.tolist() == [[3, 4, 5]]
+        and draft.forecast is not None
+        and draft.forecast.item() == 3
+    )
 
 
 def test_no_match_reaches_beyond_the_beginning() -> None:
     """Of a text of one token, nor from the request's into a past text."""
     for text, past in (([1] * 6, []), ([1] * 6, [[1] * 4])):
         draft = propose(rig_of([text], past, pool_tokens=5 * len(past)), [text], BlockShape(9))
-        assert draft.forecast is not None and draft.forecast.tolist() == [5] and draft.num_drafts is not None
+        assert (
+            draft.forecast is not None
+            and draft.forecast.tolist() == [5]
+            and draft.num_drafts is not None
+        )
         assert draft.token_ids.tolist() == [[1] * 9] and draft.num_drafts.tolist() == [9]
 
 
 def test_past_outputs_are_found() -> None:
-    """What one request wrote helps the next in its slot, and others; prompts are not kept but for their end; `forget` ends it."""
+    """What one request wrote helps the next in its slot, and others; prompts are not kept but for
+    their end; `forget` ends it.
+    """
     rig = Rig(SuffixDrafter(max_draft_tokens=4), FakeVerifier(), num_reqs=2)
     rig.bound.begin(0, [50, 51, 52, 53, 54, 55])
     rig.bound.begin(1, [1])
@@ -181,7 +219,9 @@ def test_past_outputs_are_found() -> None:
         ask = [[9, 21, 22], [9, 21, 22]]
         draft = propose(rig, ask, BlockShape(4))
         assert draft.num_drafts is not None
-        assert draft.num_drafts.tolist()[slot] == 2, "the last draft was not accepted, so the output ends before it"
+        assert draft.num_drafts.tolist()[slot] == 2, (
+            "the last draft was not accepted, so the output ends before it"
+        )
         assert draft.token_ids[slot, :2].tolist() == [23, 24]
     kept = [token for token in pool_of(rig).tokens.tolist() if token != NOTHING]
     assert kept == [52, 53, 54, 55, 20, 21, 22, 23, 24, 0]
@@ -219,23 +259,39 @@ def paths_of(draft: DraftOutput, row: int) -> list[tuple[int, ...]]:
 
 
 def test_trees_hold_both_texts() -> None:
-    """What followed in the request and in the pool, the more probable first; the forecast is the sum of the paths' shares."""
+    """What followed in the request and in the pool, the more probable first; the forecast is the
+    sum of the paths' shares.
+    """
     text, past = [1, 2, 3, 4, 8, 1, 2, 3], [[1, 2, 3, 5, 6], [2, 3, 5, 7]]
     draft = propose(rig_of([text, [9]], past, max_draft_tokens=4), [text, [9]], BlockShape(7, 3))
     found = paths_of(draft, 0)
-    # A match of m tokens goes on with probability m / (m + 1) for each; one that is shorter weighs a quarter, the next one 0.9.
+    # A match of m tokens goes on with probability m / (m + 1) for each; one that is shorter weighs
+    # a quarter, the next one 0.9.
     once, twice = 0.9, 0.9**2 / 4
-    shares = {(4,): 3 / 4, (5,): once * 3 / 4 + twice * 2 / 3, (4, 8): (3 / 4) ** 2, (5, 6): once * (3 / 4) ** 2}
+    shares = {
+        (4,): 3 / 4,
+        (5,): once * 3 / 4 + twice * 2 / 3,
+        (4, 8): (3 / 4) ** 2,
+        (5, 6): once * (3 / 4) ** 2,
+    }
     shares |= {(4, 8, 1): (3 / 4) ** 3, (5, 7): twice * (2 / 3) ** 2}
     assert found == sorted(shares, key=lambda path: -shares[path])
-    assert draft.forecast is not None and draft.forecast.tolist() == pytest.approx([sum(shares.values()) / (1 + once + twice), 0])
+    assert draft.forecast is not None and draft.forecast.tolist() == pytest.approx(
+        [sum(shares.values()) / (1 + once + twice), 0]
+    )
     assert paths_of(draft, 1) == []
 
 
-@pytest.mark.parametrize("shape", [BlockShape(3), BlockShape(5), BlockShape(12, 4), BlockShape(60, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [BlockShape(3), BlockShape(5), BlockShape(12, 4), BlockShape(60, 5)], ids=str
+)
 def test_what_an_outlook_found_serves_the_drafts(shape: BlockShape) -> None:
-    """Drafts are those without; only a step of other requests, or one that needs more occurrences, searches again."""
-    many = torch.randint(1, 6, (99,), generator=torch.Generator().manual_seed(0)).tolist()  # more occurrences than any shape takes
+    """Drafts are those without; only a step of other requests, or one that needs more occurrences,
+    searches again.
+    """
+    many = torch.randint(
+        1, 6, (99,), generator=torch.Generator().manual_seed(0)
+    ).tolist()  # more occurrences than any shape takes
     texts, past = [many, [3, 1, 3, 1, 3], [0]], [[1, 2, 2, 3, 1], [3, 1, 2, 3, 3]]
     alone = propose(rig_of(texts, past, occurrences=16), texts, shape)
     rig = rig_of(texts, past, occurrences=16)
@@ -251,10 +307,18 @@ def test_what_an_outlook_found_serves_the_drafts(shape: BlockShape) -> None:
     batch.shape = shape
     draft = rig.bound.propose(batch)
     counts = alone.num_drafts
-    assert counts is not None and draft.num_drafts is not None and draft.num_drafts.tolist() == counts.tolist()
+    assert (
+        counts is not None
+        and draft.num_drafts is not None
+        and draft.num_drafts.tolist() == counts.tolist()
+    )
     for row, count in enumerate(counts.tolist()):
         assert draft.token_ids[row, :count].tolist() == alone.token_ids[row, :count].tolist()
-    assert draft.forecast is not None and alone.forecast is not None and draft.forecast.tolist() == alone.forecast.tolist()
+    assert (
+        draft.forecast is not None
+        and alone.forecast is not None
+        and draft.forecast.tolist() == alone.forecast.tolist()
+    )
 
 
 @pytest.mark.parametrize("drafter", [SuffixDrafter(), NGramDrafter()], ids=["suffix", "ngram"])

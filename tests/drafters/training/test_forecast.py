@@ -17,26 +17,55 @@ from specdec.base.registry import VERIFIERS, resolve
 from specdec.session.decoder import SpecDecoder
 from tests.drafters.training.toy import one_thread  # noqa: F401
 
-QUESTIONS = ("Count from 1 to 30.", "Write a Python function that adds two numbers.", "Why is the sky blue?")
+QUESTIONS = (
+    "Count from 1 to 30.",
+    "Write a Python function that adds two numbers.",
+    "Why is the sky blue?",
+)
 
 
 @pytest.mark.slow
 def test_the_forecast_of_the_shipped_drafter_is_what_the_engine_does() -> None:
-    """Greedy and sampled, with the fitted weights of the noise: catches a replay that ranks, draws or walks in another way."""
-    config = TrainConfig(out="unused", device="cpu", dtype="float32", max_tokens=24, batch_size=6, anchors=8, loss_rows=120)
+    """Greedy and sampled, with the fitted weights of the noise: catches a replay that ranks, draws
+    or walks in another way.
+    """
+    config = TrainConfig(
+        out="unused",
+        device="cpu",
+        dtype="float32",
+        max_tokens=24,
+        batch_size=6,
+        anchors=8,
+        loss_rows=120,
+    )
     shape = BlockShape(16, 15)
-    tokenize = SpecDecoder.from_pretrained("embedded", drafter=None, device="cpu", dtype="float32").tokenize
+    tokenize = SpecDecoder.from_pretrained(
+        "embedded", drafter=None, device="cpu", dtype="float32"
+    ).tokenize
     prompts = [tokenize([{"role": "user", "content": question}]) for question in QUESTIONS]
     verifier, _ = resolve(VERIFIERS, "hf", "verifier")(
         "embedded", device=torch.device("cpu"), dtype=torch.float32, attention="auto", fuse=False
     )
     shipped, tensors = read_checkpoint(shipped_drafter_path())
     model = DFlashModel(shipped)
-    model.load_state_dict({name: tensor.float() for name, tensor in expanded(tensors, verifier).items()})
+    model.load_state_dict(
+        {name: tensor.float() for name, tensor in expanded(tensors, verifier).items()}
+    )
     target = Target(verifier, shipped.target_layer_ids)
     for temperature in (0.0, 1.0):
-        asked = [Answer(prompt, (), temperature=temperature, seed=seed) for seed, prompt in enumerate(prompts)]
+        asked = [
+            Answer(prompt, (), temperature=temperature, seed=seed)
+            for seed, prompt in enumerate(prompts)
+        ]
         tau, answers = engine_run(config, shipped_drafter_path(), asked, shape)
-        heldout = AnswerSet(answers, device=torch.device("cpu"), max_length=999, bucket=1, mask_token_id=shipped.mask_token_id)
-        assert replay(model, target, heldout, config).tau(shape, sampled=temperature > 0) == pytest.approx(tau, rel=0.02)
+        heldout = AnswerSet(
+            answers,
+            device=torch.device("cpu"),
+            max_length=999,
+            bucket=1,
+            mask_token_id=shipped.mask_token_id,
+        )
+        assert replay(model, target, heldout, config).tau(
+            shape, sampled=temperature > 0
+        ) == pytest.approx(tau, rel=0.02)
         assert tau > 1.5

@@ -15,10 +15,16 @@ from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
 
 
-def test_a_group_that_exists_is_used_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a second `init_process_group`, which torch refuses, and the end of a group that is not ours."""
+def test_a_group_that_exists_is_used_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a second `init_process_group`, which torch refuses, and the end of a group that is
+    not ours.
+    """
     monkeypatch.setenv("WORLD_SIZE", "2")  # which alone would make a group of two processes
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         with process_group(torch.device("cpu")) as device:
             assert (device.type, dist.get_world_size()) == ("cpu", 1)
@@ -27,13 +33,22 @@ def test_a_group_that_exists_is_used_and_left(tmp_path: Path, monkeypatch: pytes
         dist.destroy_process_group()
 
 
-def test_finish_is_refused_to_several_processes_before_they_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_is_refused_to_several_processes_before_they_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a refusal that comes when the training is done."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-        with pytest.raises(InvalidInputError, match=r"this run has 4; give them the stages answers and train, then run finish"):
-            run_stages(("answers", "train", "finish"), TrainConfig(out=str(tmp_path / "run"), device="cpu"))
+        with pytest.raises(
+            InvalidInputError,
+            match=r"this run has 4; give them the stages answers and train, then run finish",
+        ):
+            run_stages(
+                ("answers", "train", "finish"), TrainConfig(out=str(tmp_path / "run"), device="cpu")
+            )
         assert not (tmp_path / "run").exists()
     finally:
         dist.destroy_process_group()
@@ -64,7 +79,9 @@ def test_workers_train_and_one_finishes(
 
     calls: list[Any] = []
 
-    def run_workers(address: str, function: Any, stages: Any, config: Any, *, workers: int | None, folder: Path) -> bool:
+    def run_workers(
+        address: str, function: Any, stages: Any, config: Any, *, workers: int | None, folder: Path
+    ) -> bool:
         calls.append((address, function.__name__, stages, workers, folder))
         return "answers" in stages or len(calls) > 2
 

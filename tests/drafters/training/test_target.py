@@ -15,11 +15,19 @@ from specdec.base.errors import InvalidInputError
 from tests.drafters.tiny import VOCAB, tiny_target
 from tests.drafters.training.toy import one_thread  # noqa: F401
 from tests.helpers.bounds import assert_as_exact, in_float64
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
+from tests.helpers.tiny_models import (
+    CONFIGS,
+    LATENT_CONFIGS,
+    paged_verifier,
+    plain_model,
+    random_prompts,
+)
 from verifiers.config.shape import peculiarity
 
 
-def sequences(token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: list[int] | None = None) -> SequenceBatch:
+def sequences(
+    token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: list[int] | None = None
+) -> SequenceBatch:
     """Whole rows of `token_ids` int64 [S, T] without a prompt, unless said otherwise."""
     lengths = lengths or [token_ids.shape[1]] * len(token_ids)
     starts, ends = torch.tensor(prompt_lens or [0] * len(lengths)), torch.tensor(lengths)
@@ -31,9 +39,17 @@ def sequences(token_ids: Tensor, prompt_lens: list[int] | None = None, lengths: 
 class TinyVerifier:
     """What `Target` needs of a loaded target."""
 
-    name, embedding_scale, final_softcap, device, dtype = "tiny", 1.0, None, torch.device("cpu"), torch.float32
+    name, embedding_scale, final_softcap, device, dtype = (
+        "tiny",
+        1.0,
+        None,
+        torch.device("cpu"),
+        torch.float32,
+    )
     kv_specs: tuple[()] = ()
-    attention = TorchRefBackend(AttentionSpec(device, dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=16))
+    attention = TorchRefBackend(
+        AttentionSpec(device, dtype, num_heads=4, num_kv_heads=2, head_dim=8, block_size=16)
+    )
 
     def __init__(self, model: Any = None) -> None:
         self.model: Any = model or tiny_target()
@@ -81,9 +97,13 @@ def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_target_features_are_those_of_transformers(name: str) -> None:
-    """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's own attention, or not at all."""
+    """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's
+    own attention, or not at all.
+    """
     plain = plain_model(name)
-    verifier = paged_verifier(plain) if peculiarity(plain.config) else TinyVerifier(plain_model(name))
+    verifier = (
+        paged_verifier(plain) if peculiarity(plain.config) else TinyVerifier(plain_model(name))
+    )
     tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
     features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
     assert_as_exact(features, *(taps(output, (0, 2)) for output in outputs(plain, tokens)))
@@ -91,19 +111,37 @@ def test_target_features_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("distribution", [False, True])
 @pytest.mark.parametrize("name", LATENT_CONFIGS)
-def test_latent_attention_gives_the_features_of_transformers_whatever_the_padding(name: str, distribution: bool) -> None:
-    """Catches rows packed or put back at wrong places, caches that sequences share, and taps or final states of other layers."""
+def test_latent_attention_gives_the_features_of_transformers_whatever_the_padding(
+    name: str, distribution: bool
+) -> None:
+    """Catches rows packed or put back at wrong places, caches that sequences share, and taps or
+    final states of other layers.
+    """
     plain = plain_model(name)
     lengths = [19, 1, 24, 8]  # with blocks of 4 tokens: some end in the middle of one
-    tokens = torch.randint(3, plain.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        3, plain.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(0)
+    )
     target = Target(paged_verifier(plain), (0, 2), distribution=distribution)
     features, final = target.features(sequences(tokens, lengths=lengths))
     padded, _ = target.features(sequences(F.pad(tokens, (0, 7), value=5), lengths=lengths))
-    runs = list(zip(*(outputs(plain, tokens[i : i + 1, :length]) for i, length in enumerate(lengths)), strict=True))
+    runs = list(
+        zip(
+            *(outputs(plain, tokens[i : i + 1, :length]) for i, length in enumerate(lengths)),
+            strict=True,
+        )
+    )
     own = torch.arange(24) < torch.tensor(lengths)[:, None]
     for found in (features, padded[:, :24]):
-        assert_as_exact(found[own], *(torch.cat([taps(output, (0, 2))[0] for output in side]) for side in runs))
+        assert_as_exact(
+            found[own], *(torch.cat([taps(output, (0, 2))[0] for output in side]) for side in runs)
+        )
     if distribution:
-        assert_as_exact(target.head(final[own]), *(torch.cat([output.logits[0] for output in side]) for side in runs))
+        assert_as_exact(
+            target.head(final[own]),
+            *(torch.cat([output.logits[0] for output in side]) for side in runs),
+        )
     assert not features.is_inference(), "autograd cannot keep it for the drafter's gradients"
-    assert len(target.verifier._decoder.layers) == (4 if distribution else 3), "layers above the taps cost time"
+    assert len(target.verifier._decoder.layers) == (4 if distribution else 3), (
+        "layers above the taps cost time"
+    )

@@ -1,4 +1,6 @@
-"""`specdec train` from end to end on a toy pair: what it ends with, that it resumes, and what it refuses."""
+"""`specdec train` from end to end on a toy pair: what it ends with, that it resumes, and what it
+refuses.
+"""
 
 import csv
 import errno
@@ -27,7 +29,15 @@ from drafters.training.trainer import Trainer
 from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
 from specdec.cli.main import main
 from tests.drafters.tiny import write_tiny_dflash
-from tests.drafters.training.toy import MASK, VOCAB, as_flags, one_thread, toy_config, write_prompts, write_target  # noqa: F401
+from tests.drafters.training.toy import (
+    MASK,
+    VOCAB,
+    as_flags,
+    one_thread,  # noqa: F401
+    toy_config,
+    write_prompts,
+    write_target,
+)
 from tests.helpers.guards import no_host_sync
 from tests.helpers.nodes import REFUSED
 from tests.helpers.waiting import HANG
@@ -71,7 +81,10 @@ def log_rows(folder: Path) -> list[dict[str, str]]:
 
 def figures(folder: Path) -> list[tuple[str, ...]]:
     """What two equal runs have in common: everything but times."""
-    return [tuple(row[name] for name in ("step", "loss", "train_tau", "lr", "grad_norm", "tau")) for row in log_rows(folder)]
+    return [
+        tuple(row[name] for name in ("step", "loss", "train_tau", "lr", "grad_norm", "tau"))
+        for row in log_rows(folder)
+    ]
 
 
 def report(folder: Path) -> dict[str, Any]:
@@ -80,8 +93,12 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lr", [1e-12, 0.005])
-def test_a_run_says_when_answers_are_too_few(answered: Path, capsys: pytest.CaptureFixture[str], lr: float) -> None:
-    """Catches a run that goes on learning its answers by heart without a word, one that is told so too early, or while it gains."""
+def test_a_run_says_when_answers_are_too_few(
+    answered: Path, capsys: pytest.CaptureFixture[str], lr: float
+) -> None:
+    """Catches a run that goes on learning its answers by heart without a word, one that is told so
+    too early, or while it gains.
+    """
     config = toy_config(answered, lr=lr, max_steps=None, epochs=6.0, eval_every=0.0)
     steps = len(read_answers(answered / "run" / "answers", "train")) // config.batch_size
     assert run_stages(("train",), replace(config, log_every=steps))
@@ -93,7 +110,9 @@ def test_a_run_says_when_answers_are_too_few(answered: Path, capsys: pytest.Capt
 
 
 def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(toy: Path) -> None:
-    """Catches a loop that does not learn, an export that loses something, and a replay that is not the engine."""
+    """Catches a loop that does not learn, an export that loses something, and a replay that is not
+    the engine.
+    """
     untrained, trained = (float(row["tau"]) for row in (log_rows(toy)[0], log_rows(toy)[-1]))
     assert untrained < 1.1
     assert trained > 1.7
@@ -104,20 +123,36 @@ def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(to
     assert list(drafts) == ["7", "tree 16", "sampled tree 16"]
     for figures in drafts.values():
         assert figures["tau_engine"] == pytest.approx(figures["tau_replayed"], rel=0.02)
-    assert len({figures["tau_engine"] for figures in drafts.values()}) > 1  # two may be the same by chance, in so few steps
+    assert (
+        len({figures["tau_engine"] for figures in drafts.values()}) > 1
+    )  # two may be the same by chance, in so few steps
 
 
 def test_both_layouts_hold_the_same_drafter(toy: Path) -> None:
-    configs, tensors = zip(*(read_checkpoint(toy / "run" / name) for name in ("drafter", "drafter-speculators")), strict=True)
+    configs, tensors = zip(
+        *(read_checkpoint(toy / "run" / name) for name in ("drafter", "drafter-speculators")),
+        strict=True,
+    )
     assert configs[0].mask_token_id == MASK
-    for name in ("target_layer_ids", "block_size", "mask_token_id", "windows", "causal", "rope_parameters"):
+    for name in (
+        "target_layer_ids",
+        "block_size",
+        "mask_token_id",
+        "windows",
+        "causal",
+        "rope_parameters",
+    ):
         assert getattr(configs[0], name) == getattr(configs[1], name)
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
 def test_a_complete_run_is_not_repeated(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches stages that start again, or change what is there, when the command is given twice."""
-    files = [path for path in sorted((toy / "run").rglob("*")) if path.is_file() and path.parent.name in ("answers", "training")]
+    files = [
+        path
+        for path in sorted((toy / "run").rglob("*"))
+        if path.is_file() and path.parent.name in ("answers", "training")
+    ]
     before = [(path, path.read_bytes()) for path in files]
     assert main(["train", "answers", "train", *as_flags(toy_config(toy))]) == 0
     assert [(path, path.read_bytes()) for path in files] == before
@@ -128,7 +163,9 @@ def test_a_complete_run_is_not_repeated(toy: Path, capsys: pytest.CaptureFixture
 def test_an_interrupted_run_resumes_to_the_same_curve(
     short: Path, answered: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Catches state that is not saved: optimizer, order, anchors, step, and log lines written twice or lost."""
+    """Catches state that is not saved: optimizer, order, anchors, step, and log lines written twice
+    or lost.
+    """
     save = Trainer._save
     signals = {"terminated": [signal.SIGTERM], "interrupted": [signal.SIGINT]}.get(how, [])
 
@@ -148,7 +185,9 @@ def test_an_interrupted_run_resumes_to_the_same_curve(
             with pytest.raises(KeyboardInterrupt):
                 run_stages(("train",), config)
             saved = state.load_state(answered / "run" / "training", torch.device("cpu"))
-            assert saved is not None and saved["step"] == (20 if how == "killed" else 30), "Ctrl-C saves what was trained"
+            assert saved is not None and saved["step"] == (20 if how == "killed" else 30), (
+                "Ctrl-C saves what was trained"
+            )
         else:
             assert not run_stages(("train",), config)
         monkeypatch.undo()
@@ -158,8 +197,12 @@ def test_an_interrupted_run_resumes_to_the_same_curve(
 
 
 @pytest.mark.slow
-def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(answered: Path) -> None:
-    """Catches a training mask with windows or causal layers that is not the engine's, and losses that do not train."""
+def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(
+    answered: Path,
+) -> None:
+    """Catches a training mask with windows or causal layers that is not the engine's, and losses
+    that do not train.
+    """
     config = toy_config(
         answered,
         layers=2,
@@ -182,42 +225,69 @@ def test_windows_dpace_distillation_and_accumulation_agree_with_the_engine_too(a
     "changes",
     [
         {"head": "selector", "head_candidates": 8, "tied_tables": True},
-        {"head": "markov", "head_candidates": 0, "convolutions": True, "kl": 0.3, "confidence": 0.2, "base_until": 0.5},
+        {
+            "head": "markov",
+            "head_candidates": 0,
+            "convolutions": True,
+            "kl": 0.3,
+            "confidence": 0.2,
+            "base_until": 0.5,
+        },
     ],
 )
 def test_a_head_is_trained_on_an_earlier_drafter_and_agrees_with_the_engine(
     toy: Path, answered: Path, changes: dict[str, Any]
 ) -> None:
-    """Catches a new head that changes drafts before it has learned, learns nothing, or drafts otherwise in the engine."""
-    config = toy_config(answered, init=str(toy / "run" / "drafter"), head_rank=8, max_steps=60, **changes)
+    """Catches a new head that changes drafts before it has learned, learns nothing, or drafts
+    otherwise in the engine.
+    """
+    config = toy_config(
+        answered, init=str(toy / "run" / "drafter"), head_rank=8, max_steps=60, **changes
+    )
     assert run_stages(("train", "finish"), config)
     first, last = log_rows(answered)[0], log_rows(answered)[-1]
-    assert float(first["tree"]) == pytest.approx(report(toy)["drafts"]["tree 16"]["tau_replayed"], rel=1e-4)
+    assert float(first["tree"]) == pytest.approx(
+        report(toy)["drafts"]["tree 16"]["tau_replayed"], rel=1e-4
+    )
     for figures in report(answered)["drafts"].values():
         assert figures["tau_engine"] == pytest.approx(figures["tau_replayed"], rel=0.02)
     assert float(last["tree"]) > float(first["tree"])
-    tied, whole = (read_checkpoint(answered / "run" / name) for name in ("drafter", "drafter-speculators"))
+    tied, whole = (
+        read_checkpoint(answered / "run" / name) for name in ("drafter", "drafter-speculators")
+    )
     assert tied[0].tied_tables == config.tied_tables and not whole[0].tied_tables
     assert tied[0].head == whole[0].head
-    learned = [name for name in whole[1] if name.endswith(("markov_w2.weight", "successor_codebook"))]
+    learned = [
+        name for name in whole[1] if name.endswith(("markov_w2.weight", "successor_codebook"))
+    ]
     assert [whole[1][name].shape for name in learned] == [(VOCAB, 8)] and whole[1][learned[0]].any()
 
 
 @pytest.mark.slow
 def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_path: Path) -> None:
-    """Catches features that are not what the engine taps, or cannot be trained on; distillation needs the final states too."""
+    """Catches features that are not what the engine taps, or cannot be trained on; distillation
+    needs the final states too.
+    """
     write_target(tmp_path / "target", family="deepseek_v3")
     write_prompts(tmp_path / "prompts.txt", count=80)
-    assert run_stages(("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=100, heldout=8))
+    assert run_stages(
+        ("answers", "train", "finish"), toy_config(tmp_path, kl=0.3, max_steps=100, heldout=8)
+    )
     assert report(tmp_path)["tau_engine"] > 1.8
     assert report(tmp_path)["same_answers"] == 1.0
 
 
-def test_a_hybrid_target_is_checked_in_chains_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a run that asks the engine for trees which it refuses, and a log that tells of them."""
+def test_a_hybrid_target_is_checked_in_chains_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a run that asks the engine for trees which it refuses,
+    and a log that tells of them.
+    """
     write_target(tmp_path / "target", family="qwen3_5")
     write_prompts(tmp_path / "prompts.txt", count=24)
-    config = toy_config(tmp_path, max_steps=3, heldout=4, max_tokens=12, batch_size=4, anchors=3, taps=(0, 2))
+    config = toy_config(
+        tmp_path, max_steps=3, heldout=4, max_tokens=12, batch_size=4, anchors=3, taps=(0, 2)
+    )
     assert run_stages(("answers", "train", "finish"), config)
     said = capsys.readouterr().err
     assert "in chains alone" in said and "has no chat template" in said
@@ -231,21 +301,43 @@ def test_a_hybrid_target_is_checked_in_chains_alone(tmp_path: Path, capsys: pyte
 
 @pytest.mark.slow
 def test_a_step_is_the_same_however_it_is_split(toy: Path, short: Path, answered: Path) -> None:
-    """Catches losses that are averaged per forward or per process, and anchors or sequences that depend on the split.
+    """Catches losses that are averaged per forward or per process, and anchors or sequences that
+    depend on the split.
 
     The processes come from another stage, with whose group they go on.
     """
-    assert run_stages(("train",), toy_config(answered, accumulation=4, max_steps=40, stop_after=1e-9)) is False
+    assert (
+        run_stages(("train",), toy_config(answered, accumulation=4, max_steps=40, stop_after=1e-9))
+        is False
+    )
     processes = with_answers(answered, answered / "processes")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specdec", "train", "answers", "train"]
-    same = {"model": str(toy / "target"), "prompts": (str(toy / "prompts.txt"),)}  # of which the answers are
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "specdec",
+        "train",
+        "answers",
+        "train",
+    ]
+    same = {
+        "model": str(toy / "target"),
+        "prompts": (str(toy / "prompts.txt"),),
+    }  # of which the answers are
     command += as_flags(toy_config(processes, max_steps=40, **same))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, timeout=HANG)
+    ran = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, timeout=HANG
+    )
     assert ran.returncode == 0, ran.stderr.decode()
     for folder in (answered, processes):
         for name in ("loss", "train_tau", "grad_norm"):
-            assert float(log_rows(folder)[1][name]) == pytest.approx(float(log_rows(short)[1][name]), rel=2e-3), name
+            assert float(log_rows(folder)[1][name]) == pytest.approx(
+                float(log_rows(short)[1][name]), rel=2e-3
+            ), name
 
 
 @pytest.mark.parametrize("change", ["taps", "mask", "rope"])
@@ -286,13 +378,17 @@ def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.Mo
     with pytest.raises(CapacityError, match=r"No space left on device.*make room and run again"):
         run_stages(("train",), replace(config, max_steps=30))
     assert path.read_bytes() == before
-    assert sorted(p.name for p in path.parent.iterdir() if p.suffix not in (".csv", ".png")) == [state.STATE_FILE]
+    assert sorted(p.name for p in path.parent.iterdir() if p.suffix not in (".csv", ".png")) == [
+        state.STATE_FILE
+    ]
     monkeypatch.undo()
     assert run_stages(("train",), replace(config, max_steps=30))
 
 
 def test_no_step_makes_the_host_wait(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a synchronization in the loop, which would leave an accelerator idle between steps."""
+    """Catches a synchronization in the loop, which would leave an accelerator idle between
+    steps.
+    """
     forward_backward, optimizer_step = Trainer._forward_backward, MasterOptimizer.step
     guarded = []
 
@@ -355,15 +451,24 @@ def test_a_loss_that_is_not_finite_ends_the_run(answered: Path, steps: int) -> N
 
 
 def test_other_settings_are_not_mixed_into_a_run(toy: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"holds a run with lr 0.005, not 0.1; give the same"):
+    with pytest.raises(
+        InvalidInputError, match=r"holds a run with lr 0.005, not 0.1; give the same"
+    ):
         run_stages(("train",), toy_config(toy, lr=0.1))
-    with pytest.raises(InvalidInputError, match=r"answers that were written with another max-tokens"):
+    with pytest.raises(
+        InvalidInputError, match=r"answers that were written with another max-tokens"
+    ):
         run_stages(("answers",), toy_config(toy, max_tokens=47))
 
 
 def test_finish_refuses_options_of_another_drafter(toy: Path) -> None:
-    """Catches other taps of the same shape, with which training and engine would agree on a low tau."""
-    other = r"the saved run trained another drafter, with target_layer_ids=\(1, 3\)|with target_layer_ids=[^=]*; give the model"
+    """Catches other taps of the same shape, with which training and engine would agree on a low
+    tau.
+    """
+    other = (
+        r"the saved run trained another drafter, with target_layer_ids=\(1, 3\)|with"
+        r" target_layer_ids=[^=]*; give the model"
+    )
     with pytest.raises(CheckpointError, match=other):
         run_stages(("finish",), toy_config(toy, taps=(0, 2)))
 
@@ -390,13 +495,21 @@ def written(content: Any) -> Callable[[Path], object]:
     ("make", "message"),
     [
         (lambda path: path.write_bytes(b"PK cut short"), "state.pt is damaged .* delete it"),
-        (written({"step": 1}), "state.pt lacks identity, optimizer, seconds, tau, complete; delete it"),
+        (
+            written({"step": 1}),
+            "state.pt lacks identity, optimizer, seconds, tau, complete; delete it",
+        ),
         (written([1]), "state.pt lacks identity"),
         (written(5), "state.pt is damaged"),
-        *((REFUSED[kind], f"cannot write .*state.pt.*{kind}") for kind in ("a FIFO", "a socket", "a folder")),
+        *(
+            (REFUSED[kind], f"cannot write .*state.pt.*{kind}")
+            for kind in ("a FIFO", "a socket", "a folder")
+        ),
     ],
 )
-def test_states_that_nobody_saved_are_one_line(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+def test_states_that_nobody_saved_are_one_line(
+    make: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
     """Catches a FIFO that is read for ever, too."""
     make(tmp_path / state.STATE_FILE)
     with pytest.raises(SpecDecError, match=message):
@@ -428,8 +541,12 @@ def test_a_log_goes_on_behind_the_saved_step(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == ["0", "10", "15"] and rows[1]["loss"] == "1.5"
 
 
-def test_an_earlier_export_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a drafter that is removed before there is another; and what else the folder holds stays."""
+def test_an_earlier_export_survives_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a drafter that is removed before there is another; and what else the folder holds
+    stays.
+    """
     path = write_tiny_dflash(tmp_path / "d")
     (path / "README.md").write_text("own")
     before = {one.name: one.read_bytes() for one in path.iterdir()}
@@ -440,19 +557,31 @@ def test_an_earlier_export_survives_a_full_disk(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(CapacityError, match="No space left"):
-        write_checkpoint(path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True)
+        write_checkpoint(
+            path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True
+        )
     assert {one.name: one.read_bytes() for one in path.iterdir()} == before
     monkeypatch.undo()
-    write_checkpoint(path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True)
-    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"] and len(list(path.iterdir())) == 3
+    write_checkpoint(
+        path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True
+    )
+    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"] and len(
+        list(path.iterdir())
+    ) == 3
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"taps": (1, 6)}, r"taps \[1, 6\] are not different layers .*, which has 6; choose from 0 to 4"),
+        (
+            {"taps": (1, 6)},
+            r"taps \[1, 6\] are not different layers .*, which has 6; choose from 0 to 4",
+        ),
         ({"taps": (1, 1)}, r"taps \[1, 1\] are not different layers"),
-        ({"mask_token": 7}, r"mask-token 7 is 'w7', which real texts hold; choose a reserved token such as 63"),
+        (
+            {"mask_token": 7},
+            r"mask-token 7 is 'w7', which real texts hold; choose a reserved token such as 63",
+        ),
         ({"mask_token": 2}, "mask-token 2 begins, ends or pads texts"),
         ({"mask_token": 64}, "the target has 64 embeddings"),
         ({"heads": 3, "kv_heads": 2}, "3 query heads on 2 key heads"),
@@ -460,13 +589,19 @@ def test_an_earlier_export_survives_a_full_disk(tmp_path: Path, monkeypatch: pyt
         ({"init": "nowhere"}, "'nowhere' is not a folder"),
     ],
 )
-def test_a_drafter_that_does_not_suit_the_target_is_refused(answered: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_drafter_that_does_not_suit_the_target_is_refused(
+    answered: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(SpecDecError, match=message):
         run_stages(("train",), toy_config(answered, **changes))
 
 
-def test_a_drafter_of_another_target_is_no_beginning(toy: Path, answered: Path, tmp_path: Path) -> None:
-    """One of another vocabulary, which nothing else in a run looks at before its weights are wrong."""
+def test_a_drafter_of_another_target_is_no_beginning(
+    toy: Path, answered: Path, tmp_path: Path
+) -> None:
+    """One of another vocabulary, which nothing else in a run looks at before its weights
+    are wrong.
+    """
     config, tensors = read_checkpoint(toy / "run" / "drafter")
     write_checkpoint(tmp_path / "other", replace(config, vocab_size=65), tensors)
     with pytest.raises(CheckpointError, match="its vocabulary has 65 tokens, the target's 64"):
@@ -475,18 +610,29 @@ def test_a_drafter_of_another_target_is_no_beginning(toy: Path, answered: Path, 
 
 def test_a_run_can_start_from_an_earlier_drafter(toy: Path, answered: Path) -> None:
     """Catches `init` weights that are dropped."""
-    run_stages(("train",), toy_config(answered, init=str(toy / "run" / "drafter"), max_steps=1, lr=1e-9))
-    assert float(log_rows(answered)[0]["tau"]) == pytest.approx(report(toy)["tau_replayed"], rel=1e-3)
+    run_stages(
+        ("train",), toy_config(answered, init=str(toy / "run" / "drafter"), max_steps=1, lr=1e-9)
+    )
+    assert float(log_rows(answered)[0]["tau"]) == pytest.approx(
+        report(toy)["tau_replayed"], rel=1e-3
+    )
 
 
-def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_file_says_the_same_as_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches keys that are ignored, and flags that do not win."""
     from drafters.training.config import build_config
 
     file = tmp_path / "run.toml"
-    file.write_text('out = "run"\nmax-steps = 5\nlr = 1\ntemperatures = [0, 0.5]\nprompts = ["a.txt"]\ncompile = true\n')
+    file.write_text(
+        'out = "run"\nmax-steps = 5\nlr = 1\ntemperatures = [0, 0.5]\nprompts = ["a.txt"]\ncompile'
+        " = true\n"
+    )
     config = build_config({"lr": 0.1}, str(file))
-    assert config == TrainConfig(out="run", max_steps=5, lr=0.1, temperatures=(0.0, 0.5), prompts=("a.txt",), compile=True)
+    assert config == TrainConfig(
+        out="run", max_steps=5, lr=0.1, temperatures=(0.0, 0.5), prompts=("a.txt",), compile=True
+    )
     for text, message in [
         ("steps = 5", "unknown key 'steps'"),
         ('out = "x"\nlr = "high"', "lr is 'high'; it must be a float"),
@@ -496,7 +642,10 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
         (f'out = "x"\nlr = {10**400}', "lr is 1000"),
         ('out = "x"\nhead = "a\\nb"', r"head is 'a\nb'; it must be one of none"),
         ('out = "x"\ntemperatures = [0.5, nan]', "temperatures is (0.5, nan); it must be a number"),
-        (f'out = "x"\nseed = {10**30}', "seed is 1000000000000000000000000000000; it must be a number"),
+        (
+            f'out = "x"\nseed = {10**30}',
+            "seed is 1000000000000000000000000000000; it must be a number",
+        ),
         ('out = "x"\nlayers = 1000000', "layers is 1000000; it must be at most 1,024"),
         ('out = "x"\nbucket = 0', "bucket is 0; it must be at least 1"),
         ('out = "x"\nkl = -0.5', "kl is -0.5; it must be 0 or more"),
@@ -510,9 +659,13 @@ def test_a_config_file_says_the_same_as_flags(tmp_path: Path, capsys: pytest.Cap
     assert "unknown stage 'tarin'" in capsys.readouterr().err
 
 
-def test_which_gpu_trains_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_which_gpu_trains_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """By the first of the processes, before any work."""
-    monkeypatch.setattr("specdec.device.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
+    monkeypatch.setattr(
+        "specdec.device.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("drafters.training.stages.run_stages", lambda stages, config: True)
     said = []

@@ -1,4 +1,6 @@
-"""A toy target on disk, with a tokenizer, whose answers a small drafter can learn in seconds, and prompts for it."""
+"""A toy target on disk, with a tokenizer, whose answers a small drafter can learn in seconds, and
+prompts for it.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -8,7 +10,13 @@ from typing import Any, Literal
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from drafters.training.config import TrainConfig
 from tests.helpers.tiny_hybrids import hybrid_configs
@@ -41,13 +49,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def write_target(folder: Path, *, family: Literal["llama", "deepseek_v3", "qwen3_5"] = "llama") -> Path:
-    """A model of 6 layers that continues almost every word with a fixed one, and never says a special token.
+def write_target(
+    folder: Path, *, family: Literal["llama", "deepseek_v3", "qwen3_5"] = "llama"
+) -> Path:
+    """A model of 6 layers that continues almost every word with a fixed one, and never says a
+    special token.
 
     A DeepSeek-V3 has latent attention and experts; a Qwen3.5 has recurrent layers, and 4 in all.
     """
     torch.manual_seed(0)
-    words = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(4, MASK)), "<reserved>"])}
+    words = {
+        word: i
+        for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(4, MASK)), "<reserved>"])
+    }
     raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     raw.add_special_tokens([*SPECIAL, "<reserved>"])
@@ -82,13 +96,18 @@ def write_target(folder: Path, *, family: Literal["llama", "deepseek_v3", "qwen3
 def write_prompts(path: Path, count: int = 300, seed: int = 0) -> Path:
     """Lines of 2 to 7 random words."""
     source = random.Random(seed)
-    lines = (" ".join(f"w{source.randrange(4, MASK)}" for _ in range(source.randrange(2, 8))) for _ in range(count))
+    lines = (
+        " ".join(f"w{source.randrange(4, MASK)}" for _ in range(source.randrange(2, 8)))
+        for _ in range(count)
+    )
     path.write_text("\n".join(lines))
     return path
 
 
 def toy_config(folder: Path, **changes: Any) -> TrainConfig:
-    """A run in `folder / "run"` with the target and the prompts of the two functions above, made on first use."""
+    """A run in `folder / "run"` with the target and the prompts of the two functions above, made on
+    first use.
+    """
     if not (folder / "target").exists():
         write_target(folder / "target")
         write_prompts(folder / "prompts.txt")
@@ -121,5 +140,8 @@ def as_flags(config: TrainConfig) -> list[str]:
     for name in TrainConfig.__dataclass_fields__:
         value = getattr(config, name)
         if value != getattr(default, name):
-            flags += ["--" + name.replace("_", "-"), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+            flags += [
+                "--" + name.replace("_", "-"),
+                *(map(str, value) if isinstance(value, tuple) else [str(value)]),
+            ]
     return flags

@@ -53,8 +53,20 @@ def test_the_harness_s_own_spellings_are_known() -> None:
         "--max-num-seqs",
         "4",
     ]
-    theirs = ["--tasks", "a", "b", "--num_fewshot", "2", "--apply_chat_template", "--system_instruction", "s", "--log_samples"]
+    theirs = [
+        "--tasks",
+        "a",
+        "b",
+        "--num_fewshot",
+        "2",
+        "--apply_chat_template",
+        "--system_instruction",
+        "s",
+        "--log_samples",
+    ]
     theirs += ["--output_path", "o", "--batch_size", "4"]
     assert parser.parse_args(ours) == parser.parse_args(theirs)
-    more = argparse.Namespace(gen_kwargs="top_p=0.5,temperature=0", max_tokens=None, temperature=0.7)
+    more = argparse.Namespace(
+        gen_kwargs="top_p=0.5,temperature=0", max_tokens=None, temperature=0.7
+    )
     assert eval_command._gen_kwargs(more) == {"top_p": 0.5, "temperature": 0.7, "do_sample": True}

@@ -47,7 +47,18 @@ def loads_tiny(monkeypatch: Patch) -> None:
 
 def measure(folder: Path, *arguments: str) -> list[str]:
     """Arguments of a sweep that takes a moment."""
-    return ["bench", "--limit", "2", "--max-tokens", "4", "--repeats", "1", "--out", str(folder / "report.json"), *arguments]
+    return [
+        "bench",
+        "--limit",
+        "2",
+        "--max-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--out",
+        str(folder / "report.json"),
+        *arguments,
+    ]
 
 
 def test_every_side_of_every_part_is_measured_beside_plain_decoding(report: dict[str, Any]) -> None:
@@ -78,7 +89,9 @@ def test_figures_of_a_row_agree_with_each_other(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         acceptance = row["acceptance"]
         assert sum(acceptance["histogram"]) == acceptance["num_steps"]
-        assert acceptance["tau"] == pytest.approx(acceptance["num_emitted"] / acceptance["num_steps"])
+        assert acceptance["tau"] == pytest.approx(
+            acceptance["num_emitted"] / acceptance["num_steps"]
+        )
         # The first token of every answer comes from the prefill.
         assert acceptance["num_emitted"] == row["speed"]["num_tokens"][0] - row["num_answers"]
         assert sum(row["time_split"].values()) == pytest.approx(1)
@@ -88,15 +101,21 @@ def test_figures_of_a_row_agree_with_each_other(report: dict[str, Any]) -> None:
 def test_a_later_turn_sees_the_own_answer_and_raw_leaves_it_out() -> None:
     """Catches two-turn prompts that are asked as two conversations."""
     decoder = tiny_decoder()
-    answers = run_set(decoder, PROMPTS, SamplingParams(max_tokens=5, seed=0, ignore_eos=True)).answers
+    answers = run_set(
+        decoder, PROMPTS, SamplingParams(max_tokens=5, seed=0, ignore_eos=True)
+    ).answers
     first, second = answers[1], answers[3]
     text = decoder.tokenizer.decode(second.prompt_token_ids)
     assert decoder.tokenizer.decode(first.token_ids, skip_special_tokens=True) in text
     assert text.endswith("[user] And 3 + 3? [assistant] ")
-    assert len(run_set(decoder, PROMPTS, SamplingParams(max_tokens=5, seed=0), raw=True).answers) == 3
+    assert (
+        len(run_set(decoder, PROMPTS, SamplingParams(max_tokens=5, seed=0), raw=True).answers) == 3
+    )
 
 
-def test_a_stored_report_shows_the_same_as_the_live_one(report: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stored_report_shows_the_same_as_the_live_one(
+    report: dict[str, Any], tmp_path: Path
+) -> None:
     """Catches figures that only exist while the run goes on, and numbers that JSON rounds."""
     write_report(report, tmp_path / "report.json")
     stored = read_report(tmp_path / "report.json")
@@ -104,7 +123,9 @@ def test_a_stored_report_shows_the_same_as_the_live_one(report: dict[str, Any], 
     assert format_report(stored) == format_report(report)
 
 
-def test_an_identical_report_compares_as_equal_and_names_what_differs(report: dict[str, Any]) -> None:
+def test_an_identical_report_compares_as_equal_and_names_what_differs(
+    report: dict[str, Any],
+) -> None:
     text = compare_reports(report, report)
     assert "differs" not in text
     assert text.count("1.00x") == 2 * len(report["rows"])
@@ -162,7 +183,10 @@ def test_reports_of_another_schema_are_refused(
         (["bench", "--limit", "1000"], ["limit is 1000", "choose 1 to"]),
         (["bench", "--data", "gsm8k"], ["NAME=FILE"]),
         (["bench", "--data", "gsm8k=x.jsonl"], ["not among --sets bundled"]),
-        (["bench", "--sets", "gsm8k", "--data", "gsm8k=missing.jsonl"], ["'missing.jsonl'", "no such file"]),
+        (
+            ["bench", "--sets", "gsm8k", "--data", "gsm8k=missing.jsonl"],
+            ["'missing.jsonl'", "no such file"],
+        ),
         (["bench", "--repeats", "0"], ["repeats is 0"]),
         (["bench", "--drafter", "none"], ["plain decoding is always measured"]),
         (["bench", "--max-num-seqs", "0"], ["max_num_seqs is 0"]),
@@ -196,14 +220,32 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
 ) -> None:
     """Catches a side called auto whose k is fixed, and a report that nothing can show."""
     choices = cycle((0, 7, 3))
-    monkeypatch.setattr(BlockChoice, "choose", lambda self, num_reqs, **_: BlockShape(next(choices)))
+    monkeypatch.setattr(
+        BlockChoice, "choose", lambda self, num_reqs, **_: BlockShape(next(choices))
+    )
     file = tmp_path / "report.json"
-    sweep = ["bench", "--limit", "4", "--max-tokens", "32", "--repeats", "1", "--drafter", "ngram", "-k", "2", "auto"]
+    sweep = [
+        "bench",
+        "--limit",
+        "4",
+        "--max-tokens",
+        "32",
+        "--repeats",
+        "1",
+        "--drafter",
+        "ngram",
+        "-k",
+        "2",
+        "auto",
+    ]
     assert main([*sweep, "--out", str(file)]) == 0
     report = read_report(file)
     _, fixed, chosen = report["rows"]
     assert [row["k"] for row in report["rows"]] == [0, 2, "auto"]
-    offered = [{k for k, count in enumerate(row["acceptance"]["drafted_histogram"]) if count} for row in (fixed, chosen)]
+    offered = [
+        {k for k, count in enumerate(row["acceptance"]["drafted_histogram"]) if count}
+        for row in (fixed, chosen)
+    ]
     assert offered[0] <= {0, 1, 2} and offered[1] >= {0, 3, 7}
     assert chosen["differing_answers"] == [] and chosen["roofline"] is None and fixed["roofline"]
     assert " auto " in capsys.readouterr().out and "ngram k=auto" in compare_reports(report, report)
@@ -213,32 +255,54 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
 
 
 def test_phases_are_timed_over_few_tokens(monkeypatch: Patch) -> None:
-    """A timed step waits for the device at every phase: on a GPU whole answers took longer than all the rest."""
+    """A timed step waits for the device at every phase: on a GPU whole answers took longer than all
+    the rest.
+    """
     passes: list[tuple[bool, int]] = []
 
-    def listen(decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, **options: Any) -> Pass:
+    def listen(
+        decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, **options: Any
+    ) -> Pass:
         passes.append((decoder.engine.timer.enabled, sampling.max_tokens))
         return run_set(decoder, prompts, sampling, **options)
 
     monkeypatch.setattr("evals.bench.bench.run_set", listen)
     monkeypatch.setattr("evals.bench.bench.SPLIT_TOKENS", 3)
-    list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=0, max_tokens=6)).run(PROVENANCE))
+    list(
+        Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=0, max_tokens=6)).run(
+            PROVENANCE
+        )
+    )
     assert passes == [(False, 6)] * 2 + [(True, 3)] * 2
 
 
-@pytest.mark.parametrize(("captures", "passes"), [([1, 2, 2], 3), ([0, 0, 0], 2), (list(range(1, 40)), 10)])
-def test_a_side_warms_up_until_nothing_is_captured(captures: list[int], passes: int, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("captures", "passes"), [([1, 2, 2], 3), ([0, 0, 0], 2), (list(range(1, 40)), 10)]
+)
+def test_a_side_warms_up_until_nothing_is_captured(
+    captures: list[int], passes: int, monkeypatch: Patch
+) -> None:
     """Catches captures in timed passes, and a warm-up that never ends; two passes are asked for."""
     done: list[str] = []
 
-    def listen(decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, **options: Any) -> Pass:
+    def listen(
+        decoder: SpecDecoder, prompts: PromptSet, sampling: SamplingParams, **options: Any
+    ) -> Pass:
         done.append("pass")
         return run_set(decoder, prompts, sampling, **options)
 
     monkeypatch.setattr("evals.bench.bench.run_set", listen)
-    monkeypatch.setattr(bench._Side, "num_captured", property(lambda side: [0, *captures][len(done)]))
-    monkeypatch.setattr(Bench, "_sides", lambda self, *where: [bench._Side(drafter="plain", decoder=self._base)])
-    list(Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=2, max_tokens=6)).run(PROVENANCE))
+    monkeypatch.setattr(
+        bench._Side, "num_captured", property(lambda side: [0, *captures][len(done)])
+    )
+    monkeypatch.setattr(
+        Bench, "_sides", lambda self, *where: [bench._Side(drafter="plain", decoder=self._base)]
+    )
+    list(
+        Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), repeats=1, warmup=2, max_tokens=6)).run(
+            PROVENANCE
+        )
+    )
     assert len(done) == passes + 2  # one is timed, one is for the phases
 
 
@@ -253,7 +317,14 @@ def test_filters_reach_the_requests(tmp_path: Path, monkeypatch: Patch) -> None:
         return add(self, prompt, sampling, **options)
 
     monkeypatch.setattr(SpecEngine, "new_request", watched)
-    assert main(measure(tmp_path, "--limit", "1", "--temperature", "0.7", "--top-k", "5", "--top-p", "0.9")) == 0
+    assert (
+        main(
+            measure(
+                tmp_path, "--limit", "1", "--temperature", "0.7", "--top-k", "5", "--top-p", "0.9"
+            )
+        )
+        == 0
+    )
     assert asked == {(0.7, 5, 0.9)}
     settings = read_report(tmp_path / "report.json")["settings"]
     assert (settings["top_k"], settings["top_p"]) == (5, 0.9)
@@ -271,7 +342,9 @@ def test_the_command_measures_writes_and_shows(tmp_path: Path, capsys: Capture) 
 
 
 @pytest.mark.usefixtures("loads_tiny")
-def test_an_interrupted_sweep_keeps_what_it_measured(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_an_interrupted_sweep_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     """Catches finished parts that are lost, or a report that claims to be complete."""
     whole = Bench.run
 
@@ -307,10 +380,24 @@ def test_progress_shows_tau_while_it_runs(monkeypatch: Patch, capsys: Capture) -
 
 @pytest.mark.slow
 def test_sides_of_one_checkpoint_do_not_disturb_each_other(monkeypatch: Patch) -> None:
-    """A drafter with weights; catches figures of a side that depend on which others are measured beside it."""
+    """A drafter with weights; catches figures of a side that depend on which others are measured
+    beside it.
+    """
     monkeypatch.setattr("evals.bench.bench.find_drafter", lambda name: random_dflash)
-    alone = tiny_report(drafters=("checkpoint",), num_draft_tokens=(4,), temperatures=(0.0,), concurrencies=(2,), repeats=1)
-    both = tiny_report(drafters=("checkpoint",), num_draft_tokens=(2, 4), temperatures=(0.0,), concurrencies=(2,), repeats=1)
+    alone = tiny_report(
+        drafters=("checkpoint",),
+        num_draft_tokens=(4,),
+        temperatures=(0.0,),
+        concurrencies=(2,),
+        repeats=1,
+    )
+    both = tiny_report(
+        drafters=("checkpoint",),
+        num_draft_tokens=(2, 4),
+        temperatures=(0.0,),
+        concurrencies=(2,),
+        repeats=1,
+    )
     assert both["rows"][2]["acceptance"] == alone["rows"][1]["acceptance"]
     assert both["rows"][2]["acceptance"]["num_drafted"] > 0
     assert all(row["differing_answers"] == [] for row in both["rows"])
@@ -318,7 +405,9 @@ def test_sides_of_one_checkpoint_do_not_disturb_each_other(monkeypatch: Patch) -
 
 def test_the_models_are_shared_by_all_sides() -> None:
     """Catches a target or a drafter per side, which large models have no room for."""
-    bench = Bench(tiny_decoder(), BenchConfig(sets=(PROMPTS,), num_draft_tokens=(1, 2), max_tokens=4))
+    bench = Bench(
+        tiny_decoder(), BenchConfig(sets=(PROMPTS,), num_draft_tokens=(1, 2), max_tokens=4)
+    )
     sides = bench._sides(PROMPTS, 2)
     verifiers = [side.decoder.verifier for side in sides]
     assert all(verifier is verifiers[0] for verifier in verifiers)

@@ -1,4 +1,6 @@
-"""`specdec bench --dummy-weights`: what is timed on both sides, what the report says, and the shapes that come with the package."""
+"""`specdec bench --dummy-weights`: what is timed on both sides, what the report says, and the
+shapes that come with the package.
+"""
 
 import json
 import os
@@ -48,7 +50,9 @@ PARAMETERS = {
 
 
 class Clock:
-    """Stands in for the module `time`: every reading is written down, and nothing passes by itself."""
+    """Stands in for the module `time`: every reading is written down,
+    and nothing passes by itself.
+    """
 
     def __init__(self, log: list[Any]) -> None:
         self.now, self.log = 0.0, log
@@ -59,7 +63,8 @@ class Clock:
 
 
 class FakeVllm:
-    """The library as far as it is used: each step prefills one prompt in 100 s, or decodes all in 1 s.
+    """The library as far as it is used: each step prefills one prompt in 100 s, or decodes all in 1
+    s.
 
     Attributes:
         started: options of the engine.
@@ -76,8 +81,15 @@ class FakeVllm:
         self.most: dict[str, int] = {}
         self.open = 0
         library = ModuleType("vllm")
-        library.__version__, library.LLM, library.SamplingParams = "0.0", self.start, lambda **options: options  # type: ignore[attr-defined]
-        library.inputs, library.sampling_params = ModuleType("vllm.inputs"), ModuleType("vllm.sampling_params")  # type: ignore[attr-defined]
+        library.__version__, library.LLM, library.SamplingParams = (  # type: ignore[attr-defined]
+            "0.0",
+            self.start,
+            lambda **options: options,
+        )
+        library.inputs, library.sampling_params = (  # type: ignore[attr-defined]
+            ModuleType("vllm.inputs"),
+            ModuleType("vllm.sampling_params"),
+        )
         library.inputs.tokens_input = list
         library.sampling_params.RequestOutputKind = SimpleNamespace(CUMULATIVE="cumulative")
         for module in (library, library.inputs, library.sampling_params):
@@ -87,7 +99,9 @@ class FakeVllm:
         monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
 
     def start(self, **options: Any) -> SimpleNamespace:
-        self.started = options | {"config": json.loads(Path(options["model"], "config.json").read_text())}
+        self.started = options | {
+            "config": json.loads(Path(options["model"], "config.json").read_text())
+        }
         self.open += 1
         return SimpleNamespace(llm_engine=self)
 
@@ -109,7 +123,9 @@ class FakeVllm:
         return bool(self.waiting or self.running)
 
     def step(self) -> list[Any]:
-        """A prefill decodes nobody else here, as it may in the library; so the first requests are ahead of the last."""
+        """A prefill decodes nobody else here, as it may in the library; so the first requests are
+        ahead of the last.
+        """
         decoding = dict(self.running)
         if self.waiting:
             self.clock.now += 100
@@ -121,7 +137,9 @@ class FakeVllm:
             SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * count)])
             for name, count in self.running.items()
         ]
-        self.running = {name: count for name, count in self.running.items() if count < self.most[name]}
+        self.running = {
+            name: count for name, count in self.running.items() if count < self.most[name]
+        }
         return outputs
 
 
@@ -135,11 +153,15 @@ def tiny_target(name: str = "qwen3_moe", **changes: Any) -> Any:
     config = CONFIGS[name]()
     for key, value in changes.items():
         setattr(config, key, value)
-    return dummy_verifier(random_model(config, torch.device("cpu"), torch.float32), name=name, block_size=4)
+    return dummy_verifier(
+        random_model(config, torch.device("cpu"), torch.float32), name=name, block_size=4
+    )
 
 
 def prompts_of(count: int, length: int = 12) -> list[list[int]]:
-    return torch.randint(3, 90, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randint(
+        3, 90, (count, length), generator=torch.Generator().manual_seed(0)
+    ).tolist()
 
 
 @pytest.mark.parametrize("name", names())
@@ -151,12 +173,18 @@ def test_shapes_are_those_of_the_models_they_are_called_after(name: str) -> None
 
 
 @pytest.mark.parametrize("shape", [BlockShape(0), BlockShape(3), BlockShape(6, 6)], ids=str)
-def test_timed_steps_of_ours_have_all_rows_and_nothing_else(shape: BlockShape, monkeypatch: Patch) -> None:
-    """Catches prefill, warm-up or a shrinking batch between two readings of the clock, and drafts that are not verified."""
+def test_timed_steps_of_ours_have_all_rows_and_nothing_else(
+    shape: BlockShape, monkeypatch: Patch
+) -> None:
+    """Catches prefill, warm-up or a shrinking batch between two readings of the clock, and drafts
+    that are not verified.
+    """
     log: list[Any] = []
     monkeypatch.setattr(dummy_engine, "time", Clock(log))
     verifier = tiny_target()
-    own = OwnSteps(verifier, Room.of(verifier, 3, 300, 5), shape=shape)  # more tokens than one step prefills
+    own = OwnSteps(
+        verifier, Room.of(verifier, 3, 300, 5), shape=shape
+    )  # more tokens than one step prefills
     runner = own.engine.runner
     prefill, decode = runner.prefill, runner.decode
 
@@ -210,13 +238,23 @@ def test_free_drafts_leave_the_output_alone() -> None:
 
 
 def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> None:
-    """Catches prefill in a step's time, and requests that end before the last one has all its steps."""
-    side = VllmSteps({"vocab_size": 9}, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
+    """Catches prefill in a step's time, and requests that end before the last one has all its
+    steps.
+    """
+    side = VllmSteps(
+        {"vocab_size": 9}, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30
+    )
     assert vllm.started["load_format"] == "dummy"
-    assert (vllm.started["dtype"], vllm.started["max_num_seqs"], vllm.started["max_model_len"]) == ("bfloat16", 3, 64)
+    assert (vllm.started["dtype"], vllm.started["max_num_seqs"], vllm.started["max_model_len"]) == (
+        "bfloat16",
+        3,
+        64,
+    )
     assert vllm.started["config"] == {"vocab_size": 9}
     assert "limit_mm_per_prompt" not in vllm.started
-    assert vllm.started["gpu_memory_utilization"] == pytest.approx(0.5)  # 100 GiB free, 28 to spare and 2 for neither, of 140
+    assert vllm.started["gpu_memory_utilization"] == pytest.approx(
+        0.5
+    )  # 100 GiB free, 28 to spare and 2 for neither, of 140
     prompts = prompts_of(3)
     assert side.steps(prompts, 5, 2) == 5 * 3
     assert side.prefill(prompts) == 300
@@ -242,12 +280,16 @@ def test_a_peer_of_several_ranks_starts_its_own(vllm: FakeVllm, monkeypatch: Pat
 
 def test_what_vllm_is_told_of_a_multimodal_model(vllm: FakeVllm) -> None:
     """Catches a tower that takes memory."""
-    VllmSteps({"text_config": {}}, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30)
+    VllmSteps(
+        {"text_config": {}}, GPU, torch.bfloat16, max_num_seqs=3, max_model_len=64, spare=28 * 2**30
+    )
     assert vllm.started["limit_mm_per_prompt"] == {"image": 0, "video": 0}
 
 
 def test_vllm_takes_weights_that_lie_in_a_folder(vllm: FakeVllm, tmp_path: Path) -> None:
-    """Catches dummy weights beside which experts would be chosen otherwise, and a folder that a peer takes away."""
+    """Catches dummy weights beside which experts would be chosen otherwise, and a folder that a
+    peer takes away.
+    """
     rooms: Any = {"max_num_seqs": 1, "max_model_len": 64, "spare": 0}
     VllmSteps({"vocab_size": 9}, GPU, torch.bfloat16, **rooms, weights=tmp_path).close()
     assert (vllm.started["model"], vllm.started["load_format"]) == (str(tmp_path), "auto")
@@ -256,7 +298,9 @@ def test_vllm_takes_weights_that_lie_in_a_folder(vllm: FakeVllm, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_written_weights_are_those_of_the_model(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_written_weights_are_those_of_the_model(
+    name: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
     """Catches names and shapes that only transformers' modules have."""
     monkeypatch.setattr(verifiers.dummy, "_SHARD_BYTES", 20_000)
     model = random_model(CONFIGS[name](), torch.device("cpu"), torch.float32)
@@ -274,10 +318,23 @@ def test_written_weights_are_those_of_the_model(name: str, tmp_path: Path, monke
 
 
 def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypatch: Patch) -> None:
-    """Catches a ratio the wrong way around, prompts of one side alone, and an engine that outlives the sweep."""
-    config = DummyConfig(prompt_tokens=(10, 20), concurrencies=(1, 2), verify_rows=(3,), steps=4, repeats=2, peers=("vllm",))
+    """Catches a ratio the wrong way around, prompts of one side alone, and an engine that outlives
+    the sweep.
+    """
+    config = DummyConfig(
+        prompt_tokens=(10, 20),
+        concurrencies=(1, 2),
+        verify_rows=(3,),
+        steps=4,
+        repeats=2,
+        peers=("vllm",),
+    )
     start = dummy.VllmSteps
-    monkeypatch.setattr(dummy, "VllmSteps", lambda entries, device, *rest, **options: start(entries, GPU, *rest, **options))
+    monkeypatch.setattr(
+        dummy,
+        "VllmSteps",
+        lambda entries, device, *rest, **options: start(entries, GPU, *rest, **options),
+    )
     monkeypatch.setattr(dummy, "measured_bandwidth", lambda device: 1e9)
     asked: list[list[int]] = []
     submit = OwnSteps._submit
@@ -288,23 +345,39 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
 
     monkeypatch.setattr(OwnSteps, "_submit", noted_submit)
     titles: list[str] = []
-    *_, report = DummyBench(tiny_target(), {"model_type": "gpt_oss"}, config, progress=titles.append).run(PROVENANCE)
+    *_, report = DummyBench(
+        tiny_target(), {"model_type": "gpt_oss"}, config, progress=titles.append
+    ).run(PROVENANCE)
     assert report["complete"]
     assert vllm.open == 0
     verifying = [row for row in report["rows"] if row["work"] == "verify 3"]
-    assert [(row["prompt_tokens"], row["num_reqs"]) for row in verifying] == [(10, 1), (10, 2), (20, 1)]
+    assert [(row["prompt_tokens"], row["num_reqs"]) for row in verifying] == [
+        (10, 1),
+        (10, 2),
+        (20, 1),
+    ]
     assert [row["theirs"] for row in verifying] == [None] * 3
     plain = [row for row in report["rows"] if row["work"] == "plain step"]
-    assert [row["theirs"]["values"] for row in plain] == [[1000.0] * 2, [2000.0] * 2, [1000.0] * 2]  # ms
+    assert [row["theirs"]["values"] for row in plain] == [
+        [1000.0] * 2,
+        [2000.0] * 2,
+        [1000.0] * 2,
+    ]  # ms
     for row in plain:
         assert row["ratio"] == pytest.approx(row["ours"]["median"] / row["theirs"]["median"])
         assert row["roofline"]["ms"] == pytest.approx(row["roofline"]["bytes"] / 1e9 * 1e3)
-        assert row["roofline"]["share"] == pytest.approx(row["roofline"]["ms"] / row["ours"]["median"])
+        assert row["roofline"]["share"] == pytest.approx(
+            row["roofline"]["ms"] / row["ours"]["median"]
+        )
     prefill = [row for row in report["rows"] if row["work"] == "prefill"]
-    assert [row["theirs"]["median"] for row in prefill] == pytest.approx([0.1, 0.1, 0.2])  # prompt tokens per second
+    assert [row["theirs"]["median"] for row in prefill] == pytest.approx(
+        [0.1, 0.1, 0.2]
+    )  # prompt tokens per second
     remaining = list(asked)
     for prompt in vllm.prompts:
-        remaining.remove(prompt)  # what is left over are the verifying steps, which the peer does not take
+        remaining.remove(
+            prompt
+        )  # what is left over are the verifying steps, which the peer does not take
     assert {len(prompt) for prompt in vllm.prompts} == {10, 20}
     assert sum(title.endswith("warm-up") for title in titles) == 3 * 3
     experts = report["experts"]
@@ -333,7 +406,16 @@ def test_from_a_config_to_a_report(tmp_path: Path, monkeypatch: Patch, capsys: C
         "--repeats",
         "2",
     ]
-    measure = ["bench", "--dummy-weights", str(tmp_path), *options, "--device", "cpu", "--dtype", "float32"]
+    measure = [
+        "bench",
+        "--dummy-weights",
+        str(tmp_path),
+        *options,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     assert main([*measure, "--out", str(file)]) == 0
     printed = capsys.readouterr().out
     report = read_report(file, "specdec-dummy-bench")
@@ -362,8 +444,12 @@ def on_cpu(monkeypatch: Patch) -> None:
     monkeypatch.setattr(dummy, "measured_bandwidth", lambda device: 1e9)
 
 
-def test_a_peer_gets_the_weights_where_experts_are_chosen(tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch) -> None:
-    """Catches weights of its own, with which rows would meet other experts, and weights that stay on the disk."""
+def test_a_peer_gets_the_weights_where_experts_are_chosen(
+    tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch
+) -> None:
+    """Catches weights of its own, with which rows would meet other experts, and weights that stay
+    on the disk.
+    """
     on_cpu(monkeypatch)
     found: list[set[str]] = []
     start = vllm.start
@@ -373,10 +459,32 @@ def test_a_peer_gets_the_weights_where_experts_are_chosen(tmp_path: Path, vllm: 
         return start(**options)
 
     monkeypatch.setattr(sys.modules["vllm"], "LLM", noted)
-    options = ["--prompt-tokens", "9", "--verify-rows", "1", "--max-tokens", "2", "--repeats", "1", "--warmup", "0"]
+    options = [
+        "--prompt-tokens",
+        "9",
+        "--verify-rows",
+        "1",
+        "--max-tokens",
+        "2",
+        "--repeats",
+        "1",
+        "--warmup",
+        "0",
+    ]
     for name in ("qwen3_moe", "llama"):
         CONFIGS[name]().to_json_file(tmp_path / "config.json")
-        command = ["bench", "--dummy-weights", str(tmp_path), *options, "--device", "cpu", "--dtype", "float32", "--peer", "vllm"]
+        command = [
+            "bench",
+            "--dummy-weights",
+            str(tmp_path),
+            *options,
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--peer",
+            "vllm",
+        ]
         assert main(command) == 0
         assert vllm.started["load_format"] == ("auto" if name == "qwen3_moe" else "dummy")
         assert not Path(vllm.started["model"]).exists()
@@ -384,11 +492,17 @@ def test_a_peer_gets_the_weights_where_experts_are_chosen(tmp_path: Path, vllm: 
     assert weights > none == {"config.json"}
 
 
-def test_ranks_and_experts_leave_no_peer(tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch, capsys: Capture) -> None:
+def test_ranks_and_experts_leave_no_peer(
+    tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch, capsys: Capture
+) -> None:
     on_cpu(monkeypatch)
-    monkeypatch.setattr("specdec.parallel.group.join_group", lambda device: SimpleNamespace(rank=0, size=2))
+    monkeypatch.setattr(
+        "specdec.parallel.group.join_group", lambda device: SimpleNamespace(rank=0, size=2)
+    )
     CONFIGS["qwen3_moe"]().to_json_file(tmp_path / "config.json")
-    assert main(["bench", "--dummy-weights", str(tmp_path), "--device", "cpu", "--peer", "vllm"]) == 2
+    assert (
+        main(["bench", "--dummy-weights", str(tmp_path), "--device", "cpu", "--peer", "vllm"]) == 2
+    )
     assert "leave out --peer" in capsys.readouterr().err
     assert not vllm.started
 
@@ -406,12 +520,36 @@ def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("verifiers.dummy.dummy_verifier", noted)
     CONFIGS["llama"]().to_json_file(tmp_path / "config.json")
     file = tmp_path / "report.json"
-    options = ["--prompt-tokens", "9", "--verify-rows", "1", "--max-tokens", "2", "--repeats", "1", "--warmup", "0"]
-    measure = ["bench", "--dummy-weights", str(tmp_path), *options, "--device", "cpu", "--dtype", "float32"]
+    options = [
+        "--prompt-tokens",
+        "9",
+        "--verify-rows",
+        "1",
+        "--max-tokens",
+        "2",
+        "--repeats",
+        "1",
+        "--warmup",
+        "0",
+    ]
+    measure = [
+        "bench",
+        "--dummy-weights",
+        str(tmp_path),
+        *options,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     assert main([*measure, "--weights", weights, "--out", str(file)]) == 0
     report = read_report(file, "specdec-dummy-bench")
     way = None if weights == "bfloat16" else weights
-    assert (made, report["settings"]["quantize"], report["provenance"]["weights"]) == ([way], way, "float32")
+    assert (made, report["settings"]["quantize"], report["provenance"]["weights"]) == (
+        [way],
+        way,
+        "float32",
+    )
     assert ("random weights, quantized to fp8, " in format_report(report)) == (way == "fp8")
 
 
@@ -425,8 +563,14 @@ def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: 
         (["qwen3-8b", "--max-num-seqs", "0"], ["concurrencies is (0,)"]),
         (["qwen3-8b", "--html", "page.html"], ["no plots"]),
         (["qwen3-8b", "--weights", "fp4"], ["'fp4'", "choose fp8, int4"]),
-        (["qwen3-8b", "--weights", "fp8", "--peer", "vllm"], ["plain numbers, not fp8", "leave out --weights or --peer"]),
-        (["qwen3-8b", "--peer", "vllm", "--device", "cpu"], ["runs on a GPU and the target is on cpu"]),
+        (
+            ["qwen3-8b", "--weights", "fp8", "--peer", "vllm"],
+            ["plain numbers, not fp8", "leave out --weights or --peer"],
+        ),
+        (
+            ["qwen3-8b", "--peer", "vllm", "--device", "cpu"],
+            ["runs on a GPU and the target is on cpu"],
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_any_weight_is_made(

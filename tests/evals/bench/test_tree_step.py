@@ -19,31 +19,47 @@ from tests.evals.tiny import PROMPTS, tiny_decoder, tiny_report
 from tests.helpers.scripted_trees import ScriptedTrees
 
 PARENTS = [0, 0, 1, 2, 2, 5]
-"""Two drafts behind the anchor; the second is continued twice, and its second continuation once more."""
+"""Two drafts behind the anchor; the second is continued twice, and its second continuation once
+more.
+"""
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return tiny_report(num_draft_tokens=(4,), trees=(6,), temperatures=(0.0,), repeats=1, warmup=0, max_tokens=24)
+    return tiny_report(
+        num_draft_tokens=(4,), trees=(6,), temperatures=(0.0,), repeats=1, warmup=0, max_tokens=24
+    )
 
 
 def test_the_step_is_one_of_the_answer() -> None:
-    """Catches rows that are off by one, an answer that differs from plain decoding's, and a step cut from another request."""
+    """Catches rows that are off by one, an answer that differs from plain decoding's, and a step
+    cut from another request.
+    """
     decoder = tiny_decoder()
     prompt = decoder.tokenize([{"role": "user", "content": PROMPTS.items[0].turns[0]}])
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=0)
     plain = decoder.generate([prompt], sampling)
     assert isinstance(plain, list)
-    # Of every three steps one ends at the anchor, one at row 4 (by way of 2), and one at row 6 (by way of 2 and 5).
+    # Of every three steps one ends at the anchor, one at row 4 (by way of 2), and one at row 6 (by
+    # way of 2 and 5).
     drafter = ScriptedTrees({tuple(prompt): plain[0].token_ids}, [PARENTS], ends=[0, 4, 6])
     step = tree_step(decoder, drafter, PROMPTS, sampling, 6)
     assert step is not None
-    assert (step["prompt"], step["step"], step["parents"], step["ranks"]) == ("a", 3, PARENTS, [0, 1, 0, 0, 1, 0])
+    assert (step["prompt"], step["step"], step["parents"], step["ranks"]) == (
+        "a",
+        3,
+        PARENTS,
+        [0, 1, 0, 0, 1, 0],
+    )
     assert step["accepted"] == [2, 5, 6]
     assert step["num_steps"] > 3
     texts = [decoder.tokenizer.decode([token]) for token in plain[0].token_ids]
     # The prefill gave one token, the steps before 1 and 3; the anchor is the last of these.
-    assert [step["tokens"][0], *(step["tokens"][row] for row in step["accepted"]), step["next_token"]] == texts[4:9]
+    assert [
+        step["tokens"][0],
+        *(step["tokens"][row] for row in step["accepted"]),
+        step["next_token"],
+    ] == texts[4:9]
 
 
 def test_an_answer_without_drafts_has_no_tree() -> None:
@@ -105,7 +121,9 @@ def test_reports_of_before_trees_are_still_shown(report: dict[str, Any]) -> None
 
 
 def test_shapes_and_ranks_reach_the_statistics_of_a_request() -> None:
-    """Catches a chain that is counted as a tree, ranks of drafts that were not kept, and sizes of another step."""
+    """Catches a chain that is counted as a tree, ranks of drafts that were not kept, and sizes of
+    another step.
+    """
     decoder = tiny_decoder()
     prompt = decoder.tokenize("abcabcabcabc")
     plain = decoder.generate(prompt, SamplingParams(max_tokens=24, ignore_eos=True))
@@ -116,6 +134,7 @@ def test_shapes_and_ranks_reach_the_statistics_of_a_request() -> None:
     while engine.has_work:
         engine.step()
     stats = GenerationResult.of(request, "").stats
-    # 13 tokens behind the first: rows 2, 5, 6 and one more, row 1 and one more, and so on; the last step has one token to give.
+    # 13 tokens behind the first: rows 2, 5, 6 and one more, row 1 and one more, and so on; the last
+    # step has one token to give.
     assert stats == AcceptanceStats([3] * 5, [3, 1, 3, 1, 1], [4, 2, 4, 2, 1], [6] * 5, [4, 5])
     assert (stats.steps_by_shape, stats.num_verified) == ({"tree 6": 5}, [6] * 5)

@@ -40,9 +40,17 @@ def decoder_of(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("defaults", [SamplingDefaults(), SamplingDefaults(1.2, min_tokens=4)], ids=["plain", "penalized"])
-def test_transformers_gives_the_same_tokens_side_by_side(folder: Path, defaults: SamplingDefaults) -> None:
-    """Padded batches, an end token inside a batch, and prompt lookup; in float32 nothing may differ from plain decoding."""
+@pytest.mark.parametrize(
+    "defaults",
+    [SamplingDefaults(), SamplingDefaults(1.2, min_tokens=4)],
+    ids=["plain", "penalized"],
+)
+def test_transformers_gives_the_same_tokens_side_by_side(
+    folder: Path, defaults: SamplingDefaults
+) -> None:
+    """Padded batches, an end token inside a batch, and prompt lookup; in float32 nothing may differ
+    from plain decoding.
+    """
     config = BenchConfig(
         sets=(PROMPTS,),
         num_draft_tokens=(2,),
@@ -79,28 +87,41 @@ def test_a_batch_stops_each_answer_at_its_own_end(folder: Path) -> None:
     samplings = [SamplingParams(max_tokens=count) for count in (4, 9, 6, 3)]
     expected = [decoder.generate(p, s).token_ids for p, s in zip(prompts, samplings, strict=True)]
     peer._eos = [expected[1][2]]  # type: ignore[attr-defined]
-    expected = [tokens[: tokens.index(peer._eos[0]) + 1] if peer._eos[0] in tokens else tokens for tokens in expected]  # type: ignore[attr-defined]
+    expected = [
+        tokens[: tokens.index(peer._eos[0]) + 1] if peer._eos[0] in tokens else tokens  # type: ignore[attr-defined]
+        for tokens in expected
+    ]
     assert len(expected[1]) == 3
     assert peer.generate(prompts, samplings, concurrency=3) == expected
 
 
 def test_a_checkpoint_that_asks_for_what_llama_cpp_has_otherwise(folder: Path) -> None:
     verifier = decoder_of(folder).verifier
-    for defaults in (SamplingDefaults(1.1), SamplingDefaults(min_tokens=1), SamplingDefaults(min_length=9)):
+    for defaults in (
+        SamplingDefaults(1.1),
+        SamplingDefaults(min_tokens=1),
+        SamplingDefaults(min_length=9),
+    ):
         verifier.defaults = defaults
-        with pytest.raises(InvalidInputError, match="measure all without, by --generation-config none"):
+        with pytest.raises(
+            InvalidInputError, match="measure all without, by --generation-config none"
+        ):
             load_peer("llama.cpp:x.gguf", verifier)
 
 
 def test_llama_cpp_decodes_the_embedded_file() -> None:
-    """Catches a wrong vocabulary and prompts that are not reset; its 8-bit activations may pick other words elsewhere."""
+    """Catches a wrong vocabulary and prompts that are not reset; its 8-bit activations may pick
+    other words elsewhere.
+    """
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     from specdec.session.decoder import SpecDecoder
 
     decoder = SpecDecoder.from_pretrained("embedded", drafter=None, dtype="float32")
     prompt = decoder.tokenize([{"role": "user", "content": "Count from 1 to 5."}])
     sampling = SamplingParams(max_tokens=8)
-    (tokens,) = load_peer("llama.cpp", decoder.verifier).generate([prompt], [sampling], concurrency=1)
+    (tokens,) = load_peer("llama.cpp", decoder.verifier).generate(
+        [prompt], [sampling], concurrency=1
+    )
     assert decoder.tokenizer.decode(tokens).startswith("1.")
 
 
@@ -112,7 +133,8 @@ class FakeVllm:
         waiting, most_waiting: requests that have not ended, and how many there were at most.
         running: engines that were started and not shut down.
         fails: the next engine does not start.
-        counts: what the engine tells of its drafts; each request adds 10 steps and 35 accepted drafts.
+        counts: what the engine tells of its drafts; each request adds 10 steps and 35 accepted
+            drafts.
         library: the module.
     """
 
@@ -124,8 +146,15 @@ class FakeVllm:
         self.running = 0
         self.fails = False
         self.library = library = ModuleType("vllm")
-        library.__version__, library.LLM, library.SamplingParams = "0.23.0", self.start, lambda **options: options  # type: ignore[attr-defined]
-        library.inputs, library.sampling_params = ModuleType("vllm.inputs"), ModuleType("vllm.sampling_params")  # type: ignore[attr-defined]
+        library.__version__, library.LLM, library.SamplingParams = (  # type: ignore[attr-defined]
+            "0.23.0",
+            self.start,
+            lambda **options: options,
+        )
+        library.inputs, library.sampling_params = (  # type: ignore[attr-defined]
+            ModuleType("vllm.inputs"),
+            ModuleType("vllm.sampling_params"),
+        )
         library.inputs.tokens_input = lambda token_ids: {"prompt_token_ids": token_ids}
         library.sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
         for module in (library, library.inputs, library.sampling_params):
@@ -141,7 +170,10 @@ class FakeVllm:
         return SimpleNamespace(llm_engine=engine, get_metrics=self.get_metrics)
 
     def get_metrics(self) -> list[Any]:
-        counters = [SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value) for name, value in self.counts.items()]
+        counters = [
+            SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=value)
+            for name, value in self.counts.items()
+        ]
         return [SimpleNamespace(name="vllm:a_histogram", buckets={}), *counters]
 
     def shut_down(self) -> None:
@@ -155,8 +187,14 @@ class FakeVllm:
     def step(self) -> list[Any]:
         """Ends the request that came last, and says of the first that it goes on."""
         ended = self.waiting.pop()
-        self.counts = {name: self.counts.get(name, 0.0) + more for name, more in (("drafts", 10), ("accepted_tokens", 35))}
-        going_on = [SimpleNamespace(request_id=name, finished=False, outputs=[]) for name, _ in self.waiting[:1]]
+        self.counts = {
+            name: self.counts.get(name, 0.0) + more
+            for name, more in (("drafts", 10), ("accepted_tokens", 35))
+        }
+        going_on = [
+            SimpleNamespace(request_id=name, finished=False, outputs=[])
+            for name, _ in self.waiting[:1]
+        ]
         answer = SimpleNamespace(token_ids=(*ended[1], 2))
         return [*going_on, SimpleNamespace(request_id=ended[0], finished=True, outputs=[answer])]
 
@@ -170,32 +208,58 @@ def gpu_verifier(folder: Path, **changes: Any) -> Any:
     """The tiny target as if it lay on a GPU."""
     verifier = decoder_of(folder).verifier
     names = ("name", "dtype", "max_model_len", "eos_token_ids", "embedding_scale")
-    return SimpleNamespace(**{name: getattr(verifier, name) for name in names} | {"device": torch.device("cuda")} | changes)
+    return SimpleNamespace(
+        **{name: getattr(verifier, name) for name in names}
+        | {"device": torch.device("cuda")}
+        | changes
+    )
 
 
 def test_vllm_is_asked_for_the_same_work(folder: Path, vllm: FakeVllm) -> None:
-    """Catches lengths, end tokens or numbers of conversations that are not passed on, and what the user set to end outputs."""
+    """Catches lengths, end tokens or numbers of conversations that are not passed on, and what the
+    user set to end outputs.
+    """
     with pytest.raises(InvalidInputError, match="runs on a GPU and the target is on cpu"):
         load_peer("vllm", decoder_of(folder).verifier)
     with pytest.raises(InvalidInputError, match="names no drafter checkpoint"):
         load_peer("vllm:nothing", gpu_verifier(folder))
     peer = load_peer("vllm", gpu_verifier(folder))
     controls: dict[str, Any] = {"repetition_penalty": 1.3, "min_tokens": 2}
-    samplings = [SamplingParams(max_tokens=5, stop_token_ids=(8, 9), **controls), SamplingParams(max_tokens=6, ignore_eos=True)]
+    samplings = [
+        SamplingParams(max_tokens=5, stop_token_ids=(8, 9), **controls),
+        SamplingParams(max_tokens=6, ignore_eos=True),
+    ]
     assert peer.generate([[1, 2], [3]], samplings, concurrency=8) == [[1, 2, 2], [3, 2]]
     started, *asked = vllm.calls
-    assert (started["model"], started["max_num_seqs"], started["dtype"]) == (str(folder), 256, "float32")
+    assert (started["model"], started["max_num_seqs"], started["dtype"]) == (
+        str(folder),
+        256,
+        "float32",
+    )
     assert started["enable_prefix_caching"] is False
-    assert [one["prompt"] for one in asked] == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
+    assert [one["prompt"] for one in asked] == [
+        {"prompt_token_ids": [1, 2]},
+        {"prompt_token_ids": [3]},
+    ]
     params = [one["params"] for one in asked]
     assert [one["max_tokens"] for one in params] == [5, 6]
-    assert [(one["repetition_penalty"], one["min_tokens"]) for one in params] == [(1.3, 2), (1.0, 0)]
-    assert [(one["stop_token_ids"], one["ignore_eos"]) for one in params] == [([2, 8, 9], False), ([], True)]
+    assert [(one["repetition_penalty"], one["min_tokens"]) for one in params] == [
+        (1.3, 2),
+        (1.0, 0),
+    ]
+    assert [(one["stop_token_ids"], one["ignore_eos"]) for one in params] == [
+        ([2, 8, 9], False),
+        ([], True),
+    ]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
-def test_vllm_has_as_many_conversations_as_asked_for(folder: Path, vllm: FakeVllm, concurrency: int) -> None:
-    """Catches answers in the order in which they end, and more or fewer conversations at once than in our engine."""
+def test_vllm_has_as_many_conversations_as_asked_for(
+    folder: Path, vllm: FakeVllm, concurrency: int
+) -> None:
+    """Catches answers in the order in which they end, and more or fewer conversations at once than
+    in our engine.
+    """
     peer = load_peer("vllm", gpu_verifier(folder))
     for prompts in ([[number] for number in range(3, 10)], [[4, 5]]):
         vllm.most_waiting = 0
@@ -204,8 +268,12 @@ def test_vllm_has_as_many_conversations_as_asked_for(folder: Path, vllm: FakeVll
         assert vllm.most_waiting == min(concurrency, len(prompts))
 
 
-def test_a_head_goes_to_releases_that_know_it_with_whole_tables(tmp_path: Path, vllm: FakeVllm) -> None:
-    """Catches a head that is left out, tied tables that vLLM would not find, and a name that is taken for a folder."""
+def test_a_head_goes_to_releases_that_know_it_with_whole_tables(
+    tmp_path: Path, vllm: FakeVllm
+) -> None:
+    """Catches a head that is left out, tied tables that vLLM would not find, and a name that is
+    taken for a folder.
+    """
     embedded: Any = SimpleNamespace(
         name="embedded",
         dtype=torch.bfloat16,
@@ -214,7 +282,10 @@ def test_a_head_goes_to_releases_that_know_it_with_whole_tables(tmp_path: Path, 
         embedding_scale=1.0,
         device=torch.device("cuda"),
     )
-    with pytest.raises(InvalidInputError, match=r"peer 'vllm:embedded': the drafter has a head, which vLLM 0\.23\.0 does not know"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"peer 'vllm:embedded': the drafter has a head, which vLLM 0\.23\.0 does not know",
+    ):
         load_peer("vllm:embedded", embedded)
     vllm.library.__version__ = "0.26.0"  # type: ignore[attr-defined]
     peer = load_peer("vllm:embedded", embedded)
@@ -232,16 +303,22 @@ def test_a_head_goes_to_releases_that_know_it_with_whole_tables(tmp_path: Path, 
     assert tensors[table].shape == (own.vocab_size, tied[table].shape[0])
 
 
-def test_heads_that_vllm_would_take_for_others_stay_away(folder: Path, tmp_path: Path, vllm: FakeVllm) -> None:
+def test_heads_that_vllm_would_take_for_others_stay_away(
+    folder: Path, tmp_path: Path, vllm: FakeVllm
+) -> None:
     """Of DSpark's heads it knows the one that looks at the token before alone."""
     vllm.library.__version__ = "0.26.0"  # type: ignore[attr-defined]
     write_tiny_dflash(tmp_path / "drafter", replace(TINY, head=MarkovConfig(rank=4, kind="gated")))
-    with pytest.raises(InvalidInputError, match=r"the drafter has a head, which vLLM 0\.26\.0 does not know"):
+    with pytest.raises(
+        InvalidInputError, match=r"the drafter has a head, which vLLM 0\.26\.0 does not know"
+    ):
         load_peer(f"vllm:{tmp_path / 'drafter'}", gpu_verifier(folder))
 
 
 def test_vllm_never_holds_two_engines(folder: Path, vllm: FakeVllm) -> None:
-    """Catches an engine that keeps its memory, one that failed to start and is then asked, and two peers that take turns."""
+    """Catches an engine that keeps its memory, one that failed to start and is then asked, and two
+    peers that take turns.
+    """
     peer = load_peer("vllm", gpu_verifier(folder))
     ask = partial(peer.generate, [[1]], [SamplingParams()])
     for concurrency in (1, 4, 300):
@@ -255,14 +332,20 @@ def test_vllm_never_holds_two_engines(folder: Path, vllm: FakeVllm) -> None:
     vllm.fails = False
     assert ask(concurrency=4) == [[1, 2]]
     assert vllm.running == 1
-    with pytest.raises(InvalidInputError, match="has peer 'vllm'; measure 'vllm:a/b' in a run of its own"):
+    with pytest.raises(
+        InvalidInputError, match="has peer 'vllm'; measure 'vllm:a/b' in a run of its own"
+    ):
         load_peer("vllm:a/b", gpu_verifier(folder))
     del peer, ask
     load_peer("vllm", gpu_verifier(folder))
 
 
-def test_vllm_gets_the_weights_that_transformers_reads(folder: Path, tmp_path: Path, vllm: FakeVllm) -> None:
-    """Further safetensors files beside the model, as the embedded one has, would be loaded as if they were its own."""
+def test_vllm_gets_the_weights_that_transformers_reads(
+    folder: Path, tmp_path: Path, vllm: FakeVllm
+) -> None:
+    """Further safetensors files beside the model, as the embedded one has, would be loaded as if
+    they were its own.
+    """
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "blocks.safetensors").write_bytes(b"other weights")
     peer = load_peer("vllm", gpu_verifier(tmp_path / "model"))
@@ -272,8 +355,12 @@ def test_vllm_gets_the_weights_that_transformers_reads(folder: Path, tmp_path: P
     assert (given / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     del peer
     assert not given.exists()
-    (tmp_path / "model" / "model.safetensors.index.json").write_text("{}")  # with it vLLM chooses as Transformers does
-    load_peer("vllm", gpu_verifier(tmp_path / "model")).generate([[1]], [SamplingParams()], concurrency=1)
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(
+        "{}"
+    )  # with it vLLM chooses as Transformers does
+    load_peer("vllm", gpu_verifier(tmp_path / "model")).generate(
+        [[1]], [SamplingParams()], concurrency=1
+    )
     assert vllm.calls[2]["model"] == str(tmp_path / "model")
 
 
@@ -291,14 +378,21 @@ def test_vllm_gets_the_weights_that_transformers_reads(folder: Path, tmp_path: P
     ],
 )
 def test_vllm_is_given_no_drafter_that_it_reads_otherwise(
-    changes: dict[str, Any], target: dict[str, Any], said: str | None, folder: Path, tmp_path: Path, vllm: FakeVllm
+    changes: dict[str, Any],
+    target: dict[str, Any],
+    said: str | None,
+    folder: Path,
+    tmp_path: Path,
+    vllm: FakeVllm,
 ) -> None:
     """vLLM 0.23 raises no error for these; its drafts would be wrong and its figures too low."""
     config = replace(TINY, **changes)
     write_tiny_dflash(tmp_path / "drafter", config)
     name, verifier = f"vllm:{tmp_path / 'drafter'}", gpu_verifier(folder, **target)
     if said is not None:
-        with pytest.raises(InvalidInputError, match=f"the drafter has {said}, which vLLM 0.23.0 does not know"):
+        with pytest.raises(
+            InvalidInputError, match=f"the drafter has {said}, which vLLM 0.23.0 does not know"
+        ):
             load_peer(name, verifier)
         return
     load_peer(name, verifier).generate([[1]], [SamplingParams()], concurrency=1)
@@ -316,10 +410,15 @@ def test_vllm_is_given_no_drafter_that_it_reads_otherwise(
         ({"peers": ("llama.cpp:missing.gguf",)}, "no file 'missing.gguf'"),
         ({"peers": ("llama.cpp",)}, "give it as llama.cpp:FILE"),
         ({"peers": ("transformers",), "temperatures": (0.0, 1.0)}, "the temperature is 1"),
-        ({"peers": ("transformers-lookup",), "concurrencies": (1, 4)}, "concurrency is 4 and peer 'transformers-lookup' decodes 1"),
+        (
+            {"peers": ("transformers-lookup",), "concurrencies": (1, 4)},
+            "concurrency is 4 and peer 'transformers-lookup' decodes 1",
+        ),
     ],
 )
-def test_what_a_peer_cannot_do_is_said_before_measuring(changes: dict[str, Any], message: str, folder: Path) -> None:
+def test_what_a_peer_cannot_do_is_said_before_measuring(
+    changes: dict[str, Any], message: str, folder: Path
+) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Bench(decoder_of(folder), BenchConfig(**{"sets": (PROMPTS,)} | changes))
 

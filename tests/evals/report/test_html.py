@@ -1,4 +1,6 @@
-"""The page of a report: the same from a file as live, self-contained, and rendered by a real browser."""
+"""The page of a report: the same from a file as live, self-contained, and rendered by a real
+browser.
+"""
 
 import json
 import re
@@ -11,12 +13,17 @@ import pytest
 
 from tests.evals.tiny import tiny_report
 
-pytest.importorskip("matplotlib", reason="the page is drawn with matplotlib, which comes with the extra eval")
+pytest.importorskip(
+    "matplotlib", reason="the page is drawn with matplotlib, which comes with the extra eval"
+)
 
 from evals.report.html import html_report
 from tests.helpers.waiting import HANG
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 
 MEASURE = """
 <script>
@@ -79,7 +86,11 @@ def test_page_of_an_evaluation_has_its_plots(report: dict[str, Any]) -> None:
     """Catches a page that only a bench report can fill."""
     row = next(row for row in report["rows"] if row["drafter"] != "none")
     acceptance = row["acceptance"] | {"tau_per_request": row["tau_per_answer"]}
-    side = {"metrics": {"exact_match,strict-match": {"value": 0.5, "stderr": None}}, "tokens_per_second": 9.0, "acceptance": None}
+    side = {
+        "metrics": {"exact_match,strict-match": {"value": 0.5, "stderr": None}},
+        "tokens_per_second": 9.0,
+        "acceptance": None,
+    }
     task = {
         "task": "a task",
         "num_samples": 4,
@@ -89,7 +100,9 @@ def test_page_of_an_evaluation_has_its_plots(report: dict[str, Any]) -> None:
         "differences": [],
     }
     head = {name: report[name] for name in ("schema_version", "provenance", "complete")}
-    page = html_report(head | {"schema": "specdec-eval", "settings": {"drafter": "ngram", "k": 2}, "tasks": [task]})
+    page = html_report(
+        head | {"schema": "specdec-eval", "settings": {"drafter": "ngram", "k": 2}, "tasks": [task]}
+    )
     assert page.count("<svg") == 2
     assert "0.5000" in page
 
@@ -97,10 +110,15 @@ def test_page_of_an_evaluation_has_its_plots(report: dict[str, Any]) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None:
-    """Catches plots that are empty, cut off or unreadable, a page wider than the window, and errors on the console."""
+    """Catches plots that are empty, cut off or unreadable, a page wider than the window, and errors
+    on the console.
+    """
     assert CHROMIUM is not None
     file = tmp_path / "page.html"
-    file.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", page).replace("</body>", MEASURE + "</body>"), encoding="utf-8")
+    file.write_text(
+        re.sub(r"<meta http-equiv=[^>]*>", "", page).replace("</body>", MEASURE + "</body>"),
+        encoding="utf-8",
+    )
     done = _chromium(width, "--dump-dom", file.as_uri())
     found = re.search(r"<pre id=\"?result\"?>(.*?)</pre>", done.stdout)
     assert found, done.stdout[:500] + done.stderr[-500:]
@@ -116,8 +134,12 @@ def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None
         assert figure["marks"] > 5
         assert figure["outside"] == 0, "text sticks out of its plot"
         assert figure["smallest"] >= 9, "text too small to read"
-    assert len(result["nodes"]) > 2 * 2  # at least an anchor, a draft and the target's token in each of two trees
-    assert all(node["fits"] and node["height"] == 22 for node in result["nodes"]), "a token sticks out of its box, or is scaled"
+    assert (
+        len(result["nodes"]) > 2 * 2
+    )  # at least an anchor, a draft and the target's token in each of two trees
+    assert all(node["fits"] and node["height"] == 22 for node in result["nodes"]), (
+        "a token sticks out of its box, or is scaled"
+    )
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -126,13 +148,30 @@ def test_chromium_has_nothing_to_complain_about(page: str, tmp_path: Path) -> No
     file = tmp_path / "page.html"
     file.write_text(page, encoding="utf-8")
     assert "CONSOLE" not in _chromium(1280, "--dump-dom", file.as_uri()).stderr
-    file.write_text(page.replace("</body>", "<script>console.error('seen')</script></body>"), encoding="utf-8")
-    assert "CONSOLE" in _chromium(1280, "--dump-dom", file.as_uri()).stderr, "the console is not being watched"
+    file.write_text(
+        page.replace("</body>", "<script>console.error('seen')</script></body>"), encoding="utf-8"
+    )
+    assert "CONSOLE" in _chromium(1280, "--dump-dom", file.as_uri()).stderr, (
+        "the console is not being watched"
+    )
 
 
 def _chromium(width: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
     # A window narrower than 500 cannot be had headless, so the device is emulated by its size.
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--log-level=0"]
-    command = [CHROMIUM, *options, f"--window-size={width},1600", "--virtual-time-budget=2000", *arguments]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        "--log-level=0",
+    ]
+    command = [
+        CHROMIUM,
+        *options,
+        f"--window-size={width},1600",
+        "--virtual-time-budget=2000",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)

@@ -8,7 +8,8 @@ from evals.report.tree import draw_tree
 
 SVG = "{http://www.w3.org/2000/svg}"
 
-# the anchor, then 1 and 2 behind it, 3 and 4 behind 1, 5 behind 2, 6 behind 5; the target takes 2 and 5
+# the anchor, then 1 and 2 behind it, 3 and 4 behind 1, 5 behind 2, 6 behind 5; the target takes 2
+# and 5
 STEP: dict[str, Any] = {
     "tokens": ["the", " cat", "<b>", " sat", " ran", "\n", " supercalifragilistic"],
     "parents": [0, 0, 1, 1, 2, 5],
@@ -18,8 +19,12 @@ STEP: dict[str, Any] = {
 }
 
 
-def drawn(step: dict[str, Any]) -> tuple[dict[str, tuple[str, float, float]], list[tuple[str, float, float]]]:
-    """Of every box by its token the kind, left end and middle; and of every edge its kind and where it ends."""
+def drawn(
+    step: dict[str, Any],
+) -> tuple[dict[str, tuple[str, float, float]], list[tuple[str, float, float]]]:
+    """Of every box by its token the kind, left end and middle; and of every edge its kind and where
+    it ends.
+    """
     root = ElementTree.fromstring(draw_tree(step))
     boxes = {}
     for group in root.iter(f"{SVG}g"):
@@ -55,7 +60,9 @@ def test_every_draft_is_drawn_in_the_column_of_its_depth() -> None:
 
 
 def test_the_path_that_was_taken_leads_to_the_targets_own_token() -> None:
-    """Catches accepted drafts that look like others, and a token that hangs on another draft than the last accepted."""
+    """Catches accepted drafts that look like others, and a token that hangs on another draft than
+    the last accepted.
+    """
     boxes, edges = drawn(STEP)
     assert {token: kind for token, (kind, *_) in boxes.items() if kind != "left-behind"} == {
         "'the'": "anchor",
@@ -64,10 +71,16 @@ def test_the_path_that_was_taken_leads_to_the_targets_own_token() -> None:
         "' on'": "own",
     }
     ends = {(kind, left, middle) for kind, left, middle in boxes.values() if kind != "anchor"}
-    assert sorted(edges) == sorted(ends), "an edge comes to every box but the anchor's, and looks like it"
-    assert [kind for kind, *_ in edges] == ["left-behind"] * 4 + ["accepted"] * 2 + ["own"], "what was taken lies on top"
+    assert sorted(edges) == sorted(ends), (
+        "an edge comes to every box but the anchor's, and looks like it"
+    )
+    assert [kind for kind, *_ in edges] == ["left-behind"] * 4 + ["accepted"] * 2 + ["own"], (
+        "what was taken lies on top"
+    )
     alone = drawn(STEP | {"accepted": []})[0]
-    assert alone["' on'"][1] == alone["' cat'"][1], "without accepted drafts it comes behind the anchor"
+    assert alone["' on'"][1] == alone["' cat'"][1], (
+        "without accepted drafts it comes behind the anchor"
+    )
 
 
 def test_no_two_boxes_lie_on_each_other() -> None:
@@ -75,8 +88,19 @@ def test_no_two_boxes_lie_on_each_other() -> None:
     boxes, _ = drawn(STEP)
     places = [(left, middle) for _, left, middle in boxes.values()]
     assert len(set(places)) == len(places) == 8
-    assert boxes["'the'"][2] == boxes["' cat'"][2] == boxes["' sat'"][2] < boxes["' ran'"][2] < boxes["'<b>'"][2]
-    assert boxes["'<b>'"][2] == boxes[r"'\n'"][2] == boxes["' supercalifragilistic'"][2] < boxes["' on'"][2]
+    assert (
+        boxes["'the'"][2]
+        == boxes["' cat'"][2]
+        == boxes["' sat'"][2]
+        < boxes["' ran'"][2]
+        < boxes["'<b>'"][2]
+    )
+    assert (
+        boxes["'<b>'"][2]
+        == boxes[r"'\n'"][2]
+        == boxes["' supercalifragilistic'"][2]
+        < boxes["' on'"][2]
+    )
 
 
 def test_tokens_are_shown_as_they_are() -> None:

@@ -1,12 +1,13 @@
-"""Compares the emulation's signatures with AITER's own, which are read and not imported: neither a GPU nor ROCm is needed.
+"""Compares the emulation's signatures with AITER's own, which are read and not imported: neither a
+GPU nor ROCm is needed.
 
     python -m tests.helpers.aiter_emulation.compare_signatures                        the installed amd-aiter
     python -m tests.helpers.aiter_emulation.compare_signatures aiter/aiter 0.1.21     the package in a checkout, and its version
     python -m tests.helpers.aiter_emulation.compare_signatures --repository aiter     every release and the newest main
 
-Releases are the tags like v0.1.16 and v0.1.16.post1 from the oldest emulated version on; `main` counts as the newest emulated one.
-Each is compared with the newest emulated version not above it. Exits with 1 when a signature differs, with 2 when there is nothing
-to compare.
+Releases are the tags like v0.1.16 and v0.1.16.post1 from the oldest emulated version on; `main`
+counts as the newest emulated one. Each is compared with the newest emulated version not above it.
+Exits with 1 when a signature differs, with 2 when there is nothing to compare.
 """
 
 import argparse
@@ -20,7 +21,13 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from tests.helpers.aiter_emulation.signatures import SOURCES, VERSIONS, nearest, signature, version_key
+from tests.helpers.aiter_emulation.signatures import (
+    SOURCES,
+    VERSIONS,
+    nearest,
+    signature,
+    version_key,
+)
 
 Parameters = list[str]
 """`name` or `name=default` of every parameter."""
@@ -31,15 +38,26 @@ Read = Callable[[str], str | None]
 
 @cache
 def functions(source: str) -> dict[str, Parameters]:
-    """The parameters of every function that is compared; of several with one name those of the last."""
-    found = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name in SOURCES)
+    """The parameters of every function that is compared; of several with one name those of the
+    last.
+    """
+    found = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name in SOURCES
+    )
     return {node.name: _parameters(node.args) for node in found}
 
 
 def _parameters(arguments: ast.arguments) -> Parameters:
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults)) + list(arguments.defaults)
-    return [n if d is None else f"{n}={_plain(ast.unparse(d))}" for n, d in zip(names, defaults, strict=True)]
+    defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults)) + list(
+        arguments.defaults
+    )
+    return [
+        n if d is None else f"{n}={_plain(ast.unparse(d))}"
+        for n, d in zip(names, defaults, strict=True)
+    ]
 
 
 _DEFAULTS = {
@@ -60,7 +78,10 @@ def expected(name: str, version: str) -> Parameters | None:
     if known is None:
         return None
     empty = inspect.Parameter.empty
-    return [p.name if p.default is empty else f"{p.name}={p.default!r}" for p in known.parameters.values()]
+    return [
+        p.name if p.default is empty else f"{p.name}={p.default!r}"
+        for p in known.parameters.values()
+    ]
 
 
 def differences(read: Read, version: str) -> list[str]:
@@ -77,7 +98,10 @@ def differences(read: Read, version: str) -> list[str]:
         actual = None if source is None else functions(source).get(name)
         wanted = expected(name, emulated)
         if actual != wanted:
-            lines.append(f"{name} ({path}): AITER {version} has {actual}, the emulation of {emulated} has {wanted}")
+            lines.append(
+                f"{name} ({path}): AITER {version} has {actual}, the emulation of {emulated} has"
+                f" {wanted}"
+            )
     return lines
 
 
@@ -87,9 +111,20 @@ def folder_reader(folder: Path) -> Read:
 
 
 def revision_reader(repository: Path, revision: str) -> Read:
-    """The files of the `aiter` package at a revision of a git repository; nothing is checked out."""
-    listed = _git(repository, "ls-tree", "-r", revision, *sorted({f"aiter/{path}" for path in SOURCES.values()})).splitlines()
-    blobs = {path.removeprefix("aiter/"): about.split()[2] for about, path in (line.split("\t") for line in listed)}
+    """The files of the `aiter` package at a revision of a git repository;
+    nothing is checked out.
+    """
+    listed = _git(
+        repository,
+        "ls-tree",
+        "-r",
+        revision,
+        *sorted({f"aiter/{path}" for path in SOURCES.values()}),
+    ).splitlines()
+    blobs = {
+        path.removeprefix("aiter/"): about.split()[2]
+        for about, path in (line.split("\t") for line in listed)
+    }
     return lambda path: _blob(repository, blobs[path]) if path in blobs else None
 
 
@@ -99,7 +134,9 @@ def _blob(repository: Path, name: str) -> str:
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"git {arguments[0]} in {repository}: {done.stderr.strip()}")
     return done.stdout
@@ -107,13 +144,25 @@ def _git(repository: Path, *arguments: str) -> str:
 
 def releases(repository: Path) -> dict[str, str]:
     """Revisions to compare and their versions, oldest first, `main` last where there is one."""
-    tags = [tag for tag in _git(repository, "tag", "--list", "v*").split() if re.fullmatch(r"v\d+(\.\d+)*(\.post\d+)?", tag)]
-    known = {tag: tag[1:] for tag in sorted(tags, key=version_key) if version_key(tag) >= version_key(VERSIONS[0])}
-    return known | ({"main": VERSIONS[-1]} if _git(repository, "branch", "--list", "main").strip() else {})
+    tags = [
+        tag
+        for tag in _git(repository, "tag", "--list", "v*").split()
+        if re.fullmatch(r"v\d+(\.\d+)*(\.post\d+)?", tag)
+    ]
+    known = {
+        tag: tag[1:]
+        for tag in sorted(tags, key=version_key)
+        if version_key(tag) >= version_key(VERSIONS[0])
+    }
+    return known | (
+        {"main": VERSIONS[-1]} if _git(repository, "branch", "--list", "main").strip() else {}
+    )
 
 
 def compare_repository(repository: Path) -> int:
-    """Prints a line for every release, and below it one for every function that differs; returns the exit status."""
+    """Prints a line for every release, and below it one for every function that differs; returns
+    the exit status.
+    """
     wrong, revisions = 0, releases(repository)
     for revision, version in revisions.items():
         found = differences(revision_reader(repository, revision), version)
@@ -130,12 +179,19 @@ def compare_repository(repository: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     """Runs the comparison."""
-    parser = argparse.ArgumentParser(prog="python -m tests.helpers.aiter_emulation.compare_signatures", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.helpers.aiter_emulation.compare_signatures", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "folder", nargs="?", type=Path, help="the aiter package inside a checkout (default: the installed amd-aiter)"
+        "folder",
+        nargs="?",
+        type=Path,
+        help="the aiter package inside a checkout (default: the installed amd-aiter)",
     )
-    parser.add_argument("version", nargs="?", default=VERSIONS[-1], help="of the folder (default %(default)s)")
+    parser.add_argument(
+        "version", nargs="?", default=VERSIONS[-1], help="of the folder (default %(default)s)"
+    )
     parser.add_argument("--repository", type=Path, help="a git repository of AITER, with its tags")
     args = parser.parse_args(arguments)
     if args.repository is not None:
@@ -145,7 +201,10 @@ def main(arguments: list[str]) -> int:
         try:
             distribution = metadata.distribution("amd-aiter")
         except metadata.PackageNotFoundError:
-            print("amd-aiter is not installed; name the aiter folder of a checkout, or --repository", file=sys.stderr)
+            print(
+                "amd-aiter is not installed; name the aiter folder of a checkout, or --repository",
+                file=sys.stderr,
+            )
             return 2
         folder, version = Path(str(distribution.locate_file("aiter"))), distribution.version
     numbers = re.match(r"v?(\d+(?:\.\d+)*(?:\.post\d+)?)", version)

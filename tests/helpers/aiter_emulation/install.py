@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.helpers.aiter_emulation import cache, indexer, layers, mha, mla, mla_plan, mla_reduce, paged, prefill_ps, routing
+from tests.helpers.aiter_emulation import (
+    cache,
+    indexer,
+    layers,
+    mha,
+    mla,
+    mla_plan,
+    mla_reduce,
+    paged,
+    prefill_ps,
+    routing,
+)
 from tests.helpers.aiter_emulation.machine import Machine
 from tests.helpers.aiter_emulation.signatures import SOURCES, signatures, version_key
 
@@ -43,7 +54,9 @@ COMPILED: dict[str, str | None] = {
     "silu_and_mul": None,
     "gelu_tanh_and_mul": None,
 }
-"""Functions that stand behind a wrapper without a signature, and the version from which they have one, if any."""
+"""Functions that stand behind a wrapper without a signature, and the version from which they have
+one, if any.
+"""
 
 GUARDED = {"rmsnorm2d_fwd": "0.1.18", "rmsnorm2d_fwd_with_add": "0.1.18"}
 """The reverse: from which version on."""
@@ -58,15 +71,24 @@ def hides_signature(name: str, version: str) -> bool:
 
 
 def operator(name: str, signature: inspect.Signature) -> Any:
-    """What torch knows of the operator behind such a function. All arguments count as tensors: only their names matter here."""
+    """What torch knows of the operator behind such a function. All arguments count as tensors: only
+    their names matter here.
+    """
     empty = inspect.Parameter.empty
-    arguments = [f"Tensor {p.name}" if p.default is empty else f"Tensor? {p.name}=None" for p in signature.parameters.values()]
+    arguments = [
+        f"Tensor {p.name}" if p.default is empty else f"Tensor? {p.name}=None"
+        for p in signature.parameters.values()
+    ]
     schema = torch._C.parse_schema(f"aiter::{name}({', '.join(arguments)}) -> ()")
     return types.SimpleNamespace(default=types.SimpleNamespace(_schema=schema))
 
 
-def bind(machine: Machine, name: str, signature: inspect.Signature, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with AITER's own signature; anything outside it is a TypeError, as with the real one."""
+def bind(
+    machine: Machine, name: str, signature: inspect.Signature, implementation: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function with AITER's own signature; anything outside it is a TypeError, as with the real
+    one.
+    """
 
     def function(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -85,7 +107,9 @@ def bind(machine: Machine, name: str, signature: inspect.Signature, implementati
     return function
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | None = None) -> Machine:
+def install(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | None = None
+) -> Machine:
     """Installs the emulation for the time of a test.
 
     Args:
@@ -96,7 +120,9 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | No
     machine = machine or Machine()
     info = folder / f"amd_aiter-{machine.version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: amd-aiter\nVersion: {machine.version}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: amd-aiter\nVersion: {machine.version}\n"
+    )
     monkeypatch.syspath_prepend(str(folder))
 
     modules: dict[str, types.ModuleType] = {}
@@ -111,7 +137,9 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, machine: Machine | No
         return modules[name]
 
     families = (mha, paged, cache, mla, mla_plan, mla_reduce, prefill_ps, indexer, routing, layers)
-    implementations = {name: function for family in families for name, function in vars(family).items()}
+    implementations = {
+        name: function for family in families for name, function in vars(family).items()
+    }
     operators = types.SimpleNamespace()
     for name, signature in signatures(machine.version):
         if machine.signatures == "schemas" and hides_signature(name, machine.version):

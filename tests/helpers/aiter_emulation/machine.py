@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-_TOLIST = torch.Tensor.tolist  # kept before any test guards them: kernels may look at values, the host may not
+_TOLIST = (
+    torch.Tensor.tolist
+)  # kept before any test guards them: kernels may look at values, the host may not
 _TENSOR = torch.tensor
 
 
@@ -46,20 +48,26 @@ class Machine:
     """AITER version and hardware.
 
     Attributes:
-        version: any from 0.1.15 on; `signatures.VERSIONS` are those that differ from the one before.
+        version: any from 0.1.15 on; `signatures.VERSIONS` are those that differ from the one
+            before.
         architecture: "gfx942" or "gfx950" have every kernel; others only the Triton ones.
-        num_compute_units: decides between the HIP and the assembly kernel of `paged_attention_common`.
-        allow_float32: also take float32, which no real kernel does, so that whole generations can be compared token for token.
-        no_keys: what `flash_attn_varlen_func` writes for a row that sees no key, output and logarithm of the denominator. AITER's
-            host code writes 0 and infinity where no request has a key; what its kernels write for one of them is not known.
-        signatures: what tells the arguments of functions that AITER compiles, whose wrapper hides them: "schemas", those of torch's
-            operators, as with AITER; "hidden", nothing; "shown", the function itself, for tests that ask the emulation.
-        any_shape: also take latents and heads of other sizes than the assembly kernels are written for (576/512 and 192/128), so
-            that tiny models can be compared.
+        num_compute_units: decides between the HIP and the assembly kernel of
+            `paged_attention_common`.
+        allow_float32: also take float32, which no real kernel does, so that whole generations can
+            be compared token for token.
+        no_keys: what `flash_attn_varlen_func` writes for a row that sees no key, output and
+            logarithm of the denominator. AITER's host code writes 0 and infinity where no request
+            has a key; what its kernels write for one of them is not known.
+        signatures: what tells the arguments of functions that AITER compiles, whose wrapper hides
+            them: "schemas", those of torch's operators, as with AITER; "hidden", nothing; "shown",
+            the function itself, for tests that ask the emulation.
+        any_shape: also take latents and heads of other sizes than the assembly kernels are written
+            for (576/512 and 192/128), so that tiny models can be compared.
         capturing: a graph is being captured: nothing may wait or compile.
         calls: every call so far.
         plans: what each decode plan was made from, by the address of its work list.
-        on_device: tensors that a test declares to live on the device; on a CPU nothing else tells them from the host's.
+        on_device: tensors that a test declares to live on the device; on a CPU nothing else tells
+            them from the host's.
         watch: told of every call and its result, for what records calls as a graph does.
     """
 
@@ -100,12 +108,19 @@ class Machine:
         device = {tensor.untyped_storage().data_ptr() for tensor in self.on_device}
         for argument, tensor in tensors.items():
             held = tensor.untyped_storage().data_ptr() not in device
-            refuse_unless(held, f"{name} is host code: {argument} on the device makes the host wait, and races with the stream")
+            refuse_unless(
+                held,
+                f"{name} is host code: {argument} on the device makes the host wait, and races with"
+                f" the stream",
+            )
 
     def size(self, name: str, *pairs: tuple[int, int]) -> None:
         """Sizes, as (got, wanted) pairs, that assembly has built in."""
         fits = self.any_shape or all(got == wanted for got, wanted in pairs)
-        refuse_unless(fits, f"{name}: sizes {[got for got, _ in pairs]}, not {[wanted for _, wanted in pairs]}")
+        refuse_unless(
+            fits,
+            f"{name}: sizes {[got for got, _ in pairs]}, not {[wanted for _, wanted in pairs]}",
+        )
 
     def needs_cdna(self, name: str) -> None:
         """The function is C++ or assembly."""
@@ -113,34 +128,51 @@ class Machine:
 
     def compile(self, *key: Any) -> None:
         """The first call with a template key compiles, which a capture does not survive."""
-        refuse_unless(not self.capturing or key in self.compiled, f"{key} compiles during capture; warm it up before")
+        refuse_unless(
+            not self.capturing or key in self.compiled,
+            f"{key} compiles during capture; warm it up before",
+        )
         self.compiled.add(key)
 
     def activation(self, name: str, *tensors: Tensor) -> torch.dtype:
         """The common type of query-like tensors."""
         allowed = (torch.bfloat16, torch.float16, *((torch.float32,) if self.allow_float32 else ()))
         dtypes = {tensor.dtype for tensor in tensors}
-        refuse_unless(len(dtypes) == 1 and dtypes <= set(allowed), f"{name} takes bf16 or fp16, not {dtypes}")
-        refuse_unless(all(tensor.stride(-1) == 1 for tensor in tensors), f"{name} needs a contiguous last dimension")
+        refuse_unless(
+            len(dtypes) == 1 and dtypes <= set(allowed), f"{name} takes bf16 or fp16, not {dtypes}"
+        )
+        refuse_unless(
+            all(tensor.stride(-1) == 1 for tensor in tensors),
+            f"{name} needs a contiguous last dimension",
+        )
         return tensors[0].dtype
 
     def kv_is_fp8(self, name: str, activation: torch.dtype, *tensors: Tensor) -> bool:
         """Whether a cache holds fp8; it may hold that or the activation's type."""
         dtypes = {tensor.dtype for tensor in tensors}
-        refuse_unless(len(dtypes) == 1 and dtypes <= {activation, self.fp8}, f"{name}: cache of {dtypes} on {self.architecture}")
+        refuse_unless(
+            len(dtypes) == 1 and dtypes <= {activation, self.fp8},
+            f"{name}: cache of {dtypes} on {self.architecture}",
+        )
         return dtypes == {self.fp8}
 
 
 def gather(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows, also of 8-bit floats, which torch cannot index."""
     chosen = from_host(rows, torch.int64)
-    return tensor.view(torch.uint8)[chosen].view(tensor.dtype) if tensor.element_size() == 1 else tensor[chosen]
+    return (
+        tensor.view(torch.uint8)[chosen].view(tensor.dtype)
+        if tensor.element_size() == 1
+        else tensor[chosen]
+    )
 
 
 def int32(name: str, tensor: Tensor, *shape: int | None) -> Tensor:
     """An index tensor: int32 of the given shape, last dimension contiguous."""
     refuse_unless(tensor.dtype == torch.int32, f"{name} is {tensor.dtype}; the kernel reads int32")
-    fits = tensor.dim() == len(shape) and all(want in (None, got) for got, want in zip(tensor.shape, shape, strict=True))
+    fits = tensor.dim() == len(shape) and all(
+        want in (None, got) for got, want in zip(tensor.shape, shape, strict=True)
+    )
     refuse_unless(fits, f"{name} has shape {tuple(tensor.shape)}, not {shape}")
     refuse_unless(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, f"{name} has strided columns")
     return tensor
@@ -156,15 +188,26 @@ def increasing(name: str, values: list[int]) -> list[int]:
 
 def tensor_scale(name: str, scale: Tensor | None) -> float:
     """A per-tensor dequantization factor."""
-    refuse_unless(scale is not None and scale.dtype == torch.float32 and scale.numel() == 1, f"{name} must be one float32")
+    refuse_unless(
+        scale is not None and scale.dtype == torch.float32 and scale.numel() == 1,
+        f"{name} must be one float32",
+    )
     assert scale is not None
     return float(host(scale.reshape(1))[0])
 
 
-def blocks_of(name: str, row: Sequence[int], length: int, block_size: int, num_blocks: int) -> list[int]:
+def blocks_of(
+    name: str, row: Sequence[int], length: int, block_size: int, num_blocks: int
+) -> list[int]:
     """The blocks of a request that a kernel reads, checked."""
     count = -(-length // block_size)
-    refuse_unless(count <= len(row), f"{name}: {length} tokens need {count} blocks and the table has {len(row)} columns")
+    refuse_unless(
+        count <= len(row),
+        f"{name}: {length} tokens need {count} blocks and the table has {len(row)} columns",
+    )
     used = list(row[:count])
-    refuse_unless(all(0 <= block < num_blocks for block in used), f"{name}: block table names blocks outside the cache: {used}")
+    refuse_unless(
+        all(0 <= block < num_blocks for block in used),
+        f"{name}: block table names blocks outside the cache: {used}",
+    )
     return used

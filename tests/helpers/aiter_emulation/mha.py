@@ -1,4 +1,6 @@
-"""Attention of many queries per request: Triton's two functions on the paged cache, and the varlen one on packed rows."""
+"""Attention of many queries per request: Triton's two functions on the paged cache, and the varlen
+one on packed rows.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -19,12 +21,17 @@ def _is_fp8(tensor: Tensor) -> bool:
 def host_reads_before_016(machine: Machine, cache_seqlens: Tensor) -> None:
     """Before 0.1.16 the host code of `flash_attn_with_kvcache` reads the longest sequence."""
     if version_key(machine.version) < version_key("0.1.16"):
-        refuse_unless(not machine.capturing, "flash_attn_with_kvcache waits for the device during capture (before 0.1.16)")
+        refuse_unless(
+            not machine.capturing,
+            "flash_attn_with_kvcache waits for the device during capture (before 0.1.16)",
+        )
         cache_seqlens.max().item()
 
 
 def _check_triton_shape(name: str, head_dim: int) -> None:
-    refuse_unless(head_dim >= 16, f"{name}: a head of {head_dim} is narrower than the matrix instructions")
+    refuse_unless(
+        head_dim >= 16, f"{name}: a head of {head_dim} is narrower than the matrix instructions"
+    )
 
 
 def flash_attn_with_kvcache(
@@ -48,7 +55,14 @@ def flash_attn_with_kvcache(
     """Uniform queries [B, Sq, heads, D] on a paged or dense cache; returns a new tensor."""
     name = "flash_attn_with_kvcache"
     most = (page_table.shape[1] if page_table is not None else 1) * k_cache.shape[1]
-    machine.record(name, keys=most, paged=page_table is not None, causal=causal, window=window_size, query_len=q.shape[1])
+    machine.record(
+        name,
+        keys=most,
+        paged=page_table is not None,
+        causal=causal,
+        window=window_size,
+        query_len=q.shape[1],
+    )
     neutral = {"attention_chunk": 0, "num_splits": 0, "sm_margin": 0}
     for option, value in unsupported.items():
         if option not in ("q_descale", "max_seqlen_q") and value != neutral.get(option):
@@ -59,17 +73,27 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{name}: mixed precision, {q.dtype} query on a {k_cache.dtype} cache")
     refuse_unless(not _is_fp8(q), "fp8 queries are not emulated")
     machine.kv_is_fp8(name, machine.activation(name, q), k_cache, v_cache)
-    refuse_unless(q.dim() == 4 and k_cache.dim() == 4 and k_cache.shape == v_cache.shape, f"{name}: 4-dimensional tensors")
+    refuse_unless(
+        q.dim() == 4 and k_cache.dim() == 4 and k_cache.shape == v_cache.shape,
+        f"{name}: 4-dimensional tensors",
+    )
     num_reqs, num_queries, heads, dim = q.shape
     _check_triton_shape(name, dim)
-    refuse_unless(k_cache.shape[3] == dim and heads % k_cache.shape[2] == 0, f"{name}: heads of query and cache do not fit")
-    refuse_unless(cache_seqlens is not None, f"{name} without cache_seqlens attends to the whole cache")
+    refuse_unless(
+        k_cache.shape[3] == dim and heads % k_cache.shape[2] == 0,
+        f"{name}: heads of query and cache do not fit",
+    )
+    refuse_unless(
+        cache_seqlens is not None, f"{name} without cache_seqlens attends to the whole cache"
+    )
     assert cache_seqlens is not None
     int32("cache_seqlens", cache_seqlens, num_reqs)
     if page_table is not None:
         int32("page_table", page_table, num_reqs, None)
     else:
-        refuse_unless(k_cache.shape[0] == num_reqs, f"{name}: a dense cache has one row per request")
+        refuse_unless(
+            k_cache.shape[0] == num_reqs, f"{name}: a dense cache has one row per request"
+        )
     # From 0.1.16 on the split count is compiled in and follows the width of the page table.
     machine.compile(name, dim, most, num_reqs * heads, num_queries, causal, window_size)
     lengths: list[int] = host(cache_seqlens)
@@ -79,10 +103,16 @@ def flash_attn_with_kvcache(
         _append(k, v, k_cache, v_cache, lengths, tables)
         cache_seqlens += k.shape[1]  # the caller's tensor
         lengths = [length + k.shape[1] for length in lengths]
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(num_reqs, heads, num_queries)
+    out, lse = (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        torch.empty(num_reqs, heads, num_queries),
+    )
     for i, length in enumerate(lengths):
-        # Where a mask depends on positions, what those of queries before the first key see was never read.
-        refuse_unless(length >= num_queries or not masks, f"{name}: {num_queries} queries on {length} keys")
+        # Where a mask depends on positions, what those of queries before the first key see was
+        # never read.
+        refuse_unless(
+            length >= num_queries or not masks, f"{name}: {num_queries} queries on {length} keys"
+        )
         keys, values = _request(name, k_cache, v_cache, tables[i] if tables else None, i, length)
         scale = dim**-0.5 if softmax_scale is None else softmax_scale
         rows, lse[i] = attend(q[i], keys, values, scale=scale, causal=causal, window=window_size)
@@ -90,7 +120,9 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _request(name: str, k: Tensor, v: Tensor, table: list[int] | None, row: int, length: int) -> tuple[Tensor, Tensor]:
+def _request(
+    name: str, k: Tensor, v: Tensor, table: list[int] | None, row: int, length: int
+) -> tuple[Tensor, Tensor]:
     """Keys and values [length, kv_heads, D] of one request."""
     if table is None:
         refuse_unless(length <= k.shape[1], f"{name}: {length} keys in a cache row of {k.shape[1]}")
@@ -99,12 +131,23 @@ def _request(name: str, k: Tensor, v: Tensor, table: list[int] | None, row: int,
     return k[blocks].flatten(0, 1)[:length], v[blocks].flatten(0, 1)[:length]
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: list[int], tables: list[list[int]] | None) -> None:
+def _append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: list[int],
+    tables: list[list[int]] | None,
+) -> None:
     """New tokens written behind the cached ones."""
     size = k_cache.shape[1]
     for i, length in enumerate(lengths):
         for j in range(k.shape[1]):
-            block, offset = (tables[i][(length + j) // size], (length + j) % size) if tables else (i, length + j)
+            block, offset = (
+                (tables[i][(length + j) // size], (length + j) % size)
+                if tables
+                else (i, length + j)
+            )
             k_cache[block, offset], v_cache[block, offset] = k[i, j], v[i, j]
 
 
@@ -139,7 +182,9 @@ def unified_attention(
     machine.record(name, query_len=max_seqlen_q, window=window_size, shuffled=shuffled_kv_cache)
     assert causal, "Only causal attention is supported"
     refuse_unless(
-        not any(x is not None for x in (q_scales, alibi_slopes, output_scale, qq_bias)) and not skip_reduce, f"{name}: not emulated"
+        not any(x is not None for x in (q_scales, alibi_slopes, output_scale, qq_bias))
+        and not skip_reduce,
+        f"{name}: not emulated",
     )
     refuse_unless(window_size[1] <= 0, f"{name} never reads the right window {window_size[1]}")
     dtype = machine.activation(name, q, out)
@@ -147,40 +192,85 @@ def unified_attention(
     keys, values = plain_view(name, k, v, shuffled=shuffled_kv_cache)
     num_blocks, size, kv_heads, dim = keys.shape
     _check_triton_shape(name, dim)
-    # A shuffled tile is loaded without a mask, as wide as the next power of two: padding is the next head's numbers.
-    refuse_unless(not shuffled_kv_cache or dim & (dim - 1) == 0, f"{name}: a head of {dim} in the shuffled layout")
-    if version_key("0.1.16") <= version_key(machine.version) < version_key("0.1.17") and max_seqlen_k > 512 and window_size[0] < 0:
+    # A shuffled tile is loaded without a mask, as wide as the next power of two: padding is the
+    # next head's numbers.
+    refuse_unless(
+        not shuffled_kv_cache or dim & (dim - 1) == 0,
+        f"{name}: a head of {dim} in the shuffled layout",
+    )
+    if (
+        version_key("0.1.16") <= version_key(machine.version) < version_key("0.1.17")
+        and max_seqlen_k > 512
+        and window_size[0] < 0
+    ):
         assert k.dtype != torch.float16, "float16 caches are not supported where keys are split"
-    refuse_unless(out.shape == q.shape and q.shape[2] == dim and q.shape[1] % kv_heads == 0, f"{name}: shapes do not fit")
-    # Tiles of up to 64 keys gather whole blocks, and `min(64, next power of two)` must not exceed a block of another size.
-    refuse_unless(size >= 16 and (size & (size - 1) == 0), f"{name}: block size {size} does not divide the tiles")
+    refuse_unless(
+        out.shape == q.shape and q.shape[2] == dim and q.shape[1] % kv_heads == 0,
+        f"{name}: shapes do not fit",
+    )
+    # Tiles of up to 64 keys gather whole blocks, and `min(64, next power of two)` must not exceed a
+    # block of another size.
+    refuse_unless(
+        size >= 16 and (size & (size - 1) == 0),
+        f"{name}: block size {size} does not divide the tiles",
+    )
     num_reqs = seqused_k.shape[0]
     int32("seqused_k", seqused_k, num_reqs)
     int32("block_table", block_table, num_reqs, None)
     int32("cu_seqlens_q", cu_seqlens_q, num_reqs + 1)
     starts: list[int] = list(range(num_reqs + 1)) if max_seqlen_q == 1 else host(cu_seqlens_q)
-    refuse_unless(starts[-1] == len(q), f"{name}: {len(q)} rows and {starts[-1]} of them belong to requests")
+    refuse_unless(
+        starts[-1] == len(q), f"{name}: {len(q)} rows and {starts[-1]} of them belong to requests"
+    )
     lengths, tables = host(seqused_k), host(block_table)
-    refuse_unless(max(b - a for a, b in pairwise(starts)) <= max_seqlen_q, f"{name}: max_seqlen_q too small")
-    refuse_unless(max(lengths) <= max_seqlen_k, f"{name}: max_seqlen_k {max_seqlen_k} below {max(lengths)}")
+    refuse_unless(
+        max(b - a for a, b in pairwise(starts)) <= max_seqlen_q, f"{name}: max_seqlen_q too small"
+    )
+    refuse_unless(
+        max(lengths) <= max_seqlen_k, f"{name}: max_seqlen_k {max_seqlen_k} below {max(lengths)}"
+    )
     factors = (1.0, 1.0)
     if fp8:
-        refuse_unless(k_descale is not None and v_descale is not None, f"{name}: fp8 cache without both descales")
+        refuse_unless(
+            k_descale is not None and v_descale is not None,
+            f"{name}: fp8 cache without both descales",
+        )
         assert k_descale is not None and v_descale is not None
         factors = (_first_descale(k_descale), _first_descale(v_descale))
     if sinks is not None:
         assert sinks.shape[0] == q.shape[1], "Sinks must be num_query_heads size"
-    machine.compile(name, dim, kv_heads, size, max_seqlen_q == 1, window_size[0], sinks is None, softcap, shuffled_kv_cache)
+    machine.compile(
+        name,
+        dim,
+        kv_heads,
+        size,
+        max_seqlen_q == 1,
+        window_size[0],
+        sinks is None,
+        softcap,
+        shuffled_kv_cache,
+    )
     for i, length in enumerate(lengths):
         rows = slice(starts[i], starts[i + 1])
         refuse_unless(length >= rows.stop - rows.start, f"{name}: more queries than keys")
         blocks = blocks_of(name, tables[i], length, size, num_blocks)
         whole = [side[blocks].flatten(0, 1).float() for side in (keys, values)]
         # The last block is loaded without a mask, and 0 times NaN is NaN.
-        refuse_unless(all(host(side.isfinite().all().reshape(1))[0] for side in whole), f"{name}: unwritten slots are not finite")
+        refuse_unless(
+            all(host(side.isfinite().all().reshape(1))[0] for side in whole),
+            f"{name}: unwritten slots are not finite",
+        )
         cached = [side[:length] * factor for side, factor in zip(whole, factors, strict=True)]
         window = (window_size[0], -1)
-        result, _ = attend(q[rows], *cached, scale=softmax_scale, causal=True, window=window, softcap=softcap, sinks=sinks)
+        result, _ = attend(
+            q[rows],
+            *cached,
+            scale=softmax_scale,
+            causal=True,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
         out[rows] = result.to(dtype)
     return out
 
@@ -189,7 +279,10 @@ def _first_descale(descale: Tensor) -> float:
     """The kernel reads element 0 alone, whatever else the tensor holds."""
     refuse_unless(descale.dtype == torch.float32, "descales are float32")
     values: list[float] = host(descale.reshape(-1))
-    refuse_unless(all(value == values[0] for value in values), "only the first descale is read, and others differ from it")
+    refuse_unless(
+        all(value == values[0] for value in values),
+        "only the first descale is read, and others differ from it",
+    )
     return values[0]
 
 
@@ -214,25 +307,49 @@ def flash_attn_varlen_func(
     sink_ptr: Tensor | None = None,
     **unsupported: Any,
 ) -> Any:
-    """Packed queries, keys and values of any lengths; returns `out`, and with `return_lse` float32 [heads, rows] beside it."""
+    """Packed queries, keys and values of any lengths; returns `out`, and with `return_lse` float32
+    [heads, rows] beside it.
+    """
     name = "flash_attn_varlen_func"
     machine.needs_cdna(name)
     machine.record(name, causal=causal, window=window_size[:2], lse=return_lse)
-    refuse_unless(not any(value is not None and value is not False for value in unsupported.values()), f"{name}: not emulated")
+    refuse_unless(
+        not any(value is not None and value is not False for value in unsupported.values()),
+        f"{name}: not emulated",
+    )
     refuse_unless(dropout_p == 0, f"{name}: dropout")
-    refuse_unless(len(window_size) == 2 or window_size[2] == 0, f"{name}: always-visible tokens are not emulated")
+    refuse_unless(
+        len(window_size) == 2 or window_size[2] == 0,
+        f"{name}: always-visible tokens are not emulated",
+    )
     # Kernels differ in whether the returned denominator counts the sink.
     refuse_unless(sink_ptr is None or not return_lse, f"{name}: sinks together with the LSE")
     refuse_unless(sink_ptr is None or sink_ptr.dtype == torch.float32, f"{name}: sinks are float32")
     dtype = machine.activation(name, q, k, v)
-    dims, windowed = (q.shape[2], v.shape[2]), any(0 < side < max_seqlen_k for side in window_size[:2])
-    assembly = dims in ((128, 128), (192, 128)) and dtype != torch.float16 and not windowed and not logits_soft_cap
-    refuse_unless(sink_ptr is None or not assembly, f"{name}: the assembly kernel for heads of {dims} drops the sinks")
-    refuse_unless(q.shape[2] == k.shape[2] <= 256 and q.shape[1] % k.shape[1] == 0, f"{name}: shapes do not fit")
+    dims, windowed = (
+        (q.shape[2], v.shape[2]),
+        any(0 < side < max_seqlen_k for side in window_size[:2]),
+    )
+    assembly = (
+        dims in ((128, 128), (192, 128))
+        and dtype != torch.float16
+        and not windowed
+        and not logits_soft_cap
+    )
+    refuse_unless(
+        sink_ptr is None or not assembly,
+        f"{name}: the assembly kernel for heads of {dims} drops the sinks",
+    )
+    refuse_unless(
+        q.shape[2] == k.shape[2] <= 256 and q.shape[1] % k.shape[1] == 0,
+        f"{name}: shapes do not fit",
+    )
     num_reqs = cu_seqlens_q.shape[0] - 1
     q_starts: list[int] = host(int32("cu_seqlens_q", cu_seqlens_q, None))
     k_starts: list[int] = host(int32("cu_seqlens_k", cu_seqlens_k, num_reqs + 1))
-    refuse_unless(q_starts[-1] == len(q), f"{name}: rows behind the last request are left unwritten")
+    refuse_unless(
+        q_starts[-1] == len(q), f"{name}: rows behind the last request are left unwritten"
+    )
     refuse_unless(k_starts[-1] <= len(k) == len(v), f"{name}: cu_seqlens_k runs past the keys")
     if out is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
@@ -240,8 +357,13 @@ def flash_attn_varlen_func(
     for i in range(num_reqs):
         rows, keys = slice(q_starts[i], q_starts[i + 1]), slice(k_starts[i], k_starts[i + 1])
         num_queries, num_keys = rows.stop - rows.start, keys.stop - keys.start
-        refuse_unless(min_seqlen_q <= num_queries <= max_seqlen_q, f"{name}: a request has {num_queries} queries")
-        refuse_unless(num_keys <= max_seqlen_k, f"{name}: max_seqlen_k {max_seqlen_k} below {num_keys}")
+        refuse_unless(
+            min_seqlen_q <= num_queries <= max_seqlen_q,
+            f"{name}: a request has {num_queries} queries",
+        )
+        refuse_unless(
+            num_keys <= max_seqlen_k, f"{name}: max_seqlen_k {max_seqlen_k} below {num_keys}"
+        )
         scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
         result, lse[:, rows] = attend(
             q[rows],

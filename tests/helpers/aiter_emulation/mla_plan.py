@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.aiter_emulation.machine import Machine, from_host, host, increasing, int32, refuse_unless
+from tests.helpers.aiter_emulation.machine import (
+    Machine,
+    from_host,
+    host,
+    increasing,
+    int32,
+    refuse_unless,
+)
 from tests.helpers.aiter_emulation.mla_objects import Kind, is_native
 
 Sizes = tuple[tuple[Any, torch.dtype], ...]
@@ -37,13 +44,19 @@ def kind_of(machine: Machine, name: str, query: torch.dtype, cache: torch.dtype)
         return "bf16"
     if query in plain and cache == machine.fp8:
         return "a16w8"
-    refuse_unless(query == cache == machine.fp8, f"{name}: no kernel for a query of {query} and a cache of {cache}")
+    refuse_unless(
+        query == cache == machine.fp8,
+        f"{name}: no kernel for a query of {query} and a cache of {cache}",
+    )
     return "fp8"
 
 
 def check_heads(name: str, heads: int) -> None:
     """Heads come in groups of 16; the caller pads."""
-    refuse_unless(heads % 16 == 0 and 16 <= heads <= 128, f"{name}: {heads} heads; pad them to a multiple of 16 up to 128")
+    refuse_unless(
+        heads % 16 == 0 and 16 <= heads <= 128,
+        f"{name}: {heads} heads; pad them to a multiple of 16 up to 128",
+    )
 
 
 def get_mla_metadata_info_v1(
@@ -83,7 +96,9 @@ def get_mla_metadata_info_v1(
 
 
 def _tiles_per_batch(machine: Machine, kind: Kind, heads: int, query_len: int) -> int:
-    """Parts that the rows of a request, heads included, are cut into; an upper bound of what any partition needs."""
+    """Parts that the rows of a request, heads included, are cut into; an upper bound of what any
+    partition needs.
+    """
     rows = heads * query_len
     if not is_native(machine, kind, heads, query_len):
         return math.ceil(rows / 16)
@@ -120,8 +135,8 @@ def get_mla_metadata_v1(
 ) -> None:
     """Fills the six outputs; `work_info_set` comes before `work_indptr` here.
 
-    Any partition is admissible. This one cuts all keys into about as many pieces as there are compute units, so that even short
-    requests are split and reduced.
+    Any partition is admissible. This one cuts all keys into about as many pieces as there are
+    compute units, so that even short requests are split and reduced.
     """
     name = "get_mla_metadata_v1"
     machine.needs_cdna(name)
@@ -129,22 +144,50 @@ def get_mla_metadata_v1(
     neutral = {"is_cp_round_robin": False, "mla_version": 0}
     for option, value in unsupported.items():
         refuse_unless(value == neutral.get(option), f"{name}: {option} is not emulated")
-    refuse_unless(fast_mode and not intra_batch_mode and topk == -1 and page_size == 1, f"{name}: not emulated")
+    refuse_unless(
+        fast_mode and not intra_batch_mode and topk == -1 and page_size == 1,
+        f"{name}: not emulated",
+    )
     refuse_unless(num_heads_k == 1, f"{name}: one latent per token, not {num_heads_k}")
     known = kv_granularity >= 16 and kv_granularity & (kv_granularity - 1) == 0
-    refuse_unless(known, f"{name}: granularity {kv_granularity}, not a power of two from 16 on, which the kernels were made with")
+    refuse_unless(
+        known,
+        f"{name}: granularity {kv_granularity}, not a power of two from 16 on, which the kernels"
+        f" were made with",
+    )
     check_heads(name, num_heads_per_head_k)
     plain = torch.bfloat16
-    kind = kind_of(machine, name, dtype_q_nope or dtype_q or plain, dtype_kv_nope or dtype_kv or dtype_q or plain)
+    kind = kind_of(
+        machine,
+        name,
+        dtype_q_nope or dtype_q or plain,
+        dtype_kv_nope or dtype_kv or dtype_q or plain,
+    )
 
     batch = len(seqlens_kv_indptr) - 1
-    queries = increasing("seqlens_qo_indptr", host(int32("seqlens_qo_indptr", seqlens_qo_indptr, batch + 1)))
-    keys = increasing("seqlens_kv_indptr", host(int32("seqlens_kv_indptr", seqlens_kv_indptr, batch + 1)))
+    queries = increasing(
+        "seqlens_qo_indptr", host(int32("seqlens_qo_indptr", seqlens_qo_indptr, batch + 1))
+    )
+    keys = increasing(
+        "seqlens_kv_indptr", host(int32("seqlens_kv_indptr", seqlens_kv_indptr, batch + 1))
+    )
     check_last_pages(kv_last_page_lens, batch)
     widths = {b - a for a, b in pairwise(queries)}
-    refuse_unless(max(widths) <= max_seqlen_qo, f"{name}: max_seqlen_qo {max_seqlen_qo} below {max(widths)}")
-    refuse_unless(uni_seqlen_qo < 1 or widths == {uni_seqlen_qo}, f"{name}: uni_seqlen_qo {uni_seqlen_qo} for queries of {widths}")
-    outputs = (work_metadata_ptrs, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
+    refuse_unless(
+        max(widths) <= max_seqlen_qo, f"{name}: max_seqlen_qo {max_seqlen_qo} below {max(widths)}"
+    )
+    refuse_unless(
+        uni_seqlen_qo < 1 or widths == {uni_seqlen_qo},
+        f"{name}: uni_seqlen_qo {uni_seqlen_qo} for queries of {widths}",
+    )
+    outputs = (
+        work_metadata_ptrs,
+        work_indptr,
+        work_info_set,
+        reduce_indptr,
+        reduce_final_map,
+        reduce_partial_map,
+    )
     _check_outputs(machine, name, outputs, kind, batch, max_seqlen_qo, num_heads_per_head_k)
 
     machine.compile(name, num_heads_per_head_k, max_seqlen_qo, kind)
@@ -155,14 +198,22 @@ def get_mla_metadata_v1(
     fold = inputs.fold(machine)
     if max_split_per_batch >= 0:
         splits = min(splits, max_split_per_batch * batch * fold)
-    works, starts, finals, partials = _partition(queries, keys, fold, kv_granularity, max(splits, 1))
+    works, starts, finals, partials = _partition(
+        queries, keys, fold, kv_granularity, max(splits, 1)
+    )
 
     work_metadata_ptrs.view(torch.int64)[:2] = from_host(list(addresses), torch.int64)
     units = machine.num_compute_units
-    refuse_unless(len(works) <= len(work_info_set), f"{name}: {len(works)} works in {len(work_info_set)} rows")
-    work_indptr[: units + 1] = from_host([len(works) * unit // units for unit in range(units + 1)], torch.int32)
+    refuse_unless(
+        len(works) <= len(work_info_set), f"{name}: {len(works)} works in {len(work_info_set)} rows"
+    )
+    work_indptr[: units + 1] = from_host(
+        [len(works) * unit // units for unit in range(units + 1)], torch.int32
+    )
     work_info_set[: len(works)] = from_host(works, torch.int32)
-    reduce_indptr.copy_(from_host(starts + starts[-1:] * (len(reduce_indptr) - len(starts)), torch.int32))
+    reduce_indptr.copy_(
+        from_host(starts + starts[-1:] * (len(reduce_indptr) - len(starts)), torch.int32)
+    )
     for group, rows in finals.items():
         reduce_final_map[group] = from_host(list(rows), torch.int32)
     reduce_partial_map[: len(partials)] = from_host(partials, torch.int32)
@@ -171,7 +222,9 @@ def get_mla_metadata_v1(
 def _partition(
     queries: list[int], keys: list[int], fold: int, granularity: int, splits: int
 ) -> tuple[list[list[int]], list[int], dict[int, tuple[int, int]], list[int]]:
-    """Works, starts of the groups to reduce, where each group ends up, and where its partial results lie."""
+    """Works, starts of the groups to reduce, where each group ends up, and where its partial
+    results lie.
+    """
     blocks = [-(-(b - a) // granularity) for a, b in pairwise(keys)]
     budget = max(1, -(-sum(blocks) * fold // splits)) * granularity
     works: list[list[int]] = []
@@ -197,11 +250,20 @@ def _partition(
 def check_last_pages(kv_last_page_lens: Tensor, batch: int) -> None:
     """With pages of one token every last page holds one."""
     pages = host(int32("kv_last_page_lens", kv_last_page_lens, batch))
-    refuse_unless(all(length == 1 for length in pages), f"kv_last_page_lens {pages}: with pages of one token they are all 1")
+    refuse_unless(
+        all(length == 1 for length in pages),
+        f"kv_last_page_lens {pages}: with pages of one token they are all 1",
+    )
 
 
 def _check_outputs(
-    machine: Machine, name: str, outputs: tuple[Tensor, ...], kind: Kind, batch: int, query_len: int, heads: int
+    machine: Machine,
+    name: str,
+    outputs: tuple[Tensor, ...],
+    kind: Kind,
+    batch: int,
+    query_len: int,
+    heads: int,
 ) -> None:
     query, cache = {
         "bf16": (torch.bfloat16, torch.bfloat16),
@@ -212,8 +274,17 @@ def _check_outputs(
     machine.calls.pop()  # our own call
     for output, (shape, dtype) in zip(outputs, sizes, strict=True):
         wanted = math.prod(shape) if isinstance(shape, tuple) else shape
-        refuse_unless(output.dtype == dtype and output.is_contiguous(), f"{name}: an output is {output.dtype}, not dense {dtype}")
-        refuse_unless(output.numel() >= wanted, f"{name}: an output of {output.numel()} elements, not {wanted}")
+        refuse_unless(
+            output.dtype == dtype and output.is_contiguous(),
+            f"{name}: an output is {output.dtype}, not dense {dtype}",
+        )
+        refuse_unless(
+            output.numel() >= wanted,
+            f"{name}: an output of {output.numel()} elements, not {wanted}",
+        )
     units = machine.num_compute_units
     grid = outputs[1].numel() == units + 1
-    refuse_unless(grid, f"{name}: work_indptr of {outputs[1].numel()} launches more blocks than the plan's {units}")
+    refuse_unless(
+        grid,
+        f"{name}: work_indptr of {outputs[1].numel()} launches more blocks than the plan's {units}",
+    )

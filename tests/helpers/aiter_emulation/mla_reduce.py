@@ -27,7 +27,9 @@ def mla_reduce_v1(
     final_lse: Tensor | None = None,
     num_kv_splits: int = 0,
 ) -> None:
-    """Merges normalized parts by the logarithms of their denominators; groups of fewer than two parts are left alone."""
+    """Merges normalized parts by the logarithms of their denominators; groups of fewer than two
+    parts are left alone.
+    """
     name = "mla_reduce_v1"
     machine.needs_cdna(name)
     machine.record(name)
@@ -42,7 +44,15 @@ def mla_reduce_v1(
     longest = max((b - a for a, b in pairwise(host(reduce_indptr))), default=0)
     limit = max(machine.num_compute_units, num_kv_splits)
     refuse_unless(longest <= limit, f"{name}: {longest} parts of one group, room for {limit}")
-    reduce_parts(partial_output, partial_lse, reduce_indptr, reduce_final_map, reduce_partial_map, final_output, final_lse)
+    reduce_parts(
+        partial_output,
+        partial_lse,
+        reduce_indptr,
+        reduce_final_map,
+        reduce_partial_map,
+        final_output,
+        final_lse,
+    )
 
 
 def reduce_parts(
@@ -58,21 +68,35 @@ def reduce_parts(
     name = "mla_reduce_v1"
     heads, dim = final_output.shape[-2:]
     fp32 = partial_output.dtype == partial_lse.dtype == torch.float32
-    refuse_unless(fp32 and partial_output.is_contiguous() and partial_lse.is_contiguous(), f"{name}: parts are dense float32")
-    refuse_unless(partial_output.shape[-2:] == (heads, dim), f"{name}: parts {tuple(partial_output.shape)} for {heads} x {dim}")
+    refuse_unless(
+        fp32 and partial_output.is_contiguous() and partial_lse.is_contiguous(),
+        f"{name}: parts are dense float32",
+    )
+    refuse_unless(
+        partial_output.shape[-2:] == (heads, dim),
+        f"{name}: parts {tuple(partial_output.shape)} for {heads} x {dim}",
+    )
     parts, logs = partial_output.view(-1, heads, dim), partial_lse.view(-1, heads)
     starts = increasing("reduce_indptr", host(int32("reduce_indptr", reduce_indptr, None)))
     places = host(int32("reduce_partial_map", reduce_partial_map, None))
     targets = host(int32("reduce_final_map", reduce_final_map, None, 2))
-    refuse_unless(starts[-1] <= len(places), f"{name}: {starts[-1]} parts in a map of {len(places)}")
+    refuse_unless(
+        starts[-1] <= len(places), f"{name}: {starts[-1]} parts in a map of {len(places)}"
+    )
     for group, (a, b) in enumerate(pairwise(starts)):
         if b - a < 2:
             continue
         refuse_unless(group < len(targets), f"{name}: group {group} has no target")
         first, last = targets[group]
-        refuse_unless(0 <= first <= last <= len(final_output), f"{name}: rows {first} to {last} of {len(final_output)}")
+        refuse_unless(
+            0 <= first <= last <= len(final_output),
+            f"{name}: rows {first} to {last} of {len(final_output)}",
+        )
         rows = [range(place, place + last - first) for place in places[a:b]]
-        refuse_unless(all(r.start >= 0 and r.stop <= min(len(parts), len(logs)) for r in rows), f"{name}: parts past the buffer")
+        refuse_unless(
+            all(r.start >= 0 and r.stop <= min(len(parts), len(logs)) for r in rows),
+            f"{name}: parts past the buffer",
+        )
         weights = torch.stack([logs[r.start : r.stop] for r in rows])  # [parts, rows, heads]
         values = torch.stack([parts[r.start : r.stop] for r in rows])
         merged = weights.logsumexp(0)

@@ -1,6 +1,8 @@
-"""8-bit prefill of latent attention: AITER's planner on the host, and the kernel that follows any such work list.
+"""8-bit prefill of latent attention: AITER's planner on the host, and the kernel that follows any
+such work list.
 
-From 0.1.20 on the planner copies through the device's queue, host tensors as well, and waits: nothing of ours calls it.
+From 0.1.20 on the planner copies through the device's queue, host tensors as well, and waits:
+nothing of ours calls it.
 """
 
 import math
@@ -10,7 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.helpers.aiter_emulation.machine import Machine, from_host, gather, host, increasing, int32, refuse_unless, tensor_scale
+from tests.helpers.aiter_emulation.machine import (
+    Machine,
+    from_host,
+    gather,
+    host,
+    increasing,
+    int32,
+    refuse_unless,
+    tensor_scale,
+)
 from tests.helpers.aiter_emulation.mla_plan import Sizes
 
 _TILE, _UNIT = 256, 128
@@ -75,29 +86,54 @@ def get_ps_metadata_v1(
         "reduce_final_map": reduce_final_map,
         "reduce_partial_map": reduce_partial_map,
     }
-    inputs = {"seqlens_qo_indptr": seqlens_qo_indptr, "pages_kv_indptr": pages_kv_indptr, "context_lens": context_lens}
+    inputs = {
+        "seqlens_qo_indptr": seqlens_qo_indptr,
+        "pages_kv_indptr": pages_kv_indptr,
+        "context_lens": context_lens,
+    }
     machine.refuse_on_device(name, **inputs, **outputs)
     assert kvlen_granularity % block_size == 0
     batch = len(seqlens_qo_indptr) - 1
-    queries = increasing("seqlens_qo_indptr", host(int32("seqlens_qo_indptr", seqlens_qo_indptr, batch + 1)))
-    pages = increasing("pages_kv_indptr", host(int32("pages_kv_indptr", pages_kv_indptr, batch + 1)))
+    queries = increasing(
+        "seqlens_qo_indptr", host(int32("seqlens_qo_indptr", seqlens_qo_indptr, batch + 1))
+    )
+    pages = increasing(
+        "pages_kv_indptr", host(int32("pages_kv_indptr", pages_kv_indptr, batch + 1))
+    )
     lengths: list[int] = host(int32("context_lens", context_lens, batch))
     for i, length in enumerate(lengths):
         held = (pages[i + 1] - pages[i]) * block_size
-        refuse_unless(held - block_size < length <= held, f"{name}: context_lens {length} in {held} slots")
-        refuse_unless(length >= queries[i + 1] - queries[i], f"{name}: more queries than keys in request {i}")
+        refuse_unless(
+            held - block_size < length <= held, f"{name}: context_lens {length} in {held} slots"
+        )
+        refuse_unless(
+            length >= queries[i + 1] - queries[i], f"{name}: more queries than keys in request {i}"
+        )
     for output, tensor in outputs.items():
         int32(f"{name}: {output}", tensor.reshape(-1) if tensor.is_contiguous() else tensor, None)
     units = machine.num_compute_units
-    refuse_unless(work_indptr.numel() == units + 1, f"{name}: work_indptr of {work_indptr.numel()} for {units} compute units")
+    refuse_unless(
+        work_indptr.numel() == units + 1,
+        f"{name}: work_indptr of {work_indptr.numel()} for {units} compute units",
+    )
 
     tiles = _tiles(queries, lengths, qlen_granularity, kvlen_granularity, block_size, is_causal)
     clusters = math.gcd(num_heads_k, units)
     starts, works = [0], []
     for cluster in range(clusters):
-        heads = range(cluster * (num_heads_k // clusters), (cluster + 1) * (num_heads_k // clusters))
-        ranges = [((head + 1) * qhead_granularity) << 16 | head * qhead_granularity for head in heads]
-        for share in _deal(tiles, units // clusters, pages, lengths, (qlen_granularity, kvlen_granularity, block_size)):
+        heads = range(
+            cluster * (num_heads_k // clusters), (cluster + 1) * (num_heads_k // clusters)
+        )
+        ranges = [
+            ((head + 1) * qhead_granularity) << 16 | head * qhead_granularity for head in heads
+        ]
+        for share in _deal(
+            tiles,
+            units // clusters,
+            pages,
+            lengths,
+            (qlen_granularity, kvlen_granularity, block_size),
+        ):
             works += [[*work, packed] for packed in ranges for work in share]
             starts.append(len(works))
     groups: dict[tuple[int, int], set[int]] = {}
@@ -117,8 +153,12 @@ def get_ps_metadata_v1(
     _write(name, reduce_partial_map, partials)
 
 
-def _tiles(queries: list[int], lengths: list[int], rows: int, keys: int, block: int, causal: bool) -> list[_Tile]:
-    """Tiles of every request, taken from its head and its tail in turn, so that short and long ones alternate."""
+def _tiles(
+    queries: list[int], lengths: list[int], rows: int, keys: int, block: int, causal: bool
+) -> list[_Tile]:
+    """Tiles of every request, taken from its head and its tail in turn, so that short and long ones
+    alternate.
+    """
     tiles = []
     for batch, ((first, last), length) in enumerate(zip(pairwise(queries), lengths, strict=True)):
         width = last - first
@@ -126,14 +166,28 @@ def _tiles(queries: list[int], lengths: list[int], rows: int, keys: int, block: 
         for i in range(len(parts)):
             begin, end = parts[i // 2 if i % 2 == 0 else len(parts) - 1 - i // 2]
             seen = min(length - width + end, length) if causal else length
-            tiles.append(_Tile(batch, first + begin, first + end, math.ceil(seen / keys) * (keys // block), seen))
+            tiles.append(
+                _Tile(
+                    batch,
+                    first + begin,
+                    first + end,
+                    math.ceil(seen / keys) * (keys // block),
+                    seen,
+                )
+            )
     return tiles
 
 
 def _deal(
-    tiles: list[_Tile], groups: int, pages: list[int], lengths: list[int], granularity: tuple[int, int, int]
+    tiles: list[_Tile],
+    groups: int,
+    pages: list[int],
+    lengths: list[int],
+    granularity: tuple[int, int, int],
 ) -> list[list[list[int]]]:
-    """The works of each thread group for one head: equal shares of the units of keys, cut wherever a share ends."""
+    """The works of each thread group for one head: equal shares of the units of keys, cut wherever
+    a share ends.
+    """
     rows, keys, block = granularity
     units = sum(tile.num_blocks for tile in tiles) // (keys // block)
     average, rest = divmod(units, groups)
@@ -160,7 +214,10 @@ def _deal(
 
 def _write(name: str, output: Tensor, values: list[int]) -> None:
     """Overwrites the whole output, zeros behind the values."""
-    refuse_unless(len(values) <= output.numel(), f"{name}: {len(values)} numbers in an output of {output.numel()}")
+    refuse_unless(
+        len(values) <= output.numel(),
+        f"{name}: {len(values)} numbers in an output of {output.numel()}",
+    )
     output.view(-1).copy_(from_host(values + [0] * (output.numel() - len(values)), torch.int32))
 
 
@@ -184,48 +241,90 @@ def mla_prefill_ps_asm_fwd(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Works without a partial row go straight to `output` and leave no logarithm of their denominator anywhere."""
+    """Works without a partial row go straight to `output` and leave no logarithm of their
+    denominator anywhere.
+    """
     name = "mla_prefill_ps_asm_fwd"
     machine.record(name)
-    refuse_unless(machine.architecture == "gfx950", f"{name} has no kernel for {machine.architecture}")
-    refuse_unless(is_causal, f"{name}: the logarithms of split rows are wrong without a causal mask; call it causal")
+    refuse_unless(
+        machine.architecture == "gfx950", f"{name} has no kernel for {machine.architecture}"
+    )
+    refuse_unless(
+        is_causal,
+        f"{name}: the logarithms of split rows are wrong without a causal mask; call it causal",
+    )
     total, heads, width = Q.shape
     dim, batch = V.shape[2], len(qo_indptr) - 1
     kinds = {Q.dtype, K.dtype, V.dtype}
     plain = {torch.float32} if machine.allow_float32 else set()
-    refuse_unless(kinds == {machine.fp8} or (len(kinds) == 1 and kinds <= plain), f"{name} takes {machine.fp8}, not {kinds}")
+    refuse_unless(
+        kinds == {machine.fp8} or (len(kinds) == 1 and kinds <= plain),
+        f"{name} takes {machine.fp8}, not {kinds}",
+    )
     machine.size(name, (width, 192), (dim, 128))
     refuse_unless(heads % 16 == 0, f"{name}: {heads} heads, not a multiple of 16")
-    refuse_unless(K.shape[1:] == (heads, width) and V.shape == (*K.shape[:2], dim), f"{name}: every head has its own key")
-    refuse_unless(all(t.is_contiguous() for t in (Q, K, V, output)), f"{name}: tensors must be dense")
-    refuse_unless(output.dtype in {torch.bfloat16, *plain}, f"{name} writes bf16 bits into an output of {output.dtype}")
+    refuse_unless(
+        K.shape[1:] == (heads, width) and V.shape == (*K.shape[:2], dim),
+        f"{name}: every head has its own key",
+    )
+    refuse_unless(
+        all(t.is_contiguous() for t in (Q, K, V, output)), f"{name}: tensors must be dense"
+    )
+    refuse_unless(
+        output.dtype in {torch.bfloat16, *plain},
+        f"{name} writes bf16 bits into an output of {output.dtype}",
+    )
     refuse_unless(output.shape == (total, heads, dim), f"{name}: output {tuple(output.shape)}")
-    refuse_unless(work_indptr is not None and work_info_set is not None, f"{name} without a work list")
+    refuse_unless(
+        work_indptr is not None and work_info_set is not None, f"{name} without a work list"
+    )
     assert work_indptr is not None and work_info_set is not None
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    q_factor, k_factor, v_factor = (tensor_scale(f"{name} {what}", scale) for what, scale in scales.items())
+    q_factor, k_factor, v_factor = (
+        tensor_scale(f"{name} {what}", scale) for what, scale in scales.items()
+    )
     queries = increasing("qo_indptr", host(int32("qo_indptr", qo_indptr, batch + 1)))
     keys = increasing("kv_indptr", host(int32("kv_indptr", kv_indptr, batch + 1)))
     slots = host(int32("kv_page_indices", kv_page_indices, None))
-    refuse_unless(queries[-1] == total and keys[-1] <= len(slots), f"{name}: indptr ends at {queries[-1]} and {keys[-1]}")
-    refuse_unless(all(0 <= slot < len(K) for slot in slots[: keys[-1]]), f"{name}: kv_page_indices past the {len(K)} keys")
+    refuse_unless(
+        queries[-1] == total and keys[-1] <= len(slots),
+        f"{name}: indptr ends at {queries[-1]} and {keys[-1]}",
+    )
+    refuse_unless(
+        all(0 <= slot < len(K) for slot in slots[: keys[-1]]),
+        f"{name}: kv_page_indices past the {len(K)} keys",
+    )
     longest = max(b - a for a, b in pairwise(queries))
     refuse_unless(longest <= max_seqlen_q, f"{name}: max_seqlen_q {max_seqlen_q} below {longest}")
-    fp32 = splitData.dtype == splitLse.dtype == torch.float32 and splitData.is_contiguous() and splitLse.is_contiguous()
+    fp32 = (
+        splitData.dtype == splitLse.dtype == torch.float32
+        and splitData.is_contiguous()
+        and splitLse.is_contiguous()
+    )
     refuse_unless(fp32, f"{name}: partial results are dense float32")
-    refuse_unless(splitData.shape[1:] == (heads, dim) and splitLse.shape[1:] == (heads,), f"{name}: shape of partial results")
+    refuse_unless(
+        splitData.shape[1:] == (heads, dim) and splitLse.shape[1:] == (heads,),
+        f"{name}: shape of partial results",
+    )
     machine.compile(name, is_causal)
 
     used = increasing("work_indptr", host(work_indptr))[-1]
-    refuse_unless(len(work_indptr) == machine.num_compute_units + 1, f"{name}: work_indptr of {len(work_indptr)} is the grid")
-    refuse_unless(used <= len(work_info_set), f"{name}: {used} works in a list of {len(work_info_set)}")
+    refuse_unless(
+        len(work_indptr) == machine.num_compute_units + 1,
+        f"{name}: work_indptr of {len(work_indptr)} is the grid",
+    )
+    refuse_unless(
+        used <= len(work_info_set), f"{name}: {used} works in a list of {len(work_info_set)}"
+    )
     works = host(work_info_set[:used])
     _check_plan(name, works, queries, keys, heads)
     for batch_index, place, first, last, begin, end, _, packed in works:
         own = range(packed & 0xFFFF, packed >> 16)
         rows = slice(own.start, own.stop)
         key, value = (gather(side, slots[begin:end])[:, rows].float() for side in (K, V))
-        scores = torch.einsum("ihd,jhd->hij", Q[first:last, rows].float(), key) * (softmax_scale * q_factor * k_factor)
+        scores = torch.einsum("ihd,jhd->hij", Q[first:last, rows].float(), key) * (
+            softmax_scale * q_factor * k_factor
+        )
         to_last_query = queries[batch_index + 1] - 1 - torch.arange(first, last)
         to_last_key = keys[batch_index + 1] - 1 - torch.arange(begin, end)
         scores = scores.masked_fill(to_last_key[None] < to_last_query[:, None], -torch.inf)
@@ -236,19 +335,34 @@ def mla_prefill_ps_asm_fwd(
             output[first:last, rows] = result.to(output.dtype)
             continue
         fits = place + _TILE <= min(len(splitData), len(splitLse))
-        refuse_unless(fits, f"{name}: partial tile at {place} past the {len(splitData)} rows of scratch")
-        splitData[place : place + last - first, rows], splitLse[place : place + last - first, rows] = result, lse.transpose(0, 1)
+        refuse_unless(
+            fits, f"{name}: partial tile at {place} past the {len(splitData)} rows of scratch"
+        )
+        (
+            splitData[place : place + last - first, rows],
+            splitLse[place : place + last - first, rows],
+        ) = result, lse.transpose(0, 1)
 
 
-def _check_plan(name: str, works: list[list[int]], queries: list[int], keys: list[int], heads: int) -> None:
-    """Every head of every tile sees the keys up to its diagonal once, and parts of tiles lie apart from each other."""
+def _check_plan(
+    name: str, works: list[list[int]], queries: list[int], keys: list[int], heads: int
+) -> None:
+    """Every head of every tile sees the keys up to its diagonal once, and parts of tiles lie apart
+    from each other.
+    """
     covered: dict[tuple[int, int, int, int], list[tuple[int, int, int, int]]] = {}
     owners: dict[int, tuple[int, int, int, int]] = {}
     for batch, place, first, last, begin, end, behind, packed in works:
-        refuse_unless(last - first <= _TILE and batch < len(queries) - 1, f"{name}: the plan was made for other lengths")
+        refuse_unless(
+            last - first <= _TILE and batch < len(queries) - 1,
+            f"{name}: the plan was made for other lengths",
+        )
         if place >= 0:
             owner = owners.setdefault(place, (first, last, begin, end))
-            refuse_unless(owner == (first, last, begin, end), f"{name}: two parts at row {place} of the scratch")
+            refuse_unless(
+                owner == (first, last, begin, end),
+                f"{name}: two parts at row {place} of the scratch",
+            )
         for head in range(packed & 0xFFFF, packed >> 16):
             covered.setdefault((batch, first, last, head), []).append((begin, end, place, behind))
     for batch, (start, stop) in enumerate(pairwise(queries)):
@@ -257,19 +371,43 @@ def _check_plan(name: str, works: list[list[int]], queries: list[int], keys: lis
             seen = keys[batch + 1] - (stop - last)  # end of what its last query sees
             for head in range(heads):
                 runs = sorted(covered.pop((batch, first, last, head), []))
-                _check_runs(f"{name}: queries {first} to {last} of request {batch}", runs, keys[batch], seen, keys[batch + 1])
-    refuse_unless(not covered, f"{name}: the plan was made for other lengths: {sorted(covered)} are left")
+                _check_runs(
+                    f"{name}: queries {first} to {last} of request {batch}",
+                    runs,
+                    keys[batch],
+                    seen,
+                    keys[batch + 1],
+                )
+    refuse_unless(
+        not covered, f"{name}: the plan was made for other lengths: {sorted(covered)} are left"
+    )
 
 
-def _check_runs(name: str, runs: list[tuple[int, int, int, int]], start: int, seen: int, stop: int) -> None:
-    """The runs of keys that one head of a tile sees, out of those of its request: begin, end, place, keys behind."""
+def _check_runs(
+    name: str, runs: list[tuple[int, int, int, int]], start: int, seen: int, stop: int
+) -> None:
+    """The runs of keys that one head of a tile sees, out of those of its request: begin, end,
+    place, keys behind.
+    """
     begins, ends = [run[0] for run in runs], [run[1] for run in runs]
     whole = bool(runs) and begins == [start, *ends[:-1]] and ends[-1] >= seen
     refuse_unless(whole, f"{name} see {runs}: the plan was made for other lengths")
     most = min(start + math.ceil((seen - start) / _UNIT) * _UNIT, stop)
-    refuse_unless(ends[-1] <= most, f"{name} see {runs}, beyond the diagonal at {seen}: the plan was not made causal")
-    refuse_unless(all((begin - start) % _UNIT == 0 for begin in begins), f"{name} see {runs}, not cut at multiples of {_UNIT}")
+    refuse_unless(
+        ends[-1] <= most,
+        f"{name} see {runs}, beyond the diagonal at {seen}: the plan was not made causal",
+    )
+    refuse_unless(
+        all((begin - start) % _UNIT == 0 for begin in begins),
+        f"{name} see {runs}, not cut at multiples of {_UNIT}",
+    )
     alone = len(runs) == 1
-    refuse_unless(all((run[2] < 0) == alone for run in runs), f"{name}: {len(runs)} parts at {[run[2] for run in runs]}")
+    refuse_unless(
+        all((run[2] < 0) == alone for run in runs),
+        f"{name}: {len(runs)} parts at {[run[2] for run in runs]}",
+    )
     behind = [*(stop - end for end in ends[:-1]), 0]
-    refuse_unless([run[3] for run in runs] == behind, f"{name}: {[run[3] for run in runs]} keys behind the parts, not {behind}")
+    refuse_unless(
+        [run[3] for run in runs] == behind,
+        f"{name}: {[run[3] for run in runs]} keys behind the parts, not {behind}",
+    )

@@ -30,7 +30,8 @@ def attend(
         extra: added to the denominator.
 
     Returns:
-        float32 [Sq, heads, Dv], 0 where no key is seen, and the natural logarithm of the denominator, [heads, Sq].
+        float32 [Sq, heads, Dv], 0 where no key is seen, and the natural logarithm of the
+        denominator, [heads, Sq].
     """
     sq, sk, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)

@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 VERSIONS = ("0.1.15", "0.1.15.post1", "0.1.16", "0.1.17", "0.1.18", "0.1.19", "0.1.20")
-"""Those in which an argument or a kernel was added. The releases between are like the one before."""
+"""Those in which an argument or a kernel was added. The releases between are like the one before.
+"""
 
 SIGNATURES: dict[str, dict[str, str]] = {
     "flash_attn_with_kvcache": {
@@ -53,7 +54,8 @@ SIGNATURES: dict[str, dict[str, str]] = {
             asm_layout=False""",
     },
     "reshape_and_cache_flash": {
-        "0.1.15": "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale",
+        "0.1.15": "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale,"
+        " v_scale",
     },
     "concat_and_cache_mla": {"0.1.15": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale"},
     "mla_decode_fwd": {
@@ -114,7 +116,9 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "cp_gather_indexer_k_quant_cache": {
         "0.1.15": "kv_cache, dst_k, dst_scale, block_table, cu_seq_lens, preshuffle=False",
     },
-    "fp8_mqa_logits": {"0.1.15": "Q, KV, kv_scales, weights, cu_starts, cu_ends, clean_logits=True"},
+    "fp8_mqa_logits": {
+        "0.1.15": "Q, KV, kv_scales, weights, cu_starts, cu_ends, clean_logits=True"
+    },
     "deepgemm_fp8_paged_mqa_logits": {
         "0.1.15": """q_fp8, kv_cache, weights, out_logits, context_lens, kv_indices, max_model_len, Preshuffle=False,
             KVBlockSize=1, ChunkK=256, TotalCuCount=256, WavePerEU=2, VarCtxSchedule=None""",
@@ -123,11 +127,13 @@ SIGNATURES: dict[str, dict[str, str]] = {
     },
     "top_k_per_row_prefill": {
         "0.1.15": "logits, rowStarts, rowEnds, indices, values, numRows, stride0, stride1, k=2048",
-        "0.1.20": "logits, rowStarts, rowEnds, indices, values, numRows, stride0, stride1, k=2048, stable=False",
+        "0.1.20": "logits, rowStarts, rowEnds, indices, values, numRows, stride0, stride1, k=2048,"
+        " stable=False",
     },
     "top_k_per_row_decode": {
         "0.1.15": "logits, next_n, seqLens, indices, numRows, stride0, stride1, k=2048",
-        "0.1.20": "logits, next_n, seqLens, indices, numRows, stride0, stride1, k=2048, stable=False",
+        "0.1.20": "logits, next_n, seqLens, indices, numRows, stride0, stride1, k=2048,"
+        " stable=False",
     },
     "biased_grouped_topk": {
         "0.1.15": """gating_output, correction_bias, topk_weights, topk_ids, num_expert_group, topk_group, need_renorm,
@@ -143,8 +149,10 @@ SIGNATURES: dict[str, dict[str, str]] = {
     },
     "rmsnorm2d_fwd": {"0.1.15": "input, weight, epsilon, use_model_sensitive_rmsnorm=0"},
     "rmsnorm2d_fwd_with_add": {
-        "0.1.15": "out, input, residual_in, residual_out, weight, epsilon, use_model_sensitive_rmsnorm=0",
-        "0.1.17": "out, input, residual_in, residual_out, weight, epsilon, gemma_norm=False, use_model_sensitive_rmsnorm=0",
+        "0.1.15": "out, input, residual_in, residual_out, weight, epsilon,"
+        " use_model_sensitive_rmsnorm=0",
+        "0.1.17": "out, input, residual_in, residual_out, weight, epsilon, gemma_norm=False,"
+        " use_model_sensitive_rmsnorm=0",
     },
     "silu_and_mul": {"0.1.15": "out, input, limit=0.0"},
     "gelu_tanh_and_mul": {"0.1.15": "out, input"},
@@ -207,7 +215,11 @@ def nearest(versions: Iterable[str], version: str) -> str | None:
     >>> nearest(["0.1.15", "0.1.16", "0.1.20"], "0.1.19.post2")
     '0.1.16'
     """
-    return max((v for v in versions if version_key(v) <= version_key(version)), key=version_key, default=None)
+    return max(
+        (v for v in versions if version_key(v) <= version_key(version)),
+        key=version_key,
+        default=None,
+    )
 
 
 def signature(name: str, version: str) -> inspect.Signature | None:

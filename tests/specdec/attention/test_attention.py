@@ -33,13 +33,22 @@ def spec(**changes: object) -> AttentionSpec:
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
-@pytest.mark.parametrize(("causal", "window"), list(itertools.product([True, False], [None, 1, 3, 100])))
+@pytest.mark.parametrize(
+    ("causal", "window"), list(itertools.product([True, False], [None, 1, 3, 100]))
+)
 @pytest.mark.parametrize("extra", ["", "sinks", "softcap", "both"])
 @pytest.mark.parametrize("kind", ["uniform", "single", "ragged", "grouped"])
 def test_every_case_equals_the_definition(
-    num_kv_heads: int, causal: bool, window: int | None, extra: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    num_kv_heads: int,
+    causal: bool,
+    window: int | None,
+    extra: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefill, extension, causal and bidirectional blocks, windows, sinks, softcap and every group size, on scattered blocks."""
+    """Prefill, extension, causal and bidirectional blocks, windows, sinks, softcap and every group
+    size, on scattered blocks.
+    """
     torch.manual_seed(0)
     backend = TorchRefBackend(spec(num_kv_heads=num_kv_heads))
     lengths, widths = [9, 5, 12], {"uniform": [3, 3, 3], "single": [1, 1, 1]}.get(kind, [7, 1, 4])
@@ -58,7 +67,10 @@ def test_every_case_equals_the_definition(
     cache.key.normal_()  # what nobody wrote must not matter
     cache.value.normal_()
     keys, values = ([torch.randn(n, num_kv_heads, DIM) for n in lengths] for _ in "kv")
-    slots = [tables[i][torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for i, n in enumerate(lengths)]
+    slots = [
+        tables[i][torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK
+        for i, n in enumerate(lengths)
+    ]
     for i, (n, w) in enumerate(zip(lengths, widths, strict=True)):
         backend.write(cache, keys[i][: n - w], values[i][: n - w], slots[i][: n - w])
     table = torch.zeros(3, 5, dtype=torch.int32)
@@ -80,18 +92,37 @@ def test_every_case_equals_the_definition(
     query = torch.randn(sum(widths), HEADS, DIM)
     sinks = torch.randn(HEADS) if extra in ("sinks", "both") else None
     softcap = 0.7 if extra in ("softcap", "both") else None
-    key, value = (torch.cat([t[-w:] for t, w in zip(side, widths, strict=True)]) for side in (keys, values))
-    got = backend.run(query, key, value, cache, backend.plan(metadata), scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    key, value = (
+        torch.cat([t[-w:] for t, w in zip(side, widths, strict=True)]) for side in (keys, values)
+    )
+    got = backend.run(
+        query,
+        key,
+        value,
+        cache,
+        backend.plan(metadata),
+        scale=0.3,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
-    plain, exact = (attention(query, cache, metadata, dtype=dtype, **how) for dtype in (torch.float32, torch.float64))
+    plain, exact = (
+        attention(query, cache, metadata, dtype=dtype, **how)
+        for dtype in (torch.float32, torch.float64)
+    )
     assert_as_exact(got, plain, exact)
 
 
 def test_backends_are_chosen_and_refused_by_reason() -> None:
-    """An unknown name lists the known ones; a refusal gives every reason at once; auto takes the first without one."""
+    """An unknown name lists the known ones; a refusal gives every reason at once; auto takes the
+    first without one.
+    """
     assert select_backend("auto", spec()).name == "torch_ref"
     with pytest.raises(
-        InvalidInputError, match=r"unknown attention backend 'torch_rf'; did you mean 'torch_ref'\? \(known: .*torch_ref"
+        InvalidInputError,
+        match=r"unknown attention backend 'torch_rf'; did you mean 'torch_ref'\? \(known:"
+        r" .*torch_ref",
     ):
         select_backend("torch_rf", spec())
     bad = spec(dtype=torch.int8, num_kv_heads=4)
@@ -102,24 +133,40 @@ def test_backends_are_chosen_and_refused_by_reason() -> None:
 
 
 def test_a_backend_suits_layers_of_every_shape() -> None:
-    """One object for each, by the same choice; what one of them lacks is said once, whether a backend is named or not."""
+    """One object for each, by the same choice; what one of them lacks is said once, whether a
+    backend is named or not.
+    """
     full = HeadShape(8, 1, 32)
     wanted = spec(windows=frozenset({4}), further=((full, frozenset({None})),))
     first, second = select_backend("auto", wanted).each
-    assert type(first) is type(second) and second.spec == spec(windows=frozenset({None}), **full._asdict())
+    assert type(first) is type(second) and second.spec == spec(
+        windows=frozenset({None}), **full._asdict()
+    )
     assert first.spec.each == (spec(windows=frozenset({4})), second.spec) and len(second.each) == 1
-    bad = spec(dtype=torch.int8, further=((HeadShape(5, 2, 32), frozenset({None})), (HeadShape(6, 4, 1024), frozenset({None}))))
+    bad = spec(
+        dtype=torch.int8,
+        further=(
+            (HeadShape(5, 2, 32), frozenset({None})),
+            (HeadShape(6, 4, 1024), frozenset({None})),
+        ),
+    )
     reasons = refusals(bad)
     assert len(reasons["torch_ref"]) == 3  # the type once
     assert any("head size 1024" in reason for reason in reasons["triton_fa"])
     for name in ("torch_ref", "auto"):
-        with pytest.raises(BackendError, match=r"int8.*5 query heads.*6 query heads do not share 4 key heads"):
+        with pytest.raises(
+            BackendError, match=r"int8.*5 query heads.*6 query heads do not share 4 key heads"
+        ):
             select_backend(name, bad)
 
 
 @pytest.mark.parametrize("width", [1, 2, 11, 12, 33])
-def test_16_bit_tiles_on_a_cpu_are_never_narrow(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the next test rests on, whatever the CPU: at least 4 rows in every tile of 32, and numbers of keys in steps."""
+def test_16_bit_tiles_on_a_cpu_are_never_narrow(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the next test rests on, whatever the CPU: at least 4 rows in every tile of 32, and
+    numbers of keys in steps.
+    """
     shapes: list[tuple[int, int]] = []
 
     def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -152,11 +199,14 @@ def test_16_bit_tiles_on_a_cpu_are_never_narrow(width: int, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(), reason="another CPU picks other kernels"
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    reason="another CPU picks other kernels",
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 2)])
 def test_a_row_has_the_same_bits_alone_and_among_drafts(heads: int, kv_heads: int) -> None:
-    """In bfloat16 on a CPU: catches tiles of fewer than 4 rows, which round in another order and make near-ties flip."""
+    """In bfloat16 on a CPU: catches tiles of fewer than 4 rows, which round in another order and
+    make near-ties flip.
+    """
     torch.manual_seed(0)
     spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, heads, kv_heads, 64, 16)
     backend = TorchRefBackend(spec)
@@ -179,7 +229,9 @@ def test_a_row_has_the_same_bits_alone_and_among_drafts(heads: int, kv_heads: in
             max_query_len=width,
             max_seq_len=start + width,
         )
-        return backend.run(query[rows], key[rows], value[rows], cache, backend.plan(metadata), scale=0.125)
+        return backend.run(
+            query[rows], key[rows], value[rows], cache, backend.plan(metadata), scale=0.125
+        )
 
     for width in (2, 4, 11, 16):
         for start in (130, 144, 170):

@@ -1,4 +1,6 @@
-"""The self-check of attention: right backends pass it in every phase, and what is wrong in any of them does not."""
+"""The self-check of attention: right backends pass it in every phase, and what is wrong in any of
+them does not.
+"""
 
 import logging
 from collections.abc import Callable
@@ -45,7 +47,9 @@ def test_the_reference_passes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", [RocmAiterFaBackend, RocmAiterFaShuffleBackend])
-@pytest.mark.parametrize(("architecture", "eight_bits"), [("gfx942", False), ("gfx942", True), ("gfx950", True)])
+@pytest.mark.parametrize(
+    ("architecture", "eight_bits"), [("gfx942", False), ("gfx942", True), ("gfx950", True)]
+)
 def test_aiter_passes(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -59,11 +63,17 @@ def test_aiter_passes(
     cache = specdec.device.device.float8_dtype(SPEC.device) if eight_bits else None
     assert passes(backend, checked_spec(replace(SPEC, head_dim=128, cache_dtype=cache)))
     called = {"flash_attn_varlen_func", "unified_attention", "flash_attn_with_kvcache"}
-    called |= {"paged_attention_v1", "reshape_and_cache_flash"} if backend.layout == "plain" else {"paged_attention_common"}
+    called |= (
+        {"paged_attention_v1", "reshape_and_cache_flash"}
+        if backend.layout == "plain"
+        else {"paged_attention_common"}
+    )
     assert machine.names() >= called
 
 
-def test_an_aiter_without_draft_blocks_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_aiter_without_draft_blocks_passes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """They are left out where the version has none."""
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     machine = install(monkeypatch, tmp_path, Machine(version="0.1.15"))
@@ -76,11 +86,21 @@ def broken(**changes: Callable[[Any], Any]) -> type[TorchRefBackend]:
 
     class Broken(TorchRefBackend):
         def plan(self, metadata: AttentionMetadata) -> Any:
-            wrong = {name: change(getattr(metadata, name)) for name, change in changes.items() if hasattr(metadata, name)}
+            wrong = {
+                name: change(getattr(metadata, name))
+                for name, change in changes.items()
+                if hasattr(metadata, name)
+            }
             return super().plan(replace(metadata, **wrong))
 
         def run(self, *args: Any, **options: Any) -> Any:
-            return super().run(*args, **{name: changes.get(name, lambda same: same)(value) for name, value in options.items()})
+            return super().run(
+                *args,
+                **{
+                    name: changes.get(name, lambda same: same)(value)
+                    for name, value in options.items()
+                },
+            )
 
         def write(self, cache: Any, key: Any, value: Any, slot_mapping: Any) -> None:
             super().write(cache, key, changes.get("value", lambda same: same)(value), slot_mapping)
@@ -100,7 +120,16 @@ def broken(**changes: Callable[[Any], Any]) -> type[TorchRefBackend]:
         {"slot_mapping": lambda slots: slots.roll(1)},
         {"value": lambda value: value * 1.01},
     ],
-    ids=["causal", "not causal", "no window", "a narrower window", "scale", "blocks", "slots", "values"],
+    ids=[
+        "causal",
+        "not causal",
+        "no window",
+        "a narrower window",
+        "scale",
+        "blocks",
+        "slots",
+        "values",
+    ],
 )
 def test_what_is_wrong_does_not(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
     """One mistake at a time. The reference itself must not share it."""
@@ -113,14 +142,19 @@ def test_every_phase_counts(monkeypatch: pytest.MonkeyPatch, phase: check.Phase)
     """A scale that is off is noticed in each alone."""
     monkeypatch.setattr(check, "PHASES", (phase,))
     spec = checked_spec(replace(SPEC, dtype=torch.float32))
-    assert passes(TorchRefBackend, spec) and not passes(broken(scale=lambda scale: scale * 1.01), spec)
+    assert passes(TorchRefBackend, spec) and not passes(
+        broken(scale=lambda scale: scale * 1.01), spec
+    )
 
 
 def test_what_cannot_serve_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own reasons are enough; a verdict is kept by type."""
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     monkeypatch.setattr(check, "check_attention", lambda *args: pytest.fail("not to be run"))
-    assert RocmAiterFaBackend.unsupported_reasons(SPEC) and reasons_against_kernels(RocmAiterFaBackend, SPEC) == []
+    assert (
+        RocmAiterFaBackend.unsupported_reasons(SPEC)
+        and reasons_against_kernels(RocmAiterFaBackend, SPEC) == []
+    )
     assert variant_of(SPEC) == (torch.bfloat16, "32x8x64", "blocks16")
     eight_bits = replace(SPEC, cache_dtype=torch.float8_e4m3fn, sinks=True)
     types = torch.bfloat16, torch.float8_e4m3fn
@@ -163,7 +197,9 @@ def test_it_reaches_what_decoding_reaches(monkeypatch: pytest.MonkeyPatch) -> No
     found = check.phases(replace(SPEC, num_heads=9, num_kv_heads=3))
     assert max(len(phase.lengths) for phase in found) * 9 > 2 * 304
     for widths, visibility in (([1, 1, 1], "causal"), ([5, 5, 5], "causal"), ([5, 5, 5], "full")):
-        alike = [phase for phase in found if (phase.widths, phase.visibility) == (widths, visibility)]
+        alike = [
+            phase for phase in found if (phase.widths, phase.visibility) == (widths, visibility)
+        ]
         assert max(max(phase.lengths) for phase in alike) > 512
 
 

@@ -28,11 +28,15 @@ SHAPE: dict[str, Any] = {"dtype": torch.float32, "block_size": 4, "head_dim": 16
         ([7, 8, 3], [2, 2, 2], True),  # all within the first chunk
     ],
 )
-def test_rows_see_their_own_chunk_alone(lengths: list[int], widths: list[int], uniform: bool) -> None:
+def test_rows_see_their_own_chunk_alone(
+    lengths: list[int], widths: list[int], uniform: bool
+) -> None:
     """With the table of a request that ends within a chunk, and behind whose blocks are others."""
     case = Case(spec(**SHAPE), lengths, widths, uniform=uniform)
     seen = copy.copy(case)
-    with no_host_sync() if uniform else nullcontext():  # a step's; what the host knows of a prompt it has to copy
+    with (
+        no_host_sync() if uniform else nullcontext()
+    ):  # a step's; what the host knows of a prompt it has to copy
         seen.metadata = in_chunks(case.metadata, CHUNK, 4)
     case.check(seen.attend(TorchRefBackend(case.spec), scale=0.3), scale=0.3, chunk=CHUNK)
 
@@ -48,7 +52,14 @@ def test_rows_of_a_prompt_stay_together() -> None:
     """As many requests as there are chunks, not as many as there are rows."""
     case = Case(spec(**SHAPE), [30, 9], [28, 9], uniform=False)
     metadata = in_chunks(case.metadata, CHUNK, 4)
-    assert metadata.query_lens == [6, 8, 8, 6, 8, 1] and metadata.seq_lens_host == [8, 8, 8, 6, 8, 1]
+    assert metadata.query_lens == [6, 8, 8, 6, 8, 1] and metadata.seq_lens_host == [
+        8,
+        8,
+        8,
+        6,
+        8,
+        1,
+    ]
 
 
 def test_blocks_that_do_not_divide_chunks_are_refused() -> None:

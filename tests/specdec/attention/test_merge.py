@@ -1,4 +1,6 @@
-"""Joining attention over parts of the keys, also where a row sees no key of a part, or none at all."""
+"""Joining attention over parts of the keys, also where a row sees no key of a part,
+or none at all.
+"""
 
 import itertools
 
@@ -13,7 +15,9 @@ INF, NAN = torch.inf, torch.nan
 
 
 def part(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of rows [n, heads, dim] over some keys [m, heads, dim], and the logarithms of the denominators [heads, n]."""
+    """Attention of rows [n, heads, dim] over some keys [m, heads, dim], and the logarithms of the
+    denominators [heads, n].
+    """
     scores = torch.einsum("ihd,jhd->hij", query, keys)
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), values), scores.logsumexp(-1)
 

@@ -1,4 +1,6 @@
-"""torch_ref for latent attention against its definition, keys and values built head by head, position by position."""
+"""torch_ref for latent attention against its definition, keys and values built head by head,
+position by position.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -42,7 +44,9 @@ def spec(**changes: object) -> MlaSpec:
 
 
 class Case:
-    """Three sequences on scattered blocks of a cache full of what others left; their last rows are new."""
+    """Three sequences on scattered blocks of a cache full of what others left; their last rows are
+    new.
+    """
 
     def __init__(
         self,
@@ -56,22 +60,33 @@ class Case:
         torch.manual_seed(0)
         uniform = kind == "uniform"
         self.causal, self.trees = causal, trees
-        self.widths = [len(parents) + 1 for parents in trees] if trees else [3, 3, 3] if uniform else [7, 1, 4]
+        self.widths = (
+            [len(parents) + 1 for parents in trees]
+            if trees
+            else [3, 3, 3]
+            if uniform
+            else [7, 1, 4]
+        )
         indexer = IndexerSpec(num_heads=INDEX_HEADS, head_dim=INDEX_DIM, topk=topk)
         self.backend = TorchRefMlaBackend(spec(indexer=indexer, dtype=dtype))
         counts = [blocks_for(n, BLOCK) for n in LENGTHS]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
         self.slots = [
-            table[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for table, n in zip(tables, LENGTHS, strict=True)
+            table[torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK
+            for table, n in zip(tables, LENGTHS, strict=True)
         ]
-        self.cache: LatentCache = self.backend.cache_spec.allocate(sum(counts) + 1, BLOCK, dtype, torch.device("cpu"))
+        self.cache: LatentCache = self.backend.cache_spec.allocate(
+            sum(counts) + 1, BLOCK, dtype, torch.device("cpu")
+        )
         self.cache.latent.normal_()  # what nobody wrote must not matter
         self.cache.index_key.view(dtype).normal_()
         table = torch.zeros(3, 5, dtype=torch.int32)
         for i in range(3):
             table[i, : counts[i]] = tables[i].int()
         self.metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *itertools.accumulate(self.widths)], dtype=torch.int32),
+            query_start_loc=torch.tensor(
+                [0, *itertools.accumulate(self.widths)], dtype=torch.int32
+            ),
             seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
             block_table=table,
             slot_mapping=torch.cat([s[-w:] for s, w in zip(self.slots, self.widths, strict=True)]),
@@ -87,7 +102,9 @@ class Case:
             self.metadata = with_trees(self.metadata, trees)
 
     def context(self, stored: Tensor, vectors: Tensor) -> list[Tensor]:
-        """`vectors` [sum(LENGTHS), size] of every position by sequence, those of the context stored in the cache."""
+        """`vectors` [sum(LENGTHS), size] of every position by sequence, those of the context stored
+        in the cache.
+        """
         by_sequence = list(vectors.to(stored.dtype).split(LENGTHS))
         for x, slots, width in zip(by_sequence, self.slots, self.widths, strict=True):
             stored.flatten(0, 1)[slots[:-width]] = x[:-width]
@@ -99,19 +116,28 @@ class Case:
 
     def positions(self) -> list[tuple[int, int]]:
         """Sequence and position of every packed row."""
-        return [(i, n - w + j) for i, (n, w) in enumerate(zip(LENGTHS, self.widths, strict=True)) for j in range(w)]
+        return [
+            (i, n - w + j)
+            for i, (n, w) in enumerate(zip(LENGTHS, self.widths, strict=True))
+            for j in range(w)
+        ]
 
     def seen(self, sequence: int, position: int) -> list[int]:
         """Positions a row may attend to; the cache's, where drafts of a tree share one."""
         if self.trees:
             context = LENGTHS[sequence] - self.widths[sequence]
-            return [*range(context), *(context + row for row in path_to(self.trees[sequence], position - context))]
+            return [
+                *range(context),
+                *(context + row for row in path_to(self.trees[sequence], position - context)),
+            ]
         return list(range(position + 1 if self.causal else LENGTHS[sequence]))
 
 
 @pytest.fixture(params=["uniform", "ragged", "grouped"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Equally many rows per request; different numbers, request by request; the same, padded to one call."""
+    """Equally many rows per request; different numbers, request by request; the same, padded to one
+    call.
+    """
     if request.param == "grouped":
         monkeypatch.setattr(torch_ref, "_size_class", lambda *_: (0,))
     return str(request.param)
@@ -120,12 +146,16 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_attention_equals_the_definition(kind: str, causal: bool, sparse: bool) -> None:
-    """Extension of a context, causal and bidirectional blocks, all positions and chosen ones, rows with fewer than topk."""
+    """Extension of a context, causal and bidirectional blocks, all positions and chosen ones, rows
+    with fewer than topk.
+    """
     check_attention(Case(kind, causal=causal), sparse=sparse)
 
 
 def test_rows_of_a_tree_see_what_is_above_them() -> None:
-    """Behind contexts of several lengths, none too, without an indexer; with one, trees are refused."""
+    """Behind contexts of several lengths, none too, without an indexer; with one, trees are
+    refused.
+    """
     case = Case("uniform", trees=random_trees(3, 4))
     assert LENGTHS[1] == 5
     check_attention(case, sparse=False)
@@ -138,26 +168,51 @@ def check_attention(case: Case, *, sparse: bool) -> None:
     latents = case.context(case.cache.latent, torch.randn(sum(LENGTHS), RANK + ROPE))
     latent = case.new(latents)
     num_rows = len(latent)
-    rows = MlaRows(torch.randn(num_rows, HEADS, NOPE), torch.randn(num_rows, HEADS, ROPE), latent[:, :RANK], latent[:, RANK:])
+    rows = MlaRows(
+        torch.randn(num_rows, HEADS, NOPE),
+        torch.randn(num_rows, HEADS, ROPE),
+        latent[:, :RANK],
+        latent[:, RANK:],
+    )
     up = UpProjection(key=torch.randn(HEADS, NOPE, RANK), value=torch.randn(HEADS, RANK, VALUE))
     chosen = [case.seen(i, p) for i, p in case.positions()]
     selected = torch.full((num_rows, TOPK), -1, dtype=torch.int32)
     if sparse:
-        chosen = [[c[j] for j in torch.randperm(len(c)).tolist()[: TOPK - row % 2]] for row, c in enumerate(chosen)]
+        chosen = [
+            [c[j] for j in torch.randperm(len(c)).tolist()[: TOPK - row % 2]]
+            for row, c in enumerate(chosen)
+        ]
         for row, places in enumerate(chosen):
-            selected[row, torch.randperm(TOPK)[: len(places)]] = torch.tensor(places, dtype=torch.int32)
+            selected[row, torch.randperm(TOPK)[: len(places)]] = torch.tensor(
+                places, dtype=torch.int32
+            )
     got = case.backend.run(
-        rows, up, case.cache, case.backend.plan(case.metadata), scale=SCALE, selected=selected if sparse else None
+        rows,
+        up,
+        case.cache,
+        case.backend.plan(case.metadata),
+        scale=SCALE,
+        selected=selected if sparse else None,
     )
     assert got.shape == (num_rows, HEADS, VALUE)
-    plain, exact = (definition(case, rows, up, latents, chosen, dtype) for dtype in (torch.float32, torch.float64))
+    plain, exact = (
+        definition(case, rows, up, latents, chosen, dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
     assert_as_exact(got, plain, exact)
 
 
 def definition(
-    case: Case, rows: MlaRows, up: UpProjection, latents: list[Tensor], chosen: list[list[int]], dtype: torch.dtype
+    case: Case,
+    rows: MlaRows,
+    up: UpProjection,
+    latents: list[Tensor],
+    chosen: list[list[int]],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Attention [num_tokens, HEADS, VALUE] of every row to its `chosen` positions, computed in `dtype`."""
+    """Attention [num_tokens, HEADS, VALUE] of every row to its `chosen` positions, computed in
+    `dtype`.
+    """
     query = torch.cat([rows.query_nope, rows.query_rope], dim=-1).to(dtype)
     outputs = []
     for row, (i, _) in enumerate(case.positions()):
@@ -172,10 +227,14 @@ def definition(
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("topk", [1, TOPK, 14, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_selection_equals_the_definition(kind: str, causal: bool, topk: int, dtype: torch.dtype) -> None:
-    """The best positions a row sees, all of them when topk suffices, -1 for the rest; the new keys end up in the cache.
+def test_selection_equals_the_definition(
+    kind: str, causal: bool, topk: int, dtype: torch.dtype
+) -> None:
+    """The best positions a row sees, all of them when topk suffices, -1 for the rest; the new keys
+    end up in the cache.
 
-    Whole numbers, whose scores every type holds exactly: of positions that score the same, any may be chosen.
+    Whole numbers, whose scores every type holds exactly: of positions that score the same, any may
+    be chosen.
     """
     case = Case(kind, causal=causal, topk=topk, dtype=dtype)
     stored = case.cache.index_key.view(dtype)
@@ -205,7 +264,9 @@ def test_nothing_waits_for_the_device() -> None:
     case = Case("uniform", causal=True)
     num_rows = sum(case.widths)
     index = IndexerRows(
-        torch.randn(num_rows, INDEX_HEADS, INDEX_DIM), torch.randn(num_rows, INDEX_DIM), torch.randn(num_rows, INDEX_HEADS)
+        torch.randn(num_rows, INDEX_HEADS, INDEX_DIM),
+        torch.randn(num_rows, INDEX_DIM),
+        torch.randn(num_rows, INDEX_HEADS),
     )
     rows = MlaRows(
         torch.randn(num_rows, HEADS, NOPE),
@@ -216,14 +277,25 @@ def test_nothing_waits_for_the_device() -> None:
     up = UpProjection(key=torch.randn(HEADS, NOPE, RANK), value=torch.randn(HEADS, RANK, VALUE))
     with no_host_sync():
         plan = case.backend.plan(case.metadata)
-        case.backend.run(rows, up, case.cache, plan, scale=SCALE, selected=case.backend.select(index, case.cache, plan))
+        case.backend.run(
+            rows,
+            up,
+            case.cache,
+            plan,
+            scale=SCALE,
+            selected=case.backend.select(index, case.cache, plan),
+        )
 
 
 def test_what_it_stores_and_serves() -> None:
-    """Bytes per token, the backend of a drafter beside it, and refusals by name with every reason."""
+    """Bytes per token, the backend of a drafter beside it,
+    and refusals by name with every reason.
+    """
     backend = select_backend("auto", spec())
     assert isinstance(select_backend("torch_ref", spec()), TorchRefMlaBackend)
-    assert TorchRefMlaBackend(spec()).cache_spec == LatentLayerSpec(width=RANK + ROPE, index_bytes=4 * INDEX_DIM)
+    assert TorchRefMlaBackend(spec()).cache_spec == LatentLayerSpec(
+        width=RANK + ROPE, index_bytes=4 * INDEX_DIM
+    )
     assert TorchRefMlaBackend(spec(indexer=None)).cache_spec == LatentLayerSpec(width=RANK + ROPE)
     assert backend.name == "torch_ref"
     assert backend.mha_backend is TorchRefBackend

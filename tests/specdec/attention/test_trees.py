@@ -1,4 +1,6 @@
-"""Rows of draft trees on torch_ref against the definition, whose keys are found by walking from parent to parent."""
+"""Rows of draft trees on torch_ref against the definition, whose keys are found by walking from
+parent to parent.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +17,19 @@ from tests.helpers.trees import Parents, random_trees
 
 SHAPES: dict[str, dict[str, Any]] = {
     "groups of 2": {"drafts": 7},
-    "groups of 3, window": {"drafts": 12, "num_heads": 9, "num_kv_heads": 3, "head_dim": 16, "window": 5},
-    "one head, every bit": {"drafts": MOST_NODES, "num_heads": 1, "num_kv_heads": 1, "head_dim": 32},
+    "groups of 3, window": {
+        "drafts": 12,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 16,
+        "window": 5,
+    },
+    "one head, every bit": {
+        "drafts": MOST_NODES,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+    },
     "narrow window, sinks": {"drafts": 9, "num_kv_heads": 4, "window": 2, "sinks": True},
     "softcap": {"drafts": 1, "num_kv_heads": 1, "softcap": 0.7},
     "window of one, both": {"drafts": 16, "window": 1, "sinks": True, "softcap": 0.7},
@@ -39,19 +52,25 @@ def test_16_bits(dtype: torch.dtype, shape: str) -> None:
     chain, _ = tree_case(dtype, **SHAPES[shape])
     chain.metadata, chain.trees = replace(chain.metadata, visibility="causal", tree=None), ()
     error, usual = (
-        (each.attend(TorchRefBackend(case.spec), **how) - each.exact(**how)).square().mean().sqrt() for each in (case, chain)
+        (each.attend(TorchRefBackend(case.spec), **how) - each.exact(**how)).square().mean().sqrt()
+        for each in (case, chain)
     )
     assert error <= 1.5 * usual
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_chain_is_a_tree(dtype: torch.dtype) -> None:
-    """The same bits, whether rows say that they form a chain or that each continues the one before it; windows too."""
+    """The same bits, whether rows say that they form a chain or that each continues the one before
+    it; windows too.
+    """
     chains = [list(range(6))] * 2
     tree = Case(spec(dtype=dtype), [50, 7], [7, 7], uniform=True, trees=chains)
     chain = Case(spec(dtype=dtype), [50, 7], [7, 7], uniform=True)
     for window in (None, 4):
-        got, want = (case.attend(TorchRefBackend(case.spec), scale=0.2, window=window) for case in (tree, chain))
+        got, want = (
+            case.attend(TorchRefBackend(case.spec), scale=0.2, window=window)
+            for case in (tree, chain)
+        )
         assert got.equal(want)
 
 
@@ -71,7 +90,10 @@ def test_more_drafts_leave_a_row_its_bits(dtype: torch.dtype) -> None:
         max_query_len=9,
         tree=type(small.metadata.tree)(*(side[rows] for side in small.metadata.tree)),  # type: ignore[misc, union-attr]
     )
-    small.query, small.new = small.query[rows], {name: side[rows] for name, side in small.new.items()}
+    small.query, small.new = (
+        small.query[rows],
+        {name: side[rows] for name, side in small.new.items()},
+    )
     got, want = (case.attend(TorchRefBackend(case.spec), scale=0.2) for case in (small, large))
     assert got.equal(want[rows])
 
@@ -90,11 +112,22 @@ def test_a_layer_of_any_shape_may_stand_against_trees() -> None:
 
 
 def tree_case(
-    dtype: torch.dtype, drafts: int, window: int | None = None, softcap: float | None = None, sinks: bool = False, **changes: Any
+    dtype: torch.dtype,
+    drafts: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    **changes: Any,
 ) -> tuple[Case, dict[str, Any]]:
     """Four requests, and how to attend."""
     asked = spec(dtype=dtype, **changes)
     trees: list[Parents] = random_trees(4, drafts)
-    case = Case(asked, [drafts + 1 + context for context in (20, 0, 47, 3)], [drafts + 1] * 4, uniform=True, trees=trees)
+    case = Case(
+        asked,
+        [drafts + 1 + context for context in (20, 0, 47, 3)],
+        [drafts + 1] * 4,
+        uniform=True,
+        trees=trees,
+    )
     logits = torch.randn(asked.num_heads) if sinks else None
     return case, {"scale": 0.2, "window": window, "softcap": softcap, "sinks": logits}

@@ -27,30 +27,70 @@ from specdec.base.errors import InvalidInputError
         (SamplingParams, {"min_p": True}, "min_p is True; it must be a number"),
         (LoadConfig, {"weights": "fp8"}, "weights is 'fp8'; choose 'as-stored' or 'bfloat16'"),
         (LoadConfig, {"weights": None}, "weights is None; choose 'as-stored' or 'bfloat16'"),
-        (LoadConfig, {"weights": "bfloat16", "dtype": "float16"}, "weights are asked for in bfloat16 and dtype is 'float16'"),
+        (
+            LoadConfig,
+            {"weights": "bfloat16", "dtype": "float16"},
+            "weights are asked for in bfloat16 and dtype is 'float16'",
+        ),
         (SamplingParams, {"stop": 5}, "stop is 5; it must be a list of strings"),
         (SamplingParams, {"stop": b"x"}, "stop is b'x'; it must be a list of strings"),
         (SamplingParams, {"stop": ["x", None]}, "stop holds None; it must be a list of strings"),
-        (SamplingParams, {"stop": ["x"] * 65}, "stop has 65 strings of 65 characters together; the most are 64 of 2,048"),
-        (SamplingParams, {"stop": "x" * 2049}, "stop has 1 strings of 2,049 characters together; the most are 64 of 2,048"),
-        (SamplingParams, {"stop_token_ids": range(1025)}, "stop_token_ids has 1,025 entries and the limit is 1024"),
+        (
+            SamplingParams,
+            {"stop": ["x"] * 65},
+            "stop has 65 strings of 65 characters together; the most are 64 of 2,048",
+        ),
+        (
+            SamplingParams,
+            {"stop": "x" * 2049},
+            "stop has 1 strings of 2,049 characters together; the most are 64 of 2,048",
+        ),
+        (
+            SamplingParams,
+            {"stop_token_ids": range(1025)},
+            "stop_token_ids has 1,025 entries and the limit is 1024",
+        ),
         (SamplingParams, {"logit_bias": {"9" * 5000: 1}}, "it must be an integer"),
         (SamplingParams, {"logit_bias": {5: 10**400}}, "it must be a number in [-1e6, 1e6]"),
-        (SamplingParams, {"max_tokens": 10**5000}, "max_tokens has 16,610 bits; it must be an integer of 256 bits at most"),
-        (SamplingParams, {"stop_token_ids": 3}, "stop_token_ids is 3; it must be a list of token ids"),
-        (SamplingParams, {"stop_token_ids": "34"}, "stop_token_ids is '34'; it must be a list of token ids"),
-        (SamplingParams, {"stop_token_ids": [1.5]}, "one of stop_token_ids is 1.5; it must be an integer"),
+        (
+            SamplingParams,
+            {"max_tokens": 10**5000},
+            "max_tokens has 16,610 bits; it must be an integer of 256 bits at most",
+        ),
+        (
+            SamplingParams,
+            {"stop_token_ids": 3},
+            "stop_token_ids is 3; it must be a list of token ids",
+        ),
+        (
+            SamplingParams,
+            {"stop_token_ids": "34"},
+            "stop_token_ids is '34'; it must be a list of token ids",
+        ),
+        (
+            SamplingParams,
+            {"stop_token_ids": [1.5]},
+            "one of stop_token_ids is 1.5; it must be an integer",
+        ),
         (SamplingParams, {"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
         (SamplingParams, {"logprobs": 5}, "logprobs is 5; it must be True or False"),
         (SamplingParams, {"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
         (SamplingParams, {"top_logprobs": 65}, "top_logprobs is 65; it must lie in [0, 64]"),
         (SamplingParams, {"prompt_logprobs": -1}, "prompt_logprobs is -1; it must lie in [0, 64]"),
-        (SamplingParams, {"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; it must lie in [0, 8]"),
+        (
+            SamplingParams,
+            {"min_tokens": 9, "max_tokens": 8},
+            "min_tokens is 9; it must lie in [0, 8]",
+        ),
         (SamplingParams, {"presence_penalty": float("nan")}, "presence_penalty is nan"),
         (SamplingParams, {"logit_bias": 5}, "logit_bias is 5; it must map token ids to numbers"),
         (SamplingParams, {"logit_bias": "ab"}, "logit_bias is 'ab'; it must map"),
         (SamplingParams, {"logit_bias": [(1, 2, 3)]}, "logit_bias holds (1, 2, 3)"),
-        (SamplingParams, {"logit_bias": {"x": 1}}, "a token of logit_bias is 'x'; it must be an integer"),
+        (
+            SamplingParams,
+            {"logit_bias": {"x": 1}},
+            "a token of logit_bias is 'x'; it must be an integer",
+        ),
         (SamplingParams, {"logit_bias": {1: float("inf")}}, "logit_bias of token 1 is inf"),
         (SamplingParams, {"logit_bias": [(1, 2), (1, 3)]}, "logit_bias names token 1 twice"),
         (
@@ -58,10 +98,18 @@ from specdec.base.errors import InvalidInputError
             {"logit_bias": dict.fromkeys(range(1025), 1)},
             "logit_bias names more than 1024 tokens, which is the limit",
         ),
-        (EngineConfig, {"num_draft_tokens": True}, "num_draft_tokens is True; it must be an integer"),
+        (
+            EngineConfig,
+            {"num_draft_tokens": True},
+            "num_draft_tokens is True; it must be an integer",
+        ),
         (EngineConfig, {"num_draft_tokens": "4"}, "num_draft_tokens is '4'; it must be 'auto'"),
         (EngineConfig, {"max_num_seqs": "4"}, "max_num_seqs is '4'; it must be an integer"),
-        (EngineConfig, {"max_num_seqs": 10**9}, "max_num_seqs is 1000000000; it must be at least 1 and at most 65,536"),
+        (
+            EngineConfig,
+            {"max_num_seqs": 10**9},
+            "max_num_seqs is 1000000000; it must be at least 1 and at most 65,536",
+        ),
         (EngineConfig, {"max_model_len": 64.5}, "max_model_len is 64.5; it must be an integer"),
         (EngineConfig, {"graphs": "no"}, "graphs is 'no'; it must be True or False"),
         (EngineConfig, {"seed": "x"}, "seed is 'x'; it must be an integer"),
@@ -74,7 +122,9 @@ from specdec.base.errors import InvalidInputError
     ],
 )
 def test_a_wrong_type_is_named(config: Any, values: dict[str, Any], said: str) -> None:
-    """Before any work begins, instead of a TypeError, or of a float that counts tokens, deep inside."""
+    """Before any work begins, instead of a TypeError, or of a float that counts tokens, deep
+    inside.
+    """
     with pytest.raises(InvalidInputError) as caught:
         config(**values)
     assert said in str(caught.value)
@@ -91,7 +141,9 @@ def test_values_of_other_libraries() -> None:
     }
     sampling = SamplingParams(**values)
     assert sampling == SamplingParams(5, 0.5, seed=3, stop_token_ids=(3, 4))
-    assert [type(value) for value in (sampling.max_tokens, sampling.temperature, sampling.seed)] == [int, float, int]
+    assert [
+        type(value) for value in (sampling.max_tokens, sampling.temperature, sampling.seed)
+    ] == [int, float, int]
     text, count = {"stop": "x"}, {"num_draft_tokens": np.int64(2)}
     assert SamplingParams(**text).stop == ("x",)  # type: ignore[arg-type]
     assert EngineConfig(**count) == EngineConfig(num_draft_tokens=2)  # type: ignore[arg-type]
@@ -99,7 +151,9 @@ def test_values_of_other_libraries() -> None:
     assert load == LoadConfig(device="cuda:1", dtype="float32")
 
 
-@pytest.mark.parametrize("config", [SamplingParams(stop=("x",)), EngineConfig(), CacheConfig(5), LoadConfig()])
+@pytest.mark.parametrize(
+    "config", [SamplingParams(stop=("x",)), EngineConfig(), CacheConfig(5), LoadConfig()]
+)
 def test_configs_are_values(config: Any) -> None:
     """Copies are equal and hash alike, so they can be keys and travel to other processes."""
     for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):

@@ -5,11 +5,21 @@ from pathlib import Path
 import pytest
 
 from specdec.base.errors import InvalidInputError
-from specdec.base.files import cache_folder, parse_json, read_json, read_jsonl, read_lines, read_toml, user_path
+from specdec.base.files import (
+    cache_folder,
+    parse_json,
+    read_json,
+    read_jsonl,
+    read_lines,
+    read_toml,
+    user_path,
+)
 
 
 def test_lines_of_any_editor(tmp_path: Path) -> None:
-    """Catches a byte order mark or a carriage return that becomes part of a prompt, and places that count from zero."""
+    """Catches a byte order mark or a carriage return that becomes part of a prompt, and places that
+    count from zero.
+    """
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"a": 1}\r\n\r\n{"a": "\u2028"}'.encode())
     assert read_jsonl(path) == [(f"{path}:1", {"a": 1}), (f"{path}:3", {"a": "\u2028"})]
@@ -63,17 +73,25 @@ def test_odd_json_is_one_line(text: str, tmp_path: Path) -> None:
 
 
 def test_python_s_own_json_is_read_where_it_is_meant_to_be() -> None:
-    """Journals keep log-probabilities, which may be infinite, and configs of public models have them."""
+    """Journals keep log-probabilities, which may be infinite, and configs of public models have
+    them.
+    """
     assert parse_json('[-Infinity, "\\ud800"]', strict=False) == [-float("inf"), "\ud800"]
     assert parse_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
     with pytest.raises(ValueError, match="not UTF-8 text, byte 1"):
         parse_json(b'"\xff"')
 
 
-@pytest.mark.parametrize("text", ["a = " + DEEP, "a", "a = 1\na = 2", b"a = '\xff'"], ids=["deep", "half", "twice", "bytes"])
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + DEEP, "a", "a = 1\na = 2", b"a = '\xff'"],
+    ids=["deep", "half", "twice", "bytes"],
+)
 def test_odd_toml_is_one_line(text: str | bytes, tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InvalidInputError, match=r"'.*x.toml' is not TOML \(.*\); write options") as caught:
+    with pytest.raises(
+        InvalidInputError, match=r"'.*x.toml' is not TOML \(.*\); write options"
+    ) as caught:
         read_toml(tmp_path / "x.toml", way_out="write options")
     assert "\n" not in str(caught.value)
 
@@ -87,7 +105,10 @@ def test_a_home_that_nobody_has_is_one_line(variable: str, monkeypatch: pytest.M
         monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
     else:
         monkeypatch.setenv("SPECDEC_CACHE", "~nobody9/x")
-    with pytest.raises(InvalidInputError, match="home that the system does not know; set SPECDEC_CACHE to a whole path"):
+    with pytest.raises(
+        InvalidInputError,
+        match="home that the system does not know; set SPECDEC_CACHE to a whole path",
+    ):
         cache_folder()
     with pytest.raises(InvalidInputError, match="write the path without ~"):
         user_path("~nobody9/x")

@@ -45,11 +45,20 @@ def test_a_run_killed_within_its_first_line_starts_anew(tmp_path: Path) -> None:
     [
         ('{"schema": "specdec-eval-journal", "settings": {"k": 2}}\n', "was begun with k 2, not 1"),
         ('{"question": "a"}\n', "was not written by specdec eval"),
-        ('{"question": "a"}', "was not written by specdec eval"),  # without an end of line, as of a killed run
+        (
+            '{"question": "a"}',
+            "was not written by specdec eval",
+        ),  # without an end of line, as of a killed run
         ("a letter\nof two lines\n", "was not written by specdec eval; choose another place"),
         ("\ufeff" + HEAD, "was not written by specdec eval; choose another place"),
-        ('{"schema": "specdec-eval-journal", "settings": {"k"\n', "plain.jsonl:1 is damaged .*; choose another place"),
-        ('{"schema": "specdec-eval-journal", "settings": [1]}\n', "was not written by specdec eval"),
+        (
+            '{"schema": "specdec-eval-journal", "settings": {"k"\n',
+            "plain.jsonl:1 is damaged .*; choose another place",
+        ),
+        (
+            '{"schema": "specdec-eval-journal", "settings": [1]}\n',
+            "was not written by specdec eval",
+        ),
         (HEAD + '{"key": \n{"key": "b"}\n', "plain.jsonl:2 is damaged .*; delete that line"),
         (HEAD + "[" * 100_000 + "\n", "plain.jsonl:2 is damaged .*nested too deeply"),
         (HEAD + '{"text": "x"}\n', "plain.jsonl:2 holds no sample"),
@@ -117,7 +126,9 @@ def test_a_pipe_gets_one_line_per_record(tmp_path: Path) -> None:
     os.close(writer)
 
 
-RESULT = GenerationResult([1], "ab", [2, 3], "stop", logprobs=[-0.5, -float("inf")], stats=AcceptanceStats([3], [1], [2]))
+RESULT = GenerationResult(
+    [1], "ab", [2, 3], "stop", logprobs=[-0.5, -float("inf")], stats=AcceptanceStats([3], [1], [2])
+)
 
 
 def changed(**fields: Any) -> Callable[[dict[str, Any]], object]:
@@ -135,7 +146,10 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "logprobs": (changed(logprobs={"a": 1}), "logprobs is a JSON dict"),
     "stats": (changed(stats=5), "AcceptanceStats is a JSON int"),
     "parts of stats": (changed(stats={"num_drafted": [1.5]}), "num_drafted is a JSON list"),
-    "stats of other lengths": (changed(stats={"num_drafted": [1], "num_accepted": [1, 2]}), "statistics are of"),
+    "stats of other lengths": (
+        changed(stats={"num_drafted": [1], "num_accepted": [1, 2]}),
+        "statistics are of",
+    ),
 }
 
 
@@ -147,19 +161,28 @@ def test_a_record_of_other_fields_or_types_is_one_line(kind: str, tmp_path: Path
     change(result)
     (tmp_path / "x").write_text(HEAD + json.dumps({"key": "a", "results": [result]}) + "\n")
     journal = Journal(tmp_path / "x", {"k": 1})
-    with pytest.raises(InvalidInputError, match=rf"x:2 is damaged, or of another version.*{message}.*delete that line"):
+    with pytest.raises(
+        InvalidInputError,
+        match=rf"x:2 is damaged, or of another version.*{message}.*delete that line",
+    ):
         journal.read("a", lambda record: made(GenerationResult, record["results"][0]))
 
 
-@pytest.mark.parametrize("record", [{}, {"results": []}, {"results": 5}, {"results": [5]}, {"results": None}])
+@pytest.mark.parametrize(
+    "record", [{}, {"results": []}, {"results": 5}, {"results": [5]}, {"results": None}]
+)
 def test_a_record_without_results_is_one_line(record: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "x").write_text(HEAD + json.dumps({"key": "a", **record}) + "\n")
     with pytest.raises(InvalidInputError, match="x:2 is damaged, or of another version"):
-        Journal(tmp_path / "x", {"k": 1}).read("a", lambda found: made(GenerationResult, found["results"][0]))
+        Journal(tmp_path / "x", {"k": 1}).read(
+            "a", lambda found: made(GenerationResult, found["results"][0])
+        )
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Infinite log-probabilities and fields with defaults that an earlier version lacked included."""
+    """Infinite log-probabilities and fields with defaults that an earlier version lacked
+    included.
+    """
     record = {"results": [asdict(RESULT)]}
     del record["results"][0]["num_cached_tokens"]
     Journal(tmp_path / "x", {"k": 1}).add("a", record)

@@ -5,12 +5,17 @@ import pytest
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import AcceptanceStats, mean_tau, pooled
 
-# Four steps of up to three drafts: all accepted; one accepted; none offered; two accepted, but a stop kept only one of them.
-STATS = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 1], num_emitted=[4, 2, 1, 1])
+# Four steps of up to three drafts: all accepted; one accepted; none offered; two accepted, but a
+# stop kept only one of them.
+STATS = AcceptanceStats(
+    num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 1], num_emitted=[4, 2, 1, 1]
+)
 
 
 def test_tau_counts_output_tokens_per_verify_step() -> None:
-    """Catches tau = accepted + 1, which would count tokens that a stop cut away, and counting the prefill as a step."""
+    """Catches tau = accepted + 1, which would count tokens that a stop cut away, and counting the
+    prefill as a step.
+    """
     assert STATS.num_steps == 4
     assert STATS.tau == 8 / 4
     assert STATS.mean_accepted == 5 / 4
@@ -25,7 +30,9 @@ def test_histogram_is_indexed_by_tokens_and_adds_up() -> None:
     """Catches a histogram of accepted drafts in place of output tokens, off by one."""
     assert STATS.histogram == [0, 2, 1, 0, 1]
     assert sum(STATS.histogram) == STATS.num_steps
-    assert sum(tokens * count for tokens, count in enumerate(STATS.histogram)) == sum(STATS.num_emitted)
+    assert sum(tokens * count for tokens, count in enumerate(STATS.histogram)) == sum(
+        STATS.num_emitted
+    )
 
 
 def test_pooled_tau_weighs_steps_and_mean_tau_weighs_requests() -> None:
@@ -55,7 +62,12 @@ def test_plain_decoding_has_tau_one() -> None:
 
 def test_to_dict_holds_the_totals_it_is_made_of() -> None:
     record = STATS.to_dict()
-    assert (record["num_steps"], record["num_drafted"], record["num_accepted"], record["num_emitted"]) == (4, 9, 5, 8)
+    assert (
+        record["num_steps"],
+        record["num_drafted"],
+        record["num_accepted"],
+        record["num_emitted"],
+    ) == (4, 9, 5, 8)
     assert (record["tau"], record["histogram"]) == (STATS.tau, STATS.histogram)
 
 

@@ -1,4 +1,6 @@
-"""The one way of writing: what it never replaces, what survives a failure, and who writes at the same time."""
+"""The one way of writing: what it never replaces, what survives a failure, and who writes at the
+same time.
+"""
 
 import errno
 import fcntl
@@ -41,7 +43,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("linked", [False, True])
-def test_what_is_no_file_is_refused_and_stays(kind: str, writer: str, linked: bool, tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused_and_stays(
+    kind: str, writer: str, linked: bool, tmp_path: Path
+) -> None:
     """Catches a FIFO that is waited for, and whatever is renamed over or removed."""
     path = tmp_path / "x"
     REFUSED[kind](path)
@@ -81,14 +85,21 @@ def test_a_link_stays_and_its_target_is_written(there: bool, writer: str, tmp_pa
         target.write_text("old\n")
     WRITERS[writer](link)
     assert link.is_symlink() and (tmp_path / "far" / "second").is_symlink()
-    assert target.read_text() == {"whole": "new\n", "added": "old\nnew\n" if there else "head\nnew\n"}[writer]
+    assert (
+        target.read_text()
+        == {"whole": "new\n", "added": "old\nnew\n" if there else "head\nnew\n"}[writer]
+    )
     assert len(look(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("writer", ["whole", "added"])
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_open_file_of_this_process_is_written_where_it_stands(begun: bool, writer: str, tmp_path: Path) -> None:
-    """As /dev/stdout behind `> file`: it is neither replaced, nor cut, nor written over from its beginning."""
+def test_an_open_file_of_this_process_is_written_where_it_stands(
+    begun: bool, writer: str, tmp_path: Path
+) -> None:
+    """As /dev/stdout behind `> file`: it is neither replaced, nor cut, nor written over from its
+    beginning.
+    """
     with (tmp_path / "printed").open("w") as file:
         if begun:
             print("before", file=file, flush=True)
@@ -127,7 +138,9 @@ def test_a_mounted_file_is_written_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.EBUSY, errno.EXDEV, errno.EPERM])
-def test_a_file_that_cannot_be_replaced_is_written_in_place(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_replaced_is_written_in_place(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "x").write_text("old")
     inode = (tmp_path / "x").stat().st_ino
 
@@ -142,7 +155,9 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(error: int, tmp_path
     assert len(look(tmp_path)) == 1
 
 
-def test_a_file_in_a_closed_folder_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_a_closed_folder_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "x").write_text("old")
     monkeypatch.setattr(writing, "_is_open", lambda folder: False)
     check_writable(tmp_path / "x")
@@ -176,7 +191,11 @@ def test_what_stood_in_place_comes_back_where_writing_fails(
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), CapacityError, r"\(No space left on device\).*make room and run"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            CapacityError,
+            r"\(No space left on device\).*make room and run",
+        ),
         (OSError(errno.EROFS, "Read-only file system"), InvalidInputError, "choose another place"),
         (RuntimeError("PytorchStreamWriter failed writing file"), CapacityError, "make room"),
         (KeyboardInterrupt(), KeyboardInterrupt, None),
@@ -185,7 +204,9 @@ def test_what_stood_in_place_comes_back_where_writing_fails(
 def test_a_failed_write_leaves_what_was_there(
     error: BaseException, kind: type[BaseException], message: str | None, tmp_path: Path
 ) -> None:
-    """Catches a file written in place, a remainder that fills the disk, and a full disk that reads like a wrong name."""
+    """Catches a file written in place, a remainder that fills the disk, and a full disk that reads
+    like a wrong name.
+    """
     path = tmp_path / "report.json"
     write_text(path, "before")
 
@@ -195,7 +216,9 @@ def test_a_failed_write_leaves_what_was_there(
 
     with pytest.raises(kind, match=message):
         write_atomically(path, half)
-    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("report.json", "before")]
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [
+        ("report.json", "before")
+    ]
 
 
 def test_a_defect_while_writing_is_not_a_full_disk(tmp_path: Path) -> None:
@@ -222,11 +245,18 @@ except SpecDecError as error:
 
 @pytest.mark.parametrize("writer", ["whole", "added"])
 def test_a_limit_of_the_system_takes_nothing(writer: str, tmp_path: Path) -> None:
-    """Catches the half of a record that a full disk leaves, behind which another process would write."""
+    """Catches the half of a record that a full disk leaves, behind which another process would
+    write.
+    """
     path = tmp_path / "x"
     path.write_text("before\n")
-    done = subprocess.run([sys.executable, "-c", LIMITED, path, writer], capture_output=True, text=True, timeout=HANG)
-    assert "(File too large); what was written before is kept, so make room" in done.stdout and not done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, path, writer], capture_output=True, text=True, timeout=HANG
+    )
+    assert (
+        "(File too large); what was written before is kept, so make room" in done.stdout
+        and not done.stderr
+    )
     assert path.read_text() == "before\n" and len(look(tmp_path)) == 1
 
 
@@ -286,13 +316,17 @@ def test_outputs_are_looked_at_before_the_work(tmp_path: Path) -> None:
         check_writable(str(tmp_path / "nowhere" / "x.json"))
     with pytest.raises(InvalidInputError, match="file exists; choose another with --out"):
         make_folder(str(tmp_path / "file"))
-    with pytest.raises(InvalidInputError, match="'~nobody9' begins with a home that the system does not know"):
+    with pytest.raises(
+        InvalidInputError, match="'~nobody9' begins with a home that the system does not know"
+    ):
         make_folder("~nobody9")
     assert make_folder(str(tmp_path / "a" / "b")).is_dir()
 
 
 def test_writers_at_the_same_time_leave_one_whole_file(tmp_path: Path) -> None:
-    """Catches two that share an unfinished file: what one has half written, the other puts in place."""
+    """Catches two that share an unfinished file: what one has half written, the other puts in
+    place.
+    """
     barrier, path = Barrier(2), tmp_path / "x"
 
     def write(number: int) -> None:
@@ -321,11 +355,17 @@ def test_lines_of_many_writers_are_whole_behind_one_head(tmp_path: Path) -> None
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
     head, *lines = map(json.loads, path.read_text().splitlines())
-    assert head == "head" and sorted(line[:2] for line in lines) == [[n, i] for n in range(4) for i in range(50)]
+    assert head == "head" and sorted(line[:2] for line in lines) == [
+        [n, i] for n in range(4) for i in range(50)
+    ]
 
 
-def test_nobody_adds_while_a_line_is_written_or_a_journal_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a head that two runs write, and half a line that one of them cuts off while the other writes it."""
+def test_nobody_adds_while_a_line_is_written_or_a_journal_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a head that two runs write, and half a line that one of them cuts off while the other
+    writes it.
+    """
     path, seen = tmp_path / "x", list[str]()
     write = writing._write_all
 
@@ -411,8 +451,12 @@ def test_a_folder_is_filled(there: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_folder_that_fails_leaves_what_was_there(there: bool, failure: BaseException, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
+def test_a_folder_that_fails_leaves_what_was_there(
+    there: bool, failure: BaseException, tmp_path: Path
+) -> None:
     path = tmp_path / "made"
     if there:
         path.mkdir()

@@ -32,10 +32,25 @@ def tiny_decoder() -> SpecDecoder:
     return SpecDecoder(verifier, tiny_tokenizer(), load_ngram(None, verifier=verifier), config)
 
 
-def test_the_command_prints_what_the_api_returns(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
-    expected = tiny_decoder.generate(["one", "two two two"], max_tokens=30, ignore_eos=True, seed=5, logprobs=True)
+def test_the_command_prints_what_the_api_returns(
+    tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture
+) -> None:
+    expected = tiny_decoder.generate(
+        ["one", "two two two"], max_tokens=30, ignore_eos=True, seed=5, logprobs=True
+    )
     use(monkeypatch, tiny_decoder)
-    line = ["generate", "one", "two two two", "--max-tokens", "30", "--ignore-eos", "--seed", "5", "--json", "--logprobs"]
+    line = [
+        "generate",
+        "one",
+        "two two two",
+        "--max-tokens",
+        "30",
+        "--ignore-eos",
+        "--seed",
+        "5",
+        "--json",
+        "--logprobs",
+    ]
     assert main(line) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert isinstance(expected, list)
@@ -44,17 +59,42 @@ def test_the_command_prints_what_the_api_returns(tiny_decoder: SpecDecoder, monk
         assert record["token_ids"] == result.token_ids
         assert record["logprobs"] == pytest.approx(result.logprobs, abs=1e-4)
         assert record["stats"] == result.stats.to_dict()
-        assert (record["finish_reason"], record["seed"], record["num_prompt_tokens"]) == ("length", 5, len(result.prompt_token_ids))
+        assert (record["finish_reason"], record["seed"], record["num_prompt_tokens"]) == (
+            "length",
+            5,
+            len(result.prompt_token_ids),
+        )
 
 
-def test_compare_reports_both_sides(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
+def test_compare_reports_both_sides(
+    tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture
+) -> None:
     use(monkeypatch, tiny_decoder)
-    line = ["generate", "abcabc", "xyz", "--model", "m", "--max-tokens", "12", "--ignore-eos", "--compare", "--repeats", "2"]
+    line = [
+        "generate",
+        "abcabc",
+        "xyz",
+        "--model",
+        "m",
+        "--max-tokens",
+        "12",
+        "--ignore-eos",
+        "--compare",
+        "--repeats",
+        "2",
+    ]
     assert main([*line, "--stream"]) == 0
     text = capsys.readouterr().out
     plain, speculative = text.split("speculative\n", 1)
     assert plain.startswith("plain\n")
-    for expected in ["ratio", "tau", "mean over the prompts", "identical", "range of tokens/s", "drafts offered: "]:
+    for expected in [
+        "ratio",
+        "tau",
+        "mean over the prompts",
+        "identical",
+        "range of tokens/s",
+        "drafts offered: ",
+    ]:
         assert expected in speculative, text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -70,7 +110,9 @@ def test_compare_reports_both_sides(tiny_decoder: SpecDecoder, monkeypatch: Patc
 
 
 def test_positions_that_few_steps_offered_are_left_out() -> None:
-    """Catches "100 %, 100 %, 0 %" of a position that one step offered, and a count that does not belong to its rate."""
+    """Catches "100 %, 100 %, 0 %" of a position that one step offered, and a count that does not
+    belong to its rate.
+    """
     stats = AcceptanceStats(
         num_drafted=[1] * 6 + [3] * 4 + [0],
         num_accepted=[1] * 3 + [0] * 3 + [3] * 4 + [0],
@@ -82,14 +124,20 @@ def test_positions_that_few_steps_offered_are_left_out() -> None:
         verifier=SimpleNamespace(name="m", device="cpu", dtype=torch.float32),
         engine=SimpleNamespace(shapes=(BlockShape(3),)),
     )
-    text = format_comparison(Comparison(SamplingParams(), speed, speed, [stats], []), decoder, drafter="d")  # type: ignore[arg-type]
+    text = format_comparison(
+        Comparison(SamplingParams(), speed, speed, [stats], []),
+        decoder,
+        drafter="d",  # type: ignore[arg-type]
+    )
     assert "drafts offered: 0 in 1 step, 1 in 6 steps, 3 in 4 steps" in text
     rows = [line.split() for line in text.partition("accepted, by position")[2].splitlines()[1:]]
     assert [(row[0], *row[-2:]) for row in rows if row[0].isdigit()] == [("1", "70.0%", "10")]
     assert "from position 2 on, fewer than 5 steps" in text
 
 
-def test_compare_finds_the_first_divergence_and_its_margin(tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture) -> None:
+def test_compare_finds_the_first_divergence_and_its_margin(
+    tiny_decoder: SpecDecoder, monkeypatch: Patch, capsys: Capture
+) -> None:
     """Catches a report that hides a wrong token, or measures the margin at the wrong place."""
     real = tiny_decoder.generate
 
@@ -108,7 +156,11 @@ def test_compare_finds_the_first_divergence_and_its_margin(tiny_decoder: SpecDec
     assert isinstance(reference, GenerationResult)
     assert (found.index, found.position, found.plain_token_id) == (1, 4, reference.token_ids[4])
     assert found.speculative_token_id == (reference.token_ids[4] + 1) % VOCAB
-    logits = tiny_decoder.next_token_logits(reference.prompt_token_ids + reference.token_ids[:4]).sort(descending=True).values
+    logits = (
+        tiny_decoder.next_token_logits(reference.prompt_token_ids + reference.token_ids[:4])
+        .sort(descending=True)
+        .values
+    )
     assert found.margin == pytest.approx(float(logits[0] - logits[1]))
     assert 0 < found.resolution < 1e-5 * max(1.0, float(logits[0].abs()))
 
@@ -123,8 +175,12 @@ def test_compare_does_not_compare_tokens_that_may_differ(tiny_decoder: SpecDecod
     """Catches calling probabilistic drafts wrong: they keep the distribution, not the tokens."""
     verifier = tiny_decoder.verifier
     config = EngineConfig(max_num_seqs=2, max_model_len=64, draft_sampling="probabilistic")
-    decoder = SpecDecoder(verifier, tiny_decoder.tokenizer, load_ngram(None, verifier=verifier), config)
-    assert compare(decoder, ["ab"], SamplingParams(max_tokens=4, temperature=1.0)).divergences is None
+    decoder = SpecDecoder(
+        verifier, tiny_decoder.tokenizer, load_ngram(None, verifier=verifier), config
+    )
+    assert (
+        compare(decoder, ["ab"], SamplingParams(max_tokens=4, temperature=1.0)).divergences is None
+    )
     assert compare(decoder, ["ab"], SamplingParams(max_tokens=4)).divergences == []
 
 

@@ -34,11 +34,16 @@ Patch = pytest.MonkeyPatch
 class FakeDecoder:
     """Gives the chunks it was told to give, and remembers what it was asked."""
 
-    def __init__(self, *chunks: StreamChunk | BaseException, chat_template: str | None = "template") -> None:
+    def __init__(
+        self, *chunks: StreamChunk | BaseException, chat_template: str | None = "template"
+    ) -> None:
         self.chunks = chunks
         self.tokenizer = SimpleNamespace(chat_template=chat_template)
         timer = StepTimer(torch.device("cpu"), enabled=True)
-        timer.totals, timer.num_steps = {"draft": 1.0, "verify": 2.0, "schedule": 0.5, "context": 0.25, "accept": 0.25}, 10
+        timer.totals, timer.num_steps = (
+            {"draft": 1.0, "verify": 2.0, "schedule": 0.5, "context": 0.25, "accept": 0.25},
+            10,
+        )
         self.engine = SimpleNamespace(shapes=(BlockShape(3),), timer=timer)
         self.inputs: Any = None
         self.sampling = SamplingParams()
@@ -87,16 +92,25 @@ def one_line(capsys: Capture) -> str:
 
 
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": HANG} | options
-    return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False, **options)
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "timeout": HANG,
+    } | options
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False, **options
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:
     """Catches an import that makes `--help` wait for torch."""
     code = (
-        "import sys; from specdec.cli.main import main; from specdec.base.registry import VERBS; main(['--help']);"
+        "import sys; from specdec.cli.main import main; from specdec.base.registry import VERBS;"
+        " main(['--help']);"
         "[main([verb.name, '--help']) for verb in VERBS];"
-        "sys.exit(', '.join({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)) or 0)"
+        "sys.exit(', '.join({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)) or"
+        " 0)"
     )
     done = python(code)
     assert (done.returncode, done.stderr) == (0, "")
@@ -122,20 +136,29 @@ def test_version_and_overview(capsys: Capture) -> None:
         (["generat"], ["'generat'", "did you mean 'generate'"]),
         (["--jsn"], ["--jsn", "specdec --help"]),
         (["generate", "x", "--max-token", "5"], ["--max-token;", "did you mean --max-tokens?"]),
-        (["generate", "x", "--max-tokens", "five"], ["--max-tokens", "'five' is not a whole number"]),
+        (
+            ["generate", "x", "--max-tokens", "five"],
+            ["--max-tokens", "'five' is not a whole number"],
+        ),
         (["generate", "x", "--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
         (["generate", "x", "--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
         (["generate", "x", "--temperature", "warm"], ["--temperature", "'warm' is not a number"]),
         (["generate", "x", "--top-p", "1.5"], ["top_p is 1.5", "(0, 1]"]),
         (["generate", "x", "--seed", "-3"], ["seed is -3", "[0, 2**63)"]),
-        (["generate", "x", "--grammar", 'json_schema:{"properties": ["a"]}'], ["properties is ['a'], which must be an object"]),
+        (
+            ["generate", "x", "--grammar", 'json_schema:{"properties": ["a"]}'],
+            ["properties is ['a'], which must be an object"],
+        ),
         (["generate", "x", "--grammar", "regex:a("], ["has a ( without its )"]),
         (["generate", "x", "--stop", ""], ["stop holds an empty string"]),
         (["generate", "x", "--kv-memory", "12X"], ["--kv-memory", "'12X' is not a size", "512M"]),
         (["generate", "x", "--kv-memory", "0"], ["memory_bytes is 0", "positive"]),
         (["generate", "x", "--max-num-seqs", "0"], ["max_num_seqs is 0", "at least 1"]),
         (["generate", "x", "-k", "-1"], ["num_draft_tokens is -1"]),
-        (["generate", "x", "--draft-sampling", "best"], ["draft_sampling is 'best'", "'probabilistic'"]),
+        (
+            ["generate", "x", "--draft-sampling", "best"],
+            ["draft_sampling is 'best'", "'probabilistic'"],
+        ),
         (["generate", "x", "--stream", "--json"], ["--stream", "--json", "drop one"]),
         (["generate", "x", "--repeats", "3"], ["--repeats", "--compare"]),
         (["generate", "x", "--compare", "--timing"], ["--timing", "--compare"]),
@@ -147,7 +170,9 @@ def test_version_and_overview(capsys: Capture) -> None:
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], fragments: list[str], capsys: Capture) -> None:
-    """Catches tracebacks, usage dumps, and messages without the value, the limit or the way out; nothing is loaded."""
+    """Catches tracebacks, usage dumps, and messages without the value, the limit or the way out;
+    nothing is loaded.
+    """
     assert main(arguments) == 2
     message = one_line(capsys)
     assert all(fragment in message for fragment in fragments), message
@@ -163,7 +188,10 @@ def test_mistakes_are_one_line(arguments: list[str], fragments: list[str], capsy
         ('{"prompt": 3}', ["prompt is a JSON int", "must be a string"]),
         ('{"messages": []}', ["messages must be a list", "role and a content"]),
         ('{"messages": [{"content": "a"}]}', ["message 0 has no role"]),
-        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', ["'image_url'; give text alone"]),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            ["'image_url'; give text alone"],
+        ),
         ('{"prompt": "a", "max_tokens": 0}', ["max_tokens is 0", "at least 1"]),
         ('{"prompt": "a", "temperature": "hot"}', ["temperature is 'hot'"]),
         ('{"prompt": "a", "guided_regex": "("}', [r"a ( without its )"]),
@@ -171,7 +199,9 @@ def test_mistakes_are_one_line(arguments: list[str], fragments: list[str], capsy
         ('{"custom_id": "x", "body": {"model": "m"}}', ["has none"]),
     ],
 )
-def test_a_malformed_line_is_named_with_its_number(line: str, fragments: list[str], tmp_path: Path, capsys: Capture) -> None:
+def test_a_malformed_line_is_named_with_its_number(
+    line: str, fragments: list[str], tmp_path: Path, capsys: Capture
+) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n\n' + line + "\n", encoding="utf-8")
     assert main(["generate", "--file", str(file)]) == 2
@@ -212,11 +242,14 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: Patch) -> None:
 
 
 def test_prompts_come_from_arguments_pipe_and_files(monkeypatch: Patch, tmp_path: Path) -> None:
-    """Catches a lost source, a changed order, and a JSON string cut at a character that only looks like a line end."""
+    """Catches a lost source, a changed order, and a JSON string cut at a character that only looks
+    like a line end.
+    """
     lines, records = tmp_path / "lines.txt", tmp_path / "records.jsonl"
     lines.write_text("one\n\n  two  \r\n", encoding="utf-8")
     records.write_text(
-        '{"prompt": "a\u2028b"}\n{"messages": [{"role": "user", "content": "m"}]}\n{"question": "q", "answer": "unused"}\n',
+        '{"prompt": "a\u2028b"}\n{"messages": [{"role": "user", "content": "m"}]}\n{"question":'
+        ' "q", "answer": "unused"}\n',
         encoding="utf-8",
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("piped\ntext\n"))
@@ -230,18 +263,33 @@ def test_prompts_come_from_arguments_pipe_and_files(monkeypatch: Patch, tmp_path
     assert decoder.inputs == "piped"
 
 
-def test_lines_say_how_they_are_decoded_and_carry_the_rest(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
+def test_lines_say_how_they_are_decoded_and_carry_the_rest(
+    monkeypatch: Patch, tmp_path: Path, capsys: Capture
+) -> None:
     """In OpenAI's batches as well; what nobody reads is said."""
     file = tmp_path / "lines.jsonl"
     lines: list[Any] = [
         {"id": 7, "prompt": "a", "max_tokens": 3, "temperature": 0.5, "stop": ["x"], "topic": None},
-        {"question": "b", "answer": "c", "seed": 5, "max_new_tokens": 4, "text": "t", "top_p": None},
-        {"custom_id": "r", "method": "POST", "body": {"messages": [{"role": "user", "content": ["d"]}], "guided_regex": "a+"}},
+        {
+            "question": "b",
+            "answer": "c",
+            "seed": 5,
+            "max_new_tokens": 4,
+            "text": "t",
+            "top_p": None,
+        },
+        {
+            "custom_id": "r",
+            "method": "POST",
+            "body": {"messages": [{"role": "user", "content": ["d"]}], "guided_regex": "a+"},
+        },
         {"prompt": "e"},
     ]
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     decoder = use(monkeypatch, FakeDecoder(*(chunk(index, "o", done=True) for index in range(4))))
-    assert main(["generate", "--file", str(file), "--json", "--max-tokens", "9", "--seed", "1"]) == 0
+    assert (
+        main(["generate", "--file", str(file), "--json", "--max-tokens", "9", "--seed", "1"]) == 0
+    )
     base = SamplingParams(max_tokens=9, seed=1)
     assert decoder.sampling == [
         replace(base, max_tokens=3, temperature=0.5, stop=("x",)),
@@ -261,19 +309,30 @@ def test_lines_say_how_they_are_decoded_and_carry_the_rest(monkeypatch: Patch, t
     assert "lines.jsonl:1 has its own max_tokens" in one_line(capsys)
 
 
-def test_an_empty_line_of_a_file_has_an_error_of_its_own(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
+def test_an_empty_line_of_a_file_has_an_error_of_its_own(
+    monkeypatch: Patch, tmp_path: Path, capsys: Capture
+) -> None:
     file = tmp_path / "lines.jsonl"
-    file.write_text('{"prompt": "a"}\n{"prompt": " "}\n{"messages": [{"role": "user", "content": null}]}\n{"prompt": "b"}\n')
+    file.write_text(
+        '{"prompt": "a"}\n{"prompt": " "}\n{"messages": [{"role": "user", "content":'
+        ' null}]}\n{"prompt": "b"}\n'
+    )
     decoder = use(monkeypatch, FakeDecoder(chunk(0, "A", done=True), chunk(1, "B", done=True)))
     assert main(["generate", "--json", "--file", str(file)]) == 1
     captured = capsys.readouterr()
     records = [json.loads(line) for line in captured.out.splitlines()]
     assert [record["text"] for record in records] == ["A", "", "", "B"] and len(decoder.inputs) == 2
-    assert [record["error"] for record in records] == [None, *["the prompt is empty; give it some text"] * 2, None]
+    assert [record["error"] for record in records] == [
+        None,
+        *["the prompt is empty; give it some text"] * 2,
+        None,
+    ]
     assert f"specdec: error: {file}:2: the prompt is empty" in captured.err
 
 
-def test_chat_template_is_used_when_there_is_one(monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
+def test_chat_template_is_used_when_there_is_one(
+    monkeypatch: Patch, tmp_path: Path, capsys: Capture
+) -> None:
     user = {"role": "user", "content": "hi"}
     decoder = use(monkeypatch, FakeDecoder())
     main(["generate", "hi"])
@@ -288,7 +347,10 @@ def test_chat_template_is_used_when_there_is_one(monkeypatch: Patch, tmp_path: P
     capsys.readouterr()
 
     file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "system", "content": "s"}, user]}) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps({"messages": [{"role": "system", "content": "s"}, user]}) + "\n",
+        encoding="utf-8",
+    )
     for arguments, fragment in [
         (["hi", "--system", "s"], "the tokenizer of this model has none"),
         (["hi", "--system", "s", "--raw"], "drop --raw"),
@@ -302,9 +364,16 @@ def test_chat_template_is_used_when_there_is_one(monkeypatch: Patch, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("options", "drafter"), [([], "smollm2-dflash"), (["--model", "m"], "ngram"), (["--drafter", "path/to/one"], "path/to/one")]
+    ("options", "drafter"),
+    [
+        ([], "smollm2-dflash"),
+        (["--model", "m"], "ngram"),
+        (["--drafter", "path/to/one"], "path/to/one"),
+    ],
 )
-def test_the_summary_names_the_drafter(options: list[str], drafter: str, monkeypatch: Patch, capsys: Capture) -> None:
+def test_the_summary_names_the_drafter(
+    options: list[str], drafter: str, monkeypatch: Patch, capsys: Capture
+) -> None:
     """Catches "auto" where the user wants to know what was chosen."""
     use(monkeypatch, FakeDecoder(chunk(0, "x", done=True)))
     assert main(["generate", "a", *options]) == 0
@@ -312,7 +381,9 @@ def test_the_summary_names_the_drafter(options: list[str], drafter: str, monkeyp
 
 
 def test_results_keep_the_order_of_the_prompts(monkeypatch: Patch, capsys: Capture) -> None:
-    """Catches printing in order of arrival, and a failed prompt that hides the others or goes unnoticed."""
+    """Catches printing in order of arrival, and a failed prompt that hides the others or goes
+    unnoticed.
+    """
     chunks = [chunk(1, "", error="too long"), chunk(2, "C", done=True), chunk(0, "A", done=True)]
     use(monkeypatch, FakeDecoder(*chunks))
     assert main(["generate", "a", "b", "c"]) == 1
@@ -323,22 +394,35 @@ def test_results_keep_the_order_of_the_prompts(monkeypatch: Patch, capsys: Captu
     use(monkeypatch, FakeDecoder(*chunks))
     assert main(["generate", "a", "b", "c", "--json"]) == 1
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(one["index"], one["text"], one["error"]) for one in records] == [(0, "A", None), (1, "", "too long"), (2, "C", None)]
+    assert [(one["index"], one["text"], one["error"]) for one in records] == [
+        (0, "A", None),
+        (1, "", "too long"),
+        (2, "C", None),
+    ]
 
 
-def test_an_only_prompt_that_cannot_be_served_is_a_usage_error(monkeypatch: Patch, capsys: Capture) -> None:
+def test_an_only_prompt_that_cannot_be_served_is_a_usage_error(
+    monkeypatch: Patch, capsys: Capture
+) -> None:
     use(monkeypatch, FakeDecoder(CapacityError("the prompt has 9 tokens; the limit is 8")))
     assert main(["generate", "a"]) == 2
     assert one_line(capsys) == "specdec: error: the prompt has 9 tokens; the limit is 8\n"
 
 
-def test_streaming_shows_text_as_it_grows_and_one_prompt_after_the_other(monkeypatch: Patch) -> None:
+def test_streaming_shows_text_as_it_grows_and_one_prompt_after_the_other(
+    monkeypatch: Patch,
+) -> None:
     """Catches mixed outputs, and text that only appears at the end."""
     seen: list[str] = []
     out = io.StringIO()
 
     def chunks() -> Iterator[StreamChunk]:
-        for one in [chunk(0, "a1"), chunk(1, "b1"), chunk(0, "a2", done=True), chunk(1, "b2", done=True)]:
+        for one in [
+            chunk(0, "a1"),
+            chunk(1, "b1"),
+            chunk(0, "a2", done=True),
+            chunk(1, "b2", done=True),
+        ]:
             yield one
             seen.append(out.getvalue())
 
@@ -355,9 +439,13 @@ def test_streaming_shows_text_as_it_grows_and_one_prompt_after_the_other(monkeyp
 
 
 @pytest.mark.parametrize("option", [[], ["--stream"]])
-def test_an_interrupt_keeps_what_there_is(option: list[str], monkeypatch: Patch, capsys: Capture) -> None:
+def test_an_interrupt_keeps_what_there_is(
+    option: list[str], monkeypatch: Patch, capsys: Capture
+) -> None:
     """Catches losing finished results and partial text to ctrl-C."""
-    use(monkeypatch, FakeDecoder(chunk(1, "done", done=True), chunk(0, "half"), KeyboardInterrupt()))
+    use(
+        monkeypatch, FakeDecoder(chunk(1, "done", done=True), chunk(0, "half"), KeyboardInterrupt())
+    )
     assert main(["generate", "a", "b", *option]) == 130
     captured = capsys.readouterr()
     assert captured.out == "[1/2] a\nhalf\n\n[2/2] b\ndone\n"
@@ -386,7 +474,8 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_a_full_disk_and_a_closed_output_are_no_defects(tmp_path: Path) -> None:
     """Catches the traceback of `specdec ... > /full/disk` and of `specdec ... >&-`."""
     code = (
-        "import sys; sys.argv[1:] = ['generate', 'x']; import tests.specdec.cli.test_main as t, specdec.session.decoder as d;"
+        "import sys; sys.argv[1:] = ['generate', 'x']; import tests.specdec.cli.test_main as t,"
+        " specdec.session.decoder as d;"
         "d.SpecDecoder.from_pretrained = lambda *a, **o: t.FakeDecoder(t.chunk(0, 'A', done=True));"
         "from specdec.cli.main import main; sys.exit(main())"
     )
@@ -394,7 +483,8 @@ def test_a_full_disk_and_a_closed_output_are_no_defects(tmp_path: Path) -> None:
         done = python(code, stdout=full)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "specdec: error: cannot write standard output: no space left on device; make room and run again"
+        "specdec: error: cannot write standard output: no space left on device; make room and run"
+        " again"
     ]
     closed = f"import sys; sys.stdout = None; {code}"
     done = python(closed)
@@ -425,8 +515,21 @@ def test_bytes_of_another_locale_are_utf8(monkeypatch: Patch, capsys: Capture) -
 def test_timing_adds_up_and_names_the_engines_share(monkeypatch: Patch, capsys: Capture) -> None:
     use(monkeypatch, FakeDecoder(chunk(0, "x", done=True)))
     assert main(["generate", "a", "--timing", "--logprobs"]) == 0
-    rows = {line[2:15].strip(): line[15:].split() for line in capsys.readouterr().err.splitlines() if line.startswith("  ")}
-    assert list(rows) == ["phase", "schedule", "draft", "verify", "accept", "context", "total", "engine's own"]
+    rows = {
+        line[2:15].strip(): line[15:].split()
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("  ")
+    }
+    assert list(rows) == [
+        "phase",
+        "schedule",
+        "draft",
+        "verify",
+        "accept",
+        "context",
+        "total",
+        "engine's own",
+    ]
     assert rows["verify"] == ["2.000", "200.000", "50.0%"]
     assert rows["total"][:3] == ["4.000", "400.000", "100.0%"]
     assert rows["engine's own"][:3] == ["0.750", "75.000", "18.8%"]

@@ -1,4 +1,6 @@
-"""Options made from the configuration: every field reaches its dataclass, under one name in all commands."""
+"""Options made from the configuration: every field reaches its dataclass, under one name in all
+commands.
+"""
 
 import argparse
 from dataclasses import dataclass, field, fields
@@ -74,7 +76,9 @@ def verb_parser(name: str) -> Parser:
 
 
 def test_help_says_what_the_docstring_says(capsys: Capture) -> None:
-    """Catches lost continuation lines, marks of the docstring, a percent sign that argparse formats, and "None" in help."""
+    """Catches lost continuation lines, marks of the docstring, a percent sign that argparse
+    formats, and "None" in help.
+    """
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
@@ -90,7 +94,10 @@ def test_help_says_what_the_docstring_says(capsys: Capture) -> None:
     ("arguments", "expected"),
     [
         ("", Example()),
-        ("--count 3 --share 0.5 --mode 7 --names a --names b --quick", Example(3, 0.5, 7, ("a", "b"), True)),
+        (
+            "--count 3 --share 0.5 --mode 7 --names a --names b --quick",
+            Example(3, 0.5, 7, ("a", "b"), True),
+        ),
         ("--mode auto --no-quick", Example()),
     ],
 )
@@ -113,7 +120,10 @@ def test_values_of_other_types_are_refused(arguments: str, message: str) -> None
 
 def test_old_names_work_and_are_not_shown(capsys: Capture) -> None:
     assert parse("--number", "4", old={"count": "--number"}).count == 4
-    assert parse("--number", "4", "5", old={"count": "--number"}, several=("count",)).count == [4, 5]
+    assert parse("--number", "4", "5", old={"count": "--number"}, several=("count",)).count == [
+        4,
+        5,
+    ]
     assert parse(old={"count": "--number"}, defaults={"count": 2}).count == 2
     with pytest.raises(SystemExit):
         parse("--help", old={"count": "--number"})
@@ -136,7 +146,10 @@ def test_names_of_the_last_version_mean_the_new_ones(verb: str, old: str, new: s
 
 
 def test_k_of_the_drafter_itself() -> None:
-    assert engine_config(verb_parser("generate").parse(["x", "--no-adaptive"])).num_draft_tokens is None
+    assert (
+        engine_config(verb_parser("generate").parse(["x", "--no-adaptive"])).num_draft_tokens
+        is None
+    )
 
 
 @pytest.mark.parametrize("verb", ["generate", "eval", "bench", "profile", "train"])
@@ -161,13 +174,24 @@ EVERY_OPTION = """
 
 
 def test_options_reach_the_api(monkeypatch: Patch) -> None:
-    """Catches an option that is declared and then forgotten: one of every field, none at its default."""
+    """Catches an option that is declared and then forgotten: one of every field, none at its
+    default.
+    """
     line = ["generate", "x", *EVERY_OPTION.split()]
     parsed = verb_parser("generate").parse(line[1:])
-    for config, made in ((SamplingParams, sampling_params(parsed)), (EngineConfig, engine_config(parsed))):
+    for config, made in (
+        (SamplingParams, sampling_params(parsed)),
+        (EngineConfig, engine_config(parsed)),
+    ):
         default = config()
-        same = {one.name for one in fields(config) if getattr(made, one.name) == getattr(default, one.name)}
-        assert same <= {"seed", "logit_bias", "grammar"}, f"{config.__name__} has fields without an option: {same}"
+        same = {
+            one.name
+            for one in fields(config)
+            if getattr(made, one.name) == getattr(default, one.name)
+        }
+        assert same <= {"seed", "logit_bias", "grammar"}, (
+            f"{config.__name__} has fields without an option: {same}"
+        )
     assert sampling_params(parsed) == SamplingParams(
         *(9, 0.7, 5, 0.9, 0.1, 1.2, 4, ("a", "b"), (7,), True, True),
         top_logprobs=2,
@@ -187,7 +211,17 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     )
     assert (asked.pop("target"), asked.pop("drafter")) == ("m", "none")
     assert LoadConfig(**asked) == LoadConfig(
-        "cpu", "bfloat16", "torch_ref", 32, "fp8", "model", "bfloat16", None, "none", "{{x}}", '{"x": 1}'
+        "cpu",
+        "bfloat16",
+        "torch_ref",
+        32,
+        "fp8",
+        "model",
+        "bfloat16",
+        None,
+        "none",
+        "{{x}}",
+        '{"x": 1}',
     )
 
 
@@ -207,7 +241,10 @@ def test_grammar(tmp_path: Path) -> None:
     }
     for option, grammar in asked.items():
         assert sampling_params(parse(["x", "--grammar", option])) == SamplingParams(grammar=grammar)
-    for option, message in {"xml:a": "choose one of json_schema", f"regex:@{tmp_path / 'none'}": "cannot be read"}.items():
+    for option, message in {
+        "xml:a": "choose one of json_schema",
+        f"regex:@{tmp_path / 'none'}": "cannot be read",
+    }.items():
         with pytest.raises(SpecDecError, match=message):
             sampling_params(parse(["x", "--grammar", option]))
 
@@ -221,7 +258,16 @@ def test_defaults_are_those_of_the_api(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("512M", 512 * 2**20), ("2G", 2**31), ("2gib", 2**31), ("1.5k", 1536), ("1T", 2**40), ("77", 77), ("8B", 8)]
+    ("text", "size"),
+    [
+        ("512M", 512 * 2**20),
+        ("2G", 2**31),
+        ("2gib", 2**31),
+        ("1.5k", 1536),
+        ("1T", 2**40),
+        ("77", 77),
+        ("8B", 8),
+    ],
 )
 def test_sizes_are_binary(text: str, size: int) -> None:
     assert byte_size(text) == size
@@ -236,24 +282,39 @@ def test_a_config_file_may_write_sizes_too(tmp_path: Any) -> None:
         build_config({}, str(file))
 
 
-def test_which_gpu_or_why_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line on standard error with every command that decodes; none where a CPU is all there is, or what was asked for."""
+def test_which_gpu_or_why_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line on standard error with every command that decodes; none where a CPU is all there is,
+    or what was asked for.
+    """
 
     def said(name: str, *, seen: bool, reason: str | None = None) -> str:
-        monkeypatch.setattr(device, "resolve_device", lambda name: torch.device("cuda" if seen else "cpu"))
+        monkeypatch.setattr(
+            device, "resolve_device", lambda name: torch.device("cuda" if seen else "cpu")
+        )
         monkeypatch.setattr(device, "unseen_gpu", lambda: reason)
         say_gpu(name)
         captured = capsys.readouterr()
         assert captured.out == ""
         return captured.err
 
-    monkeypatch.setattr(device, "describe_device", lambda where: f"{where}, AMD Instinct MI300X, ROCm gfx942")
+    monkeypatch.setattr(
+        device, "describe_device", lambda where: f"{where}, AMD Instinct MI300X, ROCm gfx942"
+    )
     assert said("auto", seen=True) == "specdec: on cuda, AMD Instinct MI300X, ROCm gfx942\n"
-    assert said("auto", seen=False, reason="an AMD GPU is here, but") == "specdec: no GPU is used: an AMD GPU is here, but\n"
-    assert said("cpu", seen=False, reason="an AMD GPU is here, but") == said("auto", seen=False) == ""
+    assert (
+        said("auto", seen=False, reason="an AMD GPU is here, but")
+        == "specdec: no GPU is used: an AMD GPU is here, but\n"
+    )
+    assert (
+        said("cpu", seen=False, reason="an AMD GPU is here, but") == said("auto", seen=False) == ""
+    )
 
 
-def test_loading_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_says_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device, "unseen_gpu", lambda: "hidden")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *args, **options: None)

@@ -1,4 +1,6 @@
-"""Every option that names an output, against everything that a path may lead to; and the process's own streams."""
+"""Every option that names an output, against everything that a path may lead to; and the process's
+own streams.
+"""
 
 import json
 import os
@@ -23,24 +25,75 @@ from tests.helpers.waiting import HANG
 
 Capture = pytest.CaptureFixture[str]
 
-TINY = ["--limit", "1", "--max-tokens", "4", "--repeats", "1", "--warmup", "0", "--drafter", "ngram", "-k", "2", "--raw"]
+TINY = [
+    "--limit",
+    "1",
+    "--max-tokens",
+    "4",
+    "--repeats",
+    "1",
+    "--warmup",
+    "0",
+    "--drafter",
+    "ngram",
+    "-k",
+    "2",
+    "--raw",
+]
 FILES: dict[str, Callable[[str, Path], list[str]]] = {
-    "generate --out": lambda out, _: ["generate", "abc", "--max-tokens", "4", "--drafter", "ngram", "--out", out],
+    "generate --out": lambda out, _: [
+        "generate",
+        "abc",
+        "--max-tokens",
+        "4",
+        "--drafter",
+        "ngram",
+        "--out",
+        out,
+    ],
     "bench --out": lambda out, _: ["bench", *TINY, "--out", out],
     "bench --html": lambda out, _: ["bench", *TINY, "--html", out],
-    "bench show --html": lambda out, folder: ["bench", "show", str(small_report(folder)), "--html", out],
-    "profile --trace": lambda out, _: ["profile", "--context", "8", "--steps", "2", "--drafter", "ngram", "--trace", out],
+    "bench show --html": lambda out, folder: [
+        "bench",
+        "show",
+        str(small_report(folder)),
+        "--html",
+        out,
+    ],
+    "profile --trace": lambda out, _: [
+        "profile",
+        "--context",
+        "8",
+        "--steps",
+        "2",
+        "--drafter",
+        "ngram",
+        "--trace",
+        out,
+    ],
 }
 ONLY_REFUSED: dict[str, Callable[[str, Path], list[str]]] = {
     "eval --html": lambda out, _: ["eval", "--tasks", "bundled", "--html", out],
-    "bench --dummy-weights --out": lambda out, _: ["bench", "--dummy-weights", "qwen3-8b", "--out", out],
+    "bench --dummy-weights --out": lambda out, _: [
+        "bench",
+        "--dummy-weights",
+        "qwen3-8b",
+        "--out",
+        out,
+    ],
 }
 """What takes long to reach its end."""
 
 FOLDERS: dict[str, Callable[[str, Path], list[str]]] = {
     "eval --out": lambda out, _: ["eval", "--tasks", "bundled", "--out", out],
     "train --out": lambda out, _: ["train", "--prompts", "x.txt", "--out", out],
-    "convert": lambda out, folder: ["convert", str(write_tiny_dflash(folder / "drafter")), out, "--to", "z-lab"],
+    "convert": lambda out, folder: [
+        "convert",
+        str(write_tiny_dflash(folder / "drafter")),
+        out,
+        "--to",
+        "z-lab",
+    ],
 }
 
 
@@ -59,7 +112,9 @@ PROVENANCE: dict[str, Any] = {
 
 @pytest.fixture
 def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda *args, **options: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        SpecDecoder, "from_pretrained", lambda *args, **options: pytest.fail("the model was loaded")
+    )
 
 
 @pytest.fixture
@@ -69,7 +124,9 @@ def loads_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         if drafter is None:
             return plain
         ngram = load_ngram(None, verifier=plain.verifier)
-        return SpecDecoder(plain.verifier, plain.tokenizer, ngram, EngineConfig(max_num_seqs=1, max_model_len=512))
+        return SpecDecoder(
+            plain.verifier, plain.tokenizer, ngram, EngineConfig(max_num_seqs=1, max_model_len=512)
+        )
 
     monkeypatch.setattr(SpecDecoder, "from_pretrained", load)
     monkeypatch.setattr("evals.report.provenance.provenance", lambda *args: PROVENANCE)
@@ -84,7 +141,9 @@ def one_line(capsys: Capture) -> str:
 @pytest.mark.usefixtures("loads_nothing")
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("option", FILES | ONLY_REFUSED)
-def test_what_is_no_file_is_refused_before_the_work(option: str, kind: str, tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_no_file_is_refused_before_the_work(
+    option: str, kind: str, tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "x"
     REFUSED[kind](path)
@@ -94,9 +153,13 @@ def test_what_is_no_file_is_refused_before_the_work(option: str, kind: str, tmp_
 
 
 @pytest.mark.usefixtures("loads_nothing")
-@pytest.mark.parametrize("kind", ["a FIFO", "a socket", "a device", "a file", "a long name", "symbolic links"])
+@pytest.mark.parametrize(
+    "kind", ["a FIFO", "a socket", "a device", "a file", "a long name", "symbolic links"]
+)
 @pytest.mark.parametrize("option", FOLDERS)
-def test_what_is_no_folder_is_refused_before_the_work(option: str, kind: str, tmp_path: Path, capsys: Capture) -> None:
+def test_what_is_no_folder_is_refused_before_the_work(
+    option: str, kind: str, tmp_path: Path, capsys: Capture
+) -> None:
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / ("x" * 300 if kind == "a long name" else "x")
     own: dict[str, Callable[[Path], object]] = {
@@ -114,7 +177,9 @@ def test_what_is_no_folder_is_refused_before_the_work(option: str, kind: str, tm
 @pytest.mark.usefixtures("loads_nothing")
 @pytest.mark.parametrize("option", FILES | ONLY_REFUSED)
 @pytest.mark.parametrize("name", ["x" * 300, "no/folder/x", "report.json/x", "/proc/x"])
-def test_names_that_cannot_be_written_are_refused_before_the_work(option: str, name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_names_that_cannot_be_written_are_refused_before_the_work(
+    option: str, name: str, tmp_path: Path, capsys: Capture
+) -> None:
     small_report(tmp_path)
     assert main((FILES | ONLY_REFUSED)[option](str(tmp_path / name), tmp_path)) == 2
     one_line(capsys)
@@ -122,7 +187,9 @@ def test_names_that_cannot_be_written_are_refused_before_the_work(option: str, n
 
 @pytest.mark.usefixtures("loads_tiny")
 @pytest.mark.parametrize("option", FILES)
-def test_a_device_a_link_and_a_mounted_file_are_written_and_stay(option: str, tmp_path: Path) -> None:
+def test_a_device_a_link_and_a_mounted_file_are_written_and_stay(
+    option: str, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "link").symlink_to("target")
@@ -142,7 +209,9 @@ def test_a_device_a_link_and_a_mounted_file_are_written_and_stay(option: str, tm
 def test_a_pipe_is_told_what_a_file_would_hold(option: str, tmp_path: Path) -> None:
     """As `--out /dev/stdout | ...` and `--out >(...)`; of a report, the complete one alone."""
     with (tmp_path / "told").open("w+") as file:
-        parts = [] if option == "generate --out" else ["--temperature", "0", "1"]  # a file is written after each
+        parts = (
+            [] if option == "generate --out" else ["--temperature", "0", "1"]
+        )  # a file is written after each
         assert main([*FILES[option](f"/dev/fd/{file.fileno()}", tmp_path), *parts]) == 0
     told = json.loads((tmp_path / "told").read_text())
     assert told["results" if option == "generate --out" else "rows"]
@@ -162,7 +231,14 @@ REPORTS = {
     "another schema": '{"schema": ["specdec-bench"]}',
     **{
         f"rows {value}": json.dumps(
-            {"schema": "specdec-bench", "schema_version": 2, "provenance": {}, "settings": {}, "complete": True, "rows": value}
+            {
+                "schema": "specdec-bench",
+                "schema_version": 2,
+                "provenance": {},
+                "settings": {},
+                "complete": True,
+                "rows": value,
+            }
         )
         for value in ODD_ROWS
     },
@@ -171,19 +247,27 @@ REPORTS = {
 
 @pytest.mark.parametrize("action", ["show", "compare"])
 @pytest.mark.parametrize("kind", REPORTS)
-def test_reports_that_nobody_wrote_are_one_line(kind: str, action: str, tmp_path: Path, capsys: Capture) -> None:
+def test_reports_that_nobody_wrote_are_one_line(
+    kind: str, action: str, tmp_path: Path, capsys: Capture
+) -> None:
     path = tmp_path / "report.json"
     path.write_text(REPORTS[kind])
     assert main(["bench", action, *[str(path)] * (1 if action == "show" else 2)]) == 2
     assert str(path) in one_line(capsys)
 
 
-def run(arguments: list[str], redirected: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: list[str], redirected: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with standard streams as a shell redirects them."""
     given = {"PYTHONPATH": str(Path(__file__).parents[3]), **os.environ, **environment}
     words = [sys.executable, "-m", "specdec", *arguments]
     return subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirected}', "sh", *words], env=given, capture_output=True, text=True, timeout=HANG
+        ["sh", "-c", f'exec "$@" {redirected}', "sh", *words],
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
     )
 
 
@@ -196,9 +280,13 @@ def run(arguments: list[str], redirected: str = "", **environment: str) -> subpr
         ("<&- >&- 2>&-", ""),
     ],
 )
-def test_standard_input_that_cannot_be_read_is_one_line(redirected: str, message: str, tmp_path: Path) -> None:
+def test_standard_input_that_cannot_be_read_is_one_line(
+    redirected: str, message: str, tmp_path: Path
+) -> None:
     done = run(["generate"], redirected.format(out=tmp_path / "x"))
-    assert done.returncode == 2 and done.stderr.count("\n") == bool(message) and message in done.stderr, done.stderr
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == bool(message) and message in done.stderr
+    ), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -210,12 +298,18 @@ def test_standard_input_that_cannot_be_read_is_one_line(redirected: str, message
         ("<&- >&- 2>&-", 0, ""),
     ],
 )
-def test_streams_that_are_closed(redirected: str, status: int, message: str, tmp_path: Path) -> None:
-    """Catches a page that becomes standard output because it is the next file, and is printed into."""
+def test_streams_that_are_closed(
+    redirected: str, status: int, message: str, tmp_path: Path
+) -> None:
+    """Catches a page that becomes standard output because it is the next file,
+    and is printed into.
+    """
     page = tmp_path / "page.html"
     report = str(small_report(tmp_path))
     done = run(["bench", "show", report, "--html", str(page)], redirected.format(report=report))
-    assert done.returncode == status and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode == status and message in done.stderr and "Traceback" not in done.stderr
+    ), done.stderr
     assert page.read_text().rstrip().endswith("</html>")
 
 
@@ -225,7 +319,12 @@ def test_an_error_that_nobody_can_read_keeps_its_status(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "variables", [{"WORLD_SIZE": "abc", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "-1"}, {"WORLD_SIZE": "2", "RANK": "x"}]
+    "variables",
+    [
+        {"WORLD_SIZE": "abc", "RANK": "0"},
+        {"WORLD_SIZE": "2", "RANK": "-1"},
+        {"WORLD_SIZE": "2", "RANK": "x"},
+    ],
 )
 @pytest.mark.parametrize("verb", ["generate", "train"])
 def test_odd_variables_of_torchrun_are_one_line(
@@ -238,15 +337,26 @@ def test_odd_variables_of_torchrun_are_one_line(
 
 
 @pytest.mark.usefixtures("loads_tiny")
-@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": ""}, {"WORLD_SIZE": "abc"}])
-def test_empty_variables_of_torchrun_are_missing_ones(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "variables",
+    [{"WORLD_SIZE": "", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": ""}, {"WORLD_SIZE": "abc"}],
+)
+def test_empty_variables_of_torchrun_are_missing_ones(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["generate", "abc", "--max-tokens", "2", "--drafter", "ngram"]) == 0
 
 
 def test_deep_config_files_are_one_line(tmp_path: Path, capsys: Capture) -> None:
-    for name, text in (("a.json", "[" * 100_000), ("a.json", '{"lr": NaN}'), ("a.toml", "a = " + "[" * 100_000)):
+    for name, text in (
+        ("a.json", "[" * 100_000),
+        ("a.json", '{"lr": NaN}'),
+        ("a.toml", "a = " + "[" * 100_000),
+    ):
         (tmp_path / name).write_text(text)
-        assert main(["train", "--config", str(tmp_path / name), "--out", str(tmp_path / "run")]) == 2
+        assert (
+            main(["train", "--config", str(tmp_path / name), "--out", str(tmp_path / "run")]) == 2
+        )
         assert str(tmp_path / name) in one_line(capsys)

@@ -1,4 +1,6 @@
-"""`specdec warmup` as a user meets it: progress, what took long, what failed, and an interruption."""
+"""`specdec warmup` as a user meets it: progress, what took long, what failed,
+and an interruption.
+"""
 
 import pytest
 
@@ -13,12 +15,34 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = save_tiny(tmp_path_factory.mktemp("model"))
-    sizes = ["--max-num-seqs", "2", "--max-model-len", "48", "--max-prefill-tokens", "16", "-k", "2"]
-    return ["warmup", "--model", str(model), "--drafter", "ngram", "--device", "cpu", "--dtype", "float32", *sizes]
+    sizes = [
+        "--max-num-seqs",
+        "2",
+        "--max-model-len",
+        "48",
+        "--max-prefill-tokens",
+        "16",
+        "-k",
+        "2",
+    ]
+    return [
+        "warmup",
+        "--model",
+        str(model),
+        "--drafter",
+        "ngram",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        *sizes,
+    ]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *shapes: WarmUpShape) -> None:
-    monkeypatch.setattr("specdec.engine.capture.warmup.warm_up_shapes", lambda engine, sampling: list(shapes))
+    monkeypatch.setattr(
+        "specdec.engine.capture.warmup.warm_up_shapes", lambda engine, sampling: list(shapes)
+    )
 
 
 def test_every_shape_is_launched(command: list[str], capsys: Capture) -> None:
@@ -29,8 +53,12 @@ def test_every_shape_is_launched(command: list[str], capsys: Capture) -> None:
     assert f"warm-up  [########################] {total}/{total}" in captured.err
 
 
-def test_what_took_long_and_what_failed(command: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line each; a shape that fails does not keep the others from being warmed up, and shows in the exit status."""
+def test_what_took_long_and_what_failed(
+    command: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line each; a shape that fails does not keep the others from being warmed up, and shows in
+    the exit status.
+    """
 
     def fail() -> None:
         raise RuntimeError("hipcc:\n not found")
@@ -50,7 +78,11 @@ def test_what_took_long_and_what_failed(command: list[str], capsys: Capture, mon
     assert main(command) == 1
     captured = capsys.readouterr()
     broken, slow, bar = captured.err.splitlines()[-3:]
-    assert broken == "  failed: broken: hipcc: not found" and slow.endswith(" s  slow") and bar.endswith("] 3/3")
+    assert (
+        broken == "  failed: broken: hipcc: not found"
+        and slow.endswith(" s  slow")
+        and bar.endswith("] 3/3")
+    )
     assert "fast" not in captured.err
     assert captured.out.startswith("2 of 3 shapes are warm")
 
@@ -59,11 +91,19 @@ def test_interrupted(command: list[str], capsys: Capture, monkeypatch: pytest.Mo
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    use(monkeypatch, WarmUpShape("one", lambda: None), WarmUpShape("two", interrupt), WarmUpShape("three", lambda: None))
+    use(
+        monkeypatch,
+        WarmUpShape("one", lambda: None),
+        WarmUpShape("two", interrupt),
+        WarmUpShape("three", lambda: None),
+    )
     assert main(command) == 130
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.endswith("specdec: 1 of 3 shapes are warm; the same command goes on from there\nspecdec: interrupted\n")
+    assert captured.err.endswith(
+        "specdec: 1 of 3 shapes are warm; the same command goes on from there\nspecdec:"
+        " interrupted\n"
+    )
 
 
 def test_options_are_those_of_generate(capsys: Capture) -> None:
@@ -71,7 +111,11 @@ def test_options_are_those_of_generate(capsys: Capture) -> None:
 
     def options(verb: str) -> set[str]:
         assert main([verb, "--help"]) == 0
-        return {word for word in capsys.readouterr().out.replace(",", " ").split() if word.startswith("--")}
+        return {
+            word
+            for word in capsys.readouterr().out.replace(",", " ").split()
+            if word.startswith("--")
+        }
 
     assert options("generate") - options("warmup") == {
         "--file",

@@ -37,5 +37,9 @@ def test_engines_that_a_cluster_has_no_room_for_are_refused() -> None:
 
 def test_a_row_travels_with_its_grammar() -> None:
     for grammar in (None, Grammar.regex("a+"), Grammar.json_schema({"type": "null"})):
-        row = Row("k", "text", SamplingParams(max_tokens=3, stop=("a",), logit_bias=((5, 1.0),), grammar=grammar))
+        row = Row(
+            "k",
+            "text",
+            SamplingParams(max_tokens=3, stop=("a",), logit_bias=((5, 1.0),), grammar=grammar),
+        )
         assert Row.from_json(row.to_json()) == row

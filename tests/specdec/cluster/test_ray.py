@@ -1,7 +1,9 @@
-"""Real engines of a real cluster on this machine: two at a time, and each thing that may go wrong with them.
+"""Real engines of a real cluster on this machine: two at a time, and each thing that may go wrong
+with them.
 
-Ray takes seconds to start, and every engine is a process that imports torch. So one cluster serves all of it, each part shows
-several things, and it is one test, because pytest-xdist would give several tests to several workers, each with a cluster.
+Ray takes seconds to start, and every engine is a process that imports torch. So one cluster serves
+all of it, each part shows several things, and it is one test, because pytest-xdist would give
+several tests to several workers, each with a cluster.
 """
 
 import io
@@ -41,7 +43,12 @@ PROMPTS = ["abcabcab" * (1 + index % 3) + "xyz"[index % 3] * (index // 3) for in
 
 def engine(max_num_seqs: int) -> EngineConfig:
     """Small, with a fixed number of drafts."""
-    return EngineConfig(max_num_seqs=max_num_seqs, max_model_len=128, num_draft_tokens=4, cache=CacheConfig(memory_bytes=2**22))
+    return EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=128,
+        num_draft_tokens=4,
+        cache=CacheConfig(memory_bytes=2**22),
+    )
 
 
 def sampling(index: int) -> SamplingParams:
@@ -52,13 +59,19 @@ def sampling(index: int) -> SamplingParams:
 @pytest.mark.slow
 def test_engines_of_a_cluster(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """What may go wrong with them, and what becomes of the run."""
-    context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    context = ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20
+    )
     try:
         folder = save_tiny(tmp_path / "alone")
-        alone = SpecDecoder.from_pretrained(folder, drafter="ngram", device="cpu", dtype="float32", engine=engine(2))
+        alone = SpecDecoder.from_pretrained(
+            folder, drafter="ngram", device="cpu", dtype="float32", engine=engine(2)
+        )
         for part in (killed_driver, prompt_that_kills, unlike_engines):
             with subtests.test(part.__name__):
-                part(context.address_info["gcs_address"], alone, save_tiny(tmp_path / part.__name__))
+                part(
+                    context.address_info["gcs_address"], alone, save_tiny(tmp_path / part.__name__)
+                )
     finally:
         for thread in filter(of_ray_data, threading.enumerate()):
             thread.join(HANG)
@@ -71,7 +84,9 @@ def of_ray_data(thread: threading.Thread) -> bool:
     Ray stops its prefetcher after the last row alone; else it is parked for good.
     """
     started_by = getattr(thread, "_target", None), type(thread)
-    return thread.name != "Prefetcher" and any(str(getattr(one, "__module__", "")).startswith("ray.data") for one in started_by)
+    return thread.name != "Prefetcher" and any(
+        str(getattr(one, "__module__", "")).startswith("ray.data") for one in started_by
+    )
 
 
 def plan(folder: Path, **given: object) -> Path:
@@ -87,22 +102,77 @@ def same(found: list[GenerationResult], expected: list[GenerationResult]) -> Non
     assert [one.stats.num_accepted for one in found] == [one.stats.num_accepted for one in expected]
     assert [one.stats.num_emitted for one in found] == [one.stats.num_emitted for one in expected]
     one, other = (pooled(result.stats for result in results) for results in (found, expected))
-    assert (one.tau, one.mean_accepted, one.histogram) == (other.tau, other.mean_accepted, other.histogram)
+    assert (one.tau, one.mean_accepted, one.histogram) == (
+        other.tau,
+        other.mean_accepted,
+        other.histogram,
+    )
     assert one.tau > 1, "drafts were accepted"
 
 
 def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
-    """`kill -9`, then the same command: what was kept is not computed again, nothing is lost, figures are those of one engine."""
+    """`kill -9`, then the same command: what was kept is not computed again, nothing is lost,
+    figures are those of one engine.
+    """
     plan(folder, most=6)
     prompts, kept = folder / "prompts.txt", folder / "kept.jsonl"
     prompts.write_text("\n".join(PROMPTS))
-    command = [sys.executable, "-m", "specdec", "generate", "--file", str(prompts), "--raw", "--json", "--out", str(kept)]
-    command += ["--model", str(folder), "--drafter", HOME, "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "1"]
-    command += ["--max-model-len", "128", "-k", "4", "--kv-memory", "4M", "--max-tokens", "24", "--ignore-eos"]
-    command += ["--temperature", "0.7", "--seed", "3", "--engines", "2", "--cpus-per-engine", "0.5", "--ray", address]
+    command = [
+        sys.executable,
+        "-m",
+        "specdec",
+        "generate",
+        "--file",
+        str(prompts),
+        "--raw",
+        "--json",
+        "--out",
+        str(kept),
+    ]
+    command += [
+        "--model",
+        str(folder),
+        "--drafter",
+        HOME,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        "1",
+    ]
+    command += [
+        "--max-model-len",
+        "128",
+        "-k",
+        "4",
+        "--kv-memory",
+        "4M",
+        "--max-tokens",
+        "24",
+        "--ignore-eos",
+    ]
+    command += [
+        "--temperature",
+        "0.7",
+        "--seed",
+        "3",
+        "--engines",
+        "2",
+        "--cpus-per-engine",
+        "0.5",
+        "--ray",
+        address,
+    ]
 
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: first.poll() is not None or (kept.exists() and len(kept.read_text().splitlines()) >= 3))
+    first = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(
+        lambda: (
+            first.poll() is not None or (kept.exists() and len(kept.read_text().splitlines()) >= 3)
+        )
+    )
     assert first.poll() is None, first.stderr and first.stderr.read()
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
@@ -115,7 +185,9 @@ def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
 
     shown = io.StringIO()
     with redirect_stdout(shown):
-        assert main([*command[3:], "--engines", "1"]) == 0  # a run may go on with another number of them
+        assert (
+            main([*command[3:], "--engines", "1"]) == 0
+        )  # a run may go on with another number of them
     records = [json.loads(line) for line in kept.read_text().splitlines()]
     assert records[: len(whole)] == whole, "what was kept stays"
     assert len({record["key"] for record in records[1:]}) == len(records) - 1 == len(PROMPTS)
@@ -131,7 +203,9 @@ def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
 
 
 def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
-    """Rows of a killed engine run again, finished ones do not, and who kills an engine alone gets an error."""
+    """Rows of a killed engine run again, finished ones do not, and who kills an engine alone gets
+    an error.
+    """
     tokens = [alone.tokenize(prompt) for prompt in PROMPTS]
     too_long = list(range(10, 90)) * 2
     plan(folder, poison=tokens[4], prompts=tokens)
@@ -139,7 +213,10 @@ def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
     rows.append(Row("too long", too_long, sampling(0)))
     journal = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
     answers = {
-        answer.key: answer for answer in journal.run(Pool.of(address, TWO, EngineSpec(str(folder), HOME, LOAD, engine(2))), rows)
+        answer.key: answer
+        for answer in journal.run(
+            Pool.of(address, TWO, EngineSpec(str(folder), HOME, LOAD, engine(2))), rows
+        )
     }
 
     assert answers.keys() == {row.key for row in rows}
@@ -148,14 +225,17 @@ def prompt_that_kills(address: str, alone: SpecDecoder, folder: Path) -> None:
     assert "limit is 128" in str(answers["too long"].error)
     served = [index for index in range(len(PROMPTS)) if index != 4]
     same(
-        [answers[str(index)].results[0] for index in served], [alone.generate(PROMPTS[index], sampling(index)) for index in served]
+        [answers[str(index)].results[0] for index in served],
+        [alone.generate(PROMPTS[index], sampling(index)) for index in served],
     )
     beginnings = [prompt for _, prompt in begun(folder)]
     assert beginnings.count(tokens[4]) == 2, "once among others, once alone"
     # Of the others only those in the other slots of the two engines that died.
     assert len(beginnings) - 2 - len(served) <= 2
     again = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
-    assert [again.get(row.key) is not None for row in rows] == [index in served for index in range(len(rows))]
+    assert [again.get(row.key) is not None for row in rows] == [
+        index in served for index in range(len(rows))
+    ]
 
 
 def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
@@ -165,7 +245,8 @@ def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
     journal = ClusterJournal(folder / "kept.jsonl", {"k": 4}, command="bench")
     rows = [Row(str(index), prompt, sampling(index)) for index, prompt in enumerate(PROMPTS)]
     with pytest.raises(
-        SpecDecError, match=r"^the engine on .* has device .* and the run has .* machines that are alike$"
+        SpecDecError,
+        match=r"^the engine on .* has device .* and the run has .* machines that are alike$",
     ) as raised:
         list(journal.run(pool, rows))
     assert "another GPU" in str(raised.value)
@@ -174,4 +255,7 @@ def unlike_engines(address: str, alone: SpecDecoder, folder: Path) -> None:
     for thread in threads:
         thread.join(HANG)
     assert not [thread.name for thread in threads if thread.is_alive()]
-    assert all(json.loads(line).get("key") != None for line in (folder / "kept.jsonl").read_text().splitlines()[1:])  # noqa: E711
+    assert all(
+        json.loads(line).get("key") != None  # noqa: E711
+        for line in (folder / "kept.jsonl").read_text().splitlines()[1:]
+    )

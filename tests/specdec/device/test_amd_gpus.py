@@ -19,7 +19,9 @@ def machine(root: Path, *versions: int, kfd: bool = True, render: bool = True) -
     for index, version in enumerate((0, *versions)):
         node = root / f"sys/class/kfd/kfd/topology/nodes/{index}"
         node.mkdir(parents=True)
-        (node / "properties").write_text(f"cpu_cores_count {0 if version else 96}\ngfx_target_version {version}\n")
+        (node / "properties").write_text(
+            f"cpu_cores_count {0 if version else 96}\ngfx_target_version {version}\n"
+        )
     (root / "dev/dri").mkdir(parents=True)
     if kfd:
         (root / "dev/kfd").touch()
@@ -53,7 +55,9 @@ def test_a_gpu_that_the_container_may_not_read(tmp_path: Path) -> None:
 
 
 def test_who_should_get_rocm(tmp_path: Path) -> None:
-    """A served GPU that can be opened, and no NVIDIA GPU beside it; not the graphics of every processor."""
+    """A served GPU that can be opened, and no NVIDIA GPU beside it; not the graphics of every
+    processor.
+    """
     assert wanting_rocm(machine(tmp_path / "a", 90402)) == ["gfx942"]
     assert wanting_rocm(machine(tmp_path / "b", 90402, kfd=False)) == []
     assert wanting_rocm(machine(tmp_path / "c", 100306)) == [], "gfx1036, within Ryzen 7000"
@@ -71,30 +75,55 @@ def test_who_should_get_rocm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "environ", "reason"),
     [
-        ({"rocm": False}, {}, "torch 2.13.0, built for X, finds none: install a ROCm build of torch (docs/rocm.md)"),
-        ({}, {"HIP_VISIBLE_DEVICES": ""}, "HIP_VISIBLE_DEVICES is '' and hides every GPU: unset it"),
+        (
+            {"rocm": False},
+            {},
+            "torch 2.13.0, built for X, finds none: install a ROCm build of torch (docs/rocm.md)",
+        ),
+        (
+            {},
+            {"HIP_VISIBLE_DEVICES": ""},
+            "HIP_VISIBLE_DEVICES is '' and hides every GPU: unset it",
+        ),
         ({}, {"ROCR_VISIBLE_DEVICES": "2,3"}, "ROCR_VISIBLE_DEVICES is '2,3' and hides every GPU"),
         ({}, {"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES is '-1' and hides every GPU"),
-        ({}, {"ROCR_VISIBLE_DEVICES": "GPU-1234", "HIP_VISIBLE_DEVICES": "5,0"}, "finds none: see whether rocminfo lists it"),
-        ({"kfd": False}, {}, "/dev/kfd is missing: start the container with --device /dev/kfd --device /dev/dri"),
+        (
+            {},
+            {"ROCR_VISIBLE_DEVICES": "GPU-1234", "HIP_VISIBLE_DEVICES": "5,0"},
+            "finds none: see whether rocminfo lists it",
+        ),
+        (
+            {"kfd": False},
+            {},
+            "/dev/kfd is missing: start the container with --device /dev/kfd --device /dev/dri",
+        ),
     ],
 )
-def test_reasons(tmp_path: Path, options: dict[str, Any], environ: dict[str, str], reason: str) -> None:
+def test_reasons(
+    tmp_path: Path, options: dict[str, Any], environ: dict[str, str], reason: str
+) -> None:
     """Each with its way out, behind what is here."""
     root = machine(tmp_path, 90402, 90402, kfd=options.get("kfd", True))
     said = why(root, rocm=options.get("rocm", True), **environ)
-    assert said is not None and said.startswith("an AMD GPU is here (gfx942), but ") and reason in said
+    assert (
+        said is not None and said.startswith("an AMD GPU is here (gfx942), but ") and reason in said
+    )
 
 
 @pytest.mark.parametrize("closed", ["dev/kfd", "dev/dri/renderD128"])
-def test_files_that_may_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
+def test_files_that_may_not_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
     """Names the file and the group that opens it."""
     root = machine(tmp_path, 90402)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != root / closed)
     group = (root / closed).group()
     said = why(root)
     assert said is not None
-    assert f"you may not open /{closed}: join its group, sudo usermod -aG {group} $USER, and log in again" in said
+    assert (
+        f"you may not open /{closed}: join its group, sudo usermod -aG {group} $USER, and log in"
+        f" again" in said
+    )
 
 
 def test_nothing_is_said_without_one(tmp_path: Path) -> None:
@@ -116,6 +145,10 @@ def test_the_tests_say_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make test` on a machine whose GPU torch does not see must not look like a run on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("specdec.device.device.unseen_gpu", lambda: None)
-    assert pytest_report_header().startswith("device: cpu, ") and "GPU" not in pytest_report_header()
-    monkeypatch.setattr("specdec.device.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden")
+    assert (
+        pytest_report_header().startswith("device: cpu, ") and "GPU" not in pytest_report_header()
+    )
+    monkeypatch.setattr(
+        "specdec.device.device.unseen_gpu", lambda: "an AMD GPU is here, but hidden"
+    )
     assert pytest_report_header().endswith("; no GPU is used: an AMD GPU is here, but hidden")

@@ -9,7 +9,9 @@ from specdec.device.deviation import Deviation, deviation, mismatches, worst
 
 
 def test_deviations() -> None:
-    """Twice the plain error and a rounding are allowed; NaN is worse than anything; a lost number is a mismatch."""
+    """Twice the plain error and a rounding are allowed; NaN is worse than anything; a lost number
+    is a mismatch.
+    """
     exact = torch.linspace(1, 2, 100, dtype=torch.float64)
     plain = exact.bfloat16()
     near = deviation(plain, plain, exact)
@@ -18,8 +20,13 @@ def test_deviations() -> None:
     assert far.error > far.bound
     lost = deviation(plain.clone().fill_(math.nan), plain, exact)
     assert worst([near, far, lost]) is lost and worst([far, near]) is far
-    assert worst([Deviation(0.0, 0.0), near]) is near and worst([near, Deviation(1.0, 0.0)]) == (1.0, 0.0)
-    with pytest.raises(ArithmeticError, match=r"^plain torch is off by 4\.\de-01 at numbers of about 1\.5$"):
+    assert worst([Deviation(0.0, 0.0), near]) is near and worst([near, Deviation(1.0, 0.0)]) == (
+        1.0,
+        0.0,
+    )
+    with pytest.raises(
+        ArithmeticError, match=r"^plain torch is off by 4\.\de-01 at numbers of about 1\.5$"
+    ):
         deviation(plain, (exact * 1.3).bfloat16(), exact)
     with pytest.raises(ValueError, match="where belongs"):  # and does not spread over the others
         deviation(plain[:1], plain, exact)

@@ -1,4 +1,6 @@
-"""Verdicts of self-checks: made once per machine, told in one line, safe against crashes, damage and company."""
+"""Verdicts of self-checks: made once per machine, told in one line, safe against crashes, damage
+and company.
+"""
 
 import json
 import logging
@@ -53,7 +55,9 @@ def kept(name: str = "argmax") -> Path:
 
 
 def test_a_second_start_runs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither in the same process nor in the next; the file holds the figures; a variant is checked by itself."""
+    """Neither in the same process nor in the next; the file holds the figures; a variant is checked
+    by itself.
+    """
     check = Counted()
     for _ in range(2):
         assert passes("argmax", CPU, check) and passes("argmax", CPU, check)
@@ -62,7 +66,11 @@ def test_a_second_start_runs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     content = json.loads(kept().read_text())
     spent = {"milliseconds": content["milliseconds"], "microseconds": None}
     assert content == {"failure": None, "error": 1e-4, "bound": 1e-3, **spent}
-    assert passes("argmax", CPU, check, torch.bfloat16) and check.runs == 2 and kept("argmax-bfloat16").exists()
+    assert (
+        passes("argmax", CPU, check, torch.bfloat16)
+        and check.runs == 2
+        and kept("argmax-bfloat16").exists()
+    )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -76,8 +84,12 @@ def test_a_second_start_runs_nothing(caplog: pytest.LogCaptureFixture) -> None:
         (AssertionError(), "AssertionError"),
     ],
 )
-def test_what_fails_is_left_out_with_one_line(caplog: pytest.LogCaptureFixture, outcome: Deviation | Exception, line: str) -> None:
-    """The same on each start, which names how to take it all the same, and how to check it again."""
+def test_what_fails_is_left_out_with_one_line(
+    caplog: pytest.LogCaptureFixture, outcome: Deviation | Exception, line: str
+) -> None:
+    """The same on each start, which names how to take it all the same,
+    and how to check it again.
+    """
     check = Counted(outcome)
     for _ in range(2):
         caplog.clear()
@@ -85,13 +97,21 @@ def test_what_fails_is_left_out_with_one_line(caplog: pytest.LogCaptureFixture, 
             assert reasons_against("argmax", CPU, check) == [f"its self-check failed: {line}"]
         (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
         message = record.getMessage()
-        assert "\n" not in message and message.startswith("argmax is left out on ") and line in message
-        assert "SPECDEC_KERNELS=argmax takes it all the same" in message and "specdec doctor --run" in message
+        assert (
+            "\n" not in message and message.startswith("argmax is left out on ") and line in message
+        )
+        assert (
+            "SPECDEC_KERNELS=argmax takes it all the same" in message
+            and "specdec doctor --run" in message
+        )
         next_start()
     assert check.runs == 1
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "3", '"started"', "{}", '{"error": 1}', '{"failure": null, "more": 1}'])
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", "3", '"started"', "{}", '{"error": 1}', '{"failure": null, "more": 1}'],
+)
 def test_a_damaged_file_is_no_verdict(damage: str) -> None:
     """It is checked anew, and mended."""
     kept().parent.mkdir(parents=True)
@@ -109,7 +129,9 @@ def test_bytes_that_are_no_text_are_no_verdict() -> None:
     assert passes("argmax", CPU, Counted())
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each start checks anew."""
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(self_check, "cache_folder", lambda: tmp_path / "file")
@@ -122,7 +144,11 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPa
 
 def test_a_full_disk_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is there and the verdict is not."""
-    monkeypatch.setattr(Path, "write_text", lambda *args, **options: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        Path,
+        "write_text",
+        lambda *args, **options: (_ for _ in ()).throw(OSError(28, "No space left")),
+    )
     check = Counted()
     assert passes("argmax", CPU, check) and check.runs == 1 and not kept().exists()
 
@@ -135,7 +161,9 @@ def in_another_process(target: Callable[..., object], *args: object) -> ForkProc
 
 
 def test_a_check_that_kills_the_process_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:
-    """As a fault of the GPU does; the next start says so in its line, and so does the one after that."""
+    """As a fault of the GPU does; the next start says so in its line, and so does the one after
+    that.
+    """
 
     def die() -> Deviation:
         os._exit(134)
@@ -156,16 +184,25 @@ def test_a_check_that_kills_the_process_is_not_run_again(caplog: pytest.LogCaptu
 
 
 def test_checking_again_goes_past_a_check_that_has_just_killed_the_process() -> None:
-    """So that `doctor --run`, run once more, comes to what stands behind it; a third time tries it anew."""
-    process = in_another_process(lambda: verdict_of("argmax", CPU, lambda: os._exit(134), again=True))
+    """So that `doctor --run`, run once more, comes to what stands behind it; a third time tries it
+    anew.
+    """
+    process = in_another_process(
+        lambda: verdict_of("argmax", CPU, lambda: os._exit(134), again=True)
+    )
     process.join(HANG)
     assert process.exitcode == 134
     check = Counted()
-    assert "a process ended" in str(verdict_of("argmax", CPU, check, again=True).failure) and check.runs == 0
+    assert (
+        "a process ended" in str(verdict_of("argmax", CPU, check, again=True).failure)
+        and check.runs == 0
+    )
     assert verdict_of("argmax", CPU, check, again=True).failure is None and check.runs == 1
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(), MemoryError(), torch.OutOfMemoryError("no room")])
+@pytest.mark.parametrize(
+    "stop", [KeyboardInterrupt(), SystemExit(), MemoryError(), torch.OutOfMemoryError("no room")]
+)
 def test_what_stops_a_check_from_outside_is_no_verdict(stop: BaseException) -> None:
     """The kernels are not to blame: the next start checks."""
     with pytest.raises(type(stop)):
@@ -175,7 +212,9 @@ def test_what_stops_a_check_from_outside_is_no_verdict(stop: BaseException) -> N
 
 
 def test_processes_at_once_check_once(tmp_path: Path) -> None:
-    """All but one wait for its verdict, and take what is being checked for neither failed nor new."""
+    """All but one wait for its verdict, and take what is being checked for neither failed
+    nor new.
+    """
     runs, arrived = tmp_path / "runs", tmp_path / "arrived"
     arrived.mkdir()
 
@@ -197,7 +236,9 @@ def test_processes_at_once_check_once(tmp_path: Path) -> None:
     assert runs.read_text() == "x"
 
 
-def test_a_process_that_never_ends_its_check_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_never_ends_its_check_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A GPU that hangs."""
     monkeypatch.setattr(self_check, "PATIENCE", 0.0)
     process = in_another_process(passes, "argmax", CPU, lambda: wait_until(lambda: False))
@@ -221,8 +262,12 @@ def test_a_check_may_ask_for_another() -> None:
     assert passes("captured_step", CPU, outer) and inner.runs == 1
 
 
-@pytest.mark.parametrize("entry", ["card", "architecture", "driver", "hip", "torch", "specdec", "amd-aiter", "triton"])
-def test_another_machine_or_version_is_checked_anew(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+@pytest.mark.parametrize(
+    "entry", ["card", "architecture", "driver", "hip", "torch", "specdec", "amd-aiter", "triton"]
+)
+def test_another_machine_or_version_is_checked_anew(
+    monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
     """Each entry counts."""
     check = Counted()
     assert passes("argmax", CPU, check)
@@ -235,7 +280,11 @@ def test_what_a_verdict_holds_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions as they are installed; how AITER is imported."""
     monkeypatch.setenv("AITER_TRITON_ONLY", "1")
     found = self_check.machine(CPU)
-    assert found["torch"] == torch.__version__ and found["architecture"] == "gfx942" and found["AITER_TRITON_ONLY"] == "1"
+    assert (
+        found["torch"] == torch.__version__
+        and found["architecture"] == "gfx942"
+        and found["AITER_TRITON_ONLY"] == "1"
+    )
     for switch in ("AITER_MLA_USE_OPUS", "AITER_ENABLE_FMHA_OPUS"):
         monkeypatch.setenv(switch, "1")
         assert self_check.machine(CPU) != found, "other kernels of AITER run"
@@ -270,7 +319,10 @@ def test_names_overrule(monkeypatch: pytest.MonkeyPatch, architecture: str | Non
     assert reasons_against("fused_layers", CPU, Counted()) == ["SPECDEC_KERNELS leaves it out"]
     assert check.runs == 0
     monkeypatch.setenv("SPECDEC_KERNELS", "argmax fused")
-    with pytest.raises(InvalidInputError, match=r"^SPECDEC_KERNELS names 'fused'; known are .*fused_layers.* leaves it out$"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"^SPECDEC_KERNELS names 'fused'; known are .*fused_layers.* leaves it out$",
+    ):
         passes("argmax", CPU, check)
 
 
@@ -290,20 +342,31 @@ def test_run_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", [None, "gfx942", "gfx1100"])
-def test_by_name_and_checked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, architecture: str | None) -> None:
-    """Off unless it is named; then its check decides, anywhere, and no advice is given to insist."""
+def test_by_name_and_checked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, architecture: str | None
+) -> None:
+    """Off unless it is named; then its check decides, anywhere,
+    and no advice is given to insist.
+    """
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
     check = Counted(Deviation(1.0, 0.0))
-    assert reasons_against("aiter_layers", CPU, check) == ["it is taken by name alone (SPECDEC_KERNELS=aiter_layers)"]
+    assert reasons_against("aiter_layers", CPU, check) == [
+        "it is taken by name alone (SPECDEC_KERNELS=aiter_layers)"
+    ]
     monkeypatch.setenv("SPECDEC_KERNELS", "-aiter_layers")
-    assert reasons_against("aiter_layers", CPU, check) == ["SPECDEC_KERNELS leaves it out"] and check.runs == 0
+    assert (
+        reasons_against("aiter_layers", CPU, check) == ["SPECDEC_KERNELS leaves it out"]
+        and check.runs == 0
+    )
     assert not self_check.named("aiter_layers")
     monkeypatch.setenv("SPECDEC_KERNELS", "aiter_layers")
     assert self_check.named("aiter_layers") and not self_check.named("argmax")
     (reason,) = reasons_against("aiter_layers", CPU, check)
     assert "its self-check failed" in reason and check.runs == 1
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert line.startswith("aiter_layers is left out") and line.endswith("(specdec doctor --run checks it again)")
+    assert line.startswith("aiter_layers is left out") and line.endswith(
+        "(specdec doctor --run checks it again)"
+    )
     self_check._known.clear()
     assert passes("aiter_layers", CPU, Counted(), "other")
 

@@ -1,8 +1,10 @@
-"""Acceptance: exact in distribution, exact token for token where that is promised, and blind to neighbors.
+"""Acceptance: exact in distribution, exact token for token where that is promised, and blind to
+neighbors.
 
-A toy target (a table of logits per previous token, vocabulary of 6) is decoded for three steps by 20,000 requests at once. The
-joint distribution of the first three tokens is compared with enumeration by a chi-square test. Seeds are fixed; with a
-threshold of 1e-6 on about forty p-values, a fresh choice of seeds would raise a false alarm in about one run of 25,000.
+A toy target (a table of logits per previous token, vocabulary of 6) is decoded for three steps by
+20,000 requests at once. The joint distribution of the first three tokens is compared with
+enumeration by a chi-square test. Seeds are fixed; with a threshold of 1e-6 on about forty p-values,
+a fresh choice of seeds would raise a false alarm in about one run of 25,000.
 """
 
 import sys
@@ -40,7 +42,9 @@ CANDIDATE_PROBS = DRAFT_LOGITS.topk(C).values.softmax(-1)
 
 
 def sampling_for(params: list[SamplingParams], repeat: int = 1) -> SamplingTensors:
-    """Request `i` of `len(params) * repeat` has seed `i` and setting `i % len(params)`; penalties have seen nothing yet."""
+    """Request `i` of `len(params) * repeat` has seed `i` and setting `i % len(params)`; penalties
+    have seen nothing yet.
+    """
     params = params * repeat
     penalized = any(p.penalized for p in params)
     sampling = tensors(params, torch.zeros(len(params), V).bool() if penalized else None)
@@ -54,7 +58,9 @@ def sampling_for(params: list[SamplingParams], repeat: int = 1) -> SamplingTenso
     return sampling
 
 
-def propose(form: str, anchors: Tensor, positions: Tensor, seeds: Tensor, k: int, num_drafts: Tensor | None) -> DraftOutput:
+def propose(
+    form: str, anchors: Tensor, positions: Tensor, seeds: Tensor, k: int, num_drafts: Tensor | None
+) -> DraftOutput:
     """Drafts one token after the other; `positions` int64 [num_reqs] are those of the anchors."""
     tokens = [anchors]
     for i in range(1, k + 1):
@@ -71,7 +77,11 @@ def propose(form: str, anchors: Tensor, positions: Tensor, seeds: Tensor, k: int
     return DraftOutput(
         token_ids=torch.stack(tokens, 1)[:, 1:],
         num_drafts=num_drafts,
-        probs={"point mass": None, "dense": DENSE[previous], "top-k supported": CANDIDATE_PROBS[previous]}[form],
+        probs={
+            "point mass": None,
+            "dense": DENSE[previous],
+            "top-k supported": CANDIDATE_PROBS[previous],
+        }[form],
         candidate_ids=CANDIDATES[previous] if form == "top-k supported" else None,
     )
 
@@ -83,13 +93,26 @@ def one_step(
     anchors = sampling.seeds // len(MIXED) % V
     draft = propose(form, anchors, torch.full_like(anchors, START), sampling.seeds, k, num_drafts)
     tokens = torch.cat([anchors[:, None], draft.token_ids], 1)
-    return tokens, draft, accept(tokens, TARGET[tokens], draft, sampling, START + torch.arange(k + 1).expand_as(tokens))
+    return (
+        tokens,
+        draft,
+        accept(
+            tokens, TARGET[tokens], draft, sampling, START + torch.arange(k + 1).expand_as(tokens)
+        ),
+    )
 
 
 def decode(
-    form: str, sampling: SamplingTensors, steps: int, k: int = K, num_drafts: Tensor | None = None, stale: bool = False
+    form: str,
+    sampling: SamplingTensors,
+    steps: int,
+    k: int = K,
+    num_drafts: Tensor | None = None,
+    stale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output tokens [num_reqs, steps * (k + 1)] and how many count; `stale` forgets to advance the random numbers."""
+    """Output tokens [num_reqs, steps * (k + 1)] and how many count; `stale` forgets to advance the
+    random numbers.
+    """
     anchors = torch.zeros_like(sampling.seeds)
     length = torch.zeros_like(anchors)
     output = torch.full((len(anchors), steps * (k + 1)), -1)
@@ -99,14 +122,18 @@ def decode(
         draft = propose(form, anchors, positions, sampling.seeds, k, num_drafts)
         tokens = torch.cat([anchors[:, None], draft.token_ids], 1)
         result = accept(tokens, TARGET[tokens], draft, sampling, positions[:, None] + width)
-        output.scatter_(1, length[:, None] + width, result.token_ids)  # the next step overwrites the surplus
+        output.scatter_(
+            1, length[:, None] + width, result.token_ids
+        )  # the next step overwrites the surplus
         length += result.num_accepted + 1
         anchors = result.next_anchors
     return output, length
 
 
 def p_value(output: Tensor, params: SamplingParams, num_tokens: int) -> float:
-    """Chi-square test of the first `num_tokens` tokens against enumeration of the target; 0 if one of them is impossible."""
+    """Chi-square test of the first `num_tokens` tokens against enumeration of the target; 0 if one
+    of them is impossible.
+    """
     table = transformers_probs(params, torch.empty(V, 0).long(), TARGET).double()
     table /= table.sum(-1, keepdim=True)
     joint, cells = table[0], output[:, 0]
@@ -118,9 +145,15 @@ def p_value(output: Tensor, params: SamplingParams, num_tokens: int) -> float:
         return 0.0
     expected, order = (joint[joint > 0] * len(output)).sort()
     observed = observed[joint > 0][order]
-    rare = int((expected < 5).sum()) + 1  # pooled with the least likely cell that is not rare, to keep the approximation good
+    rare = (
+        int((expected < 5).sum()) + 1
+    )  # pooled with the least likely cell that is not rare, to keep the approximation good
     expected, observed = (torch.cat([x[:rare].sum()[None], x[rare:]]) for x in (expected, observed))
-    return float(stats.chisquare(observed.numpy(), expected.numpy()).pvalue) if len(expected) > 1 else 1.0
+    return (
+        float(stats.chisquare(observed.numpy(), expected.numpy()).pvalue)
+        if len(expected) > 1
+        else 1.0
+    )
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -137,7 +170,9 @@ FILTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("filters", FILTERS)
 def test_joint_distribution_is_the_targets(form: str, temperature: float, filters: str) -> None:
-    """Catches a wrong acceptance rule, a wrong residual, filters missing from p, and random numbers that must not be reused."""
+    """Catches a wrong acceptance rule, a wrong residual, filters missing from p, and random numbers
+    that must not be reused.
+    """
     params = SamplingParams(temperature=temperature, **FILTERS[filters])
     output, _ = decode(form, sampling_for([params], 20_000), steps=3)
     assert p_value(output, params, 3) > 1e-6
@@ -147,7 +182,9 @@ def test_joint_distribution_is_the_targets(form: str, temperature: float, filter
 def test_joint_distribution_with_fewer_drafts_than_k(form: str) -> None:
     """Catches a draft past `num_drafts` that is accepted, or judged as if it had been rejected."""
     params = SamplingParams(temperature=1.0)
-    output, _ = decode(form, sampling_for([params], 20_000), steps=3, num_drafts=torch.arange(20_000) % (K + 1))
+    output, _ = decode(
+        form, sampling_for([params], 20_000), steps=3, num_drafts=torch.arange(20_000) % (K + 1)
+    )
     assert p_value(output, params, 3) > 1e-6
 
 
@@ -159,8 +196,12 @@ def shrunk_uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor
 @pytest.mark.parametrize("form", ["dense", "top-k supported"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.slow
-def test_a_bias_of_two_percent_would_be_found(form: str, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the method: the true rule passes with 400,000 requests, and accepting 2 % too readily does not."""
+def test_a_bias_of_two_percent_would_be_found(
+    form: str, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control of the method: the true rule passes with 400,000 requests, and accepting 2 % too
+    readily does not.
+    """
     if biased:
         monkeypatch.setattr(acceptance, "uniform", shrunk_uniform)
     params = SamplingParams(temperature=1.0)
@@ -170,14 +211,20 @@ def test_a_bias_of_two_percent_would_be_found(form: str, biased: bool, monkeypat
 
 @pytest.mark.parametrize("form", FORMS)
 def test_random_numbers_used_for_two_tokens_would_be_found(form: str) -> None:
-    """Control of the method: without the position in the random numbers, the joint distribution is visibly wrong."""
+    """Control of the method: without the position in the random numbers, the joint distribution is
+    visibly wrong.
+    """
     params = SamplingParams(temperature=1.0)
     output, _ = decode(form, sampling_for([params], 20_000), steps=3, stale=True)
     assert p_value(output, params, 3) < 1e-6
 
 
-def test_numbers_drawn_again_by_the_next_step_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the method: what lay behind a rejected block had a part in it, and drawn again by position it gives a bias."""
+def test_numbers_drawn_again_by_the_next_step_would_be_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control of the method: what lay behind a rejected block had a part in it, and drawn again by
+    position it gives a bias.
+    """
     by_position = lambda anchors, count: anchors[:, None] + 1 + torch.arange(count)  # noqa: E731
     monkeypatch.setattr(acceptance, "of_step", by_position)
     monkeypatch.setitem(globals(), "of_step", by_position)
@@ -187,12 +234,18 @@ def test_numbers_drawn_again_by_the_next_step_would_be_found(monkeypatch: pytest
 
 
 def test_a_block_keeps_more_than_its_drafts_one_by_one() -> None:
-    """2.97 tokens per step here, where a test of each draft gives 2.88; the spread of the mean is 0.005."""
+    """2.97 tokens per step here, where a test of each draft gives 2.88; the spread of the mean is
+    0.005.
+    """
     _, length = decode("dense", sampling_for([SamplingParams(temperature=1.0)], 20_000), steps=3)
     assert float(length.float().mean()) / 3 > 2.93
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), *(SamplingParams(temperature=0.9, **f) for f in FILTERS.values())], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), *(SamplingParams(temperature=0.9, **f) for f in FILTERS.values())],
+    ids=str,
+)
 def test_point_mass_output_equals_plain_decoding_token_for_token(params: SamplingParams) -> None:
     """Catches a random number that depends on the row or on whether drafts are used."""
     sampling = sampling_for([params], 2_000)
@@ -203,9 +256,15 @@ def test_point_mass_output_equals_plain_decoding_token_for_token(params: Samplin
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("company", [[], [SamplingParams(temperature=1.0, top_p=0.9)]], ids=["all greedy", "mixed batch"])
-def test_greedy_requests_get_the_argmax_whatever_the_proposal(form: str, company: list[SamplingParams]) -> None:
-    """Catches a greedy request that is treated as a sampled one, beside sampled ones or with drafts from a distribution."""
+@pytest.mark.parametrize(
+    "company", [[], [SamplingParams(temperature=1.0, top_p=0.9)]], ids=["all greedy", "mixed batch"]
+)
+def test_greedy_requests_get_the_argmax_whatever_the_proposal(
+    form: str, company: list[SamplingParams]
+) -> None:
+    """Catches a greedy request that is treated as a sampled one, beside sampled ones or with drafts
+    from a distribution.
+    """
     sampling = sampling_for([SamplingParams(), *company], 200)
     output, length = decode(form, sampling, steps=4)
     greedy = torch.arange(len(output)) % (1 + len(company)) == 0
@@ -226,7 +285,9 @@ def chain(length: int) -> list[int]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("right", range(K + 1))
 @pytest.mark.parametrize("limit", [None, 0, 1, K])
-def test_drafts_stay_up_to_the_first_wrong_one_or_the_limit(form: str, temperature: float, right: int, limit: int | None) -> None:
+def test_drafts_stay_up_to_the_first_wrong_one_or_the_limit(
+    form: str, temperature: float, right: int, limit: int | None
+) -> None:
     """Catches an off-by-one at every position; `right == K` is a draft that is always right."""
     truth = chain(K + 1)
     drafts = torch.tensor([truth[1 : right + 1] + [(t + 1) % V for t in truth[right + 1 : K + 1]]])
@@ -248,14 +309,17 @@ def test_drafts_stay_up_to_the_first_wrong_one_or_the_limit(form: str, temperatu
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1])
-def test_identical_distributions_keep_every_draft_and_the_last_token_is_that_of_plain_decoding(num_drafts: int) -> None:
+def test_identical_distributions_keep_every_draft_and_the_last_token_is_that_of_plain_decoding(
+    num_drafts: int,
+) -> None:
     """Catches a bonus token drawn with the numbers of another position, or from a residual."""
     sampling = sampling_for([SamplingParams(temperature=1.0)], 500)
     table = TARGET.softmax(-1)
     anchors = sampling.seeds % V
     positions = START + torch.arange(2).expand(500, 2)
     drafts = sample_from(
-        table[anchors][:, None], uniform(sampling.seeds, of_step(positions[:, 0], positions.shape[1] - 1), Purpose.DRAFT)
+        table[anchors][:, None],
+        uniform(sampling.seeds, of_step(positions[:, 0], positions.shape[1] - 1), Purpose.DRAFT),
     )
     tokens = torch.cat([anchors[:, None], drafts], 1)
     draft = DraftOutput(drafts, torch.full((500,), num_drafts), probs=table[anchors][:, None])
@@ -268,7 +332,9 @@ def test_identical_distributions_keep_every_draft_and_the_last_token_is_that_of_
 @pytest.mark.parametrize("form", ["dense", "top-k supported"])
 @pytest.mark.parametrize("q", [1.0, torch.nan])
 def test_without_a_residual_the_target_decides(form: str, q: float) -> None:
-    """Catches a residual of mass 0 (p and q agree where p was rejected by rounding) or NaN that yields a meaningless token."""
+    """Catches a residual of mass 0 (p and q agree where p was rejected by rounding) or NaN that
+    yields a meaningless token.
+    """
     sampling = sampling_for([SamplingParams(temperature=1.0)], 500)
     tokens = torch.cat([sampling.seeds[:, None] % V, torch.full((500, 1), 2)], 1)
     logits = TARGET[tokens]
@@ -290,15 +356,32 @@ MIXED = [
     SamplingParams(temperature=1.3, top_p=0.7, min_p=0.1),
     SamplingParams(temperature=0.9, repetition_penalty=1.5),
     SamplingParams(repetition_penalty=1.5),
-    SamplingParams(temperature=0.8, logit_bias=((1, 3.0), (2, -2.0)), frequency_penalty=0.5, presence_penalty=0.5, top_logprobs=2),
+    SamplingParams(
+        temperature=0.8,
+        logit_bias=((1, 3.0), (2, -2.0)),
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        top_logprobs=2,
+    ),
     SamplingParams(min_tokens=3, stop_token_ids=(0, 1), logit_bias=((1, 9.0), (4, 9.0))),
 ]
 
 
 def rows(sampling: SamplingTensors, index: Tensor) -> SamplingTensors:
     seen, counts = (None if x is None else x[index] for x in (sampling.seen, sampling.counts))
-    edits = None if sampling.edits is None else Edits(*(getattr(sampling.edits, name)[index] for name in Edits.__slots__))
-    return replace(sampling, floats=sampling.floats[:, index], ints=sampling.ints[:, index], seen=seen, counts=counts, edits=edits)
+    edits = (
+        None
+        if sampling.edits is None
+        else Edits(*(getattr(sampling.edits, name)[index] for name in Edits.__slots__))
+    )
+    return replace(
+        sampling,
+        floats=sampling.floats[:, index],
+        ints=sampling.ints[:, index],
+        seen=seen,
+        counts=counts,
+        edits=edits,
+    )
 
 
 def pick(draft: DraftOutput, index: Tensor) -> DraftOutput:
@@ -308,14 +391,18 @@ def pick(draft: DraftOutput, index: Tensor) -> DraftOutput:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_results_do_not_depend_on_neighbors(form: str) -> None:
-    """Catches anything shared between rows: permuting a mixed batch permutes its results, and each request alone gets the same."""
+    """Catches anything shared between rows: permuting a mixed batch permutes its results, and each
+    request alone gets the same.
+    """
     sampling = sampling_for(MIXED, 10)
     count = len(sampling.seeds)
     tokens, draft, together = one_step(form, sampling, num_drafts=torch.arange(count) % (K + 1))
     positions = START + torch.arange(K + 1).expand_as(tokens)
 
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-    shuffled = accept(tokens[order], TARGET[tokens[order]], pick(draft, order), rows(sampling, order), positions)
+    shuffled = accept(
+        tokens[order], TARGET[tokens[order]], pick(draft, order), rows(sampling, order), positions
+    )
     for name in ("token_ids", "num_accepted", "next_anchors", "finite"):
         assert torch.equal(getattr(shuffled, name), getattr(together, name)[order]), name
     for one, other in zip(shuffled.logprobs or (), together.logprobs or (), strict=True):
@@ -332,13 +419,18 @@ def test_results_do_not_depend_on_neighbors(form: str) -> None:
         assert torch.equal(result.logprobs.values[0, :end], together.logprobs.values[i, :end])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("bad", "where"), [(torch.nan, slice(None)), (torch.nan, 2), (torch.inf, 2), (-torch.inf, slice(None))])
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [(torch.nan, slice(None)), (torch.nan, 2), (torch.inf, 2), (-torch.inf, slice(None))],
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("params", [[SamplingParams()], MIXED], ids=["greedy", "mixed"])
 def test_logits_that_are_not_finite_are_reported_and_stay_with_their_request(
     form: str, bad: float, where: int | slice, params: list[SamplingParams]
 ) -> None:
-    """Catches invalid ids, a missed or a needless report, and damage to neighbors, with the bad row at every position."""
+    """Catches invalid ids, a missed or a needless report, and damage to neighbors, with the bad row
+    at every position.
+    """
     sampling = sampling_for(params, 36)
     tokens, draft, clean = one_step(form, sampling)
     positions = START + torch.arange(K + 1).expand_as(tokens)
@@ -352,15 +444,22 @@ def test_logits_that_are_not_finite_are_reported_and_stay_with_their_request(
             assert torch.equal(result.finite, ~(victim & (row <= result.num_accepted)))
             assert result.finite[clean.num_accepted < row].all()
         else:  # a block is judged as a whole, up to where the target cannot follow
-            assert not result.finite[victim & (row <= result.num_accepted)].any() and result.finite[~victim].all()
+            assert (
+                not result.finite[victim & (row <= result.num_accepted)].any()
+                and result.finite[~victim].all()
+            )
         untouched = result.finite
-        assert (untouched & victim).any() or row == 0, "the case must occur: a bad row behind a rejection"
+        assert (untouched & victim).any() or row == 0, (
+            "the case must occur: a bad row behind a rejection"
+        )
         assert torch.equal(result.num_accepted[untouched], clean.num_accepted[untouched])
         assert torch.equal(result.next_anchors[untouched], clean.next_anchors[untouched])
 
 
 def test_masked_tokens_are_finite() -> None:
-    """Catches a report about logits of -inf that merely forbid a token, such as those of a padded vocabulary."""
+    """Catches a report about logits of -inf that merely forbid a token, such as those of a padded
+    vocabulary.
+    """
     for params in ([SamplingParams()], MIXED):
         sampling = sampling_for(params)
         tokens = torch.zeros(len(params), 1).long()
@@ -373,7 +472,9 @@ def test_masked_tokens_are_finite() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_repetition_penalty_counts_the_drafts_at_each_position(temperature: float) -> None:
-    """Catches a penalty that misses a draft, or sees a later one: step by step, the choices are those of Transformers."""
+    """Catches a penalty that misses a draft, or sees a later one: step by step, the choices are
+    those of Transformers.
+    """
     params = SamplingParams(temperature=temperature, repetition_penalty=1.8)
     count = 300
     sampling = sampling_for([params], count)
@@ -385,16 +486,24 @@ def test_repetition_penalty_counts_the_drafts_at_each_position(temperature: floa
     expected = []
     for i in range(K + 1):
         probs = transformers_probs(params, history, TARGET[history[:, -1]])
-        draw = sampling_for([SamplingParams(temperature=1.0)], count)  # what is drawn from these logits once they are processed
+        draw = sampling_for(
+            [SamplingParams(temperature=1.0)], count
+        )  # what is drawn from these logits once they are processed
         scores = probs.log()[:, None] if temperature else probs[:, None]
-        expected.append(sample(scores, draw if temperature else sampling, torch.full((count, 1), START + i + 1))[0].squeeze(1))
+        expected.append(
+            sample(
+                scores, draw if temperature else sampling, torch.full((count, 1), START + i + 1)
+            )[0].squeeze(1)
+        )
         history = torch.cat([history, expected[-1][:, None]], 1)
     truth = torch.stack(expected, 1)
     for wrong in range(K + 1):  # the draft at this index is wrong; at K none is
         drafts = truth[:, :K].clone()
         drafts[:, wrong:] = (drafts[:, wrong:] + 1) % V
         tokens = torch.cat([anchors, drafts], 1)
-        result = accept(tokens, TARGET[tokens], None, sampling, START + torch.arange(K + 1).expand_as(tokens))
+        result = accept(
+            tokens, TARGET[tokens], None, sampling, START + torch.arange(K + 1).expand_as(tokens)
+        )
         assert (result.num_accepted == wrong).all()
         assert torch.equal(result.token_ids[:, : wrong + 1], truth[:, : wrong + 1])
 
@@ -402,7 +511,9 @@ def test_repetition_penalty_counts_the_drafts_at_each_position(temperature: floa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_logprobs_are_those_of_the_unprocessed_logits(form: str, dtype: torch.dtype) -> None:
-    """Catches log-probabilities after temperature or penalty, in the model's dtype, or of the drafts instead of the output."""
+    """Catches log-probabilities after temperature or penalty, in the model's dtype, or of the
+    drafts instead of the output.
+    """
     params = [replace(p, logprobs=True) for p in MIXED]
     sampling = sampling_for(params, 20)
     tokens, draft, _ = one_step(form, sampling)
@@ -426,7 +537,9 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("read", [Tensor.item, Tensor.nonzero, lambda x: x[x > 0], lambda x: 0 if x else 1, torch.unique])
+@pytest.mark.parametrize(
+    "read", [Tensor.item, Tensor.nonzero, lambda x: x[x > 0], lambda x: 0 if x else 1, torch.unique]
+)
 def test_the_guard_against_waiting_notices(read: Callable[[Tensor], object]) -> None:
     with pytest.raises(HostSyncError), no_host_sync():
         read(torch.ones(1))
@@ -434,11 +547,17 @@ def test_the_guard_against_waiting_notices(read: Callable[[Tensor], object]) -> 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("k", [0, K])
-@pytest.mark.parametrize("params", [[SamplingParams(logprobs=True)], MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize(
+    "params", [[SamplingParams(logprobs=True)], MIXED], ids=["greedy", "mixed"]
+)
 def test_the_host_never_waits(form: str, k: int, params: list[SamplingParams]) -> None:
-    """Catches reads of device values and shapes that depend on them; tensors without data (`meta`) leave no way to cheat."""
+    """Catches reads of device values and shapes that depend on them; tensors without data (`meta`)
+    leave no way to cheat.
+    """
     sampling = sampling_for(params, 3)
-    tokens, draft, expected = one_step(form, sampling, k, torch.full((len(sampling.seeds),), min(k, 2)))
+    tokens, draft, expected = one_step(
+        form, sampling, k, torch.full((len(sampling.seeds),), min(k, 2))
+    )
     logits = TARGET[tokens]
     positions = START + torch.arange(k + 1).expand_as(tokens)
     with no_host_sync():
@@ -446,12 +565,18 @@ def test_the_host_never_waits(form: str, k: int, params: list[SamplingParams]) -
     assert torch.equal(result.token_ids, expected.token_ids)
 
     def meta(x: Any) -> Any:
-        return type(x)(**{f: meta(getattr(x, f)) for f in x.__slots__}) if getattr(x, "__slots__", ()) else as_meta(x)
+        return (
+            type(x)(**{f: meta(getattr(x, f)) for f in x.__slots__})
+            if getattr(x, "__slots__", ())
+            else as_meta(x)
+        )
 
     def as_meta(x: Any) -> Any:
         return x.to("meta") if isinstance(x, Tensor) else x
 
-    planned = accept(as_meta(tokens), as_meta(logits), meta(draft), meta(sampling), as_meta(positions))
+    planned = accept(
+        as_meta(tokens), as_meta(logits), meta(draft), meta(sampling), as_meta(positions)
+    )
     names = ("token_ids", "num_accepted", "next_anchors", "finite")
     pairs = [(getattr(planned, name), getattr(result, name)) for name in names]
     for a, b in [*pairs, *zip(planned.logprobs or (), result.logprobs or (), strict=True)]:
@@ -467,7 +592,9 @@ def test_all_greedy_makes_no_float_copy_of_the_logits() -> None:
         result = accept(tokens, logits, None, sampling, tokens)
     assert (result.token_ids == logits.argmax(-1)).all()
     assert not [
-        name for name, _, x in recorder.calls if isinstance(x, Tensor) and x.shape == logits.shape and x.is_floating_point()
+        name
+        for name, _, x in recorder.calls
+        if isinstance(x, Tensor) and x.shape == logits.shape and x.is_floating_point()
     ]
 
 
@@ -477,5 +604,6 @@ def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module, None)  # importing it raises
     tokens = torch.zeros(1, K + 1).long()
     assert torch.equal(
-        accept(tokens, TARGET[tokens], None, sampling_for([SamplingParams()]), tokens).token_ids, TARGET[tokens].argmax(-1)
+        accept(tokens, TARGET[tokens], None, sampling_for([SamplingParams()]), tokens).token_ids,
+        TARGET[tokens].argmax(-1),
     )

@@ -18,39 +18,64 @@ STEPS = 2000
 
 def accelerator(plain: float, draft: float, row: float) -> Time:
     """Milliseconds of a step that reads weights, drafts, and from 64 rows on computes."""
-    return lambda num_reqs, k: plain + 0.003 * num_reqs + draft * (k > 0) + row * max(0, num_reqs * (k + 1) - 64)
+    return lambda num_reqs, k: (
+        plain + 0.003 * num_reqs + draft * (k > 0) + row * max(0, num_reqs * (k + 1) - 64)
+    )
 
 
 PLAIN_IS_BEST = {
     "wrong drafts": World(accelerator(0.72, 0.25, 0.0012), lambda position, step: 0.0),
     "one that samples": World(accelerator(0.72, 0.45, 0.0012), lambda position, step: 0.3),
-    "8 that sample": World(accelerator(0.75, 0.4, 0.0012), lambda position, step: 0.3, lambda step: 8),
-    "32 that sample": World(accelerator(0.8, 0.4, 0.0012), lambda position, step: 0.3, lambda step: 32),
-    "64 that sample": World(accelerator(0.9, 0.5, 0.0016), lambda position, step: 0.35, lambda step: 64),
+    "8 that sample": World(
+        accelerator(0.75, 0.4, 0.0012), lambda position, step: 0.3, lambda step: 8
+    ),
+    "32 that sample": World(
+        accelerator(0.8, 0.4, 0.0012), lambda position, step: 0.3, lambda step: 32
+    ),
+    "64 that sample": World(
+        accelerator(0.9, 0.5, 0.0016), lambda position, step: 0.35, lambda step: 64
+    ),
     "rows are dear": World(lambda num_reqs, k: 1 + 0.5 * k, lambda position, step: 0.4),
 }
 DRAFTS_ARE_BEST = {
     "15, one request": World(accelerator(0.72, 0.25, 0.0012), lambda position, step: 0.83),
-    "15, 32 requests": World(accelerator(0.72, 0.25, 0.0006), lambda position, step: 0.8, lambda step: 32),
-    "7, 64 requests": World(accelerator(0.9, 0.25, 0.0012), lambda position, step: 0.8, lambda step: 64),
+    "15, 32 requests": World(
+        accelerator(0.72, 0.25, 0.0006), lambda position, step: 0.8, lambda step: 32
+    ),
+    "7, 64 requests": World(
+        accelerator(0.9, 0.25, 0.0012), lambda position, step: 0.8, lambda step: 64
+    ),
     "7, drafts that are right six times": World(
-        lambda num_reqs, k: 0.6 + 0.1 * (k > 0) + 0.02 * k, lambda position, step: 0.9 if position < 6 else 0.3, lambda step: 8
+        lambda num_reqs, k: 0.6 + 0.1 * (k > 0) + 0.02 * k,
+        lambda position, step: 0.9 if position < 6 else 0.3,
+        lambda step: 8,
     ),
     "3, drafts that are right three times": World(
-        lambda num_reqs, k: 0.6 + 0.1 * (k > 0) + 0.03 * k, lambda position, step: 0.85 if position < 3 else 0.1
+        lambda num_reqs, k: 0.6 + 0.1 * (k > 0) + 0.03 * k,
+        lambda position, step: 0.85 if position < 3 else 0.1,
     ),
     "a batch that shrinks": World(
-        accelerator(0.72, 0.25, 0.0006), lambda position, step: 0.75, lambda step: max(1, 64 - step * 65 // STEPS)
+        accelerator(0.72, 0.25, 0.0006),
+        lambda position, step: 0.75,
+        lambda step: max(1, 64 - step * 65 // STEPS),
     ),
 }
 TEXTS_CHANGE = {
-    "for the better": World(accelerator(0.72, 0.25, 0.0012), lambda position, step: 0.1 if step < STEPS / 2 else 0.85),
-    "for the worse": World(accelerator(0.72, 0.25, 0.0012), lambda position, step: 0.85 if step < STEPS / 2 else 0.1),
+    "for the better": World(
+        accelerator(0.72, 0.25, 0.0012), lambda position, step: 0.1 if step < STEPS / 2 else 0.85
+    ),
+    "for the worse": World(
+        accelerator(0.72, 0.25, 0.0012), lambda position, step: 0.85 if step < STEPS / 2 else 0.1
+    ),
     "for the better, 32 requests": World(
-        accelerator(0.8, 0.35, 0.0012), lambda position, step: 0.3 if step < STEPS / 2 else 0.85, lambda step: 32
+        accelerator(0.8, 0.35, 0.0012),
+        lambda position, step: 0.3 if step < STEPS / 2 else 0.85,
+        lambda step: 32,
     ),
     "for the worse, 32 requests": World(
-        accelerator(0.8, 0.35, 0.0012), lambda position, step: 0.85 if step < STEPS / 2 else 0.3, lambda step: 32
+        accelerator(0.8, 0.35, 0.0012),
+        lambda position, step: 0.85 if step < STEPS / 2 else 0.3,
+        lambda step: 32,
     ),
 }
 WORLDS = PLAIN_IS_BEST | DRAFTS_ARE_BEST | TEXTS_CHANGE
@@ -85,7 +110,9 @@ def test_the_best_fixed_k_is_hardly_faster(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", TEXTS_CHANGE)
 def test_texts_that_change_are_followed(name: str, seed: int) -> None:
-    """Less than 10 % behind someone who knows at every step which k is best; with many requests less than 6 %."""
+    """Less than 10 % behind someone who knows at every step which k is best; with many requests
+    less than 6 %.
+    """
     first, later = losses(TEXTS_CHANGE[name], seed)
     assert max(first, later) < (0.06 if "32" in name else 0.1)
 
@@ -115,10 +142,14 @@ def test_no_few_seconds_are_lost(name: str) -> None:
 
 
 def test_acceptance_that_changes_is_told_from_chance() -> None:
-    """Late steps that the longer past cannot explain count alone; positions behind them are guessed from them again."""
+    """Late steps that the longer past cannot explain count alone; positions behind them are guessed
+    from them again.
+    """
 
     def tokens(before: int, after: int) -> float:
-        """Expected of 3 drafts after many steps with `before` of 8 requests accepting all, and a few with `after`."""
+        """Expected of 3 drafts after many steps with `before` of 8 requests accepting all, and a
+        few with `after`.
+        """
         estimate = AcceptanceEstimate(3)
         for accepting, steps in ((before, 200), (after, 6)):
             for _ in range(steps):

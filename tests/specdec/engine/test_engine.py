@@ -27,11 +27,19 @@ def case() -> Case:
     """A target, 4 prompts, and their greedy outputs."""
     model = plain_model("llama")
     prompts = random_prompts(4, seed=9)
-    return paged_verifier(model), prompts, {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
+    return (
+        paged_verifier(model),
+        prompts,
+        {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts},
+    )
 
 
 def config(**changes: Any) -> EngineConfig:
-    return EngineConfig(max_num_seqs=4, cache=CacheConfig(memory_bytes=2**22), **{"num_draft_tokens": None, **changes})
+    return EngineConfig(
+        max_num_seqs=4,
+        cache=CacheConfig(memory_bytes=2**22),
+        **{"num_draft_tokens": None, **changes},
+    )
 
 
 def finish(engine: SpecEngine, *requests: Request) -> list[list[int]]:
@@ -42,13 +50,17 @@ def finish(engine: SpecEngine, *requests: Request) -> list[list[int]]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_stop_token_inside_a_block(case: Case, depth: int) -> None:
-    """The output ends with the stop token wherever it falls among accepted drafts, and the surplus is never seen."""
+    """The output ends with the stop token wherever it falls among accepted drafts, and the surplus
+    is never seen.
+    """
     verifier, prompts, outputs = case
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 5), config(pipeline_depth=depth))
     for prompt in prompts:
         whole = outputs[tuple(prompt)]
         for stop in sorted(set(whole)):
-            request = engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(stop,)))
+            request = engine.add_request(
+                prompt, SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(stop,))
+            )
             finish(engine, request)
             assert request.output_token_ids == whole[: whole.index(stop) + 1]
             assert request.finish_reason == "stop"
@@ -59,10 +71,14 @@ def test_stop_token_inside_a_block(case: Case, depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_max_tokens_inside_a_block(case: Case, max_tokens: int, depth: int) -> None:
-    """Neither one token more nor less than asked for, also when fewer are left than a block holds."""
+    """Neither one token more nor less than asked for,
+    also when fewer are left than a block holds.
+    """
     verifier, prompts, outputs = case
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 5), config(pipeline_depth=depth))
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts
+    ]
     assert finish(engine, *requests) == [outputs[tuple(p)][:max_tokens] for p in prompts]
     assert {r.finish_reason for r in requests} == {"length"}
 
@@ -75,7 +91,9 @@ def test_end_of_sequence_can_be_ignored(case: Case) -> None:
     kept, verifier.eos_token_ids = verifier.eos_token_ids, (whole[4],)
     try:
         stopped = engine.add_request(prompts[0], SamplingParams(max_tokens=MAX_TOKENS))
-        ignored = engine.add_request(prompts[0], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+        ignored = engine.add_request(
+            prompts[0], SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+        )
         finish(engine)
     finally:
         verifier.eos_token_ids = kept
@@ -90,13 +108,17 @@ def poisoned(verifier: Verifier, victims: list[Request], first_bad: int) -> Iter
 
     def forward_with_nan(rows: ForwardInput, caches: Any, aux: Any = ()) -> VerifyOutput:
         output = forward(rows, caches, aux)
-        slots = torch.tensor([b * 4 + o for victim in victims for b in victim.block_ids for o in range(4)] or [-1])
+        slots = torch.tensor(
+            [b * 4 + o for victim in victims for b in victim.block_ids for o in range(4)] or [-1]
+        )
         bad = torch.isin(rows.metadata.slot_mapping, slots) & (rows.position_ids >= first_bad)
         for layer in caches:
             for side in layer:
                 side.view(-1, *side.shape[2:])[rows.metadata.slot_mapping[bad]] = torch.nan
         selected = bad if rows.logit_rows is None else bad[rows.logit_rows]
-        return VerifyOutput(output.logits.masked_fill(selected[:, None], torch.nan), output.aux_hidden)
+        return VerifyOutput(
+            output.logits.masked_fill(selected[:, None], torch.nan), output.aux_hidden
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifier, "forward", forward_with_nan)
@@ -105,12 +127,18 @@ def poisoned(verifier: Verifier, victims: list[Request], first_bad: int) -> Iter
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str, depth: int) -> None:
-    """NaN keys, values and logits of one request: it ends with an error, its neighbors and successors keep their outputs."""
+def test_nan_logits_end_one_request_and_spare_the_others(
+    case: Case, phase: str, depth: int
+) -> None:
+    """NaN keys, values and logits of one request: it ends with an error, its neighbors and
+    successors keep their outputs.
+    """
     verifier, prompts, outputs = case
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 3, [{2}]), config(pipeline_depth=depth))
     first_bad = len(prompts[1]) - 1 if phase == "prefill" else len(prompts[1]) + 6
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
+    ]
     victim = requests[1]
     with poisoned(verifier, [victim], first_bad):
         finish(engine)
@@ -123,15 +151,23 @@ def test_nan_logits_end_one_request_and_spare_the_others(case: Case, phase: str,
         assert request.output_token_ids == outputs[tuple(request.prompt_token_ids)]
     assert engine.pool.num_used == 0
     assert all(torch.isfinite(side).all() for layer in engine.kv_cache.layers for side in layer)
-    again = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+    again = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
+    ]
     assert finish(engine, *again) == list(outputs.values())
 
 
 def test_block_tables_never_point_at_anothers_blocks(case: Case) -> None:
-    """What an earlier owner of the slot left in the table would let a neighbor's NaN in, although it is masked."""
+    """What an earlier owner of the slot left in the table would let a neighbor's NaN in, although
+    it is masked.
+    """
     verifier = case[0]
     cache = CacheConfig(memory_bytes=25 * 4096)
-    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1, cache=cache))
+    engine = SpecEngine(
+        verifier,
+        None,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=2, pipeline_depth=1, cache=cache),
+    )
     long, short = list(range(3, 63)), [7, 8, 9]
     finish(engine, engine.add_request(long, SamplingParams(max_tokens=4)))
     expected = finish(engine, engine.add_request(short, SamplingParams(max_tokens=12)))
@@ -144,7 +180,9 @@ def test_block_tables_never_point_at_anothers_blocks(case: Case) -> None:
 
 
 def test_seed_repeats_the_output_whatever_the_neighbors_and_drafts(case: Case) -> None:
-    """A sampled request alone, among others, with right and with wrong drafts: the same tokens for the same seed."""
+    """A sampled request alone, among others, with right and with wrong drafts: the same tokens for
+    the same seed.
+    """
     verifier, prompts, outputs = case
     sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=11)
     engine = SpecEngine(verifier, None, config())
@@ -152,7 +190,10 @@ def test_seed_repeats_the_output_whatever_the_neighbors_and_drafts(case: Case) -
     for wrong in (set(), {0}, {1, 2}):
         drafter = ScriptedDrafter({**outputs, tuple(prompts[0]): alone}, 4, [wrong])
         engine = SpecEngine(verifier, drafter, config())
-        others = [engine.add_request(p, SamplingParams(max_tokens=9, temperature=1.5)) for p in prompts[1:]]
+        others = [
+            engine.add_request(p, SamplingParams(max_tokens=9, temperature=1.5))
+            for p in prompts[1:]
+        ]
         request = engine.add_request(prompts[0], sampling)
         finish(engine, *others, request)
         assert request.output_token_ids == alone
@@ -162,7 +203,10 @@ def test_seed_repeats_the_output_whatever_the_neighbors_and_drafts(case: Case) -
             )
     engine = SpecEngine(verifier, None, config())
     (other,) = finish(
-        engine, engine.add_request(prompts[0], SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=12))
+        engine,
+        engine.add_request(
+            prompts[0], SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=12)
+        ),
     )
     assert other != alone
 
@@ -186,16 +230,23 @@ def test_unseeded_requests_differ_and_report_a_seed_that_repeats_them(case: Case
     first, second = engine.add_request(prompts[0], warm), engine.add_request(prompts[0], warm)
     a, b = finish(engine, first, second)
     assert a != b
-    repeat = engine.add_request(prompts[0], SamplingParams(max_tokens=MAX_TOKENS, temperature=1.5, seed=second.seed))
+    repeat = engine.add_request(
+        prompts[0], SamplingParams(max_tokens=MAX_TOKENS, temperature=1.5, seed=second.seed)
+    )
     assert finish(engine, repeat) == [b]
 
 
 def test_logprobs_are_the_targets(case: Case) -> None:
-    """One log-probability per output token, under unprocessed logits, for accepted, recovered and bonus tokens alike."""
+    """One log-probability per output token, under unprocessed logits, for accepted, recovered and
+    bonus tokens alike.
+    """
     verifier, prompts, outputs = case
     model = plain_model("llama")
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 3, [{1}, set(), {0}]), config())
-    wanted = [engine.add_request(p, SamplingParams(max_tokens=MAX_TOKENS, logprobs=True)) for p in prompts[:2]]
+    wanted = [
+        engine.add_request(p, SamplingParams(max_tokens=MAX_TOKENS, logprobs=True))
+        for p in prompts[:2]
+    ]
     unwanted = engine.add_request(prompts[2], SamplingParams(max_tokens=MAX_TOKENS))
     finish(engine)
     for request in wanted:
@@ -209,10 +260,14 @@ def test_logprobs_are_the_targets(case: Case) -> None:
 
 
 def test_cancelled_request_leaves_its_neighbors_alone(case: Case) -> None:
-    """Ending a request between steps keeps what it has and frees its blocks; ending it twice does nothing."""
+    """Ending a request between steps keeps what it has and frees its blocks; ending it twice does
+    nothing.
+    """
     verifier, prompts, outputs = case
     engine = SpecEngine(verifier, ScriptedDrafter(outputs, 2), config(pipeline_depth=1))
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
+    ]
     for _ in range(4):
         engine.step()
     engine.abort(requests[0])
@@ -228,15 +283,26 @@ def test_the_size_of_a_prefill_chunk(case: Case) -> None:
     """Unless it is given, it is that of the device."""
     for given, taken in ((None, 512), (7, 7)):
         engine = SpecEngine(
-            case[0], None, EngineConfig(num_draft_tokens=None, max_prefill_tokens=given, cache=CacheConfig(memory_bytes=2**20))
+            case[0],
+            None,
+            EngineConfig(
+                num_draft_tokens=None,
+                max_prefill_tokens=given,
+                cache=CacheConfig(memory_bytes=2**20),
+            ),
         )
         assert engine.scheduler.max_prefill_tokens == taken
 
 
 def test_k_is_checked_against_the_drafter(case: Case) -> None:
-    """More drafts than the block holds, or drafts without a drafter, are refused; 0 decodes plainly without using the drafter."""
+    """More drafts than the block holds, or drafts without a drafter, are refused; 0 decodes plainly
+    without using the drafter.
+    """
     verifier, prompts, outputs = case
-    with pytest.raises(InvalidInputError, match=r"num_draft_tokens is 6 and the drafter gives at most 5; choose 1 to 5"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"num_draft_tokens is 6 and the drafter gives at most 5; choose 1 to 5",
+    ):
         SpecEngine(verifier, ScriptedDrafter(outputs, 5), config(num_draft_tokens=6))
     with pytest.raises(InvalidInputError, match=r"num_draft_tokens is 1 .* name a drafter"):
         SpecEngine(verifier, None, config(num_draft_tokens=1))
@@ -248,8 +314,13 @@ def test_k_is_checked_against_the_drafter(case: Case) -> None:
 
 def test_cache_budget_too_small_says_how_much_is_needed(case: Case) -> None:
     """A budget that does not pay for two blocks is refused with the sum that would."""
-    with pytest.raises(CapacityError, match=r"budget of 100 bytes pays for 0 blocks of 4,096 bytes; give it at least 8,192 bytes"):
-        SpecEngine(case[0], None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=100)))
+    with pytest.raises(
+        CapacityError,
+        match=r"budget of 100 bytes pays for 0 blocks of 4,096 bytes; give it at least 8,192 bytes",
+    ):
+        SpecEngine(
+            case[0], None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=100))
+        )
 
 
 def test_drafts_that_do_not_count_are_not_accepted(case: Case) -> None:
@@ -266,7 +337,9 @@ def test_drafts_that_do_not_count_are_not_accepted(case: Case) -> None:
         return draft
 
     engine.runner.drafter.propose = short  # type: ignore[method-assign]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts
+    ]
     assert finish(engine, *requests) == list(outputs.values())
     offered = [set(request.num_drafted[:-1]) for request in requests]
     assert sorted(offered, key=str) == [{0}, {0}, {1}, {1}]

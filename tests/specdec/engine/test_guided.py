@@ -1,4 +1,6 @@
-"""Outputs that follow a grammar: exact with drafts of every kind, eager and captured, under pressure, and at a dead end."""
+"""Outputs that follow a grammar: exact with drafts of every kind, eager and captured, under
+pressure, and at a dead end.
+"""
 
 import json
 import re
@@ -51,13 +53,17 @@ def drafter(case: GuidedCase, name: str, sampling: str) -> Drafter:
 
 def captured(engine: Any) -> Recorder:
     """Has the steps of an engine captured."""
-    engine.runner.graphs = StepGraphs(recorder := Recorder(), engine.slots, engine.runner.step_table)
+    engine.runner.graphs = StepGraphs(
+        recorder := Recorder(), engine.slots, engine.runner.step_table
+    )
     engine.runner.guided_graphs = GuidedGraphs(recorder, engine.slots, engine.runner)
     return recorder
 
 
 def test_plain_outputs_match(case: GuidedCase) -> None:
-    """Whole outputs are of their form; those that the token limit cuts are left out, but there are few."""
+    """Whole outputs are of their form; those that the token limit cuts are left out, but there are
+    few.
+    """
     whole = 0
     for requests in case.plain.values():
         for request, grammar in zip(requests, GRAMMARS, strict=True):
@@ -68,7 +74,11 @@ def test_plain_outputs_match(case: GuidedCase) -> None:
             match grammar.kind:
                 case "json_schema":
                     document = json.loads(text)
-                    assert set(document) == {"id", "tags"} and isinstance(document["id"], int) and len(document["tags"]) <= 3
+                    assert (
+                        set(document) == {"id", "tags"}
+                        and isinstance(document["id"], int)
+                        and len(document["tags"]) <= 3
+                    )
                 case "regex":
                     assert re.fullmatch(grammar.text, text)
                 case "choice":
@@ -79,15 +89,24 @@ def test_plain_outputs_match(case: GuidedCase) -> None:
 
 
 def test_greedy_equals_a_loop_over_transformers(case: GuidedCase) -> None:
-    """Of the strings that may still come, the model's own most likely next character, found without this library or xgrammar."""
+    """Of the strings that may still come, the model's own most likely next character, found without
+    this library or xgrammar.
+    """
     grammar = Grammar.choice(["yes", "yesterday", "no", "nothing at all"])
     choices: list[str] = json.loads(grammar.text)
     for prompt in case.prompts:
         expected: list[int] = []
         while not expected or expected[-1] not in case.verifier.eos_token_ids:
             so_far = case.tokenizer.decode(expected)
-            after = {choice[len(so_far) : len(so_far) + 1] for choice in choices if choice.startswith(so_far)}
-            allowed = [case.tokenizer.convert_tokens_to_ids(char) if char else case.tokenizer.eos_token_id for char in after]
+            after = {
+                choice[len(so_far) : len(so_far) + 1]
+                for choice in choices
+                if choice.startswith(so_far)
+            }
+            allowed = [
+                case.tokenizer.convert_tokens_to_ids(char) if char else case.tokenizer.eos_token_id
+                for char in after
+            ]
             with torch.inference_mode():
                 logits = case.model(torch.tensor([[*prompt, *expected]])).logits[0, -1]
             expected.append(max(allowed, key=lambda token: float(logits[token])))
@@ -112,8 +131,12 @@ def test_greedy_equals_a_loop_over_transformers(case: GuidedCase) -> None:
         ("trees", "filtered", 0, True),
     ],
 )
-def test_drafts_change_nothing(case: GuidedCase, name: str, sampling: str, depth: int, capture: bool) -> None:
-    """The tokens of plain decoding, and their log-probabilities; a request without a grammar among them."""
+def test_drafts_change_nothing(
+    case: GuidedCase, name: str, sampling: str, depth: int, capture: bool
+) -> None:
+    """The tokens of plain decoding, and their log-probabilities; a request without a grammar among
+    them.
+    """
     trees = {"tree_nodes": NODES} if name == "trees" else {}
     engine = case.engine(drafter(case, name, sampling), pipeline_depth=depth, **trees)
     recorder = captured(engine) if capture else None
@@ -130,8 +153,12 @@ def test_drafts_change_nothing(case: GuidedCase, name: str, sampling: str, depth
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_refused_drafts_give_way(case: GuidedCase, monkeypatch: pytest.MonkeyPatch, capture: bool) -> None:
-    """A drafter whose every draft is refused, and the right token among its alternatives, is right all the same."""
+def test_refused_drafts_give_way(
+    case: GuidedCase, monkeypatch: pytest.MonkeyPatch, capture: bool
+) -> None:
+    """A drafter whose every draft is refused, and the right token among its alternatives, is right
+    all the same.
+    """
     script = drafter(case, "scripted", "greedy")
     used = {token for row in tokens(case.plain["greedy"]) for token in row}
     wrong = min(set(range(3, case.verifier.vocab_size)) - used)
@@ -143,7 +170,10 @@ def test_refused_drafts_give_way(case: GuidedCase, monkeypatch: pytest.MonkeyPat
 
         def refused(batch: DecodeBatch) -> DraftOutput:
             right: torch.Tensor = propose(batch).token_ids
-            return DraftOutput(torch.full_like(right, wrong), alternatives=torch.stack([right + 1, right, right], dim=2))
+            return DraftOutput(
+                torch.full_like(right, wrong),
+                alternatives=torch.stack([right + 1, right, right], dim=2),
+            )
 
         made.propose = refused  # type: ignore[method-assign]
         return made
@@ -160,10 +190,17 @@ def test_refused_drafts_give_way(case: GuidedCase, monkeypatch: pytest.MonkeyPat
 
 
 def test_probabilistic_drafts(case: GuidedCase) -> None:
-    """Drafts of another distribution, most of them outside the grammar: outputs are of their form."""
-    engine = case.engine(random_dflash(case.verifier, block_size=K + 1), draft_sampling="probabilistic")
+    """Drafts of another distribution, most of them outside the grammar:
+    outputs are of their form.
+    """
+    engine = case.engine(
+        random_dflash(case.verifier, block_size=K + 1), draft_sampling="probabilistic"
+    )
     for grammar in (Grammar.regex("(ab|ba)+d"), Grammar.choice(["yes", "no"])):
-        params = [SamplingParams(max_tokens=30, temperature=1.0, seed=seed, grammar=grammar) for seed in range(4)]
+        params = [
+            SamplingParams(max_tokens=30, temperature=1.0, seed=seed, grammar=grammar)
+            for seed in range(4)
+        ]
         requests = [engine.add_request(case.prompts[0], one) for one in params]
         while engine.has_work:
             engine.step()
@@ -181,15 +218,21 @@ def test_preemption_keeps_the_place(case: GuidedCase) -> None:
 
 
 def test_batches_without_a_grammar_are_one_graph(case: GuidedCase) -> None:
-    """As long as a request follows a grammar its batch is launched in parts; before and after, steps are what they were."""
-    engine = case.engine(random_dflash(case.verifier, block_size=K + 1), pipeline_depth=1, max_num_seqs=2)
+    """As long as a request follows a grammar its batch is launched in parts; before and after,
+    steps are what they were.
+    """
+    engine = case.engine(
+        random_dflash(case.verifier, block_size=K + 1), pipeline_depth=1, max_num_seqs=2
+    )
     recorder = captured(engine)
     free = engine.add_request(case.prompts[2], SamplingParams(max_tokens=60, ignore_eos=True))
     counts: list[int] = []
     while engine.has_work:
         if len(free.output_token_ids) > 10 and not counts:
             counts.append(recorder.num_replays - engine.timer.num_steps)
-            guided = engine.add_request(case.prompts[3], SamplingParams(grammar=Grammar.choice(["yesterday"])))
+            guided = engine.add_request(
+                case.prompts[3], SamplingParams(grammar=Grammar.choice(["yesterday"]))
+            )
         engine.step()
         if counts and len(counts) == 1 and guided.finish_reason:
             counts.append(recorder.num_replays - engine.timer.num_steps)
@@ -200,14 +243,18 @@ def test_batches_without_a_grammar_are_one_graph(case: GuidedCase) -> None:
 
 
 def test_a_dead_end_is_an_error(case: GuidedCase) -> None:
-    """No token of this vocabulary is a ~, so the grammar cannot go on behind some tokens; neighbors do."""
+    """No token of this vocabulary is a ~, so the grammar cannot go on behind some tokens; neighbors
+    do.
+    """
     for rules, known in (('root ::= "~"', 0), ('root ::= "abab" "~"', 4)):
         engine = case.engine(random_dflash(case.verifier, block_size=K + 1))
         others = case.add(engine)
         request = engine.add_request(case.prompts[0], SamplingParams(grammar=Grammar.ebnf(rules)))
         while engine.has_work:
             engine.step()
-        assert request.finish_reason == "error" and "grammar allows no token" in (request.error or "")
+        assert request.finish_reason == "error" and "grammar allows no token" in (
+            request.error or ""
+        )
         assert len(request.output_token_ids) <= known
         assert tokens(others) == tokens(case.plain["greedy"])
 
@@ -231,7 +278,9 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
     bad = Grammar.ebnf("root ::= missing") if failure is None else Grammar.choice(["it fails"])
     engine = case.engine(None)
     if failure is not None:
-        engine.admission.grammars = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
+        engine.admission.grammars = GrammarCompiler(
+            case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids
+        )
 
         def fail(grammar: Grammar) -> str:
             if grammar == bad:
@@ -244,16 +293,28 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
     while engine.has_work:
         engine.step()
     error = request.error or ""
-    assert request.finish_reason == "error" and request.bad_input and reason in error and "\n" not in error
+    assert (
+        request.finish_reason == "error"
+        and request.bad_input
+        and reason in error
+        and "\n" not in error
+    )
     assert tokens(others) == tokens(case.plain["greedy"])
     with pytest.raises(InvalidInputError, match=re.escape(reason)):
         engine.admission.wait_for_grammar(request.sampling)
 
 
-def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others pass it while its grammar is compiled; it can be cancelled meanwhile; a step with nothing else to do soon ends."""
+def test_a_request_waits_outside_the_batch(
+    case: GuidedCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others pass it while its grammar is compiled; it can be cancelled meanwhile; a step with
+    nothing else to do soon ends.
+    """
     go_on = Event()
-    compilers = [GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids) for _ in range(1)]
+    compilers = [
+        GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
+        for _ in range(1)
+    ]
     compile_now = compilers[0]._compile
 
     def slow(*about: Any) -> Any:
@@ -263,11 +324,17 @@ def test_a_request_waits_outside_the_batch(case: GuidedCase, monkeypatch: pytest
     monkeypatch.setattr(compilers[0], "_compile", slow)
     engine = case.engine(None, max_num_seqs=1)
     engine.admission.grammars = compilers[0]
-    guided = [engine.add_request(case.prompts[3], SamplingParams(grammar=GRAMMARS[3])) for _ in range(2)]
+    guided = [
+        engine.add_request(case.prompts[3], SamplingParams(grammar=GRAMMARS[3])) for _ in range(2)
+    ]
     free = engine.add_request(case.prompts[2], SamplingParams(max_tokens=5, ignore_eos=True))
     for _ in range(20):
         engine.step()
-    assert free.finish_reason == "length" and not any(request.output_token_ids for request in guided) and engine.has_work
+    assert (
+        free.finish_reason == "length"
+        and not any(request.output_token_ids for request in guided)
+        and engine.has_work
+    )
     engine.abort(guided[0])
     assert guided[0].grammar is None
     go_on.set()
@@ -283,13 +350,17 @@ def test_equal_grammars_are_compiled_once(case: GuidedCase) -> None:
 
 def test_kept_are_the_latest(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as there is room for them."""
-    compiler = GrammarCompiler(case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids)
+    compiler = GrammarCompiler(
+        case.tokenizer, case.verifier.vocab_size, case.verifier.eos_token_ids
+    )
     first, second, third = (Grammar.choice([letter * 3]) for letter in "abc")
     one, two = compiler.compiled(first).result(), compiler.compiled(second).result()
     room = one.memory_size_bytes + two.memory_size_bytes + 4 * len(first.text + second.text)
     monkeypatch.setattr("specdec.grammar.compiler.CACHE_BYTES", room)
     assert compiler.compiled(first).result() is one and compiler.compiled(third).result()
-    assert compiler.compiled(first).result() is one and compiler.compiled(second).result() is not two
+    assert (
+        compiler.compiled(first).result() is one and compiler.compiled(second).result() is not two
+    )
 
 
 def test_refusals(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,11 +383,21 @@ def test_refusals(case: GuidedCase, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_from_the_decoder(case: GuidedCase) -> None:
-    """With block shapes chosen step by step, which learn from steps with a grammar apart from others."""
-    decoder = SpecDecoder(case.verifier, case.tokenizer, random_dflash(case.verifier, block_size=K + 1))
+    """With block shapes chosen step by step, which learn from steps with a grammar apart from
+    others.
+    """
+    decoder = SpecDecoder(
+        case.verifier, case.tokenizer, random_dflash(case.verifier, block_size=K + 1)
+    )
     result = decoder.generate(case.prompts[3], grammar=GRAMMARS[3], max_tokens=MAX_TOKENS)
-    assert result.token_ids == case.plain["greedy"][3].output_token_ids and result.text in ("yes", "yesterday", "no")
+    assert result.token_ids == case.plain["greedy"][3].output_token_ids and result.text in (
+        "yes",
+        "yesterday",
+        "no",
+    )
     engine = decoder.engine
     assert engine.block_choice and engine.guided_choice
     assert engine.block_choice.choose(1) == BlockShape(0)  # nothing is known yet
-    assert decoder.plain().generate(case.prompts[3], grammar=GRAMMARS[3]).token_ids == result.token_ids
+    assert (
+        decoder.plain().generate(case.prompts[3], grammar=GRAMMARS[3]).token_ids == result.token_ids
+    )

@@ -1,4 +1,6 @@
-"""What a request brings may raise wherever a step looks at requests one by one: that request ends, and no other notices."""
+"""What a request brings may raise wherever a step looks at requests one by one: that request ends,
+and no other notices.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -91,9 +93,14 @@ PLACES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("sampling", "name"), [(sampling, name) for sampling in SAMPLINGS for name in ("dflash", "trees")])
+@pytest.mark.parametrize(
+    ("sampling", "name"),
+    [(sampling, name) for sampling in SAMPLINGS for name in ("dflash", "trees")],
+)
 def test_requests_fail_alone(case: GuidedCase, sampling: str, name: str) -> None:
-    """At every place by whosever fault, with others in flight; the last sampling's steps are captured."""
+    """At every place by whosever fault, with others in flight; the last sampling's steps are
+    captured.
+    """
     engine = case.engine(drafter(case, name, sampling), max_num_seqs=9)
     if sampling == "filtered":
         captured(engine)
@@ -101,13 +108,19 @@ def test_requests_fail_alone(case: GuidedCase, sampling: str, name: str) -> None
     for place, (inject, asked) in PLACES.items():
         for error in (OURS, THEIRS):
             params = {"max_tokens": 30, **SAMPLINGS[sampling], **asked}
-            bad[place, error] = request = engine.add_request(case.prompts[0], SamplingParams(seed=3, **params))
+            bad[place, error] = request = engine.add_request(
+                case.prompts[0], SamplingParams(seed=3, **params)
+            )
             inject(engine, request, error)
     others += case.add(engine, **SAMPLINGS[sampling])
     while engine.has_work:
         engine.step()
     for (place, error), request in bad.items():
-        said = "it was asked wrongly" if error is THEIRS else "the request failed in the engine: it broke"
+        said = (
+            "it was asked wrongly"
+            if error is THEIRS
+            else "the request failed in the engine: it broke"
+        )
         expected: tuple[str, str | None, bool] = ("error", said, error is THEIRS)
         if place == "replaced drafts" and name == "trees":  # whose drafts stay as they are
             expected = ("stop", None, False)

@@ -1,4 +1,6 @@
-"""What a request may say about its logits, through the engine: with drafts as without, token for token."""
+"""What a request may say about its logits, through the engine: with drafts as without, token for
+token.
+"""
 
 from functools import cache
 from typing import Any
@@ -14,7 +16,13 @@ from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    VOCAB,
+    paged_verifier,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 
 MAX_TOKENS = 24
 BIAS = {5: 3.0, 9: -4.0, 11: 2.0}
@@ -23,7 +31,13 @@ CONTROLS: list[dict[str, Any]] = [
     {"logit_bias": BIAS, "top_logprobs": 3},
     {"logit_bias": BIAS, "min_tokens": 13, "stop_token_ids": ENDS},
     {"logit_bias": BIAS, "presence_penalty": 0.8, "frequency_penalty": 0.6},
-    {"temperature": 0.9, "logit_bias": BIAS, "min_tokens": 8, "stop_token_ids": ENDS, "logprobs": True},
+    {
+        "temperature": 0.9,
+        "logit_bias": BIAS,
+        "min_tokens": 8,
+        "stop_token_ids": ENDS,
+        "logprobs": True,
+    },
     {"temperature": 1.1, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "top_k": 30},
     {"temperature": 0.8},
     {},
@@ -39,7 +53,11 @@ def run(drafter: Drafter | None, max_num_seqs: int = 3, **changes: Any) -> list[
     """Every kind of request, seven side by side and one after the other in few slots."""
     memory = changes.pop("memory_bytes", 2**22)
     options = {"num_draft_tokens": None, "max_prefill_tokens": 13, "pipeline_depth": 1, **changes}
-    engine = SpecEngine(target(), drafter, EngineConfig(max_num_seqs, cache=CacheConfig(memory_bytes=memory), **options))
+    engine = SpecEngine(
+        target(),
+        drafter,
+        EngineConfig(max_num_seqs, cache=CacheConfig(memory_bytes=memory), **options),
+    )
     pairs = zip(random_prompts(len(CONTROLS), seed=3), CONTROLS, strict=True)
     requests = [
         engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=seed, **control))
@@ -93,21 +111,30 @@ def test_greedy_equals_generate() -> None:
     for request, control in list(zip(plain(), CONTROLS, strict=True))[:2]:
         prompt = torch.tensor([request.prompt_token_ids])
         ends = [*control.get("stop_token_ids", ()), *target().eos_token_ids]
-        options = {"sequence_bias": {(token,): value for token, value in BIAS.items()}, "max_new_tokens": MAX_TOKENS}
+        options = {
+            "sequence_bias": {(token,): value for token, value in BIAS.items()},
+            "max_new_tokens": MAX_TOKENS,
+        }
         least = {"min_new_tokens": control["min_tokens"]} if "min_tokens" in control else {}
         whole = model.generate(prompt, do_sample=False, eos_token_id=ends, **options, **least)[0]
         assert request.output_token_ids == whole[prompt.shape[1] :].tolist()
-    assert not set(plain()[1].output_token_ids[:13]) & set(ENDS) and plain()[1].output_token_ids[-1] in ENDS
+    assert (
+        not set(plain()[1].output_token_ids[:13]) & set(ENDS)
+        and plain()[1].output_token_ids[-1] in ENDS
+    )
 
 
 def test_the_top_list_is_of_the_raw_logits() -> None:
-    """The token that was chosen is in it with the very number of its own, also where the bias has chosen it."""
+    """The token that was chosen is in it with the very number of its own, also where the bias has
+    chosen it.
+    """
     request = run(DRAFTERS["wrong"]())[0]
     ids, start = request.token_ids, len(request.prompt_token_ids)
     table = plain_model("llama")(torch.tensor([ids])).logits[0].log_softmax(-1)
     extra = 0
     for index, (token, value, top) in enumerate(
-        zip(request.output_token_ids, request.logprobs, request.top_logprobs, strict=True), start - 1
+        zip(request.output_token_ids, request.logprobs, request.top_logprobs, strict=True),
+        start - 1,
     ):
         best = table[index].topk(3)
         assert list(top)[:3] == best.indices.tolist()
@@ -144,10 +171,15 @@ def test_the_models_own_ends_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"logit_bias": {VOCAB: 1.0}}, f"token {VOCAB}; ids of this model lie in"),
         ({"min_tokens": 2, "stop_token_ids": (VOCAB + 3,)}, f"token {VOCAB + 3}; ids"),
-        ({"min_tokens": 1, "stop_token_ids": range(VOCAB)}, f"name all {VOCAB} tokens of this model, and min_tokens"),
+        (
+            {"min_tokens": 1, "stop_token_ids": range(VOCAB)},
+            f"name all {VOCAB} tokens of this model, and min_tokens",
+        ),
     ],
 )
 def test_tokens_that_cannot_be_held_to(sampling: dict[str, Any], message: str) -> None:
-    engine = SpecEngine(target(), None, EngineConfig(cache=CacheConfig(memory_bytes=2**20), num_draft_tokens=0))
+    engine = SpecEngine(
+        target(), None, EngineConfig(cache=CacheConfig(memory_bytes=2**20), num_draft_tokens=0)
+    )
     with pytest.raises(InvalidInputError, match=message):
         engine.add_request([1], SamplingParams(**sampling))

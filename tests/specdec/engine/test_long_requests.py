@@ -1,4 +1,6 @@
-"""Targets with LongRoPE: the frequencies of a request follow from its own limit, whatever else is in the batch or in the cache."""
+"""Targets with LongRoPE: the frequencies of a request follow from its own limit, whatever else is
+in the batch or in the cache.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +17,13 @@ from specdec.model.scratch import next_token_logits
 from specdec.sampling.params import SamplingParams
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import SHORT_LEN, paged_verifier, plain_greedy, plain_model, random_prompts
+from tests.helpers.tiny_models import (
+    SHORT_LEN,
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_prompts,
+)
 from tests.specdec.engine.capture.test_graphs import Case, Recorder, beginnings, run
 
 K = 3
@@ -34,7 +42,12 @@ def verifier(model: Any) -> Verifier:
 
 def engine_for(verifier: Verifier, outputs: dict[tuple[int, ...], list[int]]) -> SpecEngine:
     drafter = ScriptedDrafter(outputs, K, [{0}, {2}, set()])
-    config = EngineConfig(max_num_seqs=2, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=2**20), num_draft_tokens=None)
+    config = EngineConfig(
+        max_num_seqs=2,
+        max_prefill_tokens=13,
+        cache=CacheConfig(memory_bytes=2**20),
+        num_draft_tokens=None,
+    )
     return SpecEngine(verifier, drafter, config)
 
 
@@ -55,12 +68,18 @@ def whole(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(max_tokens):
-            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            tokens.append(
+                int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+            )
     return tokens[len(prompt) :]
 
 
-def test_a_request_that_may_cross_has_the_second_frequencies_from_the_start(model: Any, verifier: Verifier) -> None:
-    """As if the model had no others; one token less, and it has the first from start to end, as `generate` would."""
+def test_a_request_that_may_cross_has_the_second_frequencies_from_the_start(
+    model: Any, verifier: Verifier
+) -> None:
+    """As if the model had no others; one token less, and it has the first from start to end, as
+    `generate` would.
+    """
     prompt = TEXT[:20]
     fits = SHORT_LEN + 1 - len(prompt)  # the last token is never read
     config = model.config
@@ -77,7 +96,9 @@ def test_prefixes_are_shared_by_requests_of_a_kind(model: Any, verifier: Verifie
     """Catches a long request that reads the keys of a short one, which begins alike."""
     prompts = [TEXT[:20], TEXT[: SHORT_LEN + 2], TEXT[:17], TEXT[: SHORT_LEN + 4]]
     expected = [greedy(model, prompt, 8) for prompt in prompts]
-    engine = engine_for(verifier, {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)})
+    engine = engine_for(
+        verifier, {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)}
+    )
     assert [output(engine, prompt, 8) for prompt in prompts] == expected
     alike = engine.add_request(prompts[0], SamplingParams(max_tokens=8))
     longer = engine.add_request(prompts[1], SamplingParams(max_tokens=8))
@@ -86,20 +107,33 @@ def test_prefixes_are_shared_by_requests_of_a_kind(model: Any, verifier: Verifie
 
 
 def test_captured_steps_ask_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the request that a graph was captured for is baked in, neither of steps nor of prefills."""
+    """Nothing of the request that a graph was captured for is baked in, neither of steps nor of
+    prefills.
+    """
     monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 16)
-    case = Case("phi3_long", [TEXT[:5], TEXT[: SHORT_LEN + 1], TEXT[3:14], TEXT[1 : SHORT_LEN + 4], TEXT[7:12]])
+    case = Case(
+        "phi3_long",
+        [TEXT[:5], TEXT[: SHORT_LEN + 1], TEXT[3:14], TEXT[1 : SHORT_LEN + 4], TEXT[7:12]],
+    )
     engine = case.engine("ngram", 2, capture=True, pipeline_depth=1)
     engine.runner.prefill_graphs = PrefillGraphs(
-        Recorder(), engine.slots, engine.runner.prefill_step, dtype=case.verifier.dtype, most_rows=64
+        Recorder(),
+        engine.slots,
+        engine.runner.prefill_step,
+        dtype=case.verifier.dtype,
+        most_rows=64,
     )
     requests = run(engine, list(case.outputs))
     assert [request.output_token_ids for request in requests] == beginnings(case, requests)
 
 
 @pytest.mark.parametrize("length", [SHORT_LEN, SHORT_LEN + 1])
-def test_scoring_follows_the_length_of_the_sequence(model: Any, verifier: Verifier, length: int) -> None:
+def test_scoring_follows_the_length_of_the_sequence(
+    model: Any, verifier: Verifier, length: int
+) -> None:
     tokens = torch.tensor([TEXT[:length]])
     with torch.inference_mode():
         plain = model(tokens).logits[0, -1]
-    assert_as_exact(next_token_logits(verifier, TEXT[:length]), plain, in_float64(model, tokens).logits[0, -1])
+    assert_as_exact(
+        next_token_logits(verifier, TEXT[:length]), plain, in_float64(model, tokens).logits[0, -1]
+    )

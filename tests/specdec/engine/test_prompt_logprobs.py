@@ -22,7 +22,9 @@ from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from tests.specdec.engine.capture.test_graphs import Case
 from tests.specdec.engine.capture.test_prefill_graphs import captured_engine
 
-PROMPTS = [[(7 * i + 3 * j) % 90 + 3 for i in range(length)] for j, length in enumerate((30, 1, 2, 17))]
+PROMPTS = [
+    [(7 * i + 3 * j) % 90 + 3 for i in range(length)] for j, length in enumerate((30, 1, 2, 17))
+]
 
 
 @cache
@@ -32,8 +34,16 @@ def target(name: str = "llama") -> Verifier:
 
 def engine_for(name: str = "llama", drafter: Any = None, **changes: Any) -> SpecEngine:
     memory = changes.pop("memory_bytes", 2**22)
-    options = {"num_draft_tokens": None, "max_prefill_tokens": 13, "max_num_seqs": 3, "pipeline_depth": 1, **changes}
-    return SpecEngine(target(name), drafter, EngineConfig(cache=CacheConfig(memory_bytes=memory), **options))
+    options = {
+        "num_draft_tokens": None,
+        "max_prefill_tokens": 13,
+        "max_num_seqs": 3,
+        "pipeline_depth": 1,
+        **changes,
+    }
+    return SpecEngine(
+        target(name), drafter, EngineConfig(cache=CacheConfig(memory_bytes=memory), **options)
+    )
 
 
 def finish(engine: SpecEngine, *requests: Request) -> list[GenerationResult]:
@@ -67,18 +77,30 @@ def check(result: GenerationResult, top: int, name: str = "llama") -> None:
         best = exact[i - 1].topk(top)
         assert list(likeliest)[:top] == best.indices.tolist()
         assert likeliest[token] == value and len(likeliest) == top + (token not in best.indices)
-        assert all(abs(a - b) <= bound for a, b in zip(list(likeliest.values())[:top], best.values.tolist(), strict=True))
+        assert all(
+            abs(a - b) <= bound
+            for a, b in zip(list(likeliest.values())[:top], best.values.tolist(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2"])
 def test_values_are_the_targets(name: str) -> None:
-    """In chunks, beside requests that want none or that decode, with and without tokens to write; no other output changes."""
-    engine = engine_for(name, random_dflash(target(name), block_size=4) if name == "llama" else NGramDrafter(max_draft_tokens=3))
+    """In chunks, beside requests that want none or that decode, with and without tokens to write;
+    no other output changes.
+    """
+    engine = engine_for(
+        name,
+        random_dflash(target(name), block_size=4)
+        if name == "llama"
+        else NGramDrafter(max_draft_tokens=3),
+    )
     requests = [
         engine.add_request(PROMPTS[0], SamplingParams(max_tokens=0, prompt_logprobs=1)),
         engine.add_request(PROMPTS[0][:9], SamplingParams(max_tokens=6, ignore_eos=True)),
         *[
-            engine.add_request(p, SamplingParams(max_tokens=4, prompt_logprobs=2, logprobs=True, ignore_eos=True))
+            engine.add_request(
+                p, SamplingParams(max_tokens=4, prompt_logprobs=2, logprobs=True, ignore_eos=True)
+            )
             for p in PROMPTS[1:]
         ],
     ]
@@ -91,12 +113,16 @@ def test_values_are_the_targets(name: str) -> None:
 
 
 def test_the_prefix_cache_is_not_read() -> None:
-    """A prompt whose blocks are all cached is scored to the last token, and leaves them for others."""
+    """A prompt whose blocks are all cached is scored to the last token,
+    and leaves them for others.
+    """
     engine = engine_for(max_num_seqs=1)
     counts = engine.scheduler.prefix.counts
     finish(engine, engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2)))
     asked = counts.queried
-    (result,) = finish(engine, engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2, prompt_logprobs=0)))
+    (result,) = finish(
+        engine, engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2, prompt_logprobs=0))
+    )
     check(result, 0)
     assert counts.queried == asked, "what does not read it counts as no miss"
     reader = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2))
@@ -117,7 +143,9 @@ def test_rows_are_told_once_under_preemption() -> None:
 
 
 def test_preemption_within_a_prompt() -> None:
-    """Rows that were told are not told again, although their blocks are found in the cache only in part."""
+    """Rows that were told are not told again, although their blocks are found in the cache only in
+    part.
+    """
     engine = engine_for(max_prefill_tokens=7)
     request = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2, prompt_logprobs=1))
     engine.step()
@@ -128,7 +156,9 @@ def test_preemption_within_a_prompt() -> None:
 
 
 def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step asks for the logits of no more rows than memory was planned for, however long its chunks may be."""
+    """A step asks for the logits of no more rows than memory was planned for, however long its
+    chunks may be.
+    """
     monkeypatch.setattr(scheduler, "MOST_ROWS_TO_SCORE", 5)
     engine = engine_for(max_prefill_tokens=100)
     rows, prefill = [], engine.runner.prefill
@@ -138,19 +168,28 @@ def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return prefill(chunks)
 
     engine.runner.prefill = counting  # type: ignore[method-assign]
-    results = finish(engine, *[engine.add_request(p, SamplingParams(max_tokens=1, prompt_logprobs=1)) for p in PROMPTS])
+    results = finish(
+        engine,
+        *[engine.add_request(p, SamplingParams(max_tokens=1, prompt_logprobs=1)) for p in PROMPTS],
+    )
     for result in results:
         check(result, 1)
-    assert max(rows) <= 5 + 2 and sum(rows) == sum(len(p) - 1 for p in PROMPTS)  # a newcomer has one row in any case
+    assert max(rows) <= 5 + 2 and sum(rows) == sum(
+        len(p) - 1 for p in PROMPTS
+    )  # a newcomer has one row in any case
 
 
 def test_beside_captured_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured prefill has no logits of inner rows, so a step that wants some is launched eagerly, and others are not."""
+    """A captured prefill has no logits of inner rows, so a step that wants some is launched
+    eagerly, and others are not.
+    """
     monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 16)
     engine, recorder, eager = captured_engine(Case(), "ngram", 3)
     plain = engine.add_request(PROMPTS[0][:9], SamplingParams(max_tokens=4))
     finish(engine, plain)
     assert recorder.num_replays and not eager
-    (result,) = finish(engine, engine.add_request(PROMPTS[3], SamplingParams(max_tokens=3, prompt_logprobs=2)))
+    (result,) = finish(
+        engine, engine.add_request(PROMPTS[3], SamplingParams(max_tokens=3, prompt_logprobs=2))
+    )
     check(result, 2)
     assert len(eager) == 2, "17 tokens in chunks of 13"

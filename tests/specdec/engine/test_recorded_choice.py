@@ -1,4 +1,6 @@
-"""Choosing shapes on what the embedded model accepted, at times as they were measured, against the best fixed shape."""
+"""Choosing shapes on what the embedded model accepted, at times as they were measured, against the
+best fixed shape.
+"""
 
 import math
 from functools import partial
@@ -14,7 +16,10 @@ from tests.helpers.recorded_world import MOST, Place, Replay, recorded
 SHAPES = shapes(MOST, trees=63)
 # Milliseconds of a step, by the rows of its block, of chains and trees. They bend.
 GPU = {False: {1: 0.72, 2: 0.9, 16: 0.92}, True: {4: 0.955, 16: 0.98, 32: 1.04, 64: 1.16}}
-CPU = {False: {1: 8.1, 2: 15.5, 4: 17.0, 8: 22.4, 16: 30.9}, True: {4: 17.6, 8: 23.2, 16: 32.0, 32: 52.0, 64: 92.0}}
+CPU = {
+    False: {1: 8.1, 2: 15.5, 4: 17.0, 8: 22.4, 16: 30.9},
+    True: {4: 17.6, 8: 23.2, 16: 32.0, 32: 52.0, 64: 92.0},
+}
 QUICK = {False: {1: 0.56, 2: 0.74, 16: 0.78}, True: {4: 0.8, 16: 0.82, 32: 0.855, 64: 0.965}}
 MACHINES = {"gpu": GPU, "cpu": CPU, "quick": QUICK}
 SEEDS = range(4)
@@ -22,7 +27,10 @@ SEEDS = range(4)
 
 def seconds(machine: str, shape: BlockShape) -> float:
     times = MACHINES[machine][shape.is_tree]
-    below, above = max(rows for rows in times if rows <= shape.rows), min(rows for rows in times if rows >= shape.rows)
+    below, above = (
+        max(rows for rows in times if rows <= shape.rows),
+        min(rows for rows in times if rows >= shape.rows),
+    )
     share = (shape.rows - below) / (above - below) if above > below else 0.0
     return (times[below] + share * (times[above] - times[below])) / 1000
 
@@ -45,10 +53,17 @@ def loss(machine: str, name: str, best: BlockShape, seed: int, steps: int) -> fl
 
 @pytest.mark.parametrize(
     ("machine", "name", "best"),
-    [("gpu", "greedy", "tree 31"), ("gpu", "sampled", "tree 31"), ("cpu", "greedy", "tree 7"), ("cpu", "sampled", "0")],
+    [
+        ("gpu", "greedy", "tree 31"),
+        ("gpu", "sampled", "tree 31"),
+        ("cpu", "greedy", "tree 7"),
+        ("cpu", "sampled", "0"),
+    ],
 )
 def test_the_best_shape_is_found(machine: str, name: str, best: str) -> None:
-    """In the long run 2 % are lost at most, what is tried included; of the first 250 steps, when most of it is tried, 8 %."""
+    """In the long run 2 % are lost at most, what is tried included; of the first 250 steps, when
+    most of it is tried, 8 %.
+    """
     shape = best_of(machine, name)
     assert str(shape) == best
     assert mean(loss(machine, name, shape, seed, 3000) for seed in SEEDS) < 0.02
@@ -67,11 +82,15 @@ def taught(shape: BlockShape, places: list[Place]) -> BlockAcceptance:
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 @pytest.mark.parametrize("drafts", [7, 31])
 def test_a_tree_tells_what_a_chain_would_accept(name: str, drafts: int) -> None:
-    """Of as many drafts as half of the tree's, within 3 % of what lately is true; without ranks nothing is told of chains."""
+    """Of as many drafts as half of the tree's, within 3 % of what lately is true; without ranks
+    nothing is told of chains.
+    """
     places = [place for answer in recorded(name) for place in answer]
     shape, chain = BlockShape(drafts, min(drafts, MOST)), BlockShape(3 if drafts == 7 else 15)
     weights = [math.exp((index - len(places)) / 64) for index in range(len(places))]
-    expected = 1 + sum(w * place.accepted(chain) for w, place in zip(weights, places, strict=True)) / sum(weights)
+    expected = 1 + sum(
+        w * place.accepted(chain) for w, place in zip(weights, places, strict=True)
+    ) / sum(weights)
     assert taught(shape, places).expected_tokens(chain) == pytest.approx(expected, rel=0.03)
 
 
@@ -82,4 +101,8 @@ def test_a_tree_is_not_leapt_over(seed: int) -> None:
     choose = partial(choice.choose, 1)
     replay("quick", "greedy", seed).run(choose, 900, choice)
     later = replay("quick", "greedy", seed).run(choose, 1800, choice)
-    assert 1 - replay("quick", "greedy", seed).run(lambda: BlockShape(31, MOST), 1800).pace / later.pace < 0.02
+    assert (
+        1
+        - replay("quick", "greedy", seed).run(lambda: BlockShape(31, MOST), 1800).pace / later.pace
+        < 0.02
+    )

@@ -1,4 +1,6 @@
-"""Rows of requests on the device: what the host writes between steps, with one copy for all requests of a step."""
+"""Rows of requests on the device: what the host writes between steps, with one copy for all
+requests of a step.
+"""
 
 import pytest
 import torch
@@ -17,13 +19,24 @@ MAX_BLOCKS = 6
 
 def slot_state() -> SlotState:
     return SlotState(
-        max_num_seqs=4, max_blocks=MAX_BLOCKS, block_size=4, max_model_len=24, vocab_size=50, device=torch.device("cpu")
+        max_num_seqs=4,
+        max_blocks=MAX_BLOCKS,
+        block_size=4,
+        max_model_len=24,
+        vocab_size=50,
+        device=torch.device("cpu"),
     )
 
 
 def request(slot: int, block_ids: list[int], **sampling: object) -> Request:
     """A request in `slot` whose prompt says which slot that is."""
-    made = Request(slot, [slot + 1, slot + 11], SamplingParams(**sampling), seed=2**63 - 1 - slot, max_total_len=20)  # type: ignore[arg-type]
+    made = Request(
+        slot,
+        [slot + 1, slot + 11],
+        SamplingParams(**sampling),  # type: ignore[arg-type]
+        seed=2**63 - 1 - slot,
+        max_total_len=20,
+    )
     made.slot, made.block_ids = slot, list(block_ids)
     return made
 
@@ -69,7 +82,9 @@ def test_block_tables_grow_with_their_requests(copies: list[Tensor]) -> None:
 
 
 def test_a_slot_forgets_its_last_request() -> None:
-    """A shorter successor must find no block of its predecessor, and its own entries are written again."""
+    """A shorter successor must find no block of its predecessor, and its own entries are written
+    again.
+    """
     state = slot_state()
     before, after = request(1, [4, 5, 6]), request(1, [8, 9])
     for each in (before, after):
@@ -79,7 +94,9 @@ def test_a_slot_forgets_its_last_request() -> None:
 
 
 def test_newcomers_get_their_own_sampling(copies: list[Tensor]) -> None:
-    """Catches rows swapped, seeds that lose digits as floating-point numbers, and neighbors touched."""
+    """Catches rows swapped, seeds that lose digits as floating-point numbers, and neighbors
+    touched.
+    """
     state = slot_state()
     hot = request(3, [1], temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     plain = request(0, [2])
@@ -105,7 +122,9 @@ def test_tokens_seen_are_those_of_the_prompt() -> None:
 
 
 def test_prefill_ends_with_length_and_anchor() -> None:
-    """Only chunks that end a prefill count; after a preemption the anchor is the last output token."""
+    """Only chunks that end a prefill count; after a preemption the anchor is the last
+    output token.
+    """
     state = slot_state()
     first, second, third = request(0, [1]), request(1, [2]), request(2, [3])
     second.output_token_ids = [30, 31]
@@ -116,7 +135,9 @@ def test_prefill_ends_with_length_and_anchor() -> None:
 
 
 def test_a_batch_is_known_by_requests_and_slots() -> None:
-    """A request that comes back in another slot, after a preemption, is another batch: its rows lie elsewhere."""
+    """A request that comes back in another slot, after a preemption, is another batch: its rows lie
+    elsewhere.
+    """
     first, second = request(0, [1]), request(1, [2])
     state = slot_state()
     both = state.select([first, second])
@@ -131,15 +152,27 @@ def test_a_batch_is_known_by_requests_and_slots() -> None:
 
 @pytest.mark.parametrize("longest", [18, 19])
 def test_rows_of_a_step(longest: int) -> None:
-    """Positions, slots and lengths against plain arithmetic, at edges of blocks; only ids past the model's length are clamped."""
+    """Positions, slots and lengths against plain arithmetic, at edges of blocks; only ids past the
+    model's length are clamped.
+    """
     state = slot_state()
     state.max_model_len = 22
     requests = [request(2, [7, 8, 9, 10, 11, 12]), request(0, [5, 4])]
     state.begin(requests)
     state.extend_block_tables(requests)
-    state.end_prefill([Chunk(each, 0, end, admitted=True, last=True) for each, end in zip(requests, (longest, 3), strict=True)])
+    state.end_prefill(
+        [
+            Chunk(each, 0, end, admitted=True, last=True)
+            for each, end in zip(requests, (longest, 3), strict=True)
+        ]
+    )
     slots = state.slot_indices(requests)
-    batch = state.gather(slots, state.sampling.select(slots, plan_of(requests)), shape=BlockShape(3), max_seq_len=longest + 4)
+    batch = state.gather(
+        slots,
+        state.sampling.select(slots, plan_of(requests)),
+        shape=BlockShape(3),
+        max_seq_len=longest + 4,
+    )
     assert batch.anchors.tolist() == [13, 11]
     for width in (4, 2, 4):
         positions = [[start + i for i in range(width)] for start in (longest, 3)]
@@ -148,18 +181,26 @@ def test_rows_of_a_step(longest: int) -> None:
         assert metadata.visibility == ("causal" if width == 2 else "full")
         assert batch.positions(width).tolist() == positions
         assert batch.position_ids(width).tolist() == [min(p, 21) for row in positions for p in row]
-        assert metadata.seq_lens.tolist() == [longest + width, 3 + width] and metadata.seq_lens.dtype == torch.int32
+        assert (
+            metadata.seq_lens.tolist() == [longest + width, 3 + width]
+            and metadata.seq_lens.dtype == torch.int32
+        )
         assert metadata.query_start_loc.tolist() == [0, width, 2 * width]
         assert metadata.slot_mapping.tolist() == batch.slot_mapping(width).tolist()
         assert metadata.slot_mapping.tolist() == [
-            4 * table[p // 4] + p % 4 for table, row in zip(blocks, positions, strict=True) for p in row
+            4 * table[p // 4] + p % 4
+            for table, row in zip(blocks, positions, strict=True)
+            for p in row
         ]
 
 
 def test_sampling_state_that_nobody_reads_is_left_out() -> None:
     """And what somebody reads is there: a step of greedy requests gathers nothing."""
     state = slot_state()
-    greedy, warm = request(0, [1]), request(3, [2], temperature=0.5, top_p=0.9, repetition_penalty=1.5)
+    greedy, warm = (
+        request(0, [1]),
+        request(3, [2], temperature=0.5, top_p=0.9, repetition_penalty=1.5),
+    )
     state.begin([greedy, warm])
 
     def rows(requests: list[Request]) -> list[list[float]]:

@@ -139,4 +139,8 @@ def test_a_grammar_of_a_text_holds_from_its_first_token() -> None:
     prompts: list[Prompt] = [CHATS[0], "hi"]
     said = decoder.generate(prompts, max_tokens=8, grammar=form)
     early = decoder.generate(CHATS[0], max_tokens=8, grammar=form, grammar_after_thinking=False)
-    assert not said[0].text.startswith("ab") and said[1].text.startswith("ab") and early.text.startswith("ab")
+    assert (
+        not said[0].text.startswith("ab")
+        and said[1].text.startswith("ab")
+        and early.text.startswith("ab")
+    )

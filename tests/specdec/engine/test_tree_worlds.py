@@ -1,4 +1,6 @@
-"""Choosing among chains and trees, against the best fixed shape, in made-up worlds with noise and captures."""
+"""Choosing among chains and trees, against the best fixed shape, in made-up worlds with noise and
+captures.
+"""
 
 import random
 
@@ -28,7 +30,13 @@ def large(num_reqs: int, shape: BlockShape) -> float:
 
 def small(num_reqs: int, shape: BlockShape) -> float:
     """Of a small one, where kernels take their time whatever they do."""
-    return 0.72 + 0.2 * (shape.drafts > 0) + 0.03 * shape.is_tree + 0.003 * num_reqs + 0.0006 * num_reqs * shape.rows
+    return (
+        0.72
+        + 0.2 * (shape.drafts > 0)
+        + 0.03 * shape.is_tree
+        + 0.003 * num_reqs
+        + 0.0006 * num_reqs * shape.rows
+    )
 
 
 DRAFTS_ARE_BEST = {
@@ -58,12 +66,16 @@ def losses(world: TreeWorld, *, likeliest_first: bool) -> tuple[float, float]:
 
 def best_of(world: TreeWorld, choice: TreeLength | None = None) -> BlockShape:
     rungs = (
-        shape for shape in (choice or TreeLength()).rungs if not shape.is_tree or world.num_reqs(0) * shape.rows <= MOST_TREE_ROWS
+        shape
+        for shape in (choice or TreeLength()).rungs
+        if not shape.is_tree or world.num_reqs(0) * shape.rows <= MOST_TREE_ROWS
     )
     return min(rungs, key=lambda shape: world.pace(shape, 0))
 
 
-@pytest.mark.parametrize(("name", "likeliest_first"), [(name, i % 2 == 0) for i, name in enumerate(DRAFTS_ARE_BEST)])
+@pytest.mark.parametrize(
+    ("name", "likeliest_first"), [(name, i % 2 == 0) for i, name in enumerate(DRAFTS_ARE_BEST)]
+)
 def test_the_best_shape_is_hardly_faster(name: str, likeliest_first: bool) -> None:
     """By less than 5 %."""
     world = DRAFTS_ARE_BEST[name]
@@ -73,9 +85,13 @@ def test_the_best_shape_is_hardly_faster(name: str, likeliest_first: bool) -> No
 
 
 def token_by_token(num_reqs: int, shape: BlockShape) -> float:
-    """Milliseconds of a step whose drafts take a forward for each position: from 32 rows on the target computes."""
+    """Milliseconds of a step whose drafts take a forward for each position: from 32 rows on the
+    target computes.
+    """
     rows = num_reqs * shape.rows
-    return 1.7 + 0.6 * shape.depth + 0.02 * max(0, rows - 32) + 0.006 * shape.depth * max(0, rows - 64)
+    return (
+        1.7 + 0.6 * shape.depth + 0.02 * max(0, rows - 32) + 0.006 * shape.depth * max(0, rows - 64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,8 +104,12 @@ def token_by_token(num_reqs: int, shape: BlockShape) -> float:
         (0.85, 64, "0"),
     ],
 )
-def test_the_depth_of_drafts_that_take_a_forward_each_is_chosen(rate: float, num_reqs: int, best: str) -> None:
-    """As above; and where no draft pays, plain decoding is not left for more than 2 % of the time."""
+def test_the_depth_of_drafts_that_take_a_forward_each_is_chosen(
+    rate: float, num_reqs: int, best: str
+) -> None:
+    """As above; and where no draft pays, plain decoding is not left for more than 2 % of
+    the time.
+    """
     others = [(1 - rate) * share for share in (0.5, 0.2, 0.1)]
     world = TreeWorld(token_by_token, (rate, *others), lambda step: num_reqs)
     choice = TreeLength(world.ranks_of, most=7, forward_for_each=True)
@@ -118,26 +138,38 @@ def taught(world: TreeWorld, shape: BlockShape) -> BlockAcceptance:
     acceptance, rng = BlockAcceptance(TreeLength().rungs), random.Random(0)
     for _ in range(300):
         accepted = [world.accepted(shape, 0, 0.0, rng) for _ in range(32)]
-        paths = [Path(rows, world.ranks_of(shape, rows)) for rows in accepted if rows] if shape.is_tree else []
+        paths = (
+            [Path(rows, world.ranks_of(shape, rows)) for rows in accepted if rows]
+            if shape.is_tree
+            else []
+        )
         acceptance.observe(shape, [len(rows) for rows in accepted], paths)
     return acceptance
 
 
 @pytest.mark.parametrize("ranks", [SURE, FAIR, FLAT])
 def test_a_large_tree_tells_what_smaller_ones_would_accept(ranks: tuple[float, ...]) -> None:
-    """Their drafts are its first, so what it accepted of these counts; a small one promises more of a larger one."""
+    """Their drafts are its first, so what it accepted of these counts; a small one promises more of
+    a larger one.
+    """
     world = TreeWorld(small, ranks)
     acceptance = taught(world, shape_of(63))
     for drafts in (3, 7, 15, 31, 63):
-        assert acceptance.expected_tokens(shape_of(drafts)) == pytest.approx(world.tokens(shape_of(drafts), 0), rel=0.03)
+        assert acceptance.expected_tokens(shape_of(drafts)) == pytest.approx(
+            world.tokens(shape_of(drafts), 0), rel=0.03
+        )
     acceptance = taught(world, shape_of(7))
-    assert acceptance.expected_tokens(shape_of(3)) == pytest.approx(world.tokens(shape_of(3), 0), rel=0.03)
+    assert acceptance.expected_tokens(shape_of(3)) == pytest.approx(
+        world.tokens(shape_of(3), 0), rel=0.03
+    )
     hoped = [acceptance.expected_tokens(shape_of(drafts)) for drafts in (7, 15, 31, 63)]
     assert hoped == sorted(hoped) and hoped[-1] < 2 * hoped[0]
 
 
 def test_rows_behind_a_small_tree_are_not_its_own() -> None:
-    """A path that leaves the smaller tree at its second draft counts as one that was accepted up to there."""
+    """A path that leaves the smaller tree at its second draft counts as one that was accepted up to
+    there.
+    """
     acceptance = BlockAcceptance(TreeLength().rungs)
     for _ in range(500):
         acceptance.observe(shape_of(63), [3], [Path([2, 9, 40], [1, 0, 0])])

@@ -1,4 +1,6 @@
-"""Grammars are compiled in a process of its own: with limits, in a fair order, for no longer than somebody waits."""
+"""Grammars are compiled in a process of its own: with limits, in a fair order, for no longer than
+somebody waits.
+"""
 
 import os
 import re
@@ -49,7 +51,11 @@ def children(pid: int) -> list[int]:
 def compiling() -> list[int]:
     """Processes that compile."""
     process = lanes().process._process
-    return [] if process is None else [child for watch in children(process.pid) for child in children(watch)]
+    return (
+        []
+        if process is None
+        else [child for watch in children(process.pid) for child in children(watch)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,15 +76,24 @@ def test_refused(compiler: GrammarCompiler, grammar: Grammar, message: str) -> N
 
 
 @pytest.mark.parametrize("again", [2.0, -1.0])
-def test_both_ways_give_the_same(compiler: GrammarCompiler, again: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same(
+    compiler: GrammarCompiler, again: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rules that are compiled again, and what was compiled."""
-    grammar = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "string", "pattern": "^x+$", "maxLength": 3}}})
+    grammar = Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string", "pattern": "^x+$", "maxLength": 3}},
+        }
+    )
     monkeypatch.setattr(worker, "AGAIN_SECONDS", again)
     monkeypatch.setattr(worker.time, "process_time", lambda: 0.0)
     again_asked, text = worker._compiled(compiler._library, grammar)
     assert again_asked == (again > 0)
     made = (
-        compiler._library.compile_grammar(text) if again_asked else xgrammar.CompiledGrammar.deserialize_json(text, compiler._info)
+        compiler._library.compile_grammar(text)
+        if again_asked
+        else xgrammar.CompiledGrammar.deserialize_json(text, compiler._info)
     )
     assert made.serialize_json() == compiler.compiled(grammar).result(HANG).serialize_json()
 
@@ -87,13 +102,21 @@ def test_limits_of_a_process() -> None:
     """Of memory and of a processor's time."""
     code = "from specdec.grammar import worker; worker._limit({}); {}"
     run = [sys.executable, "-c"]
-    out = subprocess.run([*run, code.format(100, "bytearray(2**31)")], capture_output=True, text=True, timeout=HANG)
+    out = subprocess.run(
+        [*run, code.format(100, "bytearray(2**31)")], capture_output=True, text=True, timeout=HANG
+    )
     assert "MemoryError" in out.stderr
-    assert subprocess.run([*run, code.format(0.05, "\nwhile True: pass")], timeout=HANG).returncode == -signal.SIGPROF
+    assert (
+        subprocess.run([*run, code.format(0.05, "\nwhile True: pass")], timeout=HANG).returncode
+        == -signal.SIGPROF
+    )
 
 
 def test_what_takes_too_long(compiler: GrammarCompiler) -> None:
-    with lanes().process.open(compiler._vocabulary) as link, pytest.raises(TooSlow, match="20 seconds"):
+    with (
+        lanes().process.open(compiler._vocabulary) as link,
+        pytest.raises(TooSlow, match="20 seconds"),
+    ):
         ask(link, compiler._vocabulary, long("a"), 0.01)
 
 
@@ -101,7 +124,9 @@ def test_a_crash_is_of_one_grammar(compiler: GrammarCompiler) -> None:
     """The compiling process, then the one that begins it."""
     with ThreadPoolExecutor() as threads, lanes().process.open(compiler._vocabulary) as link:
         asked = threads.submit(ask, link, compiler._vocabulary, long("a"), 600)
-        wait_until(lambda: any(os.getpriority(os.PRIO_PROCESS, one) for one in compiling()))  # it has read its text
+        wait_until(
+            lambda: any(os.getpriority(os.PRIO_PROCESS, one) for one in compiling())
+        )  # it has read its text
         os.kill(compiling()[0], signal.SIGKILL)
         with pytest.raises(InvalidInputError, match="ended the process"):
             asked.result(HANG)
@@ -241,27 +266,40 @@ sys.exit(7)
 """
 
 
-def test_an_interpreter_that_ends_waits_for_nothing(compiler: GrammarCompiler, tmp_path: Path) -> None:
+def test_an_interpreter_that_ends_waits_for_nothing(
+    compiler: GrammarCompiler, tmp_path: Path
+) -> None:
     """And leaves nothing behind."""
     (tmp_path / "info.json").write_text(compiler._info.serialize_json())
-    ended = subprocess.run([sys.executable, "-c", EXIT, tmp_path / "info.json"], capture_output=True, text=True, timeout=HANG)
+    ended = subprocess.run(
+        [sys.executable, "-c", EXIT, tmp_path / "info.json"],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
     assert (ended.returncode, ended.stderr) == (7, "")
     wait_until(lambda: not Path(f"/proc/{int(ended.stdout)}").exists())
 
 
 def test_the_process_comes_without_torch() -> None:
     """Which takes seconds, and makes a fork slow."""
-    code = "from specdec.grammar import worker; import sys; worker._library(); print('torch._C' in sys.modules)"
+    code = (
+        "from specdec.grammar import worker; import sys; worker._library(); print('torch._C' in"
+        " sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     assert (ran.stdout, ran.stderr) == ("False\n", "")
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("/a/b.cc:83: Parser error:\nit is wrong"), KeyError(), ValueError("\n\n")], ids=repr
+    "error",
+    [RuntimeError("/a/b.cc:83: Parser error:\nit is wrong"), KeyError(), ValueError("\n\n")],
+    ids=repr,
 )
 def test_one_line(error: Exception) -> None:
     assert re.fullmatch(
-        r"the grammar of kind regex cannot be compiled: (it is wrong|KeyError|ValueError)", reason_of("regex", error)
+        r"the grammar of kind regex cannot be compiled: (it is wrong|KeyError|ValueError)",
+        reason_of("regex", error),
     )
 
 

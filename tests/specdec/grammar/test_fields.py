@@ -15,9 +15,20 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": 
     ("fields", "grammar"),
     [
         ({}, None),
-        ({"response_format": {"type": "text"}, "guided_json": None, "structured_outputs": None}, None),
+        (
+            {"response_format": {"type": "text"}, "guided_json": None, "structured_outputs": None},
+            None,
+        ),
         ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, Grammar.json_schema(SCHEMA)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA},
+                }
+            },
+            Grammar.json_schema(SCHEMA),
+        ),
         ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA)),
         ({"guided_json": '{"type": "null"}'}, Grammar.json_schema({"type": "null"})),
         ({"guided_json_object": True}, Grammar.json_object()),
@@ -46,7 +57,10 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": 
                 ({"type": "json", "value": SCHEMA}, Grammar.json_schema(SCHEMA)),
                 ({"type": "json_schema", "schema": SCHEMA}, Grammar.json_schema(SCHEMA)),
                 ({"type": "json_schema", "json_schema": SCHEMA}, Grammar.json_schema(SCHEMA)),
-                ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, Grammar.json_schema(SCHEMA)),
+                (
+                    {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}},
+                    Grammar.json_schema(SCHEMA),
+                ),
                 ({"type": "regex", "value": "a+"}, Grammar.regex("a+")),
                 ({"type": "regex", "pattern": "a+"}, Grammar.regex("a+")),
                 ({"type": "grammar", "grammar": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
@@ -66,16 +80,28 @@ def test_grammar(fields: dict[str, Any], grammar: Grammar | None) -> None:
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "several grammars"),
         ({"response_format": {"type": "xml"}}, "'xml'"),
         ({"response_format": "json"}, "None; choose text"),
-        ({"response_format": {"type": "structural_tag", "format": {}}}, "'structural_tag'; choose text"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {}}},
+            "'structural_tag'; choose text",
+        ),
         ({"response_format": {"type": "json_object", "schema": "a"}}, "no JSON"),
-        ({"response_format": {"type": "json_object", "schema": [1]}}, r"response_format.schema is \[1\]"),
+        (
+            {"response_format": {"type": "json_object", "schema": [1]}},
+            r"response_format.schema is \[1\]",
+        ),
         ({"response_format": {"type": "json_schema"}}, "of type json_schema has no json_schema"),
-        ({"response_format": {"type": "json_schema", "schema": SCHEMA, "json_schema": SCHEMA}}, "give one of them"),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA, "json_schema": SCHEMA}},
+            "give one of them",
+        ),
         ({"response_format": {"type": "regex"}}, "of type regex has no regex"),
         ({"json_schema": SCHEMA, "regex": "a"}, "several grammars"),
         ({"grammar": 3}, "grammar is 3"),
         ({"format": "xml"}, "format is 'xml'"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "json_schema.schema",
+        ),
         ({"structured_outputs": {"structural_tag": {}}}, "structural_tag"),
         ({"structured_outputs": "json"}, "must be an object"),
         ({"guided_regex": 3}, "guided_regex is 3"),
@@ -95,7 +121,10 @@ def test_keys_within_that_nothing_is_made_of() -> None:
         ({"type": "text", "schema": {}}, ["response_format.schema"]),
         ({"type": "json_object", "schema": {}, "colour": 1}, ["response_format.colour"]),
         (
-            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {}, "scheme": 1}},
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "strict": True, "schema": {}, "scheme": 1},
+            },
             ["response_format.json_schema.scheme"],
         ),
         (None, []),

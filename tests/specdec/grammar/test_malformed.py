@@ -1,4 +1,6 @@
-"""Whatever stands in a schema, a pattern, rules, choices or a field is taken, or refused by one line; nothing else is raised."""
+"""Whatever stands in a schema, a pattern, rules, choices or a field is taken, or refused by one
+line; nothing else is raised.
+"""
 
 import json
 from typing import Any
@@ -28,18 +30,61 @@ VALUES: list[Any] = [
 ]
 """Of every JSON type, right and wrong."""
 
-KEYWORDS = ["type", *CHOICES, *(keyword for some in OF_TYPE.values() for keyword in some), "$defs", "definitions", *NOT_KNOWN]
+KEYWORDS = [
+    "type",
+    *CHOICES,
+    *(keyword for some in OF_TYPE.values() for keyword in some),
+    "$defs",
+    "definitions",
+    *NOT_KNOWN,
+]
 
-BESIDE: list[dict[str, Any]] = [{}, *({"type": name} for name in ("string", "number", "array", "object"))]
+BESIDE: list[dict[str, Any]] = [
+    {},
+    *({"type": name} for name in ("string", "number", "array", "object")),
+]
 """What else the schema says."""
 
 VALID = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCHEMA)
 
 RULES = [
-    *("", "root", "root ::=", 'root ::= "a', "root ::= [", "root ::= [b-a]", "root ::= missing", 'other ::= "a"', "::= x"),
-    *("root ::= (", "root ::= a{", 'root ::= "a"{3,1}', 'root ::= "\\x"', "root = x", "root ::= |)"),
-    *('root ::= "a" "', 'root ::= "a" root ::= ', "\0", "\ud800", "root ::= *", 'root ::= "a"{999999999999999999999}', "{}", "[]"),
-    *("root ::= " + "(" * 50_000, "root ::= " + '"a" |' * 3 + " =", 'root ::= "a"{-1}', "root ::= [\\", "root ::= ((a)", "%"),
+    *(
+        "",
+        "root",
+        "root ::=",
+        'root ::= "a',
+        "root ::= [",
+        "root ::= [b-a]",
+        "root ::= missing",
+        'other ::= "a"',
+        "::= x",
+    ),
+    *(
+        "root ::= (",
+        "root ::= a{",
+        'root ::= "a"{3,1}',
+        'root ::= "\\x"',
+        "root = x",
+        "root ::= |)",
+    ),
+    *(
+        'root ::= "a" "',
+        'root ::= "a" root ::= ',
+        "\0",
+        "\ud800",
+        "root ::= *",
+        'root ::= "a"{999999999999999999999}',
+        "{}",
+        "[]",
+    ),
+    *(
+        "root ::= " + "(" * 50_000,
+        "root ::= " + '"a" |' * 3 + " =",
+        'root ::= "a"{-1}',
+        "root ::= [\\",
+        "root ::= ((a)",
+        "%",
+    ),
 ]
 PATTERNS = [
     *(
@@ -76,7 +121,15 @@ PATTERNS = [
         "(?(1)a)",
         "[^\\S\\s]",
     ),
-    *("a{1,2}{3}", "(?#x)", "a{" + "9" * 5000 + "}", "\\x", "\\u12", "[\\", "x" * (MOST_PATTERN_CHARACTERS + 1)),
+    *(
+        "a{1,2}{3}",
+        "(?#x)",
+        "a{" + "9" * 5000 + "}",
+        "\\x",
+        "\\u12",
+        "[\\",
+        "x" * (MOST_PATTERN_CHARACTERS + 1),
+    ),
 ]
 DOCUMENTS: list[Any] = [5, [], None, "x", False, {"type": 5}]
 TYPES: list[Any] = [5, [], {}, None, "x"]
@@ -100,10 +153,33 @@ MALFORMED: dict[str, list[Any]] = {
         ),
         *({"type": "integer", "minimum": 5, "maximum": 2}, {"type": "integer", "minimum": 10**400}),
     ],
-    "guided_choice": [5, "a", [], [5], [None], [""], ["a", []], {"a": 1}, ["\ud800"], ["\0"], True, [["a"]]],
+    "guided_choice": [
+        5,
+        "a",
+        [],
+        [5],
+        [None],
+        [""],
+        ["a", []],
+        {"a": 1},
+        ["\ud800"],
+        ["\0"],
+        True,
+        [["a"]],
+    ],
     "guided_regex": [5, [], {}, True, "", ["a"]],
     "guided_grammar": [5, [], {}, True, ""],
-    "structured_outputs": [5, [], "json", True, {"json": 5}, {"regex": []}, {"x": 1}, {"choice": "a"}, {"\ud800": 1}],
+    "structured_outputs": [
+        5,
+        [],
+        "json",
+        True,
+        {"json": 5},
+        {"regex": []},
+        {"x": 1},
+        {"choice": "a"},
+        {"\ud800": 1},
+    ],
     "response_format": [
         *(5, [], "json", True, *({"type": kind} for kind in [*TYPES, "json_schema", "regex"])),
         *({"type": "json_schema", "json_schema": {"schema": one}} for one in DOCUMENTS),
@@ -111,7 +187,12 @@ MALFORMED: dict[str, list[Any]] = {
         *({"type": "json_object", "schema": one} for one in DOCUMENTS[:2]),
     ],
     "format": [5, ["a"], "xml", {"type": 5}, True],
-    "grammar": [5, [5], {"type": "json", "value": 5}, *({"type": kind} for kind in [*TYPES, "regex"])],
+    "grammar": [
+        5,
+        [5],
+        {"type": "json", "value": 5},
+        *({"type": kind} for kind in [*TYPES, "regex"]),
+    ],
 }
 FIELDS: list[dict[str, Any]] = [{name: one} for name, some in MALFORMED.items() for one in some]
 
@@ -143,7 +224,11 @@ def test_a_keyword_with_any_value(keyword: str) -> None:
             schema = {**beside, keyword: value}
             said = [
                 refusal({"guided_json": each})
-                for each in (schema, {"type": "array", "items": schema}, {"$ref": "#/$defs/a", "$defs": {"a": schema}})
+                for each in (
+                    schema,
+                    {"type": "array", "items": schema},
+                    {"$ref": "#/$defs/a", "$defs": {"a": schema}},
+                )
             ]
             if keyword == "items" and isinstance(value, list):
                 continue  # right in older drafts
@@ -177,16 +262,27 @@ def test_fields() -> None:
             rf"{MOST_CHARACTERS + 1:,} characters and the limit is {MOST_CHARACTERS:,}",
         ),
         (lambda: Grammar.choice(["a" * 6_000_000]), "6,000,004 characters"),
-        (lambda: Grammar.regex("a*" * 100_000), f"200,000 characters and the limit is {MOST_PATTERN_CHARACTERS:,}"),
+        (
+            lambda: Grammar.regex("a*" * 100_000),
+            f"200,000 characters and the limit is {MOST_PATTERN_CHARACTERS:,}",
+        ),
         (
             lambda: Grammar.json_schema(
-                {"prefixItems": [{"type": "string", "pattern": f"^a{number}{'b' * 99}$"} for number in range(200)]}
+                {
+                    "prefixItems": [
+                        {"type": "string", "pattern": f"^a{number}{'b' * 99}$"}
+                        for number in range(200)
+                    ]
+                }
             ),
             f"patterns of more than {MOST_PATTERN_CHARACTERS:,} characters",
         ),
         (
             lambda: Grammar.json_schema(
-                {"$defs": {"a": {"anyOf": [{"type": "null"}] * 900}}, "prefixItems": [{"type": "null", "$ref": "#/$defs/a"}] * 900}
+                {
+                    "$defs": {"a": {"anyOf": [{"type": "null"}] * 900}},
+                    "prefixItems": [{"type": "null", "$ref": "#/$defs/a"}] * 900,
+                }
             ),
             f"more than {MOST_COMPARISONS:,} comparisons",
         ),
@@ -201,17 +297,29 @@ def test_messages_are_short() -> None:
     """However many things are wrong, and however long they are."""
     wrong = {
         "type": "object",
-        "properties": {f"{'n' * 999}{number}": {"type": "string", "minLength": "x" * 999} for number in range(500)},
+        "properties": {
+            f"{'n' * 999}{number}": {"type": "string", "minLength": "x" * 999}
+            for number in range(500)
+        },
     }
     assert len(refusal({"guided_json": wrong}) or "") < 3000
-    notes = {"type": "object", "properties": {str(number): {"type": "string", "format": "x" * 999} for number in range(500)}}
+    notes = {
+        "type": "object",
+        "properties": {
+            str(number): {"type": "string", "format": "x" * 999} for number in range(500)
+        },
+    }
     assert sum(map(len, Grammar.json_schema(notes).notes)) < 3000
 
 
 def test_many_tagged_options() -> None:
     """Whose tags are looked at once, not in pairs."""
     options = [
-        {"type": "object", "properties": {"k": {"enum": [f"{one}.{other}" for other in range(9)]}}, "required": ["k"]}
+        {
+            "type": "object",
+            "properties": {"k": {"enum": [f"{one}.{other}" for other in range(9)]}},
+            "required": ["k"],
+        }
         for one in range(900)
     ]
     assert Grammar.json_schema({"oneOf": options})
@@ -221,12 +329,23 @@ def test_many_tagged_options() -> None:
 
 def test_by_http() -> None:
     """400 with one line each, on a connection that serves the next request."""
-    texts = [{"guided_regex": text} for text in PATTERNS[::3]] + [{"guided_grammar": text} for text in RULES[::3]]
-    schemas = [{"guided_json": {"type": "string", keyword: one}} for keyword in ("enum", "minLength") for one in VALUES[:1]]
+    texts = [{"guided_regex": text} for text in PATTERNS[::3]] + [
+        {"guided_grammar": text} for text in RULES[::3]
+    ]
+    schemas = [
+        {"guided_json": {"type": "string", keyword: one}}
+        for keyword in ("enum", "minLength")
+        for one in VALUES[:1]
+    ]
     with live_server() as live, httpx.Client(base_url=live.url, timeout=HANG) as client:
         for fields in [*FIELDS[::2], *texts, *schemas]:
             body = json.dumps({"prompt": "abc", "max_tokens": 1, **fields})
-            answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            answer = client.post(
+                "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+            )
             said = answer.json()["error"]["message"]
             assert answer.status_code == 400 and said and "\n" not in said, fields
-        assert client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1}).status_code == 200
+        assert (
+            client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1}).status_code
+            == 200
+        )

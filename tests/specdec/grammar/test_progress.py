@@ -1,4 +1,6 @@
-"""Masks of the rows of a block: those of plain matching along every path, and permissive where nobody asks."""
+"""Masks of the rows of a block: those of plain matching along every path, and permissive where
+nobody asks.
+"""
 
 from collections.abc import Sequence
 
@@ -26,10 +28,16 @@ def ids(text: str) -> list[int]:
 def allowed(mask: torch.Tensor) -> str:
     """Characters that a row allows, $ for the end; * for all."""
     tokens = [token for token in range(VOCAB) if int(mask[token // 32]) >> token % 32 & 1]
-    return "*" if bool((mask == -1).all()) else "".join("$" if token == EOS else TOKENIZER.decode([token]) for token in tokens)
+    return (
+        "*"
+        if bool((mask == -1).all())
+        else "".join("$" if token == EOS else TOKENIZER.decode([token]) for token in tokens)
+    )
 
 
-def masks_of(progress: GrammarProgress, drafts: str, parents: Sequence[int] | None = None) -> list[str]:
+def masks_of(
+    progress: GrammarProgress, drafts: str, parents: Sequence[int] | None = None
+) -> list[str]:
     masks = torch.zeros(len(drafts) + 1, -(-VOCAB // 32), dtype=torch.int32)
     progress.fill(masks, ids(drafts), parents)
     return [allowed(row) for row in masks]
@@ -49,7 +57,14 @@ def masks_of(progress: GrammarProgress, drafts: str, parents: Sequence[int] | No
         ("~", "", "a", None, ["", "*"], [0]),
     ],
 )
-def test_rows(rules: str, read: str, drafts: str, parents: list[int] | None, expected: list[str], dead: list[int]) -> None:
+def test_rows(
+    rules: str,
+    read: str,
+    drafts: str,
+    parents: list[int] | None,
+    expected: list[str],
+    dead: list[int],
+) -> None:
     progress = COMPILER.start(Grammar.regex(rules))
     assert progress.advance(ids(read))
     for _ in range(2):  # drafts leave no trace
@@ -66,31 +81,45 @@ def test_drafts_that_are_no_tokens() -> None:
 
 
 def test_special_tokens_are_no_text() -> None:
-    """<s> fits into any string that is long enough, and would be lost when the output is decoded."""
+    """<s> fits into any string that is long enough,
+    and would be lost when the output is decoded.
+    """
     progress = COMPILER.start(Grammar.regex(".+"))
     assert not any(progress.advance([token]) for token in TOKENIZER.all_special_ids)
     masks = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
     progress.fill(masks)
-    assert not any(int(masks[0, token // 32]) >> token % 32 & 1 for token in TOKENIZER.all_special_ids)
+    assert not any(
+        int(masks[0, token // 32]) >> token % 32 & 1 for token in TOKENIZER.all_special_ids
+    )
     assert progress.advance(ids("<s>"))  # character by character
 
 
 def test_what_is_read_has_to_fit() -> None:
     progress = COMPILER.start(Grammar.regex("ab+"))
-    assert progress.advance(ids("ab")) and not progress.advance(ids("c")) and progress.advance(ids("b"))
+    assert (
+        progress.advance(ids("ab"))
+        and not progress.advance(ids("c"))
+        and progress.advance(ids("b"))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_logits(dtype: torch.dtype) -> None:
-    """Masked are those of requests with a place, each by its own masks; the last word of a row is cut."""
+    """Masked are those of requests with a place, each by its own masks; the last word of a row is
+    cut.
+    """
     logits = torch.randn(3, 2, 45, generator=torch.Generator().manual_seed(0)).to(dtype)
-    words = torch.randint(-(2**31), 2**31, (2, 2, 2), generator=torch.Generator().manual_seed(1)).int()
+    words = torch.randint(
+        -(2**31), 2**31, (2, 2, 2), generator=torch.Generator().manual_seed(1)
+    ).int()
     masked = logits.clone()
     mask_logits(masked, TokenMasks(words, torch.tensor([1, -1, 0])))
     for request, place in enumerate([1, None, 0]):
         for row in range(2):
             for token in range(45):
-                refused = place is not None and not int(words[place, row, token // 32]) >> token % 32 & 1
+                refused = (
+                    place is not None and not int(words[place, row, token // 32]) >> token % 32 & 1
+                )
                 expected = -torch.inf if refused else logits[request, row, token]
                 assert masked[request, row, token] == expected
 
@@ -105,11 +134,17 @@ def test_logits(dtype: torch.dtype) -> None:
         ("abcx$x", ["xx", "xx", "xx", "$a", "ab", "ab"], "abc$$x"),  # behind the end
     ],
 )
-def test_mended(drafts: str, alternatives: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a trace; the first that fits is taken. Nothing is said of tokens without a text, which drafters may propose."""
+def test_mended(
+    drafts: str, alternatives: list[str], expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a trace; the first that fits is taken. Nothing is said of tokens without a text,
+    which drafters may propose.
+    """
     progress = PADDED.start(Grammar.regex("abc"))
     for _ in range(2):
         special = [*(token for token in TOKENIZER.all_special_ids if token != EOS), VOCAB, 127]
-        assert progress.mended(ids(drafts), [[*special, *ids(others)] for others in alternatives]) == ids(expected)
+        assert progress.mended(
+            ids(drafts), [[*special, *ids(others)] for others in alternatives]
+        ) == ids(expected)
     assert masks_of(progress, "") == ["a"]
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,6 @@
-"""Random schemas: documents of a tiny target, whose tokens are characters, and texts drawn from grammars alone."""
+"""Random schemas: documents of a tiny target, whose tokens are characters, and texts drawn from
+grammars alone.
+"""
 
 import json
 import random
@@ -27,7 +29,12 @@ def test_documents_are_valid_and_the_same_with_drafts() -> None:
     verifier = paged_verifier(plain_model("llama"))
     decoder = SpecDecoder(verifier, tiny_tokenizer(), random_dflash(verifier))
     asked = [
-        ([5, 6, 7], SamplingParams(max_tokens=200, temperature=1.0, seed=seed, grammar=Grammar.json_schema(schema)))
+        (
+            [5, 6, 7],
+            SamplingParams(
+                max_tokens=200, temperature=1.0, seed=seed, grammar=Grammar.json_schema(schema)
+            ),
+        )
         for seed, schema in enumerate(schemas)
     ]
     found = []
@@ -37,7 +44,9 @@ def test_documents_are_valid_and_the_same_with_drafts() -> None:
     drafted, plain = found
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     outcomes = [outcome(schema, result) for schema, result in zip(schemas, drafted, strict=True)]
-    assert "invalid" not in outcomes and sum(one.startswith("valid") for one in outcomes) >= 6, outcomes
+    assert "invalid" not in outcomes and sum(one.startswith("valid") for one in outcomes) >= 6, (
+        outcomes
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

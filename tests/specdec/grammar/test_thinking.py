@@ -98,7 +98,9 @@ def test_a_row_has_the_mask_of_its_path(
             if 2 not in path and alone.advance(path[::-1]):
                 assert allowed(found[row]) == allowed(masks(alone, [])[0]), (read, path[::-1])
         options = sorted(allowed(masks(progress, [])[0]) - {2})
-        read = [*read, random_.choice([t for t in options if t in tags] or options)] if options else []
+        read = (
+            [*read, random_.choice([t for t in options if t in tags] or options)] if options else []
+        )
         if len(read) > 30:
             read = []
 

@@ -1,4 +1,6 @@
-"""What steps come to on kernels, against plain torch; where they run, see `tests.helpers.triton_interpreter`."""
+"""What steps come to on kernels, against plain torch; where they run, see
+`tests.helpers.triton_interpreter`.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,10 @@ def test_chains(rows: int, counted: bool) -> None:
     num_drafts = torch.randint(rows, (7,), generator=generator) if counted else None
     finite = torch.rand(7, rows, generator=generator) < 0.9
     expected = acceptance._plain_chain(tokens, target_ids, num_drafts, finite)
-    there = [None if tensor is None else tensor.to(DEVICE) for tensor in (tokens, target_ids, num_drafts, finite)]
+    there = [
+        None if tensor is None else tensor.to(DEVICE)
+        for tensor in (tokens, target_ids, num_drafts, finite)
+    ]
     found = acceptance._of_chain(*there)  # type: ignore[arg-type]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and one.tolist() == other.tolist()
@@ -36,8 +41,16 @@ def test_chains(rows: int, counted: bool) -> None:
 def test_paths(rows: int, width: int) -> None:
     """Rows out of order; what lies behind the end of a path may be anything."""
     generator = torch.Generator().manual_seed(rows)
-    path, num_accepted = torch.randint(rows, (7, width), generator=generator), torch.randint(width, (7,), generator=generator)
-    given = path, num_accepted, torch.randint(999, (7, rows), generator=generator), torch.rand(7, rows, generator=generator) < 0.9
+    path, num_accepted = (
+        torch.randint(rows, (7, width), generator=generator),
+        torch.randint(width, (7,), generator=generator),
+    )
+    given = (
+        path,
+        num_accepted,
+        torch.randint(999, (7, rows), generator=generator),
+        torch.rand(7, rows, generator=generator) < 0.9,
+    )
     expected = acceptance._plain_path(*given)
     found = acceptance._of_path(*(tensor.to(DEVICE) for tensor in given))
     for one, other in zip(found, expected, strict=True):
@@ -50,5 +63,9 @@ def test_the_check_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("chain_outcome", "path_outcome"):
         right = getattr(triton_acceptance, name)
         with monkeypatch.context() as patch:
-            patch.setattr(triton_acceptance, name, lambda *given, right=right: (right(*given)[0] + 1, *right(*given)[1:]))
+            patch.setattr(
+                triton_acceptance,
+                name,
+                lambda *given, right=right: (right(*given)[0] + 1, *right(*given)[1:]),
+            )
             assert check_acceptance(DEVICE).error > 0

@@ -1,4 +1,6 @@
-"""Activations within a kernel and in one of their own against plain torch; see `tests.helpers.triton_interpreter`."""
+"""Activations within a kernel and in one of their own against plain torch; see
+`tests.helpers.triton_interpreter`.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from specdec.layers.ops.triton_activation import activate  # noqa: E402
 
 
 @triton.jit
-def _activate_kernel(gate: tl.tensor, up: tl.tensor, output: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr) -> None:
+def _activate_kernel(
+    gate: tl.tensor, up: tl.tensor, output: tl.tensor, KIND: tl.constexpr, SIZE: tl.constexpr
+) -> None:
     place = tl.arange(0, SIZE)
     tl.store(output + place, activate(tl.load(gate + place), tl.load(up + place), KIND))
 
@@ -36,7 +40,9 @@ def test_activation(kind: str) -> None:
     plain = gated(gate, up, kind)
     assert output.isnan().equal(plain.isnan()) and output.isnan().sum() == 2
     numbers = ~plain.isnan()
-    assert_as_exact(output[numbers], plain[numbers], gated(gate[numbers].double(), up[numbers].double(), kind))
+    assert_as_exact(
+        output[numbers], plain[numbers], gated(gate[numbers].double(), up[numbers].double(), kind)
+    )
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, "gelu"])

@@ -1,6 +1,8 @@
-"""A pretended AMD machine: torch reports HIP, the emulation stands for AITER, kernels are interpreted, graphs are launched again.
+"""A pretended AMD machine: torch reports HIP, the emulation stands for AITER, kernels are
+interpreted, graphs are launched again.
 
-What `auto` takes there, and what it leaves out when a self-check fails; each time the tokens are those of plain torch.
+What `auto` takes there, and what it leaves out when a self-check fails; each time the tokens are
+those of plain torch.
 """
 
 import logging
@@ -44,14 +46,22 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 if DEVICE.type != "cpu":
-    pytest.skip("this machine's own GPU is no AMD GPU; make check interprets this file", allow_module_level=True)
+    pytest.skip(
+        "this machine's own GPU is no AMD GPU; make check interprets this file",
+        allow_module_level=True,
+    )
 
 from specdec.attention.triton import triton_attention  # noqa: E402
 from specdec.kernels import triton_argmax, triton_norm, triton_rope  # noqa: E402
 from specdec.layers import triton_linear  # noqa: E402
 from specdec.layers.experts import triton_experts, triton_router  # noqa: E402
 from specdec.layers.ops import kernels as triton_ops  # noqa: E402 (only where Triton can run)
-from specdec.layers.ops import triton_activation, triton_embedding, triton_gated_norm, triton_grouped_convolution  # noqa: E402
+from specdec.layers.ops import (  # noqa: E402
+    triton_activation,
+    triton_embedding,
+    triton_gated_norm,
+    triton_grouped_convolution,
+)
 from specdec.layers.packed import triton_packed  # noqa: E402
 from specdec.layers.recurrence import triton_recurrence, triton_short_convolution  # noqa: E402
 from specdec.sampling import triton_sampler  # noqa: E402
@@ -93,11 +103,15 @@ class Refusing(Repeat):
     """A device that captures nothing."""
 
     def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
-        raise BackendError("cuda:0 cannot capture this model's step: operation not permitted; turn graphs off")
+        raise BackendError(
+            "cuda:0 cannot capture this model's step: operation not permitted; turn graphs off"
+        )
 
 
 def next_start() -> None:
-    """Another process would know nothing; of what comes behind the choice of tokens nothing is asked again."""
+    """Another process would know nothing; of what comes behind the choice of tokens nothing is
+    asked again.
+    """
     self_check._known.clear()
     for kernel in (argmax.KERNEL, sampler.KERNEL):
         kernel.forget()
@@ -145,19 +159,35 @@ class Run:
     """A start.
 
     Attributes:
-        takes: attention, and whether it takes fused layers, captured steps and the kernel of argmax.
+        takes: attention, and whether it takes fused layers, captured steps and the kernel of
+            argmax.
         tokens: of a generation.
         drafts: of every step of it.
         warnings: that were logged.
     """
 
-    def __init__(self, caplog: pytest.LogCaptureFixture, attention: str = "auto", *, drafts: bool = False, **config: Any) -> None:
+    def __init__(
+        self,
+        caplog: pytest.LogCaptureFixture,
+        attention: str = "auto",
+        *,
+        drafts: bool = False,
+        **config: Any,
+    ) -> None:
         caplog.clear()
         next_start()
         with caplog.at_level(logging.INFO):
-            verifier: Any = paged_verifier(plain_model("llama", **MODEL), 16, backend=partial(select_backend, attention))
-            drafter = random_dflash(verifier, head_dim=16, block_size=3, taps=(0, 1)) if drafts else None
-            engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=2 if drafts else 0, **LIMITS, **config))
+            verifier: Any = paged_verifier(
+                plain_model("llama", **MODEL), 16, backend=partial(select_backend, attention)
+            )
+            drafter = (
+                random_dflash(verifier, head_dim=16, block_size=3, taps=(0, 1)) if drafts else None
+            )
+            engine = SpecEngine(
+                verifier,
+                drafter,
+                EngineConfig(num_draft_tokens=2 if drafts else 0, **LIMITS, **config),
+            )
             self.drafts = recorded(engine)
             Repeat.replays, checked = 0, verdicts()
             self.tokens = generate(engine)
@@ -168,7 +198,9 @@ class Run:
         self.captured = engine.runner.graphs is not None
         assert self.captured == (Repeat.replays > 0)
         self.takes = verifier.attention.name, fused[0], self.captured, argmax.KERNEL.runs_on(DEVICE)
-        self.warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        self.warnings = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
 
 
 def recorded(engine: SpecEngine) -> list[list[list[int]]]:
@@ -200,7 +232,11 @@ def expected() -> list[list[int]]:
     """Tokens of plain torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argmax.KERNEL, "runs_on", lambda device: False)
-        return generate(SpecEngine(paged_verifier(plain_model("llama", **MODEL), 16), None, EngineConfig(**LIMITS)))
+        return generate(
+            SpecEngine(
+                paged_verifier(plain_model("llama", **MODEL), 16), None, EngineConfig(**LIMITS)
+            )
+        )
 
 
 def verdicts() -> set[str]:
@@ -209,7 +245,8 @@ def verdicts() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "aiter", "attention"), [("gfx942", "0.1.20", "rocm_aiter_fa"), ("gfx950", None, "triton_fa")]
+    ("architecture", "aiter", "attention"),
+    [("gfx942", "0.1.20", "rocm_aiter_fa"), ("gfx950", None, "triton_fa")],
 )
 def test_auto_takes_everything_that_passes(
     amd: Amd,
@@ -220,7 +257,9 @@ def test_auto_takes_everything_that_passes(
     aiter: str | None,
     attention: str,
 ) -> None:
-    """The first start checks and warns of nothing; the second runs no check; tokens are those of plain torch."""
+    """The first start checks and warns of nothing; the second runs no check; tokens are those of
+    plain torch.
+    """
     amd(architecture, aiter)
     first = Run(caplog, drafts=True)
     assert first.takes == (attention, True, True, True)
@@ -233,8 +272,12 @@ def test_auto_takes_everything_that_passes(
         "fused_layers-float32",
         f"captured_step-{attention}",
     }
-    assert verdicts() == checked  # float32 has no product of few rows; what comes behind the choice is not asked
-    monkeypatch.setattr(self_check, "run", lambda check: pytest.fail("a second start checks nothing"))
+    assert (
+        verdicts() == checked
+    )  # float32 has no product of few rows; what comes behind the choice is not asked
+    monkeypatch.setattr(
+        self_check, "run", lambda check: pytest.fail("a second start checks nothing")
+    )
     second = Run(caplog)
     assert (second.takes, second.tokens, second.warnings) == (first.takes, expected, [])
 
@@ -311,22 +354,40 @@ def test_few_rows_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCaptureFixt
     assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16)
     spoil(amd, "few_rows", wrong)
     assert fused.FEW_ROWS.runs_on(DEVICE, torch.float16)  # as it was when it was checked
-    self_check.verdict_of("few_rows", DEVICE, partial(fused.check_few_rows, DEVICE, torch.float16), torch.float16, again=True)
+    self_check.verdict_of(
+        "few_rows",
+        DEVICE,
+        partial(fused.check_few_rows, DEVICE, torch.float16),
+        torch.float16,
+        again=True,
+    )
     next_start()
     assert not fused.FEW_ROWS.runs_on(DEVICE, torch.float16)
     assert [record.getMessage().split()[0] for record in caplog.records] == ["few_rows-float16"]
 
 
 def test_packed_products_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
-    """In half precision: such a layer makes numbers of its weight then, and checkpoints are read as plain numbers."""
+    """In half precision: such a layer makes numbers of its weight then, and checkpoints are read as
+    plain numbers.
+    """
     amd(aiter=None)
     weight, x = packed_weight("e4m3", (40, 64), 32), torch.randn(3, 64).half()
     right = packed.PackedLinear(weight)
     product = right(x)
-    assert right._has_kernels and packed_check.KERNEL.runs_on(DEVICE, torch.float16) and not caplog.records
+    assert (
+        right._has_kernels
+        and packed_check.KERNEL.runs_on(DEVICE, torch.float16)
+        and not caplog.records
+    )
     assert not packed_check.KERNEL.runs_on(DEVICE, torch.float32)
     amd.patch.setattr(triton_packed, "product", wrong(triton_packed.product))
-    self_check.verdict_of("packed", DEVICE, partial(packed_check.check_packed, DEVICE, torch.float16), torch.float16, again=True)
+    self_check.verdict_of(
+        "packed",
+        DEVICE,
+        partial(packed_check.check_packed, DEVICE, torch.float16),
+        torch.float16,
+        again=True,
+    )
     next_start()
     left = packed.PackedLinear(weight)
     torch.testing.assert_close(left(x), product, rtol=1e-2, atol=1e-2)
@@ -334,7 +395,9 @@ def test_packed_products_that_fail_are_left_out(amd: Amd, caplog: pytest.LogCapt
     assert [record.getMessage().split()[0] for record in caplog.records] == ["packed-float16"]
 
 
-def test_aiter_that_fails_makes_room_for_triton(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
+def test_aiter_that_fails_makes_room_for_triton(
+    amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]
+) -> None:
     """Its kernels are there, and one of them is wrong."""
     amd()
     import aiter.ops.triton.attention.unified_attention as home
@@ -355,10 +418,17 @@ def test_aiter_that_fails_makes_room_for_triton(amd: Amd, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     ("capture", "reason"),
-    [(Stale, "gives other tokens than the same step"), (Refusing, "cannot capture this model's step: operation not permitted")],
+    [
+        (Stale, "gives other tokens than the same step"),
+        (Refusing, "cannot capture this model's step: operation not permitted"),
+    ],
 )
 def test_captured_steps_that_fail_are_left_out(
-    amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]], capture: type[Repeat], reason: str
+    amd: Amd,
+    caplog: pytest.LogCaptureFixture,
+    expected: list[list[int]],
+    capture: type[Repeat],
+    reason: str,
 ) -> None:
     """Steps are launched one by one then."""
     amd(aiter=None)
@@ -371,7 +441,9 @@ def test_captured_steps_that_fail_are_left_out(
     assert line.startswith("captured_step-triton_fa is left out") and reason in line
 
 
-def test_a_process_that_died_in_a_check_is_remembered(amd: Amd, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_died_in_a_check_is_remembered(
+    amd: Amd, caplog: pytest.LogCaptureFixture
+) -> None:
     """The kernel that took it down is not run again."""
     amd(aiter=None)
     folder = self_check._folder(DEVICE)
@@ -384,7 +456,9 @@ def test_a_process_that_died_in_a_check_is_remembered(amd: Amd, caplog: pytest.L
     assert line.startswith("fused_layers-float32") and "a process ended in the midst of it" in line
 
 
-def test_graphs_by_name(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]) -> None:
+def test_graphs_by_name(
+    amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]]
+) -> None:
     """On without a check, off without one."""
     amd(aiter=None)
     amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-argmax,-sampler")
@@ -444,31 +518,50 @@ def test_auto_on_every_card(
 
 
 @pytest.mark.parametrize("attention", ["rocm_aiter_fa", "rocm_aiter_fa_shuffle"])
-def test_fused_layers_beside_aiter(amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]], attention: str) -> None:
-    """AITER writes the cache in either layout, from rows that our kernel has rotated; a drafter's context as well."""
+def test_fused_layers_beside_aiter(
+    amd: Amd, caplog: pytest.LogCaptureFixture, expected: list[list[int]], attention: str
+) -> None:
+    """AITER writes the cache in either layout, from rows that our kernel has rotated; a drafter's
+    context as well.
+    """
     machine = amd()
     amd.patch.setenv("SPECDEC_KERNELS", "-fused_layers,-captured_step,-argmax,-sampler")
     plain = Run(caplog, attention, drafts=True)
     amd.patch.setenv("SPECDEC_KERNELS", "fused_layers,embedding,-captured_step,-argmax,-sampler")
     start = Run(caplog, attention, drafts=True)
-    assert start.takes == (attention, True, False, False) and start.tokens == plain.tokens == expected
+    assert (
+        start.takes == (attention, True, False, False) and start.tokens == plain.tokens == expected
+    )
     assert start.drafts == plain.drafts != []
-    assert machine.names() >= {"flash_attn_varlen_func", "unified_attention", "flash_attn_with_kvcache"}
+    assert machine.names() >= {
+        "flash_attn_varlen_func",
+        "unified_attention",
+        "flash_attn_with_kvcache",
+    }
 
 
 def test_checks_notice_what_is_wrong(amd: Amd) -> None:
     """Every kernel in turn: off by little is beyond what is allowed, and as it is it passes.
 
-    Long checks are taken by their parts, up to the first that notices, and prompts by chunks from nine rows on, for the interpreter
-    takes its time.
+    Long checks are taken by their parts, up to the first that notices, and prompts by chunks from
+    nine rows on, for the interpreter takes its time.
     """
     amd.patch.setattr(triton_recurrence, "MOST_SERIAL", 8)
     half = DEVICE, torch.float16
     checks: dict[str, tuple[Callable[[], Iterable[Deviation]], list[tuple[Any, str]]]] = {
         "argmax": (lambda: [argmax.check_argmax(DEVICE)], [(triton_argmax, "argmax")]),
-        "sampler": (lambda: [sampler.check_sampler(DEVICE)], [(triton_sampler, "sample"), (triton_sampler, "least_kept")]),
-        "candidates": (lambda: [candidates.check_candidates(DEVICE)], [(triton_candidates, "candidates")]),
-        "trees": (lambda: [trees.check_trees(DEVICE)], [(triton_trees, "best_first"), (triton_trees, "walk")]),
+        "sampler": (
+            lambda: [sampler.check_sampler(DEVICE)],
+            [(triton_sampler, "sample"), (triton_sampler, "least_kept")],
+        ),
+        "candidates": (
+            lambda: [candidates.check_candidates(DEVICE)],
+            [(triton_candidates, "candidates")],
+        ),
+        "trees": (
+            lambda: [trees.check_trees(DEVICE)],
+            [(triton_trees, "best_first"), (triton_trees, "walk")],
+        ),
         "embedding": (lambda: [fused.check_embedding(*half)], [(triton_embedding, "embed")]),
         "few_rows": (lambda: [fused.check_few_rows(*half)], [(triton_linear, "few_rows")]),
         "packed products": (
@@ -480,24 +573,41 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
                     DEVICE,
                 )
             ),
-            [(triton_packed, "product"), (triton_packed, "few_rows"), (triton_packed, "dequantized")],
+            [
+                (triton_packed, "product"),
+                (triton_packed, "few_rows"),
+                (triton_packed, "dequantized"),
+            ],
         ),
         "packed blocks": (
             lambda: packed_check._product_deviations(
                 packed_check.random_blocks("Q5_K", (80, 512), torch.float16).packed(),
                 DEVICE,
             ),
-            [(triton_packed, "product"), (triton_packed, "few_rows"), (triton_packed, "dequantized")],
+            [
+                (triton_packed, "product"),
+                (triton_packed, "few_rows"),
+                (triton_packed, "dequantized"),
+            ],
         ),
-        "packed experts": (lambda: packed_check._expert_deviations(*half), [(triton_experts, "experts")]),
+        "packed experts": (
+            lambda: packed_check._expert_deviations(*half),
+            [(triton_experts, "experts")],
+        ),
         "experts": (lambda: experts._expert_deviations(*half), [(triton_experts, "experts")]),
         "grouped_convolution": (
             lambda: [fused.check_grouped_convolution(*half)],
             [(triton_grouped_convolution, "mix_rows")],
         ),
         "routers": (lambda: experts._routing_deviations(DEVICE), [(triton_router, "route")]),
-        "recurrence": (lambda: recurrence_check._recurrence_deviations(*half), [(triton_recurrence, "recur")]),
-        "short convolutions": (lambda: recurrence_check._convolution_deviations(*half), [(triton_short_convolution, "convolve")]),
+        "recurrence": (
+            lambda: recurrence_check._recurrence_deviations(*half),
+            [(triton_recurrence, "recur")],
+        ),
+        "short convolutions": (
+            lambda: recurrence_check._convolution_deviations(*half),
+            [(triton_short_convolution, "convolve")],
+        ),
         "gates of recurrences": (
             lambda: recurrence_check._gate_deviations(*half),
             [(triton_gated_norm, "gated_norm"), (triton_gated_norm, "sigmoid_gate")],

@@ -1,4 +1,6 @@
-"""The highest logit of every row against torch's maximum; where the kernel runs, see `tests.helpers.triton_interpreter`."""
+"""The highest logit of every row against torch's maximum; where the kernel runs, see
+`tests.helpers.triton_interpreter`.
+"""
 
 import math
 from collections import Counter
@@ -63,7 +65,13 @@ def test_ties_go_to_the_first(dtype: torch.dtype) -> None:
     """Within a slice and between slices, of both signs and both zeros."""
     logits = torch.full((6, 2 * SLICE + 3), -7.0)
     for row, (value, places) in enumerate(
-        [(3.0, [5, 6]), (3.0, [SLICE - 1, SLICE]), (-2.0, [SLICE + 2, 2 * SLICE + 2]), (0.0, [9, 4000]), (-0.0, [9, 4000])]
+        [
+            (3.0, [5, 6]),
+            (3.0, [SLICE - 1, SLICE]),
+            (-2.0, [SLICE + 2, 2 * SLICE + 2]),
+            (0.0, [9, 4000]),
+            (-0.0, [9, 4000]),
+        ]
     ):
         logits[row, places] = value
     logits[3, 7], logits[4, 10] = -0.0, 0.0
@@ -73,7 +81,9 @@ def test_ties_go_to_the_first(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_that_are_not_finite(dtype: torch.dtype) -> None:
-    """A NaN of either sign beats infinity, the first of several wins, and a row of -inf has its first token."""
+    """A NaN of either sign beats infinity, the first of several wins, and a row of -inf has its
+    first token.
+    """
     logits = torch.zeros(8, SLICE + 9)
     logits[0, SLICE + 3] = NAN
     logits[1, [4, SLICE + 1]], logits[1, 2] = NAN, INF
@@ -92,14 +102,27 @@ def test_subnormal_numbers_differ() -> None:
     """They are not taken for zero; Triton's interpreter does that itself to those of bfloat16."""
     for dtype in DTYPES if DEVICE.type == "cuda" else (torch.float16, torch.float32):
         least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        assert_as_torch(torch.tensor([[0.0, least, 2 * least], [-2 * least, -least, -least]], dtype=dtype, device=DEVICE))
+        assert_as_torch(
+            torch.tensor(
+                [[0.0, least, 2 * least], [-2 * least, -least, -least]], dtype=dtype, device=DEVICE
+            )
+        )
 
 
 def test_strides() -> None:
-    """Rows of a padded vocabulary, slices of three axes whose rows lie at no one distance, one row alone; nothing is copied."""
+    """Rows of a padded vocabulary, slices of three axes whose rows lie at no one distance, one row
+    alone; nothing is copied.
+    """
     torch.manual_seed(0)
     logits = torch.randn(3, 5, 130).to(DEVICE)
-    views = [logits[0, 0], logits[1], logits[:, 1:4, :97], logits[:, 1:], logits.transpose(0, 1), logits[:1].expand(3, 5, 130)]
+    views = [
+        logits[0, 0],
+        logits[1],
+        logits[:, 1:4, :97],
+        logits[:, 1:],
+        logits.transpose(0, 1),
+        logits[:1].expand(3, 5, 130),
+    ]
     for view in [*views, logits[:, ::2, 3:], logits[:, 0], logits[:0]]:
         assert_as_torch(view)
 
@@ -123,7 +146,9 @@ def test_acceptance_reports_what_it_would_with_torch(monkeypatch: pytest.MonkeyP
     logits = torch.randn(NUM_REQS, 4, 97)
     request, row = torch.arange(NUM_REQS), torch.arange(4)
     drafts = logits[:, :3].argmax(-1)
-    drafts[request, request % 3] = (drafts[request, request % 3] + request % 2) % 97  # every second request has a wrong one
+    drafts[request, request % 3] = (
+        drafts[request, request % 3] + request % 2
+    ) % 97  # every second request has a wrong one
     for i, bad in enumerate((NAN, INF, -INF)):
         logits[12 * i + row, row, 5] = bad
         logits[12 * i + 4 + row, row] = bad
@@ -142,7 +167,8 @@ def generate() -> list[list[int]]:
     config = EngineConfig(max_num_seqs=2, num_draft_tokens=3, cache=CacheConfig(memory_bytes=2**20))
     engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), config)
     requests = [
-        engine.add_request(prompt, SamplingParams(max_tokens=8, ignore_eos=True)) for prompt in random_prompts(2, longest=9)
+        engine.add_request(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        for prompt in random_prompts(2, longest=9)
     ]
     while engine.has_work:
         engine.step()
@@ -150,10 +176,14 @@ def generate() -> list[list[int]]:
 
 
 def test_greedy_tokens_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generation uses the kernel for drafts and for the target's choice, and neither changes a token."""
+    """A generation uses the kernel for drafts and for the target's choice, and neither changes a
+    token.
+    """
     calls: Counter[str] = Counter()
 
-    def counted(name: str, function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def counted(
+        name: str, function: Callable[[Tensor], tuple[Tensor, Tensor]]
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         def call(logits: Tensor) -> tuple[Tensor, Tensor]:
             calls[name] += 1
             return function(logits)
@@ -164,7 +194,11 @@ def test_greedy_tokens_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> No
     for name, module in (("target", acceptance), ("drafter", choice)):
         monkeypatch.setattr(module, "argmax", counted(name, module.argmax))
     tokens = generate()
-    assert calls["target"] and calls["drafter"] and calls["kernel"] == calls["target"] + calls["drafter"]
+    assert (
+        calls["target"]
+        and calls["drafter"]
+        and calls["kernel"] == calls["target"] + calls["drafter"]
+    )
     for module in (acceptance, choice):
         monkeypatch.setattr(module, "argmax", torchs_argmax)
     assert generate() == tokens

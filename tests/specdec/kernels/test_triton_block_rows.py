@@ -1,4 +1,6 @@
-"""Where rows of blocks stand on kernels, against plain torch; where they run, see `tests.helpers.triton_interpreter`."""
+"""Where rows of blocks stand on kernels, against plain torch; where they run, see
+`tests.helpers.triton_interpreter`.
+"""
 
 from dataclasses import fields
 
@@ -19,7 +21,9 @@ from specdec.model import triton_block_rows  # noqa: E402 (only where Triton can
 
 def batch_of(shape: BlockShape, max_model_len: int) -> DecodeBatch:
     """Three requests, one at the end of a block, whose tables are columns of a wider one."""
-    table = torch.randperm(30, generator=torch.Generator().manual_seed(1)).view(3, 10).int().to(DEVICE)
+    table = (
+        torch.randperm(30, generator=torch.Generator().manual_seed(1)).view(3, 10).int().to(DEVICE)
+    )
     seq_lens = torch.tensor([16, 0, 33], device=DEVICE)
     return DecodeBatch(
         slots=torch.tensor([2, 0, 1], device=DEVICE),
@@ -34,9 +38,15 @@ def batch_of(shape: BlockShape, max_model_len: int) -> DecodeBatch:
     )
 
 
-@pytest.mark.parametrize("shape", [BlockShape(0), BlockShape(15), BlockShape(6), BlockShape(20, 5), BlockShape(64, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [BlockShape(0), BlockShape(15), BlockShape(6), BlockShape(20, 5), BlockShape(64, 5)],
+    ids=str,
+)
 @pytest.mark.parametrize("max_model_len", [36, 200])
-def test_forwards_are_given_the_same(shape: BlockShape, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_are_given_the_same(
+    shape: BlockShape, max_model_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Positions, position ids, slots, lengths, and what rows of a tree see."""
     assert KERNEL.runs_on(DEVICE)
     scores = -torch.rand(3, 5, 16, generator=torch.Generator().manual_seed(2))
@@ -46,14 +56,30 @@ def test_forwards_are_given_the_same(shape: BlockShape, max_model_len: int, monk
     for ours in (True, False):
         monkeypatch.setattr(KERNEL, "runs_on", lambda device, ours=ours: ours)
         batch = batch_of(shape, max_model_len)
-        positions, forward = batch.row_positions(tree), batch.verification(token_ids, tree, max_pending=0)
+        positions, forward = (
+            batch.row_positions(tree),
+            batch.verification(token_ids, tree, max_pending=0),
+        )
         metadata = forward.metadata
-        tensors = [positions, batch.positions(3), forward.position_ids, metadata.slot_mapping, metadata.seq_lens]
-        tensors += [metadata.query_start_loc, batch.metadata(4, visibility="full").slot_mapping, *(metadata.tree or ())]
+        tensors = [
+            positions,
+            batch.positions(3),
+            forward.position_ids,
+            metadata.slot_mapping,
+            metadata.seq_lens,
+        ]
+        tensors += [
+            metadata.query_start_loc,
+            batch.metadata(4, visibility="full").slot_mapping,
+            *(metadata.tree or ()),
+        ]
         found.append((tensors, {f.name: getattr(metadata, f.name) for f in fields(metadata)}))
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert one.dtype == other.dtype and one.tolist() == other.tolist()
-    assert all(found[0][1][name] == found[1][1][name] for name in ("num_tokens", "max_query_len", "max_seq_len", "visibility"))
+    assert all(
+        found[0][1][name] == found[1][1][name]
+        for name in ("num_tokens", "max_query_len", "max_seq_len", "visibility")
+    )
 
 
 def test_the_check_notices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,5 +88,9 @@ def test_the_check_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("block_rows", "tree_places"):
         right = getattr(triton_block_rows, name)
         with monkeypatch.context() as patch:
-            patch.setattr(triton_block_rows, name, lambda *arguments, right=right: tuple(part + 1 for part in right(*arguments)))
+            patch.setattr(
+                triton_block_rows,
+                name,
+                lambda *arguments, right=right: tuple(part + 1 for part in right(*arguments)),
+            )
             assert check_block_rows(DEVICE).error > 0

@@ -14,7 +14,9 @@ from specdec.model import triton_cache_rows  # noqa: E402 (only where Triton can
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_paths_move_to_the_front(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """In every layer, a shared one once, and nothing else is touched; also rows of more than a piece."""
+    """In every layer, a shared one once, and nothing else is touched; also rows of more than a
+    piece.
+    """
     assert KERNEL.runs_on(DEVICE)
     monkeypatch.setattr(triton_cache_rows, "PIECE", 128)
     assert_moves(filled(SPECS, dtype, DEVICE))

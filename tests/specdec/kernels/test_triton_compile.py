@@ -1,4 +1,6 @@
-"""Triton's compiler accepts the kernels for NVIDIA and AMD, which it does without either; the interpreter would let more pass."""
+"""Triton's compiler accepts the kernels for NVIDIA and AMD, which it does without either; the
+interpreter would let more pass.
+"""
 
 import os
 import re
@@ -18,7 +20,15 @@ import specdec.device.device
 from specdec.kernels import triton_norm
 from specdec.kernels.triton_launch import shared_memory
 from tests.checks import compile as compile_check
-from tests.helpers.compiled_kernels import TARGETS, Target, Use, argmax_kernels, kernels, other_kernels, use_of
+from tests.helpers.compiled_kernels import (
+    TARGETS,
+    Target,
+    Use,
+    argmax_kernels,
+    kernels,
+    other_kernels,
+    use_of,
+)
 from tests.helpers.triton_interpreter import compile_for
 
 pytestmark = pytest.mark.slow
@@ -35,9 +45,11 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_kernel(name: str) -> None:
-    """Fits the target's memory, uses its matrix instructions, and on CDNA spills nothing; on sm_90 waits for the one before it.
+    """Fits the target's memory, uses its matrix instructions, and on CDNA spills nothing; on sm_90
+    waits for the one before it.
 
-    Every kernel for the target that leads its maker's, and elsewhere what its matrix instructions and its memory decide.
+    Every kernel for the target that leads its maker's, and elsewhere what its matrix instructions
+    and its memory decide.
     """
     target, released = TARGETS[name], set()
     for title, kernel in kernels(target, every_shape=False):
@@ -48,16 +60,44 @@ def test_every_kernel(name: str) -> None:
         assert not target.is_cdna or use_of(kernel).spilled == 0, title
         assert ("griddepcontrol.wait" in assembly) == target.overlaps, title
         if "griddepcontrol.launch_dependents" in assembly:
-            assert "griddepcontrol.wait" in assembly.partition("griddepcontrol.launch_dependents")[0], title
+            assert (
+                "griddepcontrol.wait" in assembly.partition("griddepcontrol.launch_dependents")[0]
+            ), title
             released.add(title)
-    assert bool(released) == target.overlaps and any("RoPE" in title for title in released) == target.overlaps
+    assert (
+        bool(released) == target.overlaps
+        and any("RoPE" in title for title in released) == target.overlaps
+    )
 
 
 def test_hints() -> None:
-    """Surplus programs send them before anything waits, one piece per thread; without a weight nothing is left of them."""
-    rows = {"x": "bf16", "residual": "bf16", "weight": "bf16", "normed": "bf16", "added": "bf16", "ahead": "bf16"}
-    constants: dict[str, Any] = {"WIDTH": 4096, "PARTS": 1, "SCALED": False, "BLOCK": 4096, "OVERLAP": True}
-    constants |= {"after": None, "factor": None, "places": None, "epochs": None, "MOST": 64, "RANK": 0, "SIZE": 1}
+    """Surplus programs send them before anything waits, one piece per thread; without a weight
+    nothing is left of them.
+    """
+    rows = {
+        "x": "bf16",
+        "residual": "bf16",
+        "weight": "bf16",
+        "normed": "bf16",
+        "added": "bf16",
+        "ahead": "bf16",
+    }
+    constants: dict[str, Any] = {
+        "WIDTH": 4096,
+        "PARTS": 1,
+        "SCALED": False,
+        "BLOCK": 4096,
+        "OVERLAP": True,
+    }
+    constants |= {
+        "after": None,
+        "factor": None,
+        "places": None,
+        "epochs": None,
+        "MOST": 64,
+        "RANK": 0,
+        "SIZE": 1,
+    }
     for hints in ({"AHEAD": 3 * 2**20 + 16}, {"AHEAD": None, "ahead": None}):
         norm = compile_for(
             triton_norm._rms_norm_kernel,
@@ -76,7 +116,9 @@ def test_hints() -> None:
 
 def test_ranks_see_rows_before_flags() -> None:
     """Catches flags and looks at them that order nothing beyond one device."""
-    kernel = next(kernel for title, kernel in other_kernels(TARGETS["sm_90"]) if title == "norm over ranks")
+    kernel = next(
+        kernel for title, kernel in other_kernels(TARGETS["sm_90"]) if title == "norm over ranks"
+    )
     assembly = kernel.asm["ptx"]
     assert re.search(r"atom\S*\.sys\.release\.exch|atom\S*\.release\.sys\S*exch", assembly)
     assert re.search(r"\.sys\.acquire|\.acquire\.sys", assembly)
@@ -84,7 +126,9 @@ def test_ranks_see_rows_before_flags() -> None:
 
 @pytest.mark.parametrize("name", ["sm_90", "sm_89"])
 def test_argmax(name: str) -> None:
-    """Every type of logits; a thread has all of its loads under way at once, each of 16 bytes where the vocabulary allows."""
+    """Every type of logits; a thread has all of its loads under way at once, each of 16 bytes where
+    the vocabulary allows.
+    """
     target = TARGETS[name]
     for (_, kernel), loads in zip(argmax_kernels(target), (4, 4, 8), strict=False):
         before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
@@ -92,8 +136,12 @@ def test_argmax(name: str) -> None:
         assert not after or "ld.global" not in before
 
 
-@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.assembly == "amdgcn"])
-def test_what_is_compiled_for_is_what_is_launched_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, target in TARGETS.items() if target.assembly == "amdgcn"]
+)
+def test_what_is_compiled_for_is_what_is_launched_on(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """A launch reckons with as much shared memory as the compiler was told of."""
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: name)
     shared_memory.cache_clear()
@@ -103,15 +151,29 @@ def test_what_is_compiled_for_is_what_is_launched_on(monkeypatch: pytest.MonkeyP
 
 
 def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row per kernel, a column per target; spills on CDNA alone are a failure, and what a target does not have is left open."""
+    """A row per kernel, a column per target; spills on CDNA alone are a failure, and what a target
+    does not have is left open.
+    """
 
     def few(target: Target) -> Iterator[tuple[str, Any]]:
         yield from list(argmax_kernels(target))[-1:]
         if target.eight_bits:
             yield "with 8 bits", "kernel"
 
-    uses = {"gfx942": (12, 0, 2048), "gfx950": (13, 0, 0), "gfx1100": (256, 7, 16384), "gfx1201": (255, 0, 512)}
-    asked = iter([name for name, target in TARGETS.items() if name in uses for _ in range(1 + bool(target.eight_bits))])
+    uses = {
+        "gfx942": (12, 0, 2048),
+        "gfx950": (13, 0, 0),
+        "gfx1100": (256, 7, 16384),
+        "gfx1201": (255, 0, 512),
+    }
+    asked = iter(
+        [
+            name
+            for name, target in TARGETS.items()
+            if name in uses
+            for _ in range(1 + bool(target.eight_bits))
+        ]
+    )
     monkeypatch.setattr(compile_check, "kernels", few)
     monkeypatch.setattr(compile_check, "use_of", lambda kernel: Use(*uses[next(asked)]))
     assert compile_check.main() == 0
@@ -122,5 +184,12 @@ def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         "| with 8 bits | 12, 2 KiB | 13 | | 255, 0.5 KiB |",
     ]
     uses["gfx950"] = (256, 1, 0)
-    asked = iter([name for name, target in TARGETS.items() if name in uses for _ in range(1 + bool(target.eight_bits))])
+    asked = iter(
+        [
+            name
+            for name, target in TARGETS.items()
+            if name in uses
+            for _ in range(1 + bool(target.eight_bits))
+        ]
+    )
     assert compile_check.main() == 1

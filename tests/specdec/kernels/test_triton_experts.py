@@ -17,7 +17,13 @@ DEVICE = require_triton()
 from specdec.kernels.triton_launch import overlap_options  # noqa: E402
 from specdec.layers.experts import triton_expert_groups, triton_experts  # noqa: E402
 from specdec.layers.experts.triton_expert_groups import group_by_expert, most_blocks  # noqa: E402
-from specdec.layers.experts.triton_experts import FEW_ROWS, experts, few_rows_tile, many_rows_tile, unsupported_reasons  # noqa: E402
+from specdec.layers.experts.triton_experts import (  # noqa: E402
+    FEW_ROWS,
+    experts,
+    few_rows_tile,
+    many_rows_tile,
+    unsupported_reasons,
+)
 
 
 class Case(NamedTuple):
@@ -52,14 +58,20 @@ def layer_of(case: Case, dtype: torch.dtype | None = None) -> Experts:
     experts, hidden, width = case.num_experts, case.hidden, case.width
     first = width if case.activation in PLAIN else 2 * width
     biases = (random(experts, first), random(experts, hidden)) if case.biased else (None, None)
-    return Experts(random(experts, first, hidden), random(experts, hidden, width), case.activation, *biases)
+    return Experts(
+        random(experts, first, hidden), random(experts, hidden, width), case.activation, *biases
+    )
 
 
 def rows_of(case: Case, count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Random rows, weights and ids."""
     torch.manual_seed(seed)
     ids = torch.rand(count, case.num_experts).topk(case.top_k).indices.int()
-    return (3 * torch.randn(count, case.hidden)).to(DEVICE, case.dtype), torch.rand(count, case.top_k).to(DEVICE), ids.to(DEVICE)
+    return (
+        (3 * torch.randn(count, case.hidden)).to(DEVICE, case.dtype),
+        torch.rand(count, case.top_k).to(DEVICE),
+        ids.to(DEVICE),
+    )
 
 
 def summed(got: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,7 +108,9 @@ def test_bfloat16() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_the_same_bits_whatever_is_beside_it(name: str) -> None:
-    """Alone, among few and among many that choose as it does or otherwise, first or last of them."""
+    """Alone, among few and among many that choose as it does or otherwise,
+    first or last of them.
+    """
     case = CASES[name]
     layer = layer_of(case)
     x, weights, ids = rows_of(case, 1)
@@ -119,20 +133,34 @@ SHARED = {
 @pytest.mark.parametrize("count", [1, 5, 33])
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_experts(name: str, count: int) -> None:
-    """As if they were further experts that each row has chosen, with the same bits for a row alone."""
+    """As if they were further experts that each row has chosen,
+    with the same bits for a row alone.
+    """
     case, parts = SHARED[name]
     layer, (x, weights, ids) = layer_of(case), rows_of(case, count)
     sides = 1 if case.activation in PLAIN else 2
     assert isinstance(layer.gate_up, Tensor) and isinstance(layer.down, Tensor)
     gate_up, down = -layer.gate_up[:parts], layer.down[:parts].flip(1)
     # One side of all parts, then the other; inputs of all parts, side by side.
-    joined = gate_up.unflatten(1, (sides, case.width)).transpose(0, 1).reshape(-1, case.hidden).contiguous()
+    joined = (
+        gate_up.unflatten(1, (sides, case.width))
+        .transpose(0, 1)
+        .reshape(-1, case.hidden)
+        .contiguous()
+    )
     shared = SharedExperts(joined, down.transpose(0, 1).flatten(1).contiguous(), parts)
-    others = torch.arange(case.num_experts, case.num_experts + parts, dtype=torch.int32, device=DEVICE).expand(count, parts)
-    ids, weights = torch.cat([ids, others], 1), torch.cat([weights, torch.rand(count, parts).to(DEVICE)], 1)
+    others = torch.arange(
+        case.num_experts, case.num_experts + parts, dtype=torch.int32, device=DEVICE
+    ).expand(count, parts)
+    ids, weights = (
+        torch.cat([ids, others], 1),
+        torch.cat([weights, torch.rand(count, parts).to(DEVICE)], 1),
+    )
     got = experts(x, weights, ids, layer, shared)
     assert got.shape == (case.top_k + parts, *x.shape)
-    whole = Experts(torch.cat([layer.gate_up, gate_up]), torch.cat([layer.down, down]), case.activation)
+    whole = Experts(
+        torch.cat([layer.gate_up, gate_up]), torch.cat([layer.down, down]), case.activation
+    )
     exact = apply_experts(x.double(), weights, ids, whole.to(torch.float64))
     assert_as_exact(summed(got, case.dtype), apply_experts(x, weights, ids, whole), exact)
     assert experts(x[-1:], weights[-1:], ids[-1:], layer, shared)[:, 0].equal(got[:, -1])
@@ -152,7 +180,9 @@ def test_many_rows_are_independent() -> None:
 @pytest.mark.parametrize("described", [True, False])
 @pytest.mark.parametrize("width", [320, 40])
 def test_wide_tiles(monkeypatch: pytest.MonkeyPatch, described: bool, width: int) -> None:
-    """Many rows per expert, weights by descriptor and by address, whose tiles reach beyond an expert's columns and inputs."""
+    """Many rows per expert, weights by descriptor and by address, whose tiles reach beyond an
+    expert's columns and inputs.
+    """
     if described and DEVICE.type != "cpu" and not overlap_options(DEVICE)["OVERLAP"]:
         pytest.skip("this GPU has no descriptors")
     monkeypatch.setattr(triton_experts, "describable", lambda weight, tile: described)
@@ -170,11 +200,15 @@ def test_rows_of_a_wider_tensor() -> None:
     for count in (5, 70):
         x, weights, ids = rows_of(case, count)
         wide = torch.cat([x, x], dim=1)[:, : case.hidden]
-        assert not wide.is_contiguous() and experts(wide, weights, ids, layer).equal(experts(x, weights, ids, layer))
+        assert not wide.is_contiguous() and experts(wide, weights, ids, layer).equal(
+            experts(x, weights, ids, layer)
+        )
 
 
 def test_one_expert_for_all() -> None:
-    """Every row chooses the same two, most blocks are not needed, and the last expert is among them."""
+    """Every row chooses the same two, most blocks are not needed, and the last expert is among
+    them.
+    """
     case = CASES["half"]._replace(top_k=2)
     layer = layer_of(case)
     for count in (33, 200):
@@ -186,24 +220,41 @@ def test_one_expert_for_all() -> None:
 
 
 def test_the_sum_has_the_rows_own_order() -> None:
-    """Experts that return huge numbers in turn: what is left of their sum tells in which order it was taken."""
+    """Experts that return huge numbers in turn: what is left of their sum tells in which order it
+    was taken.
+    """
     outputs = torch.tensor([2.0**24, 1.0, -(2.0**24)], device=DEVICE)
     layer = Experts(
-        torch.zeros(3, 4, 2, device=DEVICE), torch.zeros(3, 2, 2, device=DEVICE), "silu", None, outputs.repeat(2, 1).T.contiguous()
+        torch.zeros(3, 4, 2, device=DEVICE),
+        torch.zeros(3, 2, 2, device=DEVICE),
+        "silu",
+        None,
+        outputs.repeat(2, 1).T.contiguous(),
     )
-    ids = torch.tensor([[0, 1, 2], [0, 2, 1], [2, 0, 1], [1, 0, 2]], dtype=torch.int32, device=DEVICE)
+    ids = torch.tensor(
+        [[0, 1, 2], [0, 2, 1], [2, 0, 1], [1, 0, 2]], dtype=torch.int32, device=DEVICE
+    )
     weights = torch.ones(4, 3, device=DEVICE)
-    many = experts(torch.zeros(80, 2, device=DEVICE), weights.repeat(20, 1), ids.repeat(20, 1), layer)
+    many = experts(
+        torch.zeros(80, 2, device=DEVICE), weights.repeat(20, 1), ids.repeat(20, 1), layer
+    )
     assert many[:, 0].tolist() == 20 * [0.0, 1.0, 1.0, 0.0]
     few = experts(torch.zeros(4, 2, device=DEVICE), weights, ids, layer)
-    assert few[:, :, 0].T.equal(outputs[ids.long()]), "a row's parts are in its own order, for the next kernel to add up"
+    assert few[:, :, 0].T.equal(outputs[ids.long()]), (
+        "a row's parts are in its own order, for the next kernel to add up"
+    )
 
 
 @pytest.mark.parametrize(
-    ("count", "num_experts", "top_k", "block_rows"), [(65, 40, 8, 16), (300, 9, 4, 32), (700, 6, 2, 128), (5, 40, 3, 16)]
+    ("count", "num_experts", "top_k", "block_rows"),
+    [(65, 40, 8, 16), (300, 9, 4, 32), (700, 6, 2, 128), (5, 40, 3, 16)],
 )
-def test_groups(monkeypatch: pytest.MonkeyPatch, count: int, num_experts: int, top_k: int, block_rows: int) -> None:
-    """Each expert's pairs in the order of their numbers, padded to blocks; then blocks that are not needed."""
+def test_groups(
+    monkeypatch: pytest.MonkeyPatch, count: int, num_experts: int, top_k: int, block_rows: int
+) -> None:
+    """Each expert's pairs in the order of their numbers, padded to blocks; then blocks that are not
+    needed.
+    """
     torch.manual_seed(0)
     monkeypatch.setattr(triton_expert_groups, "TILE", 64)
     chance = torch.rand(count, num_experts)
@@ -219,7 +270,9 @@ def test_groups(monkeypatch: pytest.MonkeyPatch, count: int, num_experts: int, t
             expected.append((expert, block + [len(flat)] * (block_rows - len(block))))
     used = len(expected)
     assert len(groups.experts) == most_blocks(len(flat), num_experts, block_rows) >= used
-    assert groups.experts.tolist() == [expert for expert, _ in expected] + [-1] * (len(groups.experts) - used)
+    assert groups.experts.tolist() == [expert for expert, _ in expected] + [-1] * (
+        len(groups.experts) - used
+    )
     assert groups.pairs[:used].tolist() == [block for _, block in expected]
 
 
@@ -239,21 +292,31 @@ def test_how_a_row_is_added_up_depends_on_no_other() -> None:
     chip: dict[str, Any] = {"processors": 132, "memory": 227 * 1024}
     for width, top_k in ((768, 8), (2880, 4), (7168, 8), (24, 2)):
         for gated in (True, False):
-            tiles = [few_rows_tile(width, top_k, rows, 2, gated=gated, **chip) for rows in range(1, FEW_ROWS + 1)]
+            tiles = [
+                few_rows_tile(width, top_k, rows, 2, gated=gated, **chip)
+                for rows in range(1, FEW_ROWS + 1)
+            ]
             assert len({(tile.columns, tile.depth) for tile in tiles}) == 1
             assert all(tile.rows >= rows for rows, tile in enumerate(tiles, start=1))
     for itemsize in (2, 4):
         for pairs in (520, 4096, 262144):
-            tiles = [many_rows_tile(pairs, 128, itemsize, gated=gated, memory=227 * 1024) for gated in (True, False)]
+            tiles = [
+                many_rows_tile(pairs, 128, itemsize, gated=gated, memory=227 * 1024)
+                for gated in (True, False)
+            ]
             assert tiles[0].rows == tiles[1].rows, "both products go by the same blocks"
 
 
 def test_who_has_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide tiles on chips that have them, of weights whose rows are aligned."""
-    wide, narrow = (many_rows_tile(pairs, 8, 2, gated=True, memory=227 * 1024) for pairs in (4096, 64))
+    wide, narrow = (
+        many_rows_tile(pairs, 8, 2, gated=True, memory=227 * 1024) for pairs in (4096, 64)
+    )
     monkeypatch.setattr(triton_experts, "overlap_options", lambda device: {"OVERLAP": True})
     weight = torch.zeros(8, 16, 64, dtype=torch.float16, device=DEVICE)
-    assert triton_experts.describable(weight, wide) and not triton_experts.describable(weight, narrow)
+    assert triton_experts.describable(weight, wide) and not triton_experts.describable(
+        weight, narrow
+    )
     assert not triton_experts.describable(weight[..., :63].contiguous(), wide)
     assert not triton_experts.describable(weight.flatten()[1:-63].view(-1, 1, 64), wide)
     monkeypatch.setattr(triton_experts, "overlap_options", lambda device: {"OVERLAP": False})
@@ -265,9 +328,16 @@ def test_reasons() -> None:
     layer = layer_of(CASES["half"])
     assert isinstance(layer.gate_up, Tensor) and isinstance(layer.down, Tensor)
     assert unsupported_reasons(layer, 4) == []
-    assert unsupported_reasons(layer.to(torch.float64), 4) == ["experts in float64 (the kernels take bfloat16, float16 or float32)"]
-    assert "experts in float16 and float32" in unsupported_reasons(Experts(layer.gate_up.float(), layer.down, "silu"), 4)[0]
-    assert unsupported_reasons(Experts(layer.gate_up, layer.down.mT.contiguous().mT, "silu"), 33) == [
+    assert unsupported_reasons(layer.to(torch.float64), 4) == [
+        "experts in float64 (the kernels take bfloat16, float16 or float32)"
+    ]
+    assert (
+        "experts in float16 and float32"
+        in unsupported_reasons(Experts(layer.gate_up.float(), layer.down, "silu"), 4)[0]
+    )
+    assert unsupported_reasons(
+        Experts(layer.gate_up, layer.down.mT.contiguous().mT, "silu"), 33
+    ) == [
         "experts that are not contiguous",
         "33 experts per token (the kernels take up to 32)",
     ]

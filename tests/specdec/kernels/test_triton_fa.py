@@ -1,4 +1,6 @@
-"""triton_fa against the definition, on a CUDA device or in Triton's interpreter; see `tests.helpers.triton_interpreter`."""
+"""triton_fa against the definition, on a CUDA device or in Triton's interpreter; see
+`tests.helpers.triton_interpreter`.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -23,7 +25,9 @@ from specdec.attention.triton import triton_splits  # noqa: E402 (only where Tri
 
 BLOCK = 16
 UNIFORM = [(21, 5), (64, 5), (5, 5)]
-"""(seq_len, query_len) of three requests: a verify step over a partial block, a full one, and no context at all."""
+"""(seq_len, query_len) of three requests: a verify step over a partial block, a full one, and no
+context at all.
+"""
 
 
 def spec(**changes: Any) -> AttentionSpec:
@@ -40,25 +44,37 @@ def spec(**changes: Any) -> AttentionSpec:
 
 
 def scenario(
-    requests: list[tuple[int, int]], wanted: AttentionSpec, *, causal: bool = True, host_lengths: bool = False
+    requests: list[tuple[int, int]],
+    wanted: AttentionSpec,
+    *,
+    causal: bool = True,
+    host_lengths: bool = False,
 ) -> tuple[AttentionMetadata, LayerCache]:
-    """Requests on scattered blocks, whose cache is random wherever their own rows will not write."""
+    """Requests on scattered blocks, whose cache is random wherever their own rows will not
+    write.
+    """
     counts = [blocks_for(length, wanted.block_size) for length, _ in requests]
     blocks = torch.randperm(sum(counts)) + 1
     bound = max(length for length, _ in requests) + 9
-    table = torch.randint(0, sum(counts) + 1, (len(requests), blocks_for(bound, wanted.block_size)))  # past its own: any valid one
+    table = torch.randint(
+        0, sum(counts) + 1, (len(requests), blocks_for(bound, wanted.block_size))
+    )  # past its own: any valid one
     slots = []
     for i, (length, width) in enumerate(requests):
         mine, blocks = blocks[: counts[i]], blocks[counts[i] :]
         table[i, : counts[i]] = mine
         positions = torch.arange(length - width, length)
-        slots.append(mine[positions // wanted.block_size] * wanted.block_size + positions % wanted.block_size)
+        slots.append(
+            mine[positions // wanted.block_size] * wanted.block_size + positions % wanted.block_size
+        )
     cache = KVLayerSpec(wanted.num_kv_heads, wanted.head_dim).allocate(
         sum(counts) + 1, wanted.block_size, wanted.dtype, torch.device("cpu")
     )
     lengths, widths = [length for length, _ in requests], [width for _, width in requests]
     metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *itertools.accumulate(widths)], dtype=torch.int32, device=DEVICE),
+        query_start_loc=torch.tensor(
+            [0, *itertools.accumulate(widths)], dtype=torch.int32, device=DEVICE
+        ),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         block_table=table.int().to(DEVICE),
         slot_mapping=torch.cat(slots).to(DEVICE),
@@ -84,11 +100,20 @@ def check(
     splits: int = 1,
     ragged: bool = False,
 ) -> None:
-    """triton_fa, with `splits` programs per row, is as exact as the definition, and writes torch_ref's cache."""
+    """triton_fa, with `splits` programs per row, is as exact as the definition, and writes
+    torch_ref's cache.
+    """
     torch.manual_seed(0)
     metadata, cache = scenario(requests, wanted, causal=causal, host_lengths=ragged)
-    joined = torch.randn(metadata.num_tokens, wanted.num_heads + 2 * wanted.num_kv_heads, wanted.head_dim, dtype=wanted.dtype)
-    rows = joined.to(DEVICE).split([wanted.num_heads, wanted.num_kv_heads, wanted.num_kv_heads], dim=1)
+    joined = torch.randn(
+        metadata.num_tokens,
+        wanted.num_heads + 2 * wanted.num_kv_heads,
+        wanted.head_dim,
+        dtype=wanted.dtype,
+    )
+    rows = joined.to(DEVICE).split(
+        [wanted.num_heads, wanted.num_kv_heads, wanted.num_kv_heads], dim=1
+    )
     logits = torch.randn(wanted.num_heads).to(DEVICE) if sinks else None
     backend = TritonFaBackend(wanted)
     backend.num_splits = lambda *_: splits  # type: ignore[method-assign]
@@ -96,9 +121,15 @@ def check(
 
 
 def compare(
-    backend: TritonFaBackend, rows: Sequence[Tensor], cache: LayerCache, metadata: AttentionMetadata, **options: Any
+    backend: TritonFaBackend,
+    rows: Sequence[Tensor],
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    **options: Any,
 ) -> None:
-    """Query, key and value of the rows through `backend` and through the definition, on a cache that torch_ref has written."""
+    """Query, key and value of the rows through `backend` and through the definition, on a cache
+    that torch_ref has written.
+    """
     written = LayerCache(cache.key.clone(), cache.value.clone())
     query, key, value = rows
     TorchRefBackend(backend.spec).write(written, key, value, metadata.slot_mapping)
@@ -108,10 +139,13 @@ def compare(
     check_attention(got, query, written, metadata, **options)
 
 
-def check_attention(got: Tensor, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, **options: Any) -> None:
+def check_attention(
+    got: Tensor, query: Tensor, cache: LayerCache, metadata: AttentionMetadata, **options: Any
+) -> None:
     """`got` is as exact as the definition computed in float32."""
     plain, exact = (
-        attention(query, cache, metadata, dtype=dtype, scale=0.2, **options) for dtype in (torch.float32, torch.float64)
+        attention(query, cache, metadata, dtype=dtype, scale=0.2, **options)
+        for dtype in (torch.float32, torch.float64)
     )
     assert_as_exact(got, plain.to(got.dtype), exact)
 
@@ -124,8 +158,12 @@ def check_attention(got: Tensor, query: Tensor, cache: LayerCache, metadata: Att
         for j, width in enumerate([1, 5, 16])
     ],
 )
-def test_blocks_of_every_width_and_group(heads: int, kv_heads: int, width: int, causal: bool, splits: int) -> None:
-    """Decoding, verifying and drafting; groups of 3 leave lanes empty, and 16 rows of 8 heads fill a whole tile."""
+def test_blocks_of_every_width_and_group(
+    heads: int, kv_heads: int, width: int, causal: bool, splits: int
+) -> None:
+    """Decoding, verifying and drafting; groups of 3 leave lanes empty, and 16 rows of 8 heads fill
+    a whole tile.
+    """
     requests = [(width + context, width) for context in (0, 17, 100)]
     check(requests, spec(num_heads=heads, num_kv_heads=kv_heads), causal=causal, splits=splits)
 
@@ -140,7 +178,9 @@ def test_blocks_of_every_width_and_group(heads: int, kv_heads: int, width: int, 
     ],
 )
 def test_masks_and_scores(causal: bool, window: int | None, extra: str, splits: int) -> None:
-    """Windows on both sides, sinks counted once however many splits there are, and bounded scores."""
+    """Windows on both sides, sinks counted once however many splits there are,
+    and bounded scores.
+    """
     check(
         UNIFORM,
         spec(head_dim=16),
@@ -154,9 +194,18 @@ def test_masks_and_scores(causal: bool, window: int | None, extra: str, splits: 
 
 @pytest.mark.parametrize(("causal", "splits"), [(True, 4), (False, 1)])
 def test_ragged_prefill_and_extension(causal: bool, splits: int) -> None:
-    """New prompts, a chunk of one, a single row among them, more rows than a tile holds, and tiles without rows."""
+    """New prompts, a chunk of one, a single row among them, more rows than a tile holds, and tiles
+    without rows.
+    """
     requests = [(40, 40), (35, 3), (33, 1), (60, 20)]
-    check(requests, spec(num_kv_heads=1, head_dim=16), causal=causal, window=25, ragged=True, splits=splits)
+    check(
+        requests,
+        spec(num_kv_heads=1, head_dim=16),
+        causal=causal,
+        window=25,
+        ragged=True,
+        splits=splits,
+    )
 
 
 @pytest.mark.parametrize("requests", [UNIFORM, [(70, 40), (33, 33), (40, 1)]])
@@ -174,11 +223,16 @@ def test_chunks(requests: list[tuple[int, int]]) -> None:
 
 
 def test_an_only_key_head_with_any_stride() -> None:
-    """Transformers' keys [1, 1, T, D], turned around, have a stride at the only head that is not its size."""
+    """Transformers' keys [1, 1, T, D], turned around, have a stride at the only head that is not
+    its size.
+    """
     torch.manual_seed(0)
     wanted = spec(num_kv_heads=1, head_dim=16)
     metadata, cache = scenario(UNIFORM, wanted)
-    rows = tuple(torch.randn(1, heads, metadata.num_tokens, 16, device=DEVICE)[0].transpose(0, 1) for heads in (4, 1, 1))
+    rows = tuple(
+        torch.randn(1, heads, metadata.num_tokens, 16, device=DEVICE)[0].transpose(0, 1)
+        for heads in (4, 1, 1)
+    )
     assert rows[1].is_contiguous() and rows[1].stride(1) != 16
     compare(TritonFaBackend(wanted), rows, cache, metadata)
 
@@ -227,7 +281,9 @@ def test_8_bit_cache() -> None:
 
 @pytest.mark.parametrize("splits", [1, 8])
 def test_launch_serves_any_lengths_below_its_bound(splits: int) -> None:
-    """What a captured graph does: the same host counts, other lengths on the device. Programs past the end add nothing."""
+    """What a captured graph does: the same host counts, other lengths on the device. Programs past
+    the end add nothing.
+    """
     wanted = spec(head_dim=16)
     for context in (0, 1, 130):
         check([(context + 3, 3), (200, 3)], wanted, splits=splits)
@@ -257,22 +313,32 @@ def test_nothing_outside_the_table_is_read() -> None:
 
 
 def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
-    """One long request is divided, a full batch is not, a window or a short context leaves little to divide.
+    """One long request is divided, a full batch is not, a window or a short context leaves little
+    to divide.
 
     Few requests get the tiles of plain decoding.
     """
-    backend = TritonFaBackend(spec(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16))
+    backend = TritonFaBackend(
+        spec(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    )
     backend.num_processors = 132
 
     def splits(num_reqs: int, max_seq_len: int, window: int | None = None, width: int = 16) -> int:
         empty = torch.empty(0)
-        metadata = AttentionMetadata(empty, empty, empty, empty, num_reqs, num_reqs * width, width, max_seq_len)
+        metadata = AttentionMetadata(
+            empty, empty, empty, empty, num_reqs, num_reqs * width, width, max_seq_len
+        )
         tile = backend.tile(metadata)
         rows.append(tile.block_m)
         return backend.num_splits(metadata, window, tile)
 
     rows: list[int] = []
-    assert splits(1, 512) == 4 and splits(1, 100) == 1 and splits(1, 1024, width=1) == 8 and splits(1, 32768, width=1) == 32
+    assert (
+        splits(1, 512) == 4
+        and splits(1, 100) == 1
+        and splits(1, 1024, width=1) == 8
+        and splits(1, 32768, width=1) == 32
+    )
     assert set(rows) == {16}
     rows.clear()
     assert splits(1, 32768) == 32
@@ -287,7 +353,12 @@ def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
 
 def test_refusals() -> None:
     """Every reason at once, and none for odd sizes that are padded."""
-    assert TritonFaBackend.unsupported_reasons(spec(head_dim=80, num_heads=9, num_kv_heads=3, non_causal=True, sinks=True)) == []
+    assert (
+        TritonFaBackend.unsupported_reasons(
+            spec(head_dim=80, num_heads=9, num_kv_heads=3, non_causal=True, sinks=True)
+        )
+        == []
+    )
     assert TritonFaBackend.unsupported_reasons(spec(head_dim=512)) == []
     bad = TritonFaBackend.unsupported_reasons(spec(dtype=torch.float64, head_dim=514, num_heads=5))
     assert [reason.split(" (")[0] for reason in bad] == [
@@ -295,5 +366,11 @@ def test_refusals() -> None:
         "head size 514",
         "5 query heads do not share 2 key heads evenly",
     ]
-    assert "256 query heads per key head" in TritonFaBackend.unsupported_reasons(spec(num_heads=256, num_kv_heads=1))[0]
-    assert "float8_e5m2 cache" in TritonFaBackend.unsupported_reasons(spec(cache_dtype=torch.float8_e5m2))[0]
+    assert (
+        "256 query heads per key head"
+        in TritonFaBackend.unsupported_reasons(spec(num_heads=256, num_kv_heads=1))[0]
+    )
+    assert (
+        "float8_e5m2 cache"
+        in TritonFaBackend.unsupported_reasons(spec(cache_dtype=torch.float8_e5m2))[0]
+    )

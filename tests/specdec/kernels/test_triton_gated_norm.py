@@ -1,4 +1,6 @@
-"""Gates behind attention and recurrent layers against Transformers; see `tests.helpers.triton_interpreter`."""
+"""Gates behind attention and recurrent layers against Transformers; see
+`tests.helpers.triton_interpreter`.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def norms(kind: str, x: Tensor, gate: Tensor, weight: Tensor, width: int) -> Ten
         module.weight.data = weight
         return module(x, gate)
     if kind == "sigmoid":  # older versions have no such model
-        module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear").KimiLinearRMSNormGated
+        module = pytest.importorskip(
+            "transformers.models.kimi_linear.modeling_kimi_linear"
+        ).KimiLinearRMSNormGated
     else:
         module = Qwen3_5RMSNormGated
     head = module(width, eps=1e-3)
@@ -41,15 +45,24 @@ def norms(kind: str, x: Tensor, gate: Tensor, weight: Tensor, width: int) -> Ten
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("rows", "groups", "width"), [(3, 4, 128), (1, 1, 8), (5, 3, 20), (2, 2, 1100), (2, 40, 64)])
+@pytest.mark.parametrize(
+    ("rows", "groups", "width"), [(3, 4, 128), (1, 1, 8), (5, 3, 20), (2, 2, 1100), (2, 40, 64)]
+)
 @pytest.mark.parametrize("kind", ["gate last", "gate first", "sigmoid"])
-def test_gated_norm(kind: str, rows: int, groups: int, width: int, late: bool, dtype: torch.dtype) -> None:
+def test_gated_norm(
+    kind: str, rows: int, groups: int, width: int, late: bool, dtype: torch.dtype
+) -> None:
     """Any sizes; the gate is part of a wider product; weights in the model's type or in float32."""
     first = kind == "gate first"
-    x, joined = random(rows, groups * width, dtype=dtype), random(rows, 2 * groups * width + 3, dtype=dtype)
+    x, joined = (
+        random(rows, groups * width, dtype=dtype),
+        random(rows, 2 * groups * width + 3, dtype=dtype),
+    )
     gate = joined[:, 3 : 3 + groups * width]
     weight = random(groups * width if first else width, dtype=torch.float32 if late else dtype)
-    got = gated_norm(x, gate, weight, 1e-3, width=width, gate_first=first, sigmoid=kind == "sigmoid")
+    got = gated_norm(
+        x, gate, weight, 1e-3, width=width, gate_first=first, sigmoid=kind == "sigmoid"
+    )
     assert got.dtype == dtype and got.is_contiguous()
     plain = norms(kind, x, gate, weight, width).to(dtype)
     with Float64():

@@ -1,4 +1,6 @@
-"""Convolutions over the rows of blocks against plain torch; where the kernel runs, see `tests.helpers.triton_interpreter`."""
+"""Convolutions over the rows of blocks against plain torch; where the kernel runs, see
+`tests.helpers.triton_interpreter`.
+"""
 
 import pytest
 import torch
@@ -14,9 +16,15 @@ DEVICE = require_triton()
 from specdec.layers.ops.triton_grouped_convolution import CHANNELS_PER_PROGRAM, mix_rows  # noqa: E402 (only where Triton can run)
 
 
-def inputs(blocks: int, width: int, hidden: int, taps: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def inputs(
+    blocks: int, width: int, hidden: int, taps: int, group: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
-    shapes = (blocks * width, hidden), (blocks * width, 2 * taps * hidden // group), (2, taps, hidden)
+    shapes = (
+        (blocks * width, hidden),
+        (blocks * width, 2 * taps * hidden // group),
+        (2, taps, hidden),
+    )
     x, dynamic, base = (torch.randn(shape).to(DEVICE, dtype) for shape in shapes)
     return x, dynamic, base
 
@@ -29,13 +37,19 @@ def inputs(blocks: int, width: int, hidden: int, taps: int, group: int, dtype: t
         (2, 1, 32, 1, 32, torch.bfloat16, 0),
     ],
 )
-def test_convolution(blocks: int, width: int, hidden: int, taps: int, group: int, dtype: torch.dtype, side: Side) -> None:
-    """As exact as plain torch: more channels than a program takes, blocks of one row, either side."""
+def test_convolution(
+    blocks: int, width: int, hidden: int, taps: int, group: int, dtype: torch.dtype, side: Side
+) -> None:
+    """As exact as plain torch: more channels than a program takes, blocks of one row,
+    either side.
+    """
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter does not round to bfloat16")
     x, dynamic, base = inputs(blocks, width, hidden, taps, group, dtype)
     exact = plainly(x.double(), dynamic.double(), base.double(), width, side)
-    assert_as_exact(mix_rows(x, dynamic, base, width, side), plainly(x, dynamic, base, width, side), exact)
+    assert_as_exact(
+        mix_rows(x, dynamic, base, width, side), plainly(x, dynamic, base, width, side), exact
+    )
 
 
 def test_no_block_sees_another() -> None:

@@ -1,7 +1,9 @@
-"""Every launch of a whole generation is bound and compiled for sm_90 with its very arguments, and none is run.
+"""Every launch of a whole generation is bound and compiled for sm_90 with its very arguments, and
+none is run.
 
-The interpreter takes arguments that Triton's compiler would refuse, and `test_triton_compile.py` guesses how they are specialised.
-What the kernels would compute stays uninitialized memory, so tokens mean nothing here.
+The interpreter takes arguments that Triton's compiler would refuse, and `test_triton_compile.py`
+guesses how they are specialised. What the kernels would compute stays uninitialized memory, so
+tokens mean nothing here.
 """
 
 import os
@@ -55,7 +57,9 @@ class PretendedDriver:
 
 
 class TwoLaunches:
-    """In the place of a graph: a step that is launched again compiles nothing, for no value of the host is compiled in."""
+    """In the place of a graph: a step that is launched again compiles nothing, for no value of the
+    host is compiled in.
+    """
 
     def __init__(self, compiled: set[tuple[str, str]]) -> None:
         self.compiled, self.num_captures = compiled, 0
@@ -106,8 +110,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
     monkeypatch.setattr(linear_choice, "can_block", lambda weight: False)  # a layout for CPUs
     for module in (triton_fa, triton_linear):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
-    for module in (triton_argmax, triton_attention, triton_embedding, triton_linear, triton_norm, triton_prefetch, triton_rope):
-        monkeypatch.setattr(module, "overlap_options", lambda device: {"OVERLAP": True, "launch_pdl": True})
+    for module in (
+        triton_argmax,
+        triton_attention,
+        triton_embedding,
+        triton_linear,
+        triton_norm,
+        triton_prefetch,
+        triton_rope,
+    ):
+        monkeypatch.setattr(
+            module, "overlap_options", lambda device: {"OVERLAP": True, "launch_pdl": True}
+        )
     return found
 
 
@@ -118,21 +132,33 @@ def test_a_generation_compiles(compiled: set[tuple[str, str]], name: str) -> Non
     config = CONFIGS[name]()
     if name == "llama":  # sizes that suit the products of few rows
         config.hidden_size, config.intermediate_size = 64, 128
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+    )
     spec = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     verifier = verifier_for(model, name=name, backend=TritonFaBackend(spec))
     cache = CacheConfig(memory_bytes=2**22)
     engine = SpecEngine(
-        verifier, random_dflash(verifier), EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=400, cache=cache)
+        verifier,
+        random_dflash(verifier),
+        EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_model_len=400, cache=cache),
     )
     capture = TwoLaunches(compiled)
     engine.runner.graphs = StepGraphs(capture, engine.slots, engine.runner.step_table)
     for length in (3, 80):  # more rows than the products of few rows take
-        engine.add_request(list(range(3, 3 + length)), SamplingParams(max_tokens=12, ignore_eos=True))
+        engine.add_request(
+            list(range(3, 3 + length)), SamplingParams(max_tokens=12, ignore_eos=True)
+        )
     for _ in range(4):
         engine.step()
     assert capture.num_captures
-    kernels = {"_attention_kernel", "_merge_kernel", "_rms_norm_kernel", "_rope_store_kernel", "_activation_kernel"}
+    kernels = {
+        "_attention_kernel",
+        "_merge_kernel",
+        "_rms_norm_kernel",
+        "_rope_store_kernel",
+        "_activation_kernel",
+    }
     kernels |= {"_slice_max_kernel", "_row_max_kernel"}
     kernels |= {"_rms_norm_kernel with hints", "_rope_store_kernel with hints"}
     kernels |= {"_embed_kernel", "_few_rows_kernel"}

@@ -1,4 +1,6 @@
-"""Kernels around attention against plain torch, and whole tiny models on them; see `tests.helpers.triton_interpreter`."""
+"""Kernels around attention against plain torch, and whole tiny models on them; see
+`tests.helpers.triton_interpreter`.
+"""
 
 import copy
 from collections.abc import Callable
@@ -63,7 +65,9 @@ def transformers_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def check(got: Tensor, formula: Callable[..., Tensor], *inputs: Tensor | None) -> None:
     """`got` is as exact as a formula of plain torch in the type of these inputs."""
-    assert_as_exact(got, formula(*inputs), formula(*(x if x is None else x.double() for x in inputs)))
+    assert_as_exact(
+        got, formula(*inputs), formula(*(x if x is None else x.double() for x in inputs))
+    )
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,7 +77,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_joined_experts(gated: bool) -> None:
-    """Routed experts and what is shared at once, as exact as one after the other; more rows than that product takes have two."""
+    """Routed experts and what is shared at once, as exact as one after the other; more rows than
+    that product takes have two.
+    """
     torch.manual_seed(0)
 
     def linear(*shape: int) -> DenseLinear:
@@ -85,12 +91,19 @@ def test_joined_experts(gated: bool) -> None:
     joined = JoinedExperts.of(router, experts, mlp, gate)
     assert joined is not None and joined.shared.count == 2
     layer = MixtureOfExperts(router, experts, mlp, gate, joined=joined)
-    weights = [router.gate.weight, mlp.gate_up.weight, mlp.down.weight, *([] if gate is None else [gate.weight])]  # type: ignore[attr-defined]
+    weights = [
+        router.gate.weight,  # type: ignore[attr-defined]
+        mlp.gate_up.weight,  # type: ignore[attr-defined]
+        mlp.down.weight,  # type: ignore[attr-defined]
+        *([] if gate is None else [gate.weight]),
+    ]
 
     def formula(x: Tensor, *weights: Tensor) -> Tensor:
         chooses, gate_up, down, *gates = (DenseLinear(weight) for weight in weights)
         shared, shared_gate = GatedMLP(gate_up, down), gates[0] if gates else None
-        plain = MixtureOfExperts(Router(chooses, router.routing), experts.to(x.dtype), shared, shared_gate)
+        plain = MixtureOfExperts(
+            Router(chooses, router.routing), experts.to(x.dtype), shared, shared_gate
+        )
         return plain(TorchOps(), x, x, Join(None), None)[1]
 
     ops = TritonOps(DEVICE, torch.float32, mixes=True)
@@ -107,10 +120,24 @@ def test_what_is_not_joined() -> None:
     of = partial(JoinedExperts.of, Router(router, Routing(9, 3)))
     assert of(experts, GatedMLP(gate_up, down), None) is not None
     biased = DenseLinear(down.weight, random(24))
-    for mlp in (GatedMLP(gate_up, down, "gelu"), GatedMLP(gate_up, biased), GatedMLP(gate_up, DenseLinear(down.weight.half()))):
+    for mlp in (
+        GatedMLP(gate_up, down, "gelu"),
+        GatedMLP(gate_up, biased),
+        GatedMLP(gate_up, DenseLinear(down.weight.half())),
+    ):
         assert of(experts, mlp, None) is None
-    assert of(experts, GatedMLP(DenseLinear(random(40, 24)), DenseLinear(random(24, 20))), None) is None
-    assert of(Experts(experts.gate_up, experts.down, "silu", random(9, 32)), GatedMLP(gate_up, down), None) is None
+    assert (
+        of(experts, GatedMLP(DenseLinear(random(40, 24)), DenseLinear(random(24, 20))), None)
+        is None
+    )
+    assert (
+        of(
+            Experts(experts.gate_up, experts.down, "silu", random(9, 32)),
+            GatedMLP(gate_up, down),
+            None,
+        )
+        is None
+    )
     assert of(experts, GatedMLP(gate_up, down), DenseLinear(random(1, 24), random(1))) is None
 
 
@@ -127,29 +154,46 @@ def test_norm_and_residual(width: int) -> None:
 
 
 def test_norm_rounds_as_transformers() -> None:
-    """In half precision the normed value is rounded before its weight, and the norm sees the rounded sum."""
+    """In half precision the normed value is rounded before its weight, and the norm sees the
+    rounded sum.
+    """
     torch.manual_seed(0)
-    x, residual, weight = (random(*shape, dtype=torch.float16) for shape in ((64, 96), (64, 96), (96,)))
+    x, residual, weight = (
+        random(*shape, dtype=torch.float16) for shape in ((64, 96), (64, 96), (96,))
+    )
     normed, added = add_rms_norm(x, residual, weight, 1e-6)
     assert added.equal(x + residual)
-    assert (normed == transformers_norm(added, weight, 1e-6)).float().mean() > 0.995  # a sum in another order may round elsewhere
+    assert (
+        normed == transformers_norm(added, weight, 1e-6)
+    ).float().mean() > 0.995  # a sum in another order may round elsewhere
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(("normed", "scale"), [(True, 1.0), (False, 0.7)])
 def test_what_joins_the_residual_stream(late: bool, parts: int, normed: bool, scale: float) -> None:
-    """A norm of the sublayer's output, factors of it and of the sum, no norm of the sum, weights that round late: as plain torch
-    has it."""
+    """A norm of the sublayer's output, factors of it and of the sum, no norm of the sum, weights
+    that round late: as plain torch has it."""
     torch.manual_seed(0)
     x = random(parts, 7, 96) if parts > 1 else random(7, 96, dtype=torch.float16)
-    residual, gains = random(7, 96, dtype=torch.float16), random(2, 96, dtype=torch.float32 if late else torch.float16)
+    residual, gains = (
+        random(7, 96, dtype=torch.float16),
+        random(2, 96, dtype=torch.float32 if late else torch.float16),
+    )
     norm, after = (Norm(gain, 1e-3) for gain in gains)
     factor = torch.tensor([0.8], dtype=torch.float16, device=DEVICE) if late else None
     join = Join(norm if normed else None, after, scale, factor)
-    ours, plain = TritonOps(DEVICE, torch.float16).add(x, residual, join), TorchOps().add(x, residual, join)
+    ours, plain = (
+        TritonOps(DEVICE, torch.float16).add(x, residual, join),
+        TorchOps().add(x, residual, join),
+    )
     wide_norm, wide_after = (Norm(gain.double(), 1e-3) for gain in gains)
-    wide = Join(wide_norm if normed else None, wide_after, scale, None if factor is None else factor.double())
+    wide = Join(
+        wide_norm if normed else None,
+        wide_after,
+        scale,
+        None if factor is None else factor.double(),
+    )
     exact = TorchOps().add(x.double(), residual.double(), wide)
     for got, expected, true in zip(ours, plain, exact, strict=True):
         assert_as_exact(got, expected, true)
@@ -174,9 +218,17 @@ def test_swiglu(width: int) -> None:
 def test_norm_adds_up_parts(parts: int) -> None:
     """A product that was split has the norm of the whole one, rounded as that would be."""
     torch.manual_seed(0)
-    x, residual, weight = random(parts, 5, 96), random(5, 96, dtype=torch.float16), random(96, dtype=torch.float16)
+    x, residual, weight = (
+        random(parts, 5, 96),
+        random(5, 96, dtype=torch.float16),
+        random(96, dtype=torch.float16),
+    )
     whole = x.sum(0).to(torch.float16)
-    for got, expected in zip(add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(whole, residual, weight, 1e-6), strict=True):
+    for got, expected in zip(
+        add_rms_norm(x, residual, weight, 1e-6),
+        add_rms_norm(whole, residual, weight, 1e-6),
+        strict=True,
+    ):
         assert (got == expected).float().mean() > 0.99
 
 
@@ -189,7 +241,9 @@ def test_norm_adds_up_parts(parts: int) -> None:
     ],
 )
 def test_product_of_few_rows(width: int, inputs: int, how: str, rows: int, biased: bool) -> None:
-    """Split sums are those of the whole product with one bias, rounded once; a row's bits do not depend on the rows beside it."""
+    """Split sums are those of the whole product with one bias, rounded once; a row's bits do not
+    depend on the rows beside it.
+    """
     torch.manual_seed(0)
     gated = how == "gated"
     options: dict[str, Any] = {"activation": "silu" if gated else None, "may_split": how == "split"}
@@ -197,7 +251,9 @@ def test_product_of_few_rows(width: int, inputs: int, how: str, rows: int, biase
     weight = random(width * (1 + gated), inputs, dtype=torch.float16) / inputs**0.5
     bias = random(width * (1 + gated), dtype=torch.float16) if biased else None
     got = few_rows(x, weight, bias, **options)
-    assert got is not None and (got.ndim == 3 or how != "split" or divide_splits(width, inputs) == 1)
+    assert got is not None and (
+        got.ndim == 3 or how != "split" or divide_splits(width, inputs) == 1
+    )
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     exact = gated_product(exact) if gated else exact
     whole = got.sum(0) if got.ndim == 3 else got
@@ -224,7 +280,9 @@ def test_embedding(width: int) -> None:
 
 
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights up to the limit, of half bytes the beginning of larger ones, where chips take hints; every byte is some thread's."""
+    """Weights up to the limit, of half bytes the beginning of larger ones, where chips take hints;
+    every byte is some thread's.
+    """
     weights = [random(rows, 1024, dtype=torch.float16) for rows in (4096, 4097)]
     assert DenseLinear(weights[0]).prefetchable is None or overlap_options(DEVICE)["OVERLAP"]
     monkeypatch.setattr(triton_prefetch, "overlap_options", lambda device: {"OVERLAP": True})
@@ -235,11 +293,18 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.ones(9000, 8, dtype=torch.float16, device=DEVICE),
     )
     halves = PackedLinear(PackedWeight(codes, scale, None, 256, "int4", torch.float16))
-    whole = PackedLinear(PackedWeight(codes.view(torch.int8), scale, None, 128, "int8", torch.float16))
+    whole = PackedLinear(
+        PackedWeight(codes.view(torch.int8), scale, None, 128, "int8", torch.float16)
+    )
     assert halves.prefetchable is not None and halves.prefetchable.nbytes == 8 * 2**20
     assert whole._has_kernels and whole.prefetchable is None
     assert hint_options(small.weight) == {"ahead": small.weight, "AHEAD": 8 * 2**20}
-    assert (surplus(small.weight, 4), surplus(large.weight, 4), surplus(large.weight, 8), surplus(None, 4)) == (64, 65, 33, 0)
+    assert (
+        surplus(small.weight, 4),
+        surplus(large.weight, 4),
+        surplus(large.weight, 8),
+        surplus(None, 4),
+    ) == (64, 65, 33, 0)
 
 
 def test_products_that_are_torchs() -> None:
@@ -261,10 +326,14 @@ def normed_and_rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | No
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("with_query", [True, False])
 def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) -> None:
-    """Views of a joined product; keys and values land in their slots and nowhere else; values are neither normed nor rotated."""
+    """Views of a joined product; keys and values land in their slots and nowhere else; values are
+    neither normed nor rotated.
+    """
     torch.manual_seed(0)
     num_tokens, heads, kv_heads = 5, 3, 2
-    query, key, value = random(num_tokens, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    query, key, value = random(num_tokens, heads + 2 * kv_heads, head_dim).split(
+        [heads, kv_heads, kv_heads], dim=1
+    )
     angles = random(num_tokens, 1, head_dim // 2)
     cos, sin = angles.cos(), angles.sin()
     query_norm, key_norm = (random(head_dim), random(head_dim)) if normed else (None, None)
@@ -295,32 +364,59 @@ def test_rope_with_cache_write(head_dim: int, normed: bool, with_query: bool) ->
 
 @pytest.mark.parametrize(("stored", "width"), [(2, 16), (1, 16), (1, 20), (0, 20)])
 def test_attention_on_values_of_other_kinds(stored: int, width: int) -> None:
-    """Values that are normed, that are the keys, and that another layer has written: as plain torch has it."""
+    """Values that are normed, that are the keys, and that another layer has written: as plain torch
+    has it.
+    """
     torch.manual_seed(0)
     spec = AttentionSpec(DEVICE, torch.float32, 4, 2, width, block_size=4, reads_others=True)
     qkv, gains, angles = random(3, 4 + 2 * stored, width), random(3, width), random(3, width // 2)
     norms = [Norm(gain, 1e-5) for gain in gains]
-    heads = Heads(0.3, query_norm=norms[0], key_norm=norms[1] if stored else None, value_norm=norms[2] if stored else None)
-    table, slots = torch.tensor([[2, 1]], dtype=torch.int32, device=DEVICE), torch.tensor([11, 4, 5], device=DEVICE)
+    heads = Heads(
+        0.3,
+        query_norm=norms[0],
+        key_norm=norms[1] if stored else None,
+        value_norm=norms[2] if stored else None,
+    )
+    table, slots = (
+        torch.tensor([[2, 1]], dtype=torch.int32, device=DEVICE),
+        torch.tensor([11, 4, 5], device=DEVICE),
+    )
     metadata = AttentionMetadata.packed([3], [6], table, slots)
 
     def attend(ops: Any, backend: Any, dtype: torch.dtype) -> Tensor:
         torch.manual_seed(1)
         cache = LayerCache(*(torch.randn(3, 4, 2, width).to(DEVICE, dtype) for _ in "kv"))
         own: dict[str, Any] = {
-            name: Norm(one.weight.to(dtype), 1e-5) for name, one in heads._asdict().items() if isinstance(one, Norm)
+            name: Norm(one.weight.to(dtype), 1e-5)
+            for name, one in heads._asdict().items()
+            if isinstance(one, Norm)
         }
         turned = Angles(angles.to(dtype).cos(), angles.to(dtype).sin())
-        out: Tensor = ops.attend(backend, qkv.to(dtype), heads._replace(**own), turned, cache, backend.plan(metadata), None)
+        out: Tensor = ops.attend(
+            backend,
+            qkv.to(dtype),
+            heads._replace(**own),
+            turned,
+            cache,
+            backend.plan(metadata),
+            None,
+        )
         return torch.cat([out.flatten(), *(tensor.flatten() for tensor in cache)])
 
-    plain, exact = (attend(TorchOps(), TorchRefBackend(replace(spec, dtype=kind)), kind) for kind in (torch.float32, torch.float64))
-    assert_as_exact(attend(TritonOps(DEVICE, torch.float32), TritonFaBackend(spec), torch.float32), plain, exact)
+    plain, exact = (
+        attend(TorchOps(), TorchRefBackend(replace(spec, dtype=kind)), kind)
+        for kind in (torch.float32, torch.float64)
+    )
+    assert_as_exact(
+        attend(TritonOps(DEVICE, torch.float32), TritonFaBackend(spec), torch.float32), plain, exact
+    )
 
 
 @pytest.mark.parametrize("backend", ["triton_fa", "torch_ref"])
 def test_rope_before_a_write(backend: str) -> None:
-    """With the write in it where the cache is ours; another backend writes its cache itself, from rotated rows."""
+    """With the write in it where the cache is ours; another backend writes its cache itself, from
+    rotated rows.
+    """
     torch.manual_seed(0)
     spec = AttentionSpec(DEVICE, torch.float32, 2, 2, 16, block_size=4)
     key, value = random(5, 4, 16).split(2, dim=1)
@@ -329,7 +425,15 @@ def test_rope_before_a_write(backend: str) -> None:
     cache = KVLayerSpec(2, 16).allocate(4, 4, torch.float32, DEVICE)
     slots = torch.tensor([4, 9, 5, 15, 7], device=DEVICE)
     ops = TritonOps(DEVICE, torch.float32)
-    ops.write(select_backend(backend, spec), key, value, Norm(norm, 1e-5), Angles(cos[:, 0], sin[:, 0]), cache, slots)
+    ops.write(
+        select_backend(backend, spec),
+        key,
+        value,
+        Norm(norm, 1e-5),
+        Angles(cos[:, 0], sin[:, 0]),
+        cache,
+        slots,
+    )
     keys, values = (tensor.flatten(0, 1)[slots] for tensor in cache)
     check(keys, normed_and_rotated, key, cos, sin, norm)
     assert values.equal(value)
@@ -338,21 +442,32 @@ def test_rope_before_a_write(backend: str) -> None:
 def verifier_on(backend: str, model: PreTrainedModel, *, fuse: bool = True) -> Verifier:
     """The same weights behind paged attention of that name."""
     config = copy.deepcopy(model.config)
-    paged: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    paged: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
+    )
     paged.load_state_dict(model.state_dict())
     spec = backend_spec(config, device=DEVICE, dtype=torch.float32, block_size=4)
-    return verifier_for(paged.to(DEVICE), name=config.model_type, backend=select_backend(backend, spec), fuse=fuse)
+    return verifier_for(
+        paged.to(DEVICE), name=config.model_type, backend=select_backend(backend, spec), fuse=fuse
+    )
 
 
 def generate(
-    backend: str, model: PreTrainedModel, *, guarded: bool = False, fuse: bool = True, **sampling: Any
+    backend: str,
+    model: PreTrainedModel,
+    *,
+    guarded: bool = False,
+    fuse: bool = True,
+    **sampling: Any,
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Output tokens of two requests, and every draft of a random DFlash drafter."""
     verifier = verifier_on(backend, model, fuse=fuse)
     drafts: list[Tensor] = []
     cache = CacheConfig(memory_bytes=2**22)
     # A captured step drafts on the host once, and then overwrites what it drafted.
-    config = EngineConfig(max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache, graphs=False)
+    config = EngineConfig(
+        max_num_seqs=2, max_prefill_tokens=6, num_draft_tokens=3, cache=cache, graphs=False
+    )
     engine = SpecEngine(verifier, random_dflash(verifier, block_size=4), config)
     bound = engine.runner.drafter
     assert bound is not None
@@ -371,7 +486,9 @@ def generate(
                 return launch(batch)
 
         engine.runner.step = guarded_launch  # type: ignore[method-assign]
-    params = SamplingParams(max_tokens=3, ignore_eos=True, **sampling)  # two steps with drafts at least
+    params = SamplingParams(
+        max_tokens=3, ignore_eos=True, **sampling
+    )  # two steps with drafts at least
     requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]
     while engine.has_work:
         engine.step()
@@ -396,8 +513,8 @@ def generate(
     ],
 )
 def test_whole_model_with_drafter_equals_torch_ref(name: str) -> None:
-    """Tokens and drafts: norms everywhere, windows, softcaps, multipliers, layers without RoPE, tapped features, the drafter's own
-    windows and causality, chunked prefill."""
+    """Tokens and drafts: norms everywhere, windows, softcaps, multipliers, layers without RoPE,
+    tapped features, the drafter's own windows and causality, chunked prefill."""
     model = plain_model(name)
     tokens, drafts = generate("triton_fa", model)
     expected_tokens, expected_drafts = generate("torch_ref", model)
@@ -424,7 +541,9 @@ def test_states_beside_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_model_with_its_own_modules() -> None:
     """Softcaps, through transformers' layers."""
     model = plain_model("gemma2")
-    assert generate("triton_fa", model, fuse=False)[0] == generate("torch_ref", model, fuse=False)[0]
+    assert (
+        generate("triton_fa", model, fuse=False)[0] == generate("torch_ref", model, fuse=False)[0]
+    )
 
 
 @pytest.mark.gpu
@@ -443,7 +562,9 @@ def test_a_drafter_embeds_with_its_own_table() -> None:
     for own in (None, torch.nn.Embedding(verifier.vocab_size, verifier.hidden_size, device=DEVICE)):
         drafter.model.embed_tokens = own
         drafter.network._table = None if own is None else own.weight
-        assert drafter.embed(ids).equal(verifier._embedding.table[ids] if own is None else own.weight[ids])
+        assert drafter.embed(ids).equal(
+            verifier._embedding.table[ids] if own is None else own.weight[ids]
+        )
 
 
 def test_joined_draft_projections_share_memory() -> None:
@@ -453,4 +574,6 @@ def test_joined_draft_projections_share_memory() -> None:
     joined: Any = drafter.network._decoder.layers[0].linears[0]
     attention: Any = drafter.model.layers[0].self_attn
     assert attention.q_proj.weight.data_ptr() == joined.weight.data_ptr()
-    assert torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).equal(joined.weight)
+    assert torch.cat(
+        [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    ).equal(joined.weight)

@@ -12,7 +12,9 @@ from specdec.sampling import triton_masks  # noqa: E402 (only where Triton can r
 
 
 def test_more_masks_than_are_in_use() -> None:
-    """Of memory that is shared by steps, places say what counts; a request without a place keeps its logits."""
+    """Of memory that is shared by steps, places say what counts; a request without a place keeps
+    its logits.
+    """
     assert KERNEL.runs_on(DEVICE)
     logits = torch.zeros(3, 2, 40, device=DEVICE)
     words = torch.full((3, 2, 2), 5, dtype=torch.int32, device=DEVICE)

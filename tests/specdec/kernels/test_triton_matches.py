@@ -1,4 +1,6 @@
-"""Suffix decoding on kernels against plain torch; where they run, see `tests.helpers.triton_interpreter`."""
+"""Suffix decoding on kernels against plain torch; where they run, see
+`tests.helpers.triton_interpreter`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -36,9 +38,13 @@ CASES = (
 
 
 def texts_of(case: Case) -> Texts:
-    """Random ones of few different tokens; rows out of order, behind each text tokens that are none of its own."""
+    """Random ones of few different tokens; rows out of order, behind each text tokens that are none
+    of its own.
+    """
     generator = torch.Generator().manual_seed(case.pool + case.limits.occurrences)
-    history = torch.randint(case.alphabet, (len(case.seq_lens) + 2, 113), dtype=torch.int32, generator=generator)
+    history = torch.randint(
+        case.alphabet, (len(case.seq_lens) + 2, 113), dtype=torch.int32, generator=generator
+    )
     slots = torch.randperm(len(history), generator=generator)[: len(case.seq_lens)]
     pool = None
     if case.pool:
@@ -51,12 +57,20 @@ def texts_of(case: Case) -> Texts:
 def on_device(texts: Texts) -> Texts:
     """The same where kernels run."""
     history, slots, seq_lens = (tensor.to(DEVICE) for tensor in texts[1:4])
-    return Texts(None if texts.pool is None else texts.pool.to(DEVICE), history, slots, seq_lens, texts.max_seq_len)
+    return Texts(
+        None if texts.pool is None else texts.pool.to(DEVICE),
+        history,
+        slots,
+        seq_lens,
+        texts.max_seq_len,
+    )
 
 
 @pytest.fixture(params=[16, 128])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that are smaller than what is asked for, and ones that span the border between past texts and the own one."""
+    """Chunks that are smaller than what is asked for, and ones that span the border between past
+    texts and the own one.
+    """
     monkeypatch.setattr(triton_matches, "CHUNK", request.param)
 
 
@@ -70,31 +84,53 @@ def test_as_torch(case: Case) -> None:
     assert torch.equal(found.lengths.cpu(), expected.lengths)
     continuations = expected.continuations
     assert torch.equal(found.continuations.cpu(), continuations)
-    # Some are left out, as where an outlook found more; those without a match say nothing, whatever they hold.
+    # Some are left out, as where an outlook found more; those without a match say nothing, whatever
+    # they hold.
     ready = [tensor.to(DEVICE) for tensor in expected]
     for some, steps in ((count, depth), (max(1, count // 2), max(1, depth - 1))):
         chain = best_chain(ready[0][:, :some, :steps], ready[1][:, :some], longest)
-        plain = choice.best_chain(expected.continuations[:, :some, :steps], expected.lengths[:, :some], longest)
+        plain = choice.best_chain(
+            expected.continuations[:, :some, :steps], expected.lengths[:, :some], longest
+        )
         for ours, theirs in zip(chain, plain, strict=True):
             assert torch.equal(ours.cpu(), theirs)
 
 
 def test_cases_have_what_they_are_for() -> None:
-    """Fewer matches than asked for, all of them, none, and ones that are followed back; texts that end in time and that go on."""
+    """Fewer matches than asked for, all of them, none, and ones that are followed back; texts that
+    end in time and that go on.
+    """
     seen = []
     for case in CASES:
         continuations, lengths, _ = matches.search(texts_of(case), case.limits)
         ended = continuations[..., -1] < 0
-        few, all_there, none = (lengths[:, 0] > 0) & (lengths[:, -1] == 0), lengths[:, -1] > 0, lengths[:, 0] == 0
+        few, all_there, none = (
+            (lengths[:, 0] > 0) & (lengths[:, -1] == 0),
+            lengths[:, -1] > 0,
+            lengths[:, 0] == 0,
+        )
         followed = lengths > case.limits.compared
-        longest, between = followed & (lengths == case.limits.longest), followed & (lengths < case.limits.longest)
-        kinds = few, all_there, none, longest, between, (lengths > 0) & ended, (lengths > 0) & ~ended
+        longest, between = (
+            followed & (lengths == case.limits.longest),
+            followed & (lengths < case.limits.longest),
+        )
+        kinds = (
+            few,
+            all_there,
+            none,
+            longest,
+            between,
+            (lengths > 0) & ended,
+            (lengths > 0) & ~ended,
+        )
         seen.append(torch.stack([kind.any() for kind in kinds]))
     assert torch.stack(seen).any(dim=0).all()
 
 
 def test_no_more_programs_than_one_can_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of long texts a program's chunk is longer; the pool's last columns and the text's first are in one."""
+    """Of long texts a program's chunk is longer; the pool's last columns and the text's first are
+    in one.
+    """
     monkeypatch.setattr(triton_matches, "CHUNK", 16)
     monkeypatch.setattr(triton_matches, "MOST_CHUNKS", 3)
     test_as_torch(CASES[0])
@@ -103,14 +139,20 @@ def test_no_more_programs_than_one_can_look_through(monkeypatch: pytest.MonkeyPa
 def test_more_than_the_kernels_keep() -> None:
     """Is searched for by plain torch."""
     found = search(on_device(texts_of(CASES[0])), CASES[0].limits._replace(occurrences=65))
-    assert found.lengths.shape == (5, 65) and best_chain(found.continuations, found.lengths, 16).token_ids.shape == (5, 9)
+    assert found.lengths.shape == (5, 65) and best_chain(
+        found.continuations, found.lengths, 16
+    ).token_ids.shape == (5, 9)
 
 
 def test_the_check_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes, and fails where a kernel is off."""
     found = check_matches(DEVICE)
     assert found.error <= found.bound
-    for module, name in ((triton_matches, "search"), (triton_choice, "best_chain"), (triton_choice, "weigh")):
+    for module, name in (
+        (triton_matches, "search"),
+        (triton_choice, "best_chain"),
+        (triton_choice, "weigh"),
+    ):
         right = getattr(module, name)
 
         def wrong(*arguments: Any, right: Any = right, **options: Any) -> tuple[torch.Tensor, ...]:

@@ -21,7 +21,14 @@ from tests.helpers.triton_interpreter import require_triton
 DEVICE = require_triton()
 
 from specdec.layers.packed import triton_packed, triton_packed_codes  # noqa: E402
-from specdec.layers.packed.triton_packed import MANY_ROWS, Tile, Wide, dequantized, few_rows, multiply  # noqa: E402
+from specdec.layers.packed.triton_packed import (  # noqa: E402
+    MANY_ROWS,
+    Tile,
+    Wide,
+    dequantized,
+    few_rows,
+    multiply,
+)
 
 
 class Case(NamedTuple):
@@ -53,9 +60,13 @@ def weight_of(case: Case) -> tuple[PackedWeight, Tensor | None]:
     """The weight of a case as its checkpoint has it, and its bias."""
     torch.manual_seed(0)
     groups = -(-case.inputs // case.group)
-    zero = {"none": None, "one": 8.0, "many": torch.randint(5, 11, (case.outputs, groups)).float()}[case.zero]
+    zero = {"none": None, "one": 8.0, "many": torch.randint(5, 11, (case.outputs, groups)).float()}[
+        case.zero
+    ]
     bias = torch.randn(case.outputs).to(DEVICE, torch.float16) if case.biased else None
-    return packed(case.code, (case.outputs, case.inputs), case.group, zero=zero, device=DEVICE), bias
+    return packed(
+        case.code, (case.outputs, case.inputs), case.group, zero=zero, device=DEVICE
+    ), bias
 
 
 def rows_of(case: Case, count: int) -> Tensor:
@@ -63,9 +74,13 @@ def rows_of(case: Case, count: int) -> Tensor:
     return torch.randn(count, case.inputs).to(DEVICE, torch.float16)
 
 
-def check(got: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, *, gated: bool = False) -> None:
+def check(
+    got: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, *, gated: bool = False
+) -> None:
     """As exact as half-precision rounding of the product with the unrounded weight."""
-    exact = x.double() @ weight.dequantized(torch.float64).T + (0 if bias is None else bias.double())
+    exact = x.double() @ weight.dequantized(torch.float64).T + (
+        0 if bias is None else bias.double()
+    )
     if gated:
         gate, up = exact.chunk(2, dim=-1)
         exact = F.silu(gate) * up
@@ -73,15 +88,30 @@ def check(got: Tensor, x: Tensor, weight: PackedWeight, bias: Tensor | None, *, 
     assert_as_exact(whole, exact.half(), exact)
 
 
-# One row, and some that the medium and the wide tile serve: every pair of weight, way and number of rows.
-FEW = [(name, how, (1, 12, 40)[(i + j) % 3]) for i, name in enumerate(CASES) for j, how in enumerate(("plain", "gated", "split"))]
+# One row, and some that the medium and the wide tile serve: every pair of weight, way and number of
+# rows.
+FEW = [
+    (name, how, (1, 12, 40)[(i + j) % 3])
+    for i, name in enumerate(CASES)
+    for j, how in enumerate(("plain", "gated", "split"))
+]
 
 
 @pytest.mark.parametrize(("name", "how", "rows"), FEW)
 def test_few_rows(monkeypatch: pytest.MonkeyPatch, name: str, how: str, rows: int) -> None:
-    """Every code, groups and widths that nothing divides, rows of a wider tensor; sums of splits have one bias; nothing waits."""
+    """Every code, groups and widths that nothing divides, rows of a wider tensor; sums of splits
+    have one bias; nothing waits.
+    """
     case, gated = CASES[name], how == "gated"
-    tile = Tile(16, 4, 256, splits=2, direct=case.code != "e4m3", medium=Wide(16, 16, 128), wide=Wide(32, 16, 128))
+    tile = Tile(
+        16,
+        4,
+        256,
+        splits=2,
+        direct=case.code != "e4m3",
+        medium=Wide(16, 16, 128),
+        wide=Wide(32, 16, 128),
+    )
     monkeypatch.setattr(triton_packed, "TILES", dict.fromkeys((4, 8), ((0, tile),)))
     triton_packed.tile_for.cache_clear()
     weight, bias = weight_of(case)
@@ -117,30 +147,40 @@ def test_every_division(name: str, tile: Tile) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "gated", "split"])
 @pytest.mark.parametrize("name", ["int8, ragged", "int4, zeros"])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
     """Alone, and first or last of up to 64."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr("triton.runtime.interpreter.np.matmul", in_order)
     case = CASES[name]
     weight, bias = weight_of(case)
     ours, many = weight.arranged(), rows_of(case, 64)
-    options: dict[str, Any] = {"activation": "silu" if how == "gated" else None, "may_split": how == "split"}
+    options: dict[str, Any] = {
+        "activation": "silu" if how == "gated" else None,
+        "may_split": how == "split",
+    }
     whole = few_rows(many, ours, bias, **options)
     assert whole is not None
-    for count in (1, 9, 33) if DEVICE.type == "cpu" else range(1, 65):  # one of each tile of rows, none of them full
+    for count in (
+        (1, 9, 33) if DEVICE.type == "cpu" else range(1, 65)
+    ):  # one of each tile of rows, none of them full
         for rows in (slice(0, count), slice(64 - count, 64)):
             got = few_rows(many[rows], ours, bias, **options)
             assert got is not None and got.equal(whole[..., rows, :]), count
 
 
 SLICED = ("e4m3", "int8, ragged", "int4, small groups", "e2m1, groups of 16")
-# Few rows' most, tiles of many, and slices of the weight as numbers, whose kernel `test_numbers_in_memory` has for all weights.
+# Few rows' most, tiles of many, and slices of the weight as numbers, whose kernel
+# `test_numbers_in_memory` has for all weights.
 MANY = [(name, rows) for name in CASES for rows in (64, 65)] + [(name, 257) for name in SLICED]
 
 
 @pytest.mark.parametrize(("name", "rows"), MANY)
 def test_any_number_of_rows(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
-    """Tiles of rows, and slices of the weight as numbers, which have to be rounded; with a residual, and leading dimensions."""
+    """Tiles of rows, and slices of the weight as numbers, which have to be rounded; with a
+    residual, and leading dimensions.
+    """
     case = CASES[name]
     weight, bias = weight_of(case)
     monkeypatch.setattr(triton_packed, "SLICE_BYTES", 64 * case.inputs * 2)
@@ -164,7 +204,9 @@ def test_numbers_in_memory(name: str) -> None:
 
 
 def test_products_that_are_torchs() -> None:
-    """Float32, more rows, and groups that no run divides, which the layer multiplies with all the same."""
+    """Float32, more rows, and groups that no run divides, which the layer multiplies with all the
+    same.
+    """
     weight = packed("int4", (32, 240), 20, zero=8.0, device=DEVICE)
     x = torch.randn(3, 240).to(DEVICE, torch.float16)
     linear = PackedLinear(weight)
@@ -173,7 +215,12 @@ def test_products_that_are_torchs() -> None:
     whole = PackedLinear(packed("int4", (32, 256), 32, device=DEVICE))
     assert whole.few_rows(torch.randn(65, 256).to(DEVICE, torch.float16)) is None
     assert whole.few_rows(torch.randn(3, 256).to(DEVICE)) is None
-    assert PackedLinear(packed("e4m3", (32, 256), 32, dtype=torch.float32, device=DEVICE)).few_rows(torch.randn(3, 256)) is None
+    assert (
+        PackedLinear(packed("e4m3", (32, 256), 32, dtype=torch.float32, device=DEVICE)).few_rows(
+            torch.randn(3, 256)
+        )
+        is None
+    )
 
 
 ASSEMBLED: list[tuple[Code, int]] = [

@@ -1,4 +1,6 @@
-"""Kernels of routed experts with weights of few bits against plain torch; see `tests.helpers.triton_interpreter`."""
+"""Kernels of routed experts with weights of few bits against plain torch; see
+`tests.helpers.triton_interpreter`.
+"""
 
 from typing import NamedTuple
 
@@ -16,7 +18,12 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.layers.experts.triton_experts import FEW_ROWS, experts, packed_tile, unsupported_reasons  # noqa: E402 (where Triton can run)
+from specdec.layers.experts.triton_experts import (  # noqa: E402
+    FEW_ROWS,
+    experts,
+    packed_tile,
+    unsupported_reasons,
+)
 
 
 class Case(NamedTuple):
@@ -44,9 +51,17 @@ CASES = {
 def layer_of(case: Case) -> Experts:
     """The same random layer for a case."""
     torch.manual_seed(0)
-    shapes = (case.num_experts, 2 * case.width, case.hidden), (case.num_experts, case.hidden, case.width)
-    weights = [packed(case.code, shape, case.group, zero=case.zero, device=DEVICE) for shape in shapes]
-    biases = [torch.randn(shape[:2]).to(DEVICE, torch.float16) if case.biased else None for shape in shapes]
+    shapes = (
+        (case.num_experts, 2 * case.width, case.hidden),
+        (case.num_experts, case.hidden, case.width),
+    )
+    weights = [
+        packed(case.code, shape, case.group, zero=case.zero, device=DEVICE) for shape in shapes
+    ]
+    biases = [
+        torch.randn(shape[:2]).to(DEVICE, torch.float16) if case.biased else None
+        for shape in shapes
+    ]
     return Experts(weights[0], weights[1], case.activation, *biases)
 
 
@@ -54,13 +69,19 @@ def rows_of(case: Case, count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tens
     """Random rows, weights and ids."""
     torch.manual_seed(seed)
     ids = torch.rand(count, case.num_experts).topk(case.top_k).indices.int()
-    return torch.randn(count, case.hidden).to(DEVICE, torch.float16), torch.rand(count, case.top_k).to(DEVICE), ids.to(DEVICE)
+    return (
+        torch.randn(count, case.hidden).to(DEVICE, torch.float16),
+        torch.rand(count, case.top_k).to(DEVICE),
+        ids.to(DEVICE),
+    )
 
 
 @pytest.mark.parametrize("count", [1, 5, 70])
 @pytest.mark.parametrize("name", CASES)
 def test_experts(name: str, count: int) -> None:
-    """As exact as plain torch, which rounds the weights, more pairs than experts and fewer, sorted and not; nothing waits."""
+    """As exact as plain torch, which rounds the weights, more pairs than experts and fewer, sorted
+    and not; nothing waits.
+    """
     case = CASES[name]
     layer, (x, weights, ids) = layer_of(case), rows_of(case, count)
     assert unsupported_reasons(layer, case.top_k) == []
@@ -73,7 +94,9 @@ def test_experts(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1, gpt-oss"])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Alone, among few and among many, some of which choose as it does."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr("triton.runtime.interpreter.np.matmul", in_order)
@@ -101,8 +124,16 @@ def test_one_side_packed() -> None:
 def test_tiles_and_reasons() -> None:
     """How a row is added up depends on no other; what the kernels refuse."""
     for bits in (4, 8):
-        tiles = [packed_tile(bits, rows, few=True, gated=True, memory=227 * 1024) for rows in range(1, FEW_ROWS + 1)]
+        tiles = [
+            packed_tile(bits, rows, few=True, gated=True, memory=227 * 1024)
+            for rows in range(1, FEW_ROWS + 1)
+        ]
         assert len({(tile.depth, tile.num_warps) for tile in tiles}) == 1
         assert all(tile.rows >= rows for rows, tile in enumerate(tiles, start=1))
-    wide = packed("int4", (3, 64, 100), 20, device=DEVICE), packed("int4", (3, 100, 32), 32, device=DEVICE)
-    assert unsupported_reasons(Experts(*wide, "silu"), 2) == ["packed experts in float32, or in groups that 16 does not divide"]
+    wide = (
+        packed("int4", (3, 64, 100), 20, device=DEVICE),
+        packed("int4", (3, 100, 32), 32, device=DEVICE),
+    )
+    assert unsupported_reasons(Experts(*wide, "silu"), 2) == [
+        "packed experts in float32, or in groups that 16 does not divide"
+    ]

@@ -1,4 +1,6 @@
-"""Recurrent layers against plain torch; where the kernels run, see `tests.helpers.triton_interpreter`."""
+"""Recurrent layers against plain torch; where the kernels run, see
+`tests.helpers.triton_interpreter`.
+"""
 
 from typing import Any
 
@@ -10,7 +12,16 @@ from specdec.layers.recurrence.recurrence import Recurrence
 from specdec.layers.recurrence.recurrence import recur as oracle
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import no_host_sync
-from tests.helpers.recurrence_case import EXPONENTIALS, NAN, World, at_once, exactly, forward_rows, layer, spoiled_cache
+from tests.helpers.recurrence_case import (
+    EXPONENTIALS,
+    NAN,
+    World,
+    at_once,
+    exactly,
+    forward_rows,
+    layer,
+    spoiled_cache,
+)
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -20,7 +31,12 @@ from specdec.layers.recurrence.triton_recurrence import MOST_SERIAL, recur, tile
 
 LAYERS: dict[str, dict[str, Any]] = {
     "delta": {},
-    "delta, odd sizes, reflecting": {"heads": (1, 3), "sizes": (12, 20), "taps": 2, "beta_scale": 2.0},
+    "delta, odd sizes, reflecting": {
+        "heads": (1, 3),
+        "sizes": (12, 20),
+        "taps": 2,
+        "beta_scale": 2.0,
+    },
     "decays by key": {"heads": (1, 2), "sizes": (12, 20), "decays_by_key": True},
     "plain": {"rule": "plain", "heads": (1, 2), "sizes": (16, 24)},
     "plain, two groups": {"rule": "plain", "heads": (2, 4), "sizes": (8, 4), "taps": 3},
@@ -47,13 +63,17 @@ def check(one: Recurrence, x: Tensor, out: Tensor, state: Tensor | None = None) 
 
 @pytest.mark.parametrize(("name", "seed"), list(zip(LAYERS, range(5), strict=True)))
 def test_drafts_leave_no_trace(name: str, seed: int) -> None:
-    """Whatever was drafted and rejected, outputs are those of the accepted tokens; slots and rejected rows held no numbers."""
+    """Whatever was drafted and rejected, outputs are those of the accepted tokens; slots and
+    rejected rows held no numbers.
+    """
     torch.manual_seed(seed)
     one = made(name)
     inputs = sequences(one, 15, 9, 18) if seed == 0 else sequences(one, 15, 9)
     most = 8 if seed == 0 else 4
     world = World(recur, one, inputs, most_rows=most, num_padding=seed % 3)
-    for x, out in zip(inputs, world.finish(seed, most_prompt=11, drafts=(0, 1, 3, most - 1)), strict=True):
+    for x, out in zip(
+        inputs, world.finish(seed, most_prompt=11, drafts=(0, 1, 3, most - 1)), strict=True
+    ):
         check(one, x, out)
 
 
@@ -72,13 +92,22 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_states_and_rings(name: str) -> None:
-    """After a step with drafts a state is that before its rows; after a final one it has all; rings hold inputs by position."""
+    """After a step with drafts a state is that before its rows; after a final one it has all; rings
+    hold inputs by position.
+    """
     torch.manual_seed(0)
     one = made(name)
     inputs = sequences(one, 22, 18)
     world = World(recur, one, inputs, most_rows=4)
     twin = World(oracle, one, inputs, most_rows=4)
-    for counts, kept in (([3, 2], None), ([4, 4], [1, 4]), ([3, 3], [3, 2]), ([1, 1], [1, 1]), ([4, 4], [4, 4]), ([3, 3], None)):
+    for counts, kept in (
+        ([3, 2], None),
+        ([4, 4], [1, 4]),
+        ([3, 3], [3, 2]),
+        ([1, 1], [1, 1]),
+        ([4, 4], [4, 4]),
+        ([3, 3], None),
+    ):
         before = list(world.done)
         world.step(counts, kept)
         twin.step(counts, kept)
@@ -86,7 +115,12 @@ def test_states_and_rings(name: str) -> None:
             x, done = inputs[i], world.done[i]
             taken = before[i] if kept else done
             assert int(world.cache.lengths[slot]) == taken
-            assert_as_exact(world.cache.state[slot], at_once(one, x[:taken])[1], exactly(one, x[:taken])[1], factor=EXPONENTIALS)
+            assert_as_exact(
+                world.cache.state[slot],
+                at_once(one, x[:taken])[1],
+                exactly(one, x[:taken])[1],
+                factor=EXPONENTIALS,
+            )
             columns = world.cache.inputs.shape[1]
             for position in range(max(0, taken - one.taps + 1), done):
                 assert world.cache.inputs[slot, position % columns].equal(x[position])
@@ -95,7 +129,9 @@ def test_states_and_rings(name: str) -> None:
 
 
 def test_every_number_of_rows_and_of_pending_ones() -> None:
-    """Up to the largest step, the oracle's outputs for each; the number that is accepted makes no difference to the bits."""
+    """Up to the largest step, the oracle's outputs for each; the number that is accepted makes no
+    difference to the bits.
+    """
     torch.manual_seed(0)
     one = made("delta")
     (x,) = sequences(one, 19)
@@ -113,7 +149,9 @@ def test_every_number_of_rows_and_of_pending_ones() -> None:
 
 @pytest.mark.parametrize("name", ["delta", "plain"])
 def test_bits_do_not_depend_on_company(name: str) -> None:
-    """A request decoded row by row and alone has the very numbers that it has among others, among drafts and in pieces."""
+    """A request decoded row by row and alone has the very numbers that it has among others, among
+    drafts and in pieces.
+    """
     torch.manual_seed(0)
     one = made(name)
     inputs = sequences(one, 12, 7, 9)
@@ -127,7 +165,8 @@ def test_bits_do_not_depend_on_company(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pieces"), [("delta", (1, 2, 3, 33)), ("delta", (39,)), ("plain", (1, 2, 3, 33)), ("plain", (20, 19))]
+    ("name", "pieces"),
+    [("delta", (1, 2, 3, 33)), ("delta", (39,)), ("plain", (1, 2, 3, 33)), ("plain", (20, 19))],
 )
 def test_prompts_in_pieces(name: str, pieces: tuple[int, ...]) -> None:
     """Cut anywhere, longer than the ring or not, with rows behind them that only pad."""
@@ -142,7 +181,9 @@ def test_prompts_in_pieces(name: str, pieces: tuple[int, ...]) -> None:
         check(one, x[: world.done[i]], torch.cat(world.outputs[i]))
     slot, done = world.slots[0], world.done[0]
     for position in range(done - one.taps + 1, done):
-        assert world.cache.inputs[slot, position % world.cache.inputs.shape[1]].equal(inputs[0][position])
+        assert world.cache.inputs[slot, position % world.cache.inputs.shape[1]].equal(
+            inputs[0][position]
+        )
     check(one, inputs[0], torch.cat(world.outputs[0]), world.cache.state[slot])
 
 
@@ -155,10 +196,17 @@ def test_request_without_rows_of_its_own() -> None:
         world = World(recur, one, [x])
         world.step([5])
         world.step([4], [3])
-        rows = forward_rows([world.slots[0]], [8], [0], DEVICE, max_pending=8, final=final, padding=2)
+        rows = forward_rows(
+            [world.slots[0]], [8], [0], DEVICE, max_pending=8, final=final, padding=2
+        )
         out = recur(torch.full((2, one.width), NAN, device=DEVICE), one, world.cache, rows)
         assert not out.any()
-        assert_as_exact(world.cache.state[world.slots[0]], at_once(one, x[:8])[1], exactly(one, x[:8])[1], factor=EXPONENTIALS)
+        assert_as_exact(
+            world.cache.state[world.slots[0]],
+            at_once(one, x[:8])[1],
+            exactly(one, x[:8])[1],
+            factor=EXPONENTIALS,
+        )
 
 
 def test_real_size() -> None:
@@ -173,7 +221,9 @@ def test_real_size() -> None:
     check(one, inputs[0], torch.cat(world.outputs[0]), world.cache.state[world.slots[0]])
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 8), (256, 256), (64, 128), (12, 20), (128, 64)])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(16, 8), (256, 256), (64, 128), (12, 20), (128, 64)]
+)
 def test_tiles(key_dim: int, value_dim: int) -> None:
     """A power of two of columns, no more than there are, and not too many numbers per thread."""
     tile = tile_for(key_dim, value_dim)
@@ -193,7 +243,9 @@ def test_no_host_wait() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 8, 9, 40])
 def test_what_is_read_is_not_overwritten(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs, which run in any order, put rows into the ring only if none of its columns has two of the positions in use."""
+    """Programs, which run in any order, put rows into the ring only if none of its columns has two
+    of the positions in use.
+    """
     kept = []
 
     class Recorder:
@@ -206,6 +258,8 @@ def test_what_is_read_is_not_overwritten(count: int, monkeypatch: pytest.MonkeyP
     rows = forward_rows([0], [20], [count], DEVICE, max_pending=4, final=True)
     cache = spoiled_cache(one, 1, 6, torch.float32, DEVICE)
     triton_recurrence_inputs.prepare(torch.zeros(count, one.width, device=DEVICE), one, cache, rows)
-    used = [position % cache.inputs.shape[1] for position in range(20 - 4 - one.taps + 1, 20 + count)]
+    used = [
+        position % cache.inputs.shape[1] for position in range(20 - 4 - one.taps + 1, 20 + count)
+    ]
     alone = len(used) == len(set(used))
     assert kept == ([True] if alone else [False, None])

@@ -1,4 +1,6 @@
-"""Prompts of recurrent layers by chunks, against row after row; see `tests.helpers.triton_interpreter`."""
+"""Prompts of recurrent layers by chunks, against row after row; see
+`tests.helpers.triton_interpreter`.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,12 @@ from specdec.layers.recurrence.triton_recurrence import recur  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
     "delta": {"heads": (1, 2), "sizes": (16, 24)},
-    "delta, odd sizes, reflecting": {"heads": (2, 2), "sizes": (12, 40), "taps": 2, "beta_scale": 2.0},
+    "delta, odd sizes, reflecting": {
+        "heads": (2, 2),
+        "sizes": (12, 40),
+        "taps": 2,
+        "beta_scale": 2.0,
+    },
     "plain": {"rule": "plain", "heads": (1, 2), "sizes": (20, 8)},
     "decays by key": {"heads": (1, 2), "sizes": (12, 24), "decays_by_key": True},
     "decays by key, one head": {"heads": (1, 1), "sizes": (16, 24), "decays_by_key": True},
@@ -70,7 +77,9 @@ def check(one: Recurrence, x: Tensor, out: Tensor, state: Tensor) -> None:
     assert_as_exact(state.to(x.dtype), plain[1].to(x.dtype), exact[1], factor=EXPONENTIALS)
 
 
-@pytest.mark.parametrize(("name", "length"), [(name, length) for name, lengths in LENGTHS.items() for length in lengths])
+@pytest.mark.parametrize(
+    ("name", "length"), [(name, length) for name, lengths in LENGTHS.items() for length in lengths]
+)
 def test_any_length(name: str, length: int, chunked: list[str]) -> None:
     """Full chunks and others."""
     torch.manual_seed(length)
@@ -82,8 +91,12 @@ def test_any_length(name: str, length: int, chunked: list[str]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["delta", "decays by key", "plain"])
-def test_half_precision(name: str, dtype: torch.dtype, chunked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """States keep the digits of float32, which a product of numbers in the model's type alone would not."""
+def test_half_precision(
+    name: str, dtype: torch.dtype, chunked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States keep the digits of float32, which a product of numbers in the model's type alone would
+    not.
+    """
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter does not round to bfloat16")
     torch.manual_seed(0)
@@ -93,12 +106,16 @@ def test_half_precision(name: str, dtype: torch.dtype, chunked: list[str], monke
     check(one, x, out, state)
     monkeypatch.setattr(triton_recurrence, "MOST_SERIAL", 70)
     by_rows = at_once(one, x, recur)[1]
-    assert (state - by_rows).norm() < 2**-14 * by_rows.norm() * (8 if dtype == torch.bfloat16 else 0.25)
+    assert (state - by_rows).norm() < 2**-14 * by_rows.norm() * (
+        8 if dtype == torch.bfloat16 else 0.25
+    )
 
 
 @pytest.mark.parametrize("name", ["delta, one head", "decays by key, one head", "plain, one head"])
 def test_ragged_prompts_behind_drafts(name: str, chunked: list[str]) -> None:
-    """Requests of several lengths, cut anywhere, with rows that wait from a step with drafts, rows that pad and whole requests."""
+    """Requests of several lengths, cut anywhere, with rows that wait from a step with drafts, rows
+    that pad and whole requests.
+    """
     torch.manual_seed(1)
     one = made(name)
     inputs = [random(one, length) for length in (40, 110, 40)]
@@ -109,16 +126,23 @@ def test_ragged_prompts_behind_drafts(name: str, chunked: list[str]) -> None:
     world.step([4, 4, 4], [4, 1, 2])
     world.step([0, 4, 33])
     assert chunked.count("take_in_chunks") == 3 and world.done == [40, 110, 40]
-    check(one, inputs[0], torch.cat(world.outputs[0]), at_once(one, inputs[0])[1])  # its last four wait
+    check(
+        one, inputs[0], torch.cat(world.outputs[0]), at_once(one, inputs[0])[1]
+    )  # its last four wait
     for i in (1, 2):
         check(one, inputs[i], torch.cat(world.outputs[i]), world.cache.state[world.slots[i]])
 
 
 @pytest.mark.parametrize(
-    ("pieces", "others"), [([(140, 0)], [(64, 9), (76, 31)]), ([(70, 0), (70, 9)], [(70, 0), (58, 30), (12, 10)])]
+    ("pieces", "others"),
+    [([(140, 0)], [(64, 9), (76, 31)]), ([(70, 0), (70, 9)], [(70, 0), (58, 30), (12, 10)])],
 )
-def test_cut_between_chunks(pieces: list[tuple[int, int]], others: list[tuple[int, int]], chunked: list[str]) -> None:
-    """A prompt that is cut at a multiple of 64 has the same bits, whatever is beside it and wherever it was cut before."""
+def test_cut_between_chunks(
+    pieces: list[tuple[int, int]], others: list[tuple[int, int]], chunked: list[str]
+) -> None:
+    """A prompt that is cut at a multiple of 64 has the same bits, whatever is beside it and
+    wherever it was cut before.
+    """
     torch.manual_seed(2)
     one = made("delta, one head")
     inputs = [random(one, 140), random(one, 40)]

@@ -20,11 +20,17 @@ KINDS = {
     "renormalized softmax": Routing(128, 8),
     "softmax": Routing(60, 4, renormalized=False, scaling=1.5),
     "biased softmax": Routing(64, 6, biased=True),
-    "softmax in groups": Routing(160, 6, num_groups=8, topk_groups=3, renormalized=False, scaling=16.0),
+    "softmax in groups": Routing(
+        160, 6, num_groups=8, topk_groups=3, renormalized=False, scaling=16.0
+    ),
     "sigmoid": Routing(256, 8, scores="sigmoid", biased=True, num_groups=1, scaling=2.5),
     "unbiased sigmoid": Routing(17, 1, scores="sigmoid", renormalized=False),
-    "sigmoid in groups": Routing(256, 8, scores="sigmoid", biased=True, num_groups=8, topk_groups=4, scaling=2.5),
-    "sigmoid in three groups": Routing(30, 5, scores="sigmoid", biased=True, num_groups=3, topk_groups=2),
+    "sigmoid in groups": Routing(
+        256, 8, scores="sigmoid", biased=True, num_groups=8, topk_groups=4, scaling=2.5
+    ),
+    "sigmoid in three groups": Routing(
+        30, 5, scores="sigmoid", biased=True, num_groups=3, topk_groups=2
+    ),
     "sigmoid with a large epsilon": Routing(32, 4, scores="sigmoid", epsilon=0.5),
     "all groups": Routing(32, 3, num_groups=4, topk_groups=4),
     "all experts": Routing(6, 6, renormalized=False),
@@ -59,29 +65,40 @@ def test_route(kind: str) -> None:
     assert_as_exact(weights.cpu(), plain, exact)
 
 
-@pytest.mark.parametrize("kind", ["renormalized softmax", "softmax in groups", "sigmoid", "sigmoid in three groups"])
+@pytest.mark.parametrize(
+    "kind", ["renormalized softmax", "softmax in groups", "sigmoid", "sigmoid in three groups"]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_equal_scores(kind: str, dtype: torch.dtype) -> None:
-    """Of few different logits, signed zeros among them, the lower experts and groups are taken, in their order."""
+    """Of few different logits, signed zeros among them, the lower experts and groups are taken, in
+    their order.
+    """
     torch.manual_seed(0)
     routing = KINDS[kind]
-    logits = (torch.randint(-1, 2, (12, routing.num_experts)) * torch.tensor([1.0, -1.0]).repeat(12, routing.num_experts // 2)).to(
-        dtype
-    )
+    logits = (
+        torch.randint(-1, 2, (12, routing.num_experts))
+        * torch.tensor([1.0, -1.0]).repeat(12, routing.num_experts // 2)
+    ).to(dtype)
     bias = torch.zeros(routing.num_experts) if routing.biased else None
     _, ids = route(logits.to(DEVICE), routing, on_device(bias))
     assert ids.cpu().long().equal(router.route(logits, routing, bias)[1])
 
 
 def test_extreme_logits() -> None:
-    """Far apart, infinite, and a row that is not a number: experts are chosen all the same, and are different ones."""
+    """Far apart, infinite, and a row that is not a number: experts are chosen all the same, and are
+    different ones.
+    """
     logits = torch.zeros(3, 16)
     logits[0, 3:6] = torch.tensor([200.0, -200.0, 90.0])
     logits[1, ::2] = -torch.inf
     logits[2] = torch.nan
     weights, ids = (x.cpu() for x in route(logits.to(DEVICE), Routing(16, 4)))
     assert ids.tolist() == [[3, 5, 0, 1], [1, 3, 5, 7], [0, 1, 2, 3]]
-    assert weights[0].tolist() == [1.0, 0.0, 0.0, 0.0] and weights[1].tolist() == [0.25] * 4 and weights[2].isnan().all()
+    assert (
+        weights[0].tolist() == [1.0, 0.0, 0.0, 0.0]
+        and weights[1].tolist() == [0.25] * 4
+        and weights[2].isnan().all()
+    )
 
 
 @pytest.mark.parametrize("kind", ["renormalized softmax", "sigmoid in groups"])
@@ -89,7 +106,11 @@ def test_partial_sums_and_a_bias_of_the_gate(kind: str) -> None:
     """They are added up before anything else, in float32."""
     torch.manual_seed(0)
     routing = KINDS[kind]
-    parts, gate_bias, bias = torch.randn(3, ROWS, routing.num_experts), torch.randn(routing.num_experts), biases(routing)
+    parts, gate_bias, bias = (
+        torch.randn(3, ROWS, routing.num_experts),
+        torch.randn(routing.num_experts),
+        biases(routing),
+    )
     got = route(parts.to(DEVICE), routing, on_device(bias), gate_bias=gate_bias.to(DEVICE))
     whole = parts[0] + parts[1] + parts[2] + gate_bias
     expected = route(whole.to(DEVICE), routing, on_device(bias))
@@ -103,14 +124,24 @@ def test_partial_sums_and_a_bias_of_the_gate(kind: str) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid in groups"])
 def test_what_is_shared(kind: str, gated: bool) -> None:
-    """Comes behind what is chosen, which stays as it is, with a weight of 1 or the sigmoid of one more logit."""
+    """Comes behind what is chosen, which stays as it is, with a weight of 1 or the sigmoid of one
+    more logit.
+    """
     torch.manual_seed(0)
     routing = KINDS[kind]
-    parts, bias = torch.randn(3, ROWS, routing.num_experts + 9).to(DEVICE), on_device(biases(routing))
+    parts, bias = (
+        torch.randn(3, ROWS, routing.num_experts + 9).to(DEVICE),
+        on_device(biases(routing)),
+    )
     weights, ids = route(parts, routing, bias, shared=3, shared_gate=gated)
     expected = route(parts[..., : routing.num_experts], routing, bias)
-    assert weights[:, : routing.top_k].equal(expected[0]) and ids[:, : routing.top_k].equal(expected[1])
-    assert ids[:, routing.top_k :].tolist() == [[routing.num_experts + part for part in range(3)]] * ROWS
+    assert weights[:, : routing.top_k].equal(expected[0]) and ids[:, : routing.top_k].equal(
+        expected[1]
+    )
+    assert (
+        ids[:, routing.top_k :].tolist()
+        == [[routing.num_experts + part for part in range(3)]] * ROWS
+    )
     gate = (parts[0] + parts[1] + parts[2])[:, [routing.num_experts]].cpu()
     if not gated:
         gate[:] = torch.inf  # whose sigmoid is 1

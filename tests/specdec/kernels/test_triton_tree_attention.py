@@ -1,4 +1,6 @@
-"""triton_fa on rows of draft trees, on a CUDA device or in Triton's interpreter; see `tests.helpers.triton_interpreter`."""
+"""triton_fa on rows of draft trees, on a CUDA device or in Triton's interpreter; see
+`tests.helpers.triton_interpreter`.
+"""
 
 from typing import Any
 
@@ -35,13 +37,23 @@ def attended(case: Case, splits: int, **how: Any) -> Tensor:
         (MOST_NODES, 3, 1, 9, "softcap", 1),
     ],
 )
-def test_masks(drafts: int, heads: int, kv_heads: int, window: int | None, extra: str, splits: int) -> None:
-    """Every bit of a word, windows by depth, groups that leave lanes empty, more rows than a tile holds, and no context."""
-    asked = spec(device=DEVICE, dtype=torch.float32, num_heads=heads, num_kv_heads=kv_heads, head_dim=16)
+def test_masks(
+    drafts: int, heads: int, kv_heads: int, window: int | None, extra: str, splits: int
+) -> None:
+    """Every bit of a word, windows by depth, groups that leave lanes empty, more rows than a tile
+    holds, and no context.
+    """
+    asked = spec(
+        device=DEVICE, dtype=torch.float32, num_heads=heads, num_kv_heads=kv_heads, head_dim=16
+    )
     lengths = [drafts + 1 + context for context in (21, 0, 130)]
     case = Case(asked, lengths, [drafts + 1] * 3, uniform=True, trees=random_trees(3, drafts))
     sinks = torch.randn(heads).to(DEVICE) if extra == "sinks" else None
-    how: dict[str, Any] = {"window": window, "softcap": 0.7 if extra == "softcap" else None, "sinks": sinks}
+    how: dict[str, Any] = {
+        "window": window,
+        "softcap": 0.7 if extra == "softcap" else None,
+        "sinks": sinks,
+    }
     case.check(attended(case, splits, **how), scale=0.2, **how)
 
 
@@ -49,6 +61,7 @@ def test_masks(drafts: int, heads: int, kv_heads: int, window: int | None, extra
 def test_a_chain_is_a_tree(window: int | None) -> None:
     """To the last bit."""
     tree, chain = (
-        Case(spec(device=DEVICE, dtype=torch.float32), [50, 7], [7, 7], uniform=True, trees=trees) for trees in ([range(6)] * 2, [])
+        Case(spec(device=DEVICE, dtype=torch.float32), [50, 7], [7, 7], uniform=True, trees=trees)
+        for trees in ([range(6)] * 2, [])
     )
     assert attended(tree, 2, window=window).equal(attended(chain, 2, window=window))

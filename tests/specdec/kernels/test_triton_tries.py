@@ -1,4 +1,6 @@
-"""Trees out of paths on kernels, against dictionaries and plain torch; where they run, see `tests.helpers.triton_interpreter`."""
+"""Trees out of paths on kernels, against dictionaries and plain torch; where they run, see
+`tests.helpers.triton_interpreter`.
+"""
 
 import pytest
 import torch
@@ -13,26 +15,47 @@ DEVICE = require_triton()
 HOST = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("seed", "num_nodes", "keep"), [(0, 8, 0.8), (1, 30, 1.0), (2, 1, 0.5), (3, 64, 0.9)])
+@pytest.mark.parametrize(
+    ("seed", "num_nodes", "keep"), [(0, 8, 0.8), (1, 30, 1.0), (2, 1, 0.5), (3, 64, 0.9)]
+)
 def test_tries(seed: int, num_nodes: int, keep: float) -> None:
     """The best beginnings of what followed, equal ones together; no draft without occurrences."""
     assert KERNEL.runs_on(DEVICE)
     continuations, lengths, weights = case(seed)
-    wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(1, 2, 1)  # of which some columns are read, in strides
+    wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(
+        1, 2, 1
+    )  # of which some columns are read, in strides
     lengths, weights = lengths.repeat(1, 2), torch.cat([weights, weights / 3], dim=1)
-    drafts = trie(wide.to(DEVICE)[:, :, :5], lengths.to(DEVICE), weights.to(DEVICE), num_nodes, keep=keep).to(HOST)
+    drafts = trie(
+        wide.to(DEVICE)[:, :, :5], lengths.to(DEVICE), weights.to(DEVICE), num_nodes, keep=keep
+    ).to(HOST)
     for i in range(4):
-        tokens = [row[:length] for row, length in zip(wide[i].tolist(), lengths[i].tolist(), strict=True)]
+        tokens = [
+            row[:length] for row, length in zip(wide[i].tolist(), lengths[i].tolist(), strict=True)
+        ]
         assert_best(drafts, i, shares(tokens, weights[i].tolist(), keep))
-    assert drafts.num_drafts[3] == 0 and drafts.tree.parents[3].eq(0).all() and drafts.tree.depths[3].eq(1).all()
+    assert (
+        drafts.num_drafts[3] == 0
+        and drafts.tree.parents[3].eq(0).all()
+        and drafts.tree.depths[3].eq(1).all()
+    )
 
 
 @pytest.mark.parametrize("num_nodes", [7, 16, 22])
 def test_unions(num_nodes: int) -> None:
-    """The best paths of both, the common ones once; whichever comes first, and also where one tree is within the other."""
-    scores = (2 * torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4))).log_softmax(-1).sort(descending=True).values
+    """The best paths of both, the common ones once; whichever comes first, and also where one tree
+    is within the other.
+    """
+    scores = (
+        (2 * torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4)))
+        .log_softmax(-1)
+        .sort(descending=True)
+        .values
+    )
     best = best_first(scores.to(DEVICE), 12)
-    one = ScoredDrafts(best.tree, best.tree.ranks, best.scores, torch.tensor([12, 12, 9, 12], device=DEVICE))
+    one = ScoredDrafts(
+        best.tree, best.tree.ranks, best.scores, torch.tensor([12, 12, 9, 12], device=DEVICE)
+    )
     continuations, lengths, weights = (tensor.to(DEVICE) for tensor in case(5))
     other = trie(continuations, lengths, weights, 10, keep=0.7)
     for first, second in ((one, other), (other, one), (one, one._replace(scores=one.scores - 0.1))):
@@ -42,8 +65,15 @@ def test_unions(num_nodes: int) -> None:
 
 
 def test_scores_that_are_no_numbers() -> None:
-    """A tree that has them, as rows that only pad a batch may, counts as none, whichever comes first."""
-    scores = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4)).log_softmax(-1).sort(descending=True).values
+    """A tree that has them, as rows that only pad a batch may, counts as none, whichever comes
+    first.
+    """
+    scores = (
+        torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4))
+        .log_softmax(-1)
+        .sort(descending=True)
+        .values
+    )
     best = best_first(scores.to(DEVICE), 31)
     full = torch.full((4,), 31, device=DEVICE)
     none = ScoredDrafts(best.tree, best.tree.ranks, torch.full_like(best.scores, torch.nan), full)
@@ -54,7 +84,9 @@ def test_scores_that_are_no_numbers() -> None:
         drafts = merge_trees(*trees, 63, 5).to(HOST)
         for i in range(4):
             assert_best(drafts, i, union_of([other.to(HOST)], i))
-        assert drafts.num_drafts.equal(expected.num_drafts) and drafts.tree.parents.equal(expected.tree.parents)
+        assert drafts.num_drafts.equal(expected.num_drafts) and drafts.tree.parents.equal(
+            expected.tree.parents
+        )
 
 
 def test_the_check_passes() -> None:

@@ -1,4 +1,6 @@
-"""Norms with gates in plain torch against Transformers' modules: the same numbers, rounded in the same places."""
+"""Norms with gates in plain torch against Transformers' modules: the same numbers, rounded in the
+same places.
+"""
 
 from inspect import signature
 
@@ -16,16 +18,28 @@ ROWS, GROUPS, WIDTH, EPSILON = 5, 3, 20, 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["heads", "sigmoid", "gate first", "rounded once, gate first", "rounded once, gate last"])
+@pytest.mark.parametrize(
+    "kind",
+    ["heads", "sigmoid", "gate first", "rounded once, gate first", "rounded once, gate last"],
+)
 def test_gated_norm(kind: str, dtype: torch.dtype) -> None:
-    """Gates before and after the norm, one weight for all groups and one for each; the gate is part of a wider product."""
+    """Gates before and after the norm, one weight for all groups and one for each; the gate is part
+    of a wider product.
+    """
     torch.manual_seed(0)
-    x, joined = torch.randn(ROWS, GROUPS * WIDTH).to(dtype), torch.randn(ROWS, 2 * GROUPS * WIDTH).to(dtype)
+    x, joined = (
+        torch.randn(ROWS, GROUPS * WIDTH).to(dtype),
+        torch.randn(ROWS, 2 * GROUPS * WIDTH).to(dtype),
+    )
     gate, weight = joined[:, GROUPS * WIDTH :], torch.randn(GROUPS * WIDTH).to(dtype)
     shapes = (-1, WIDTH) if kind in ("heads", "sigmoid") else (ROWS, GROUPS * WIDTH)
     module: torch.nn.Module
     if kind == "heads":
-        module, weight, norm = Qwen3_5RMSNormGated(WIDTH, eps=EPSILON), weight[:WIDTH], GroupNorm(weight[:WIDTH], EPSILON)
+        module, weight, norm = (
+            Qwen3_5RMSNormGated(WIDTH, eps=EPSILON),
+            weight[:WIDTH],
+            GroupNorm(weight[:WIDTH], EPSILON),
+        )
     elif kind == "sigmoid":
         module, weight = KimiLinearRMSNormGated(WIDTH, eps=EPSILON), weight[:WIDTH]
         norm = GroupNorm(weight, EPSILON, sigmoid=True)
@@ -36,7 +50,9 @@ def test_gated_norm(kind: str, dtype: torch.dtype) -> None:
         norm = GroupNorm(weight, EPSILON, WIDTH, gate_first=True)
     else:
         first = kind.endswith("first")
-        module = FalconH1RMSNormGated(GROUPS * WIDTH, eps=EPSILON, n_groups=GROUPS, norm_before_gate=not first)
+        module = FalconH1RMSNormGated(
+            GROUPS * WIDTH, eps=EPSILON, n_groups=GROUPS, norm_before_gate=not first
+        )
         norm = GroupNorm(weight.float(), EPSILON, WIDTH, gate_first=first)
     module.to(dtype).weight.data = weight
     got = gated_norm(x, gate, norm)
@@ -46,5 +62,7 @@ def test_gated_norm(kind: str, dtype: torch.dtype) -> None:
         exact = module(x.double().view(shapes), gate.double().reshape(shapes)).view(x.shape)
     assert got.dtype == dtype
     assert_as_exact(got, plain, exact)
-    if dtype == torch.bfloat16 and not kind.startswith("rounded once"):  # here it is rounded before the weight, too
+    if dtype == torch.bfloat16 and not kind.startswith(
+        "rounded once"
+    ):  # here it is rounded before the weight, too
         assert (got == plain).float().mean() > 0.98

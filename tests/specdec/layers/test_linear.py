@@ -12,7 +12,9 @@ def random_rows(num_rows: int, width: int, seed: int = 1) -> Tensor:
     return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.skipif(not can_block(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU has no bfloat16")
+@pytest.mark.skipif(
+    not can_block(torch.ones(1, dtype=torch.bfloat16)), reason="this CPU has no bfloat16"
+)
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="another CPU picks other kernels")
 @pytest.mark.parametrize("inputs", [1536, 4096])
 def test_a_lone_row_of_the_full_weight_has_the_same_bits(inputs: int) -> None:

@@ -1,4 +1,6 @@
-"""Sums over ranks: the order in which they are added, and so their bits, on four ranks, since a sum of two has no order."""
+"""Sums over ranks: the order in which they are added, and so their bits, on four ranks, since a sum
+of two has no order.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,7 +38,11 @@ def sums(group: Group) -> dict[tuple[bool, torch.dtype], Sums]:
         part = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
         for ordered in (False, True):
             mode = replace(group, ordered=ordered)
-            made[ordered, dtype] = Sums(part, all_reduce(part.clone(), mode)[ROW], all_reduce(part[ROW : ROW + 1].clone(), mode)[0])
+            made[ordered, dtype] = Sums(
+                part,
+                all_reduce(part.clone(), mode)[ROW],
+                all_reduce(part[ROW : ROW + 1].clone(), mode)[0],
+            )
     return made
 
 
@@ -44,20 +50,35 @@ def gathered(group: Group) -> tuple[Tensor, Tensor, bool, bool]:
     """Columns of all ranks but the last one's last, a row of rank 0, and what ranks agree on."""
     own = torch.arange(6).view(2, 3) + 100 * group.rank
     row = broadcast(torch.tensor([group.rank, 7]), group)
-    return gather_last(own, group, 3 * group.size - 1), row, all_agree(True, group), all_agree(group.rank != 2, group)
+    return (
+        gather_last(own, group, 3 * group.size - 1),
+        row,
+        all_agree(True, group),
+        all_agree(group.rank != 2, group),
+    )
 
 
 class FewRows(DenseLinear):
     """A layer with a product of few rows that may be left in partial sums, as on a GPU."""
 
     def few_rows(
-        self, x: Tensor, *, activation: str | None = None, may_split: bool = False, ahead: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        activation: str | None = None,
+        may_split: bool = False,
+        ahead: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.few_rows`."""
-        return torch.stack([self(x), torch.zeros(len(x), self.out_features)]) if may_split else self(x)
+        return (
+            torch.stack([self(x), torch.zeros(len(x), self.out_features)]) if may_split else self(x)
+        )
 
 
-WHOLE, INPUTS, BIAS = (torch.randn(shape, generator=torch.Generator().manual_seed(9)) for shape in ((10, 8), (3, 8), (10,)))
+WHOLE, INPUTS, BIAS = (
+    torch.randn(shape, generator=torch.Generator().manual_seed(9))
+    for shape in ((10, 8), (3, 8), (10,))
+)
 NORM = Norm(torch.linspace(0.5, 1.5, 8), 1e-6)
 
 
@@ -71,7 +92,9 @@ def divided(group: Group) -> dict[str, Tensor]:
     rows = F.pad(WHOLE, (0, 0, 0, tokens * size - 10))[rank * tokens : (rank + 1) * tokens]
     few = row.few_rows(INPUTS[:, columns], may_split=True)
     assert few is not None
-    (normed,) = norm_divided((INPUTS[:, columns],), (Norm(NORM.weight[columns], NORM.epsilon),), group)
+    (normed,) = norm_divided(
+        (INPUTS[:, columns],), (Norm(NORM.weight[columns], NORM.epsilon),), group
+    )
     return {
         "product": row(INPUTS[:, columns]),
         "with a residual": row(INPUTS[:, columns], torch.ones(3, 10)),
@@ -83,23 +106,37 @@ def divided(group: Group) -> dict[str, Tensor]:
     }
 
 
-def work(group: Group) -> tuple[dict[tuple[bool, torch.dtype], Sums], tuple[Tensor, Tensor, bool, bool], dict[str, Tensor]]:
+def work(
+    group: Group,
+) -> tuple[
+    dict[tuple[bool, torch.dtype], Sums], tuple[Tensor, Tensor, bool, bool], dict[str, Tensor]
+]:
     """All of it in one start of the ranks."""
     return sums(group), gathered(group), divided(group)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others_in_the_ordered_mode() -> None:
-    """And not in the backend's own, or this could not fail. All ranks have the same bits in either."""
+    """And not in the backend's own, or this could not fail.
+    All ranks have the same bits in either.
+    """
     ranks = run_ranks(RANKS, work)
     for key in ranks[0][0]:
         ordered, dtype = key
         made = [rank[0][key] for rank in ranks]
-        assert all(torch.equal(one.among_others, made[0].among_others) and torch.equal(one.alone, made[0].alone) for one in made)
+        assert all(
+            torch.equal(one.among_others, made[0].among_others)
+            and torch.equal(one.alone, made[0].alone)
+            for one in made
+        )
         assert torch.equal(made[0].alone, made[0].among_others) is ordered, (ordered, dtype)
         exact = sum(one.part[ROW].double() for one in made)
         assert isinstance(exact, Tensor)
         # Three roundings of sums no larger than that of the sizes.
-        most = 3 * torch.finfo(dtype).eps * torch.stack([one.part[ROW].double().abs() for one in made]).sum(0)
+        most = (
+            3
+            * torch.finfo(dtype).eps
+            * torch.stack([one.part[ROW].double().abs() for one in made]).sum(0)
+        )
         assert ((made[0].alone.double() - exact).abs() <= most).all()
     check_divided(ranks[RANKS - 1][2])
     for columns, row, agreed, disagreed in (rank[1] for rank in ranks):
@@ -128,4 +165,9 @@ def check_divided(found: dict[str, Tensor]) -> None:
 def test_one_process_is_no_group() -> None:
     """Nothing is copied, nor rounded."""
     x = torch.randn(3)
-    assert all_reduce(x, None) is x and gather_last(x, None, 3) is x and broadcast(x, None) is x and all_agree(True, None)
+    assert (
+        all_reduce(x, None) is x
+        and gather_last(x, None, 3) is x
+        and broadcast(x, None) is x
+        and all_agree(True, None)
+    )

@@ -20,9 +20,16 @@ def refuse() -> str:
     ],
 )
 def test_all_or_none(
-    fails: bool, right: bool, others: tuple[int, int], asked: list[int], said: str | None, caplog: pytest.LogCaptureFixture
+    fails: bool,
+    right: bool,
+    others: tuple[int, int],
+    asked: list[int],
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Catches a rank that goes on with what another one lacks, and one that asks once more than the others."""
+    """Catches a rank that goes on with what another one lacks, and one that asks once more than the
+    others.
+    """
     own: list[int] = []
 
     def least(number: int) -> int:

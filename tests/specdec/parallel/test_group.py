@@ -25,7 +25,9 @@ def test_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        InvalidInputError, match="WORLD_SIZE is 2 and MASTER_ADDR, MASTER_PORT is not set; start the ranks with torchrun"
+        InvalidInputError,
+        match="WORLD_SIZE is 2 and MASTER_ADDR, MASTER_PORT is not set; start the ranks with"
+        " torchrun",
     ):
         join_group(CPU)
 
@@ -36,11 +38,17 @@ def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_device(GPU) == GPU
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert rank_device(GPU) == torch.device("cuda", 3)
-    assert rank_device(torch.device("cuda", 1)) == torch.device("cuda", 1) and rank_device(CPU) == CPU
+    assert (
+        rank_device(torch.device("cuda", 1)) == torch.device("cuda", 1) and rank_device(CPU) == CPU
+    )
 
 
 def test_shares_are_neighbors() -> None:
-    assert [list(Group(rank, 3, None, None).share(6)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [list(Group(rank, 3, None, None).share(6)) for rank in range(3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
 
 
 def test_no_shared_memory_on_a_cpu() -> None:

@@ -1,4 +1,6 @@
-"""Two processes, of which rank 0 is this one, decode as one engine: the tokens are those of a process alone."""
+"""Two processes, of which rank 0 is this one, decode as one engine: the tokens are those of a
+process alone.
+"""
 
 import json
 import os
@@ -46,7 +48,9 @@ def one(folder: Path) -> SpecDecoder:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Iterator[SpecDecoder]:
-    decoder = SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2))
+    decoder = SpecDecoder.from_pretrained(
+        folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2)
+    )
     yield decoder
     decoder.close()
 
@@ -54,24 +58,37 @@ def two(folder: Path) -> Iterator[SpecDecoder]:
 def again(decoder: SpecDecoder, drafters: str = "ngram", **config: Any) -> SpecDecoder:
     """The same target with another engine."""
     drafter = find_drafter(drafters)(decoder.verifier)
-    return SpecDecoder(decoder.verifier, decoder.tokenizer, drafter, EngineConfig(max_num_seqs=2, **config))
+    return SpecDecoder(
+        decoder.verifier, decoder.tokenizer, drafter, EngineConfig(max_num_seqs=2, **config)
+    )
 
 
 def written(results: list[GenerationResult]) -> list[tuple[list[int], str, str]]:
     return [(result.token_ids, result.text, result.finish_reason) for result in results]
 
 
-@pytest.mark.parametrize(("k", "sampling"), [(0, SAMPLED), (3, {}), (7, SAMPLED), ("auto", {})], ids=str)
-def test_tokens_are_those_of_one_process(one: SpecDecoder, two: SpecDecoder, k: Any, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("k", "sampling"), [(0, SAMPLED), (3, {}), (7, SAMPLED), ("auto", {})], ids=str
+)
+def test_tokens_are_those_of_one_process(
+    one: SpecDecoder, two: SpecDecoder, k: Any, sampling: dict[str, Any]
+) -> None:
     """More prompts than are decoded at once, in chunks."""
     config = {"num_draft_tokens": k, "max_prefill_tokens": 7, "seed": 3}
-    expected, got = (again(decoder, **config).generate(PROMPTS, max_tokens=14, **sampling) for decoder in (one, two))
+    expected, got = (
+        again(decoder, **config).generate(PROMPTS, max_tokens=14, **sampling)
+        for decoder in (one, two)
+    )
     assert written(got) == written(expected)
     assert k == "auto" or [result.stats for result in got] == [result.stats for result in expected]
 
 
-def test_what_comes_ends_and_is_cancelled_on_rank_0_alone(one: SpecDecoder, two: SpecDecoder) -> None:
-    """Requests come while others decode, one is cancelled while it waits and one while it decodes, two end at stop strings."""
+def test_what_comes_ends_and_is_cancelled_on_rank_0_alone(
+    one: SpecDecoder, two: SpecDecoder
+) -> None:
+    """Requests come while others decode, one is cancelled while it waits and one while it decodes,
+    two end at stop strings.
+    """
     longest = one.generate(PROMPTS[0], max_tokens=40, ignore_eos=True)
     stop = (longest.text[9:11],)
     assert 2 <= longest.text.index(stop[0]) <= 9
@@ -87,7 +104,12 @@ def test_what_comes_ends_and_is_cancelled_on_rank_0_alone(one: SpecDecoder, two:
             session.step()
             if step == 2:
                 handles += [session.submit(prompt, sampling) for prompt in PROMPTS[2:]]
-                handles.append(session.submit(PROMPTS[0], SamplingParams(max_tokens=30, stop=stop, temperature=0.5, seed=8)))
+                handles.append(
+                    session.submit(
+                        PROMPTS[0],
+                        SamplingParams(max_tokens=30, stop=stop, temperature=0.5, seed=8),
+                    )
+                )
             if step == 4:
                 handles[1].cancel()
                 handles[3].cancel()
@@ -96,10 +118,17 @@ def test_what_comes_ends_and_is_cancelled_on_rank_0_alone(one: SpecDecoder, two:
         assert session.idle
         outputs.append(written([handle.result() for handle in handles]))
     assert outputs[0] == outputs[1]
-    assert [reason for _, _, reason in outputs[1]][:4] == ["stop", "cancelled", "length", "cancelled"]
+    assert [reason for _, _, reason in outputs[1]][:4] == [
+        "stop",
+        "cancelled",
+        "length",
+        "cancelled",
+    ]
 
 
-def test_prefixes_are_found_and_requests_preempted_alike(one: SpecDecoder, two: SpecDecoder) -> None:
+def test_prefixes_are_found_and_requests_preempted_alike(
+    one: SpecDecoder, two: SpecDecoder
+) -> None:
     """A cache that is too small for all; every step compares the schedules of the ranks."""
     per_block = 16 * sum(spec.bytes_per_token(torch.float32) for spec in one.verifier.kv_specs)
     prompts = [[*range(3, 36), last] for last in range(4)]
@@ -110,17 +139,24 @@ def test_prefixes_are_found_and_requests_preempted_alike(one: SpecDecoder, two: 
             decoder.tokenizer,
             find_drafter("ngram")(decoder.verifier),
             EngineConfig(
-                max_num_seqs=4, num_draft_tokens=3, max_model_len=90, cache=CacheConfig(memory_bytes=11 * per_block // share)
+                max_num_seqs=4,
+                num_draft_tokens=3,
+                max_model_len=90,
+                cache=CacheConfig(memory_bytes=11 * per_block // share),
             ),
         )
         first = small.generate(prompts, max_tokens=40, ignore_eos=True)
-        outputs.append(written(first + small.generate(prompts[:2], max_tokens=30, temperature=1.0, seed=2)))
+        outputs.append(
+            written(first + small.generate(prompts[:2], max_tokens=30, temperature=1.0, seed=2))
+        )
         assert small.engine.scheduler.num_preemptions > 0
     assert outputs[0] == outputs[1]
 
 
 def test_what_is_asked_of_the_target_alone(one: SpecDecoder, two: SpecDecoder) -> None:
-    """Logits and scores outside any engine, also while threads decode; they differ by the order in which halves are added up."""
+    """Logits and scores outside any engine, also while threads decode; they differ by the order in
+    which halves are added up.
+    """
     with ThreadPoolExecutor(3) as threads:
         outputs = [threads.submit(two.generate, prompt, max_tokens=20) for prompt in PROMPTS[:2]]
         asked = threads.submit(two.next_token_logits, PROMPTS[0])
@@ -135,7 +171,9 @@ def test_what_is_asked_of_the_target_alone(one: SpecDecoder, two: SpecDecoder) -
 
 
 def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
-    """Each rank has room for so many blocks, and all take as many as the one with the least memory."""
+    """Each rank has room for so many blocks, and all take as many as the one with the
+    least memory.
+    """
     per_block = 16 * sum(spec.bytes_per_token(torch.float32) for spec in two.verifier.kv_specs)
     before = parts.specdec.engine.memory.default_cache_bytes
     everywhere(two.verifier, parts.have_memory, 40 * per_block, 23 * per_block)
@@ -150,11 +188,23 @@ def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
 
 
 def test_requests_begin_again_alike(one: SpecDecoder, two: SpecDecoder) -> None:
-    """What is not finite on account of a draft is computed again without any, on all ranks in the same step."""
+    """What is not finite on account of a draft is computed again without any, on all ranks in the
+    same step.
+    """
     expected = again(one, num_draft_tokens=3).generate(PROMPTS, max_tokens=14)
-    used = {token for prompt, result in zip(PROMPTS, expected, strict=True) for token in (*prompt, *result.token_ids)}
+    used = {
+        token
+        for prompt, result in zip(PROMPTS, expected, strict=True)
+        for token in (*prompt, *result.token_ids)
+    }
     decoder = again(two, num_draft_tokens=3, pipeline_depth=1)
-    everywhere(two.verifier, parts.spoil_drafts, two.verifier, decoder.engine, min(set(range(3, 90)) - used))
+    everywhere(
+        two.verifier,
+        parts.spoil_drafts,
+        two.verifier,
+        decoder.engine,
+        min(set(range(3, 90)) - used),
+    )
     try:
         results = decoder.generate(PROMPTS, max_tokens=14)
     finally:
@@ -165,10 +215,17 @@ def test_requests_begin_again_alike(one: SpecDecoder, two: SpecDecoder) -> None:
 
 @pytest.mark.parametrize("k", [3, "auto"])
 def test_no_rank_goes_by_its_own_clock(one: SpecDecoder, two: SpecDecoder, k: Any) -> None:
-    """Whether models draft: they ask the target's divided head, where a rank that left them out would be missing."""
-    expected, got = (again(decoder, "ngram+tests.helpers.tiny_ranks:random_drafter", num_draft_tokens=k) for decoder in (one, two))
+    """Whether models draft: they ask the target's divided head, where a rank that left them out
+    would be missing.
+    """
+    expected, got = (
+        again(decoder, "ngram+tests.helpers.tiny_ranks:random_drafter", num_draft_tokens=k)
+        for decoder in (one, two)
+    )
     everywhere(two.verifier, parts.judge_apart, got.engine)
-    assert written(got.generate(PROMPTS, max_tokens=14)) == written(expected.generate(PROMPTS, max_tokens=14))
+    assert written(got.generate(PROMPTS, max_tokens=14)) == written(
+        expected.generate(PROMPTS, max_tokens=14)
+    )
 
 
 def test_all_capture_or_none(two: SpecDecoder) -> None:
@@ -187,13 +244,21 @@ def test_all_go_on_from_rank_0s_outcome(two: SpecDecoder, monkeypatch: pytest.Mo
 
 
 def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
-    """A drafter of this process is refused; neither what cannot be sent nor a fork harms the group."""
+    """A drafter of this process is refused; neither what cannot be sent nor a fork harms
+    the group.
+    """
     ready = find_drafter("ngram")(two.verifier)
-    with pytest.raises(SpecDecError, match=r"drafter is a .* of this process, and every rank of the target's group makes its own"):
+    with pytest.raises(
+        SpecDecError,
+        match=r"drafter is a .* of this process, and every rank of the target's group makes its"
+        r" own",
+    ):
         find_drafter(ready)(two.verifier)
     with pytest.raises(SpecDecError, match="the other ranks cannot be told of this call"):
         everywhere(two.verifier, lambda: None)
-    if (fork := os.fork()) == 0:  # a child that ends as programs do, and would end the group of its parent
+    if (
+        fork := os.fork()
+    ) == 0:  # a child that ends as programs do, and would end the group of its parent
         try:
             current().end()  # type: ignore[union-attr]
         finally:
@@ -213,8 +278,16 @@ def test_ranks_listen_on_loopback_alone(two: SpecDecoder) -> None:
     ("how", "said"),
     [
         ("killed", "rank 1 of the tensor-parallel group was ended by SIGKILL"),
-        ("stopped", "rank 1 of the tensor-parallel group was stopped for .* s, as by SIGSTOP, and has been ended"),
-        ("astray", r"rank 1 of the tensor-parallel group failed: RuntimeError: this rank's schedule \[.*\] is not rank 0's"),
+        (
+            "stopped",
+            "rank 1 of the tensor-parallel group was stopped for .* s, as by SIGSTOP, and has been"
+            " ended",
+        ),
+        (
+            "astray",
+            r"rank 1 of the tensor-parallel group failed: RuntimeError: this rank's schedule \[.*\]"
+            r" is not rank 0's",
+        ),
     ],
 )
 def test_a_rank_that_ends_in_a_step_ends_the_group(
@@ -222,7 +295,9 @@ def test_a_rank_that_ends_in_a_step_ends_the_group(
 ) -> None:
     """With one line; another group can be started then."""
     two.close()  # a process has one group at a time
-    decoder = SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2))
+    decoder = SpecDecoder.from_pretrained(
+        folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2)
+    )
     if how == "astray":
         everywhere(decoder.verifier, parts.lose_a_block, decoder.engine)
     elif how == "stopped":
@@ -242,16 +317,24 @@ def test_a_rank_of_torchrun_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(siblings, "LOOK", 0.01)
     mirror: Any = SimpleNamespace(ended=None)
     with subprocess.Popen(["sleep", "600"]) as stopped, subprocess.Popen(["sleep", "600"]) as other:
-        monkeypatch.setattr(launch, "_lost", lambda mirror, line: mirror.__dict__.update(ended=line))
+        monkeypatch.setattr(
+            launch, "_lost", lambda mirror, line: mirror.__dict__.update(ended=line)
+        )
         stopped.send_signal(signal.SIGSTOP)
         in_time(lambda: launch._watch(mirror, [other.pid, stopped.pid]))
         assert stopped.wait() == -signal.SIGKILL and other.poll() is None
         other.kill()
-    assert mirror.ended == "rank 1 of the tensor-parallel group was stopped for 0.2 s, as by SIGSTOP, and has been ended"
+    assert (
+        mirror.ended
+        == "rank 1 of the tensor-parallel group was stopped for 0.2 s, as by SIGSTOP, and has been"
+        " ended"
+    )
 
 
 def test_two_interrupts_of_a_call_end_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one comes while the first is dealt with; the other ranks are in the midst of a call, so nothing goes on."""
+    """The second one comes while the first is dealt with; the other ranks are in the midst of a
+    call, so nothing goes on.
+    """
     monkeypatch.setattr(mirrors, "Wire", lambda *_: SimpleNamespace(say=lambda *_: None))
     mirror = Mirror(Group(0, 2, None, None))
 
@@ -261,15 +344,22 @@ def test_two_interrupts_of_a_call_end_the_group(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(mirror, "_fail", interrupted)
     with pytest.raises(KeyboardInterrupt), mirror.together():
         interrupted()
-    with pytest.raises(SpecDecError, match="ended after an interruption; load the target again"), mirror.together():
+    with (
+        pytest.raises(SpecDecError, match="ended after an interruption; load the target again"),
+        mirror.together(),
+    ):
         pytest.fail("went on")
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_device_that_waits_for_a_lost_rank_does_not_keep_the_process(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_waits_for_a_lost_rank_does_not_keep_the_process(
+    failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     armed: list[float] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(launch.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+    monkeypatch.setattr(
+        launch.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds)
+    )
     monkeypatch.setattr(mirrors, "Wire", lambda *_: SimpleNamespace(close=lambda *_: None))
     mirror = Mirror(Group(0, 2, None, None))
     if failed:
@@ -291,9 +381,14 @@ everywhere(decoder.verifier, lockstep_parts.wait, 600)
 
 @pytest.mark.parametrize("killed", ["rank 0", "rank 1"])
 def test_ranks_that_no_collective_wakes_end_with_each_other(folder: Path, killed: str) -> None:
-    """Of a program without a guard around what it does; both are in the midst of a call, as when a device does not answer."""
+    """Of a program without a guard around what it does; both are in the midst of a call, as when a
+    device does not answer.
+    """
     program = subprocess.Popen(
-        [sys.executable, "-c", _ALONE, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", _ALONE, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert program.stdout is not None
     sibling = int(program.stdout.readline().split()[0])
@@ -302,7 +397,9 @@ def test_ranks_that_no_collective_wakes_end_with_each_other(folder: Path, killed
     wait_until(lambda: not is_running(sibling) and not is_running(program.pid))
     said = program.communicate()[1].splitlines()
     line = "specdec: error: rank 1 of the tensor-parallel group was ended by SIGKILL"
-    assert (killed == "rank 0" or line in said) and program.returncode == (-signal.SIGKILL if killed == "rank 0" else 1)
+    assert (killed == "rank 0" or line in said) and program.returncode == (
+        -signal.SIGKILL if killed == "rank 0" else 1
+    )
 
 
 def is_running(process: int) -> bool:
@@ -320,11 +417,15 @@ status = main(sys.argv[1:])
 sys.setswitchinterval(100)
 sys.exit(status)
 """
-"""The command line. At its end no other thread gets the interpreter any more, and one that waits for it aborts the process."""
+"""The command line. At its end no other thread gets the interpreter any more, and one that waits
+for it aborts the process.
+"""
 
 
 def test_torchrun(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The command line, printed once; tokens are those of one process, and its end does not depend on other threads."""
+    """The command line, printed once; tokens are those of one process, and its end does not depend
+    on other threads.
+    """
     command = [
         "generate",
         "abcabc",
@@ -343,7 +444,14 @@ def test_torchrun(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert main(command) == 0
     alone = capfd.readouterr().out
     (tmp_path / "command.py").write_text(ENDS_AT_ONCE, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     together = subprocess.run(
         [*torchrun, str(tmp_path / "command.py"), *command],
         capture_output=True,
@@ -361,19 +469,29 @@ def _texts(lines: str) -> list[Any]:
 
 
 def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More ranks than accelerators, an accelerator by its number, and another number of ranks than torchrun has started."""
+    """More ranks than accelerators, an accelerator by its number, and another number of ranks than
+    torchrun has started.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launch.device_of_rank(torch.device("cuda"), 1, 2) == torch.device("cuda", 1)
-    with pytest.raises(SpecDecError, match="tensor_parallel is 4 and this machine has 2 accelerators; start at most 2 ranks"):
+    with pytest.raises(
+        SpecDecError,
+        match="tensor_parallel is 4 and this machine has 2 accelerators; start at most 2 ranks",
+    ):
         launch.device_of_rank(torch.device("cuda"), 0, 4)
     with pytest.raises(
-        SpecDecError, match="device is 'cuda:1' and tensor_parallel 2, whose ranks take cuda:0 to cuda:1; give cuda"
+        SpecDecError,
+        match="device is 'cuda:1' and tensor_parallel 2, whose ranks take cuda:0 to cuda:1; give"
+        " cuda",
     ):
         launch.device_of_rank(torch.device("cuda:1"), 0, 2)
     monkeypatch.setattr(launch.mirrors, "_current", None)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SpecDecError, match="tensor_parallel is 2 and torchrun has started 3 ranks; give 3, or leave it out"):
+    with pytest.raises(
+        SpecDecError,
+        match="tensor_parallel is 2 and torchrun has started 3 ranks; give 3, or leave it out",
+    ):
         SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=2)
     with pytest.raises(SpecDecError, match="tensor_parallel is 0; it must be at least 1"):
         SpecDecoder.from_pretrained(folder, **LOAD, tensor_parallel=0)

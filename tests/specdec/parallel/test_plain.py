@@ -1,4 +1,6 @@
-"""What ranks say to each other: plain fields, sealed; whatever else comes makes nothing and calls nothing."""
+"""What ranks say to each other: plain fields, sealed; whatever else comes makes nothing and calls
+nothing.
+"""
 
 import json
 import pickle
@@ -26,7 +28,13 @@ VALUES: list[Any] = [
     next_token_logits,
     LoadConfig(device="cpu", tensor_parallel=2),
     EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=5, prefix_caching=False)),
-    SamplingParams(seed=2**62, stop=("a",), logit_bias=((3, -1.5),), grammar=Grammar.regex("a+"), prompt_logprobs=0),
+    SamplingParams(
+        seed=2**62,
+        stop=("a",),
+        logit_bias=((3, -1.5),),
+        grammar=Grammar.regex("a+"),
+        prompt_logprobs=0,
+    ),
     SamplingParams(),
 ]
 
@@ -99,8 +107,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> deque[Any]:
 
 
 def test_a_message_is_heard_if_it_has_the_seal_of_the_run(sent: deque[Any]) -> None:
-    """One that was said with another secret, changed, left out or said again is not; with payload and without."""
-    leader, other, follower = (Wire(Group(0, 2, None, None), secret) for secret in (b"ours", b"theirs", b"ours"))
+    """One that was said with another secret, changed, left out or said again is not; with payload
+    and without.
+    """
+    leader, other, follower = (
+        Wire(Group(0, 2, None, None), secret) for secret in (b"ours", b"theirs", b"ours")
+    )
     for payload in (b"", b"news"):
         leader.say([1, -2], payload)
         assert follower.hear() == Message([1, -2, *[0] * 9], payload)
@@ -108,7 +120,11 @@ def test_a_message_is_heard_if_it_has_the_seal_of_the_run(sent: deque[Any]) -> N
     other.say([1])
     with pytest.raises(RuntimeError, match=refused):
         follower.hear()
-    for spoil in (lambda: sent[0].add_(1), lambda: sent[-1].add_(1), lambda: sent.extendleft([sent[1], sent[0]])):
+    for spoil in (
+        lambda: sent[0].add_(1),
+        lambda: sent[-1].add_(1),
+        lambda: sent.extendleft([sent[1], sent[0]]),
+    ):
         leader, follower = (Wire(Group(rank, 2, None, None), b"ours") for rank in (0, 1))
         leader.say([3], b"news")
         spoil()

@@ -1,4 +1,6 @@
-"""The process of another rank ends with rank 0, by each of its two guards alone, while it waits for nothing that would wake it."""
+"""The process of another rank ends with rank 0, by each of its two guards alone, while it waits for
+nothing that would wake it.
+"""
 
 import json
 import os
@@ -29,11 +31,22 @@ time.sleep(600)
 
 def settings(folder: object, parent: int) -> Settings:
     """Of a rank that waits in a folder where nobody comes, as when rank 0 still imports."""
-    return Settings(path=sys.path, rank=1, size=2, folder=str(folder), secret="00", device="cpu", threads=1, parent=parent)
+    return Settings(
+        path=sys.path,
+        rank=1,
+        size=2,
+        folder=str(folder),
+        secret="00",
+        device="cpu",
+        threads=1,
+        parent=parent,
+    )
 
 
 def lives(process: int) -> bool:
-    """Whether the process is there and has not ended; a zombie (Z) has. Whether it runs or sleeps is the machine's affair."""
+    """Whether the process is there and has not ended; a zombie (Z) has. Whether it runs or sleeps
+    is the machine's affair.
+    """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -42,8 +55,12 @@ def lives(process: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
 def test_the_signal_of_the_kernel_ends_it(tmp_path: Path) -> None:
-    """Rank 0 is killed, and a fork of it, such as a program's own worker, still holds the other end of the pipe."""
-    program = subprocess.Popen([sys.executable, "-c", _RANK_0, json.dumps(settings(tmp_path, 0))], stdout=subprocess.PIPE)
+    """Rank 0 is killed, and a fork of it, such as a program's own worker, still holds the other end
+    of the pipe.
+    """
+    program = subprocess.Popen(
+        [sys.executable, "-c", _RANK_0, json.dumps(settings(tmp_path, 0))], stdout=subprocess.PIPE
+    )
     assert program.stdout is not None
     rank_1, fork = map(int, program.stdout.readline().split())
     try:
@@ -60,14 +77,17 @@ def test_the_signal_of_the_kernel_ends_it(tmp_path: Path) -> None:
 
 
 _GUARDED = (
-    "import os, sys, time; from specdec.parallel.rank import _end_with; _end_with(os.getppid()); print(flush=True); time.sleep(600)"
+    "import os, sys, time; from specdec.parallel.rank import _end_with;"
+    " _end_with(os.getppid()); print(flush=True); time.sleep(600)"
 )
 
 
 @contextmanager
 def started(program: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
     """A process with its input and its output, which has ended afterwards."""
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             yield process, process.stdin, process.stdout

@@ -19,19 +19,34 @@ ONE: list[dict[str, str]] = [
     {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "some-host"},
     {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"},
 ]
-SEVERAL = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "29400"}
+SEVERAL = {
+    "WORLD_SIZE": "4",
+    "RANK": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.1.2.3",
+    "MASTER_PORT": "29400",
+}
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing of torchrun's."""
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *INTERFACES):
+    for name in (
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        *INTERFACES,
+    ):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
 @pytest.mark.parametrize("started", ONE, ids=["by rank 0", "by torchrun", "by hand"])
-def test_ranks_of_one_machine_use_loopback(started: dict[str, str], environment: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_machine_use_loopback(
+    started: dict[str, str], environment: pytest.MonkeyPatch
+) -> None:
     """While groups are made; an interface that the user has named stays."""
     for name, value in started.items():
         environment.setenv(name, value)
@@ -42,7 +57,9 @@ def test_ranks_of_one_machine_use_loopback(started: dict[str, str], environment:
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="asks Linux")
-def test_ranks_of_several_machines_say_what_they_open(environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_of_several_machines_say_what_they_open(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, value in SEVERAL.items():
         environment.setenv(name, value)
     with socket.create_server(("127.0.0.1", 0)) as old, ExitStack() as new:
@@ -53,10 +70,15 @@ def test_ranks_of_several_machines_say_what_they_open(environment: pytest.Monkey
         assert {("127.0.0.1", port) for port in (*ports, old.getsockname()[1])} <= listening()
     [line] = [record.getMessage() for record in caplog.records]
     found = ", ".join(f"127.0.0.1:{port}" for port in sorted(ports))
-    assert line.startswith(f"ranks on several machines meet at 10.1.2.3:29400, and this one listens on {found}, without a secret;")
+    assert line.startswith(
+        f"ranks on several machines meet at 10.1.2.3:29400, and this one listens on {found},"
+        f" without a secret;"
+    )
 
 
-def test_a_meeting_place_that_was_left_goes_with_the_next(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_meeting_place_that_was_left_goes_with_the_next(
+    environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Those that are held stay."""
     environment.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = MeetingPlace(), MeetingPlace()
@@ -66,7 +88,10 @@ def test_a_meeting_place_that_was_left_goes_with_the_next(environment: pytest.Mo
     third.remove()
     assert [path.name for path in tmp_path.iterdir()] == [second.path.name]
     environment.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(CapacityError, match=r"ranks need a folder to meet in, and there is none: .*; set TMPDIR to one"):
+    with pytest.raises(
+        CapacityError,
+        match=r"ranks need a folder to meet in, and there is none: .*; set TMPDIR to one",
+    ):
         MeetingPlace()
     second.remove()
 
@@ -81,6 +106,8 @@ def test_without_loopback_the_start_says_so(environment: pytest.MonkeyPatch) -> 
     environment.setattr(sockets.socket, "create_server", refuse)
     environment.setattr(launch, "Siblings", lambda _: pytest.fail("started"))
     with pytest.raises(
-        CapacityError, match=r"nothing can be reached there \(Cannot assign requested address\); bring the loopback"
+        CapacityError,
+        match=r"nothing can be reached there \(Cannot assign requested address\); bring the"
+        r" loopback",
     ):
         launch._start(2, launch.torch.device("cpu"))

@@ -1,7 +1,8 @@
-"""Drafts that share the target's noise: how often they are right, and why only equality may judge them.
+"""Drafts that share the target's noise: how often they are right, and why only equality may judge
+them.
 
-Seeds are fixed. Rates are judged at five standard errors and distributions at 1e-6, about twenty comparisons in all: a fresh
-choice of seeds would raise a false alarm in about one run of 40,000.
+Seeds are fixed. Rates are judged at five standard errors and distributions at 1e-6, about twenty
+comparisons in all: a fresh choice of seeds would raise a false alarm in about one run of 40,000.
 """
 
 import pytest
@@ -23,7 +24,9 @@ AT = torch.arange(POSITIONS).expand(SEEDS, -1)
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeping 400,000 short rows takes ten times as long as computing them; `test_sampler` shows that it changes none."""
+    """Keeping 400,000 short rows takes ten times as long as computing them; `test_sampler` shows
+    that it changes none.
+    """
     monkeypatch.setattr(noise_module, "REMEMBERED", 0)
 
 
@@ -36,14 +39,18 @@ def everywhere(logits: Tensor) -> Tensor:
 
 
 def match_probability(p: Tensor, q: Tensor) -> float:
-    """J(p, q) = sum_x 1 / sum_y max(p_y / p_x, q_y / q_x), in float64 (Daliri, Musco and Suresh, arXiv 2408.07978)."""
+    """J(p, q) = sum_x 1 / sum_y max(p_y / p_x, q_y / q_x), in float64 (Daliri, Musco and Suresh,
+    arXiv 2408.07978).
+    """
     return float((1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(dim=1)).sum())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 2.5])
 def test_one_draft_is_right_as_often_as_the_formula_says(spread: float, temperature: float) -> None:
-    """Over 400,000 positions; between the bound of any scheme without communication and that of rejection sampling."""
+    """Over 400,000 positions; between the bound of any scheme without communication and that of
+    rejection sampling.
+    """
     drafter = TARGET + spread * torch.randn(V, generator=torch.Generator().manual_seed(1))
     sampling = sampling_of(temperature)
     drafts, _ = candidates(everywhere(drafter), sampling, AT, 1)
@@ -59,14 +66,19 @@ def test_one_draft_is_right_as_often_as_the_formula_says(spread: float, temperat
 
 def test_a_drafter_that_knows_the_target_is_always_right() -> None:
     """The same tokens to the last, where filters drop some, too."""
-    params = [SamplingParams(temperature=0.9, top_k=4), SamplingParams(temperature=1.4, top_p=0.8, min_p=0.02)] * (SEEDS // 2)
+    params = [
+        SamplingParams(temperature=0.9, top_k=4),
+        SamplingParams(temperature=1.4, top_p=0.8, min_p=0.02),
+    ] * (SEEDS // 2)
     sampling = SamplingTensors.of(params, range(SEEDS))
     drafts, _ = candidates(everywhere(TARGET), sampling, AT, 1)
     assert torch.equal(drafts.squeeze(-1), sample(everywhere(TARGET), sampling, AT)[0])
 
 
 def kept_by_ratio(drafter: Tensor, *, shared: bool) -> Tensor:
-    """Drafts by the target's noise, kept with probability p / q and else drawn from the residual, by the same noise or another."""
+    """Drafts by the target's noise, kept with probability p / q and else drawn from the residual,
+    by the same noise or another.
+    """
     p, q = TARGET.softmax(0), drafter.softmax(0)
     seeds = torch.arange(SEEDS)
     noise = gumbel(stream(seeds, AT, Purpose.SAMPLE), V)
@@ -80,12 +92,16 @@ def kept_by_ratio(drafter: Tensor, *, shared: bool) -> Tensor:
 def chi_square(tokens: Tensor) -> float:
     """Of tokens against the target's distribution."""
     p = TARGET.double().softmax(0)
-    return float(stats.chisquare(tokens.flatten().bincount(minlength=V).numpy(), (p * tokens.numel()).numpy()).statistic)
+    return float(
+        stats.chisquare(
+            tokens.flatten().bincount(minlength=V).numpy(), (p * tokens.numel()).numpy()
+        ).statistic
+    )
 
 
 def test_shared_noise_and_ratios_do_not_go_together() -> None:
-    """The residual must not be drawn with the noise that chose the draft: far off the target, where equality is not, nor ratios
-    with noise of their own.
+    """The residual must not be drawn with the noise that chose the draft: far off the target, where
+    equality is not, nor ratios with noise of their own.
     """
     drafter = TARGET + torch.randn(V, generator=torch.Generator().manual_seed(1))
     threshold = float(stats.chi2.isf(1e-6, V - 1))

@@ -9,8 +9,12 @@ from specdec.sampling.logprobs import ROWS, Unpacked, logprobs_of, num_packed, t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top", [0, 1, 8])
 def test_values_and_the_likeliest(top: int, dtype: torch.dtype) -> None:
-    """Also of more rows than are in work at once, and of tokens that are not among the likeliest."""
-    logits = (4 * torch.randn(ROWS + 3, 2, 300, generator=torch.Generator().manual_seed(0))).to(dtype)
+    """Also of more rows than are in work at once,
+    and of tokens that are not among the likeliest.
+    """
+    logits = (4 * torch.randn(ROWS + 3, 2, 300, generator=torch.Generator().manual_seed(0))).to(
+        dtype
+    )
     tokens = torch.randint(300, logits.shape[:2], generator=torch.Generator().manual_seed(1))
     tokens[0] = logits[0].argmax(-1)
     found, exact = logprobs_of(logits, tokens, top), logits.double().log_softmax(-1)
@@ -20,7 +24,9 @@ def test_values_and_the_likeliest(top: int, dtype: torch.dtype) -> None:
     assert (found.top_values - exact.topk(top).values).abs().amax().item() <= bound if top else True
     assert torch.equal(logits.gather(-1, found.top_ids), logits.topk(top).values)
     if top:
-        assert torch.equal(found.values[0], found.top_values[0, :, 0]), "of one token both are the same number"
+        assert torch.equal(found.values[0], found.top_values[0, :, 0]), (
+            "of one token both are the same number"
+        )
 
 
 def test_equal_logits_come_in_the_order_of_their_tokens() -> None:
@@ -30,7 +36,9 @@ def test_equal_logits_come_in_the_order_of_their_tokens() -> None:
 
 
 def test_more_than_the_vocabulary_has() -> None:
-    """The columns of a table are a power of two; a request may not ask for more tokens than there are."""
+    """The columns of a table are a power of two; a request may not ask for more tokens than there
+    are.
+    """
     found = logprobs_of(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), 4)
     assert found.top_ids[:, :3].tolist() == [[1, 2, 0]] and found.top_ids.shape == (1, 4)
 

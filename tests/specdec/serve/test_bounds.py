@@ -1,4 +1,6 @@
-"""What a request may ask at most is checked before anything is made of it, and texts become tokens no further than needed."""
+"""What a request may ask at most is checked before anything is made of it, and texts become tokens
+no further than needed.
+"""
 
 from __future__ import annotations
 
@@ -78,16 +80,27 @@ def refusal(live: Live, path: str, body: Any, status: int = 400) -> str:
         ({"logit_bias": {"5": 10**400}}, "logit_bias"),
         ({"messages": CHAT * 4097}, "messages has 4,097 entries"),
         ({"messages": CHAT, "n": 257}, "asks for 257 outputs"),
-        ({"messages": CHAT, "chat_template_kwargs": {str(i): 1 for i in range(257)}}, "chat_template_kwargs has 257 entries"),
-        ({"guided_choice": [1] * 1000}, "guided_choice is [1, 1, 1, 1, 1, 1, ...]: input should be a list of texts"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {str(i): 1 for i in range(257)}},
+            "chat_template_kwargs has 257 entries",
+        ),
+        (
+            {"guided_choice": [1] * 1000},
+            "guided_choice is [1, 1, 1, 1, 1, 1, ...]: input should be a list of texts",
+        ),
         ({"cache_salt": "a" * 1025}, "cache_salt has 1,025 characters"),
         ({str(i): 1 for i in range(1024)}, "the request has 1,025 fields and the limit is 1,024"),
         ({"prompt": "a" * (16 * CONTEXT + 1)}, "has 8,193 characters and the limit is 512 tokens"),
-        ({"messages": [{"role": "user", "content": "a" * (16 * CONTEXT)}]}, "and the limit is 512 tokens"),
+        (
+            {"messages": [{"role": "user", "content": "a" * (16 * CONTEXT)}]},
+            "and the limit is 512 tokens",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_counts_are_checked_before_anything_is_made(live: Live, tokenized: list[str], asked: Any, words: str) -> None:
+def test_counts_are_checked_before_anything_is_made(
+    live: Live, tokenized: list[str], asked: Any, words: str
+) -> None:
     path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
     needed = {} if "messages" in asked or "prompt" in asked else {"prompt": "a"}
     assert words in refusal(live, path, needed | asked)
@@ -96,7 +109,9 @@ def test_counts_are_checked_before_anything_is_made(live: Live, tokenized: list[
 
 def test_prompts_with_too_many_log_probabilities(live: Live) -> None:
     asked = {"prompt": [[5] * 500] * 17, "echo": True, "logprobs": 64, "max_tokens": 0}
-    assert "552,500 log-probabilities of prompts are asked for" in refusal(live, "/v1/completions", asked)
+    assert "552,500 log-probabilities of prompts are asked for" in refusal(
+        live, "/v1/completions", asked
+    )
 
 
 @pytest.mark.parametrize(("path", "most"), [("/v1/completions", CONTEXT), ("/tokenize", 2000)])
@@ -108,11 +123,15 @@ def test_a_long_text_is_looked_at_in_pieces_until_it_has_too_many_tokens(
     monkeypatch.setattr(limits, "TOKENIZED", most)
     monkeypatch.setattr(app, "TOKENIZED", most)
     with live_server(tiny_decoder()) as other:
-        assert f"more than {most:,} tokens in its first" in refusal(other, path, {"prompt": "ab" * most * 5})
+        assert f"more than {most:,} tokens in its first" in refusal(
+            other, path, {"prompt": "ab" * most * 5}
+        )
     assert most < sum(map(len, tokenized)) < 2 * most and max(map(len, tokenized)) <= 100
 
 
-def test_tokens_are_those_of_the_whole_text(live: Live, tokenized: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_the_whole_text(
+    live: Live, tokenized: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where its pieces were counted before."""
     monkeypatch.setattr(texts, "SHORT", 10)
     monkeypatch.setattr(texts, "AT_ONCE", 0)
@@ -124,7 +143,9 @@ def test_tokens_are_those_of_the_whole_text(live: Live, tokenized: list[str], mo
     assert choice["prompt_token_ids"] == live.decoder.tokenize(prompt)
 
 
-def test_a_long_text_never_holds_up_a_short_one(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_never_holds_up_a_short_one(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, go = threading.Event(), threading.Event()
     own = PromptReader.tokenize
 
@@ -139,10 +160,17 @@ def test_a_long_text_never_holds_up_a_short_one(live: Live, monkeypatch: pytest.
     monkeypatch.setattr(texts, "AT_ONCE", 0)
     answers: list[Any] = []
     ask = {"prompt": "a" * 400, "max_tokens": 1}
-    waiting = threading.Thread(target=lambda: answers.append(httpx.post(live.url + "/v1/completions", json=ask)))
+    waiting = threading.Thread(
+        target=lambda: answers.append(httpx.post(live.url + "/v1/completions", json=ask))
+    )
     waiting.start()
     assert begun.wait(HANG)
-    assert httpx.post(live.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 1}).status_code == 200
+    assert (
+        httpx.post(
+            live.url + "/v1/completions", json={"prompt": "abc", "max_tokens": 1}
+        ).status_code
+        == 200
+    )
     assert not answers
     go.set()
     waiting.join()
@@ -152,9 +180,18 @@ def test_a_long_text_never_holds_up_a_short_one(live: Live, monkeypatch: pytest.
 def test_outputs_of_others_come_between_those_of_one_request(live: Live) -> None:
     """Few of many are in the engine at once; all come, in their order."""
     seeds = 30
-    many: dict[str, Any] = {"prompt": "abc", "n": seeds, "max_tokens": 3, "seed": 5, "temperature": 1, "ignore_eos": True}
+    many: dict[str, Any] = {
+        "prompt": "abc",
+        "n": seeds,
+        "max_tokens": 3,
+        "seed": 5,
+        "temperature": 1,
+        "ignore_eos": True,
+    }
     made: list[Any] = []
-    waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=many)))
+    waiting = threading.Thread(
+        target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=many))
+    )
     with gated(live.decoder.engine):
         waiting.start()
         wait_until(lambda: live.front.num_open == seeds)
@@ -203,30 +240,45 @@ def test_a_lane_does_the_smallest_first_and_survives_all() -> None:
     lane.close()
 
 
-def test_a_large_answer_is_the_same_written_choice_by_choice(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_answer_is_the_same_written_choice_by_choice(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask = {"prompt": ["abc", "de"], "echo": True, "logprobs": 3, "max_tokens": 4, "temperature": 0}
     made = []
     for few in (app.FEW_LOGPROBS, 0):
         monkeypatch.setattr(app, "FEW_LOGPROBS", few)
         made.append(httpx.post(live.url + "/v1/completions", json=ask))
     assert [answer.headers["content-type"] for answer in made] == ["application/json"] * 2
-    first, second = ({name: value for name, value in one.json().items() if name not in ("id", "created")} for one in made)
-    assert len(first["choices"]) == 2 and first["choices"] == second["choices"] and list(first) == list(second)
+    first, second = (
+        {name: value for name, value in one.json().items() if name not in ("id", "created")}
+        for one in made
+    )
+    assert (
+        len(first["choices"]) == 2
+        and first["choices"] == second["choices"]
+        and list(first) == list(second)
+    )
 
 
 def test_a_chat_is_bounded_by_what_the_cache_holds() -> None:
     with live_server(tiny_decoder(cache=CacheConfig(memory_bytes=200_000))) as live:
         front = live.front
         assert live.setup.short_cache == (
-            f"the cache holds {front.most_tokens} tokens of one request and the context has 512; a larger --kv-memory allows more,"
+            f"the cache holds {front.most_tokens} tokens of one request and the context has 512; a"
+            f" larger --kv-memory allows more,"
             " and --max-model-len says less"
         )
         ask = {"messages": CHAT, "ignore_eos": True}
         answer = httpx.post(live.url + "/v1/chat/completions", json=ask).json()
-        assert answer["usage"]["total_tokens"] == front.most_tokens and answer["choices"][0]["finish_reason"] == "length"
+        assert (
+            answer["usage"]["total_tokens"] == front.most_tokens
+            and answer["choices"][0]["finish_reason"] == "length"
+        )
         (model,) = httpx.get(live.url + "/v1/models").json()["data"]
         assert model["max_model_len"] == front.most_tokens < CONTEXT
-        assert "give the cache more memory" in refusal(live, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 480})
+        assert "give the cache more memory" in refusal(
+            live, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 480}
+        )
 
 
 def test_a_cache_that_holds_the_context_says_nothing(live: Live) -> None:
@@ -258,11 +310,14 @@ def test_the_page_has_every_limit() -> None:
         if one.name.startswith("max_") or one.name.endswith("_seconds")
     }
     entries = {f"entries of `{name}`": f"{most:,}" for name, most in limits.MOST_ENTRIES.items()}
-    lengths = {f"characters of `{name}`": f"{most:,}" for name, most in limits.MOST_CHARACTERS.items()}
+    lengths = {
+        f"characters of `{name}`": f"{most:,}" for name, most in limits.MOST_CHARACTERS.items()
+    }
     others = {
         "fields": f"{limits.MOST_FIELDS:,}",
         "characters of a text per token it may have": f"{limits.CHARACTERS_PER_TOKEN}",
-        "tokens of `/tokenize` and `/detokenize`, where the context is shorter": f"{limits.TOKENIZED:,}",
+        "tokens of `/tokenize` and `/detokenize`, where the context is"
+        " shorter": f"{limits.TOKENIZED:,}",
         "log-probabilities per token": f"{limits.MOST_LOGPROBS}",
         "grammars that wait to be compiled": f"{grammars.MOST_WAITING}",
         "characters of a grammar": f"{grammars.MOST_CHARACTERS:,}",
@@ -271,6 +326,10 @@ def test_the_page_has_every_limit() -> None:
     }
     found = dict(re.findall(r"^\| .*?(`--[a-z-]+`) \| ([\d,.]+) \|", PAGE, re.MULTILINE))
     found |= dict(
-        re.findall(r"^\| ((?:entries|characters|fields|tokens|log-prob|grammars)[^|]*?) \| ([\d,.]+) \|", PAGE, re.MULTILINE)
+        re.findall(
+            r"^\| ((?:entries|characters|fields|tokens|log-prob|grammars)[^|]*?) \| ([\d,.]+) \|",
+            PAGE,
+            re.MULTILINE,
+        )
     )
     assert found == options | entries | lengths | others

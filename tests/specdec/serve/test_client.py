@@ -1,4 +1,6 @@
-"""OpenAI's own client against a live server: what it gets is what the engine gives without a server."""
+"""OpenAI's own client against a live server: what it gets is what the engine gives without a
+server.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def decoder() -> SpecDecoder:
     return tiny_decoder()
 
 
-def test_completions_are_what_the_decoder_generates(client: openai.OpenAI, decoder: SpecDecoder) -> None:
+def test_completions_are_what_the_decoder_generates(
+    client: openai.OpenAI, decoder: SpecDecoder
+) -> None:
     prompts = ["abc", "some other text"]
     extra: Any = {"top_k": 20, "min_p": 0.02, "ignore_eos": True, "return_token_ids": True}
     options: Any = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 11}
@@ -47,40 +51,81 @@ def test_completions_are_what_the_decoder_generates(client: openai.OpenAI, decod
     del options["seed"], extra["return_token_ids"]
     for index, choice in enumerate(made.choices):
         want = decoder.generate(prompts[index // 2], seed=11 + index % 2, **options, **extra)
-        assert (choice.index, choice.text, choice.finish_reason) == (index, want.text, want.finish_reason)
-        assert choice.token_ids == want.token_ids and choice.prompt_token_ids == want.prompt_token_ids
+        assert (choice.index, choice.text, choice.finish_reason) == (
+            index,
+            want.text,
+            want.finish_reason,
+        )
+        assert (
+            choice.token_ids == want.token_ids and choice.prompt_token_ids == want.prompt_token_ids
+        )
     assert made.usage is not None
-    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (sum(map(len, prompts)), 4 * 12)
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (
+        sum(map(len, prompts)),
+        4 * 12,
+    )
     assert made.choices[0].text != made.choices[1].text
 
 
-def test_token_ids_are_a_prompt_and_stops_end_it(client: openai.OpenAI, decoder: SpecDecoder) -> None:
+def test_token_ids_are_a_prompt_and_stops_end_it(
+    client: openai.OpenAI, decoder: SpecDecoder
+) -> None:
     plain = decoder.generate([70, 71, 72], max_tokens=20, ignore_eos=True)
     stop = plain.text[6:8]
-    made = client.completions.create(model=MODEL, prompt=[70, 71, 72], max_tokens=20, temperature=0, stop=[stop])
-    assert (made.choices[0].text, made.choices[0].finish_reason) == (plain.text[: plain.text.index(stop)], "stop")
+    made = client.completions.create(
+        model=MODEL, prompt=[70, 71, 72], max_tokens=20, temperature=0, stop=[stop]
+    )
+    assert (made.choices[0].text, made.choices[0].finish_reason) == (
+        plain.text[: plain.text.index(stop)],
+        "stop",
+    )
     token, place = plain.token_ids[5], plain.token_ids.index(plain.token_ids[5])
     extra = {"stop_token_ids": [token], "return_token_ids": True}
-    made = client.completions.create(model=MODEL, prompt=[70, 71, 72], max_tokens=20, temperature=0, extra_body=extra)
+    made = client.completions.create(
+        model=MODEL, prompt=[70, 71, 72], max_tokens=20, temperature=0, extra_body=extra
+    )
     assert made.choices[0].token_ids == plain.token_ids[: place + 1]  # type: ignore[attr-defined]
 
 
 def test_a_chat_goes_through_the_template(client: openai.OpenAI, decoder: SpecDecoder) -> None:
-    made = client.chat.completions.create(model=MODEL, messages=CHAT, max_completion_tokens=9, temperature=0)
+    made = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_completion_tokens=9, temperature=0
+    )
     assert made.choices[0].message.content == decoder.generate(CHAT, max_tokens=9).text
     extra: Any = {"chat_template_kwargs": {"name": "robot"}}
-    made = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=9, temperature=0, extra_body=extra)
-    assert made.choices[0].message.content == decoder.generate("user: hello\nrobot: ", max_tokens=9).text
-    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}, {"role": "assistant", "content": "so be"}]
+    made = client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=9, temperature=0, extra_body=extra
+    )
+    assert (
+        made.choices[0].message.content
+        == decoder.generate("user: hello\nrobot: ", max_tokens=9).text
+    )
+    parts: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": "so be"},
+    ]
     extra = {"continue_final_message": True, "add_generation_prompt": False}
-    made = client.chat.completions.create(model=MODEL, messages=parts, max_tokens=9, temperature=0, extra_body=extra)
-    assert made.choices[0].message.content == decoder.generate("user: hello\nassistant: so be", max_tokens=9).text
+    made = client.chat.completions.create(
+        model=MODEL, messages=parts, max_tokens=9, temperature=0, extra_body=extra
+    )
+    assert (
+        made.choices[0].message.content
+        == decoder.generate("user: hello\nassistant: so be", max_tokens=9).text
+    )
 
 
-def test_a_stream_adds_up_and_ends_with_its_usage(client: openai.OpenAI, decoder: SpecDecoder) -> None:
+def test_a_stream_adds_up_and_ends_with_its_usage(
+    client: openai.OpenAI, decoder: SpecDecoder
+) -> None:
     events = list(
         client.chat.completions.create(
-            model=MODEL, messages=CHAT, max_tokens=10, n=2, seed=5, stream=True, stream_options={"include_usage": True}
+            model=MODEL,
+            messages=CHAT,
+            max_tokens=10,
+            n=2,
+            seed=5,
+            stream=True,
+            stream_options={"include_usage": True},
         )
     )
     texts, reasons = {0: "", 1: ""}, {}
@@ -91,29 +136,45 @@ def test_a_stream_adds_up_and_ends_with_its_usage(client: openai.OpenAI, decoder
         if choice.finish_reason:
             reasons[choice.index] = choice.finish_reason
     assert [events[number].choices[0].delta.role for number in (0, 1)] == ["assistant"] * 2
-    want = [decoder.generate(CHAT, max_tokens=10, temperature=1.0, seed=5 + number) for number in (0, 1)]
+    want = [
+        decoder.generate(CHAT, max_tokens=10, temperature=1.0, seed=5 + number) for number in (0, 1)
+    ]
     assert texts == {number: result.text for number, result in enumerate(want)}
     assert reasons == {number: result.finish_reason for number, result in enumerate(want)}
     assert events[-1].choices == [] and events[-1].usage is not None
     assert events[-1].usage.completion_tokens == sum(len(result.token_ids) for result in want)
     whole = "".join(
         event.choices[0].text
-        for event in client.completions.create(model=MODEL, prompt="abc", max_tokens=8, temperature=0, stream=True, echo=True)
+        for event in client.completions.create(
+            model=MODEL, prompt="abc", max_tokens=8, temperature=0, stream=True, echo=True
+        )
     )
     assert whole == "abc" + decoder.generate("abc", max_tokens=8).text
 
 
 def test_log_probabilities_in_both_forms(client: openai.OpenAI, decoder: SpecDecoder) -> None:
     want = decoder.generate("abc", max_tokens=6, top_logprobs=2, prompt_logprobs=2)
-    made = client.completions.create(model=MODEL, prompt="abc", max_tokens=6, temperature=0, logprobs=2, echo=True)
+    made = client.completions.create(
+        model=MODEL, prompt="abc", max_tokens=6, temperature=0, logprobs=2, echo=True
+    )
     got = made.choices[0].logprobs
-    assert want.prompt_logprobs is not None and want.logprobs is not None and got is not None and got.top_logprobs is not None
+    assert (
+        want.prompt_logprobs is not None
+        and want.logprobs is not None
+        and got is not None
+        and got.top_logprobs is not None
+    )
     assert got.token_logprobs == pytest.approx([*want.prompt_logprobs, *want.logprobs])
     assert "".join(got.tokens or []) == made.choices[0].text == "abc" + want.text
     assert got.token_logprobs is not None
-    greedy = [max(top.values()) == value for top, value in zip(got.top_logprobs[3:], got.token_logprobs[3:], strict=True)]
+    greedy = [
+        max(top.values()) == value
+        for top, value in zip(got.top_logprobs[3:], got.token_logprobs[3:], strict=True)
+    ]
     assert all(greedy), "the likeliest token's number and the token's own are the same number"
-    scored = client.completions.create(model=MODEL, prompt="abc", max_tokens=0, logprobs=1, echo=True)
+    scored = client.completions.create(
+        model=MODEL, prompt="abc", max_tokens=0, logprobs=1, echo=True
+    )
     assert (scored.choices[0].text, len(scored.choices[0].logprobs.tokens or [])) == ("abc", 3)  # type: ignore[union-attr]
     want = decoder.generate("user: xyz", max_tokens=5, top_logprobs=3, ignore_eos=True)
     chat: Any = [{"role": "user", "content": "xyz"}]
@@ -125,9 +186,18 @@ def test_log_probabilities_in_both_forms(client: openai.OpenAI, decoder: SpecDec
         logprobs=True,
         top_logprobs=3,
         stream=True,
-        extra_body={"ignore_eos": True, "add_generation_prompt": False, "continue_final_message": True},
+        extra_body={
+            "ignore_eos": True,
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
     )
-    entries = [entry for event in events if event.choices[0].logprobs for entry in event.choices[0].logprobs.content or []]
+    entries = [
+        entry
+        for event in events
+        if event.choices[0].logprobs
+        for entry in event.choices[0].logprobs.content or []
+    ]
     assert [entry.logprob for entry in entries] == pytest.approx(want.logprobs)
     assert [len(entry.top_logprobs) for entry in entries] == [3] * len(want.token_ids)
     assert bytes(byte for entry in entries for byte in entry.bytes or []).decode() == want.text
@@ -147,7 +217,11 @@ def test_acceptance_stands_where_clients_look(live: Live, decoder: SpecDecoder) 
     ):
         assert (info["spec_verify_ct"], info["spec_accept_length"]) == (stats.num_steps, stats.tau)
     figures = made["metrics"]["speculative_decoding"]
-    drafted = [accepted for accepted, offered in zip(both.num_accepted, both.num_drafted, strict=True) if offered]
+    drafted = [
+        accepted
+        for accepted, offered in zip(both.num_accepted, both.num_drafted, strict=True)
+        if offered
+    ]
     assert figures["num_spec_steps"] == len(drafted)
     assert figures["acceptance_histogram"] == [drafted.count(accepted) for accepted in range(4)]
     assert figures["num_accepted_draft_tokens"] == sum(both.num_accepted)
@@ -157,7 +231,13 @@ def test_acceptance_stands_where_clients_look(live: Live, decoder: SpecDecoder) 
 def test_metrics_count_what_was_done() -> None:
     with live_server(vllm_metrics=True) as live:
         for stream in (False, True):
-            body = {"prompt": "abc", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": stream}
+            body = {
+                "prompt": "abc",
+                "max_tokens": 30,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": stream,
+            }
             httpx.post(live.url + "/v1/completions", json=body).raise_for_status()
         text = httpx.get(live.url + "/metrics").text
     stats = tiny_decoder().generate("abc", max_tokens=30, ignore_eos=True).stats
@@ -166,8 +246,10 @@ def test_metrics_count_what_was_done() -> None:
         for line in (
             f"{prefix}:prompt_tokens_total{{{labels}}} 6.0",
             f"{prefix}:generation_tokens_total{{{labels}}} 60.0",
-            f"{prefix}:spec_decode_num_accepted_tokens_total{{{labels}}} {2.0 * sum(stats.num_accepted)}",
-            f"{prefix}:spec_decode_num_draft_tokens_total{{{labels}}} {2.0 * sum(stats.num_verified)}",
+            f"{prefix}:spec_decode_num_accepted_tokens_total{{{labels}}}"
+            f" {2.0 * sum(stats.num_accepted)}",
+            f"{prefix}:spec_decode_num_draft_tokens_total{{{labels}}}"
+            f" {2.0 * sum(stats.num_verified)}",
             f"{prefix}:time_to_first_token_seconds_count{{{labels}}} 1.0",
             f"{prefix}:e2e_request_latency_seconds_count{{{labels}}} 2.0",
             f"{prefix}:request_time_per_output_token_seconds_count{{{labels}}} 1.0",
@@ -183,11 +265,19 @@ def test_models_and_tokens(live: Live, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     assert httpx.get(live.url + "/tokenizer_info").json()["eos_token"] == "</s>"
-    made = httpx.post(live.url + "/tokenize", json={"prompt": "ab c", "add_special_tokens": False}).json()
+    made = httpx.post(
+        live.url + "/tokenize", json={"prompt": "ab c", "add_special_tokens": False}
+    ).json()
     assert made["count"] == 4
-    assert httpx.post(live.url + "/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "ab c"}
-    made = httpx.post(live.url + "/tokenize", json={"messages": CHAT, "return_token_strs": True}).json()
-    assert "".join(made["token_strs"]) == "user: hello\nassistant: ".replace("\n", made["token_strs"][11])
+    assert httpx.post(live.url + "/detokenize", json={"tokens": made["tokens"]}).json() == {
+        "prompt": "ab c"
+    }
+    made = httpx.post(
+        live.url + "/tokenize", json={"messages": CHAT, "return_token_strs": True}
+    ).json()
+    assert "".join(made["token_strs"]) == "user: hello\nassistant: ".replace(
+        "\n", made["token_strs"][11]
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +305,11 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 ) -> None:
     answer = httpx.post(live.url + "/v1/completions", json={"prompt": "a", **fields})
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert (answer.status_code, error["param"], error["type"]) == (
+        status,
+        param,
+        "invalid_request_error",
+    )
     assert words in error["message"] and "\n" not in error["message"]
 
 
@@ -232,10 +326,14 @@ def test_what_a_chat_may_not_hold(client: openai.OpenAI) -> None:
 
 @pytest.fixture(scope="module")
 def asking(decoder: SpecDecoder) -> Iterator[Live]:
-    """A server whose checkpoint asks for something, and whose tokenizer ends texts with one token more."""
+    """A server whose checkpoint asks for something, and whose tokenizer ends texts with one token
+    more.
+    """
     asking = tiny_decoder()
     ends = (decoder.generate("abc", max_tokens=6).token_ids[5],)
-    asking.verifier.defaults = SamplingDefaults(1.4, sampled=(("temperature", 0.7), ("top_k", 9)), served_ends=ends)
+    asking.verifier.defaults = SamplingDefaults(
+        1.4, sampled=(("temperature", 0.7), ("top_k", 9)), served_ends=ends
+    )
     with live_server(asking) as live:
         yield live
 
@@ -264,10 +362,15 @@ def test_the_checkpoint_says_what_a_request_does_not(
 ) -> None:
     """What is null is not said; what is said wins, also where it asks for nothing."""
     choice = choice_of(asking, seed=3, ignore_eos=True, **asked)
-    assert choice["token_ids"] == decoder.generate("abc", max_tokens=12, seed=3, ignore_eos=True, **meant).token_ids
+    assert (
+        choice["token_ids"]
+        == decoder.generate("abc", max_tokens=12, seed=3, ignore_eos=True, **meant).token_ids
+    )
 
 
-def test_an_end_that_only_the_tokenizer_names_ends_outputs(asking: Live, decoder: SpecDecoder) -> None:
+def test_an_end_that_only_the_tokenizer_names_ends_outputs(
+    asking: Live, decoder: SpecDecoder
+) -> None:
     plain = decoder.generate("abc", max_tokens=12).token_ids
     end = plain.index(plain[5])
     greedy: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1}
@@ -284,7 +387,14 @@ def test_a_seed_of_minus_one_is_random() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_special_tokens_in_texts(live: Live, client: openai.OpenAI, stream: bool) -> None:
     """Left out unless asked for; a stop string that is one ends the output either way."""
-    options: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 3, "temperature": 0, "logit_bias": {"1": 60}, "stream": stream}
+    options: Any = {
+        "model": MODEL,
+        "messages": CHAT,
+        "max_tokens": 3,
+        "temperature": 0,
+        "logit_bias": {"1": 60},
+        "stream": stream,
+    }
 
     def text(n: int = 1, **extra: Any) -> str:
         made = client.chat.completions.create(**options, n=n, extra_body=extra)
@@ -300,7 +410,14 @@ def test_special_tokens_in_texts(live: Live, client: openai.OpenAI, stream: bool
     assert text(2, skip_special_tokens=False) == "<s><s><s>|<s><s><s>"
     assert text(skip_special_tokens=False, stop=["><"]) == "<s"
     for skip in (True, False):
-        choice = choice_of(live, temperature=0, logit_bias={"1": 60}, stop=["<s>"], skip_special_tokens=skip, logprobs=0)
+        choice = choice_of(
+            live,
+            temperature=0,
+            logit_bias={"1": 60},
+            stop=["<s>"],
+            skip_special_tokens=skip,
+            logprobs=0,
+        )
         assert (choice["token_ids"], choice["text"], choice["finish_reason"]) == ([1], "", "stop")
         assert choice["logprobs"]["tokens"] == ["<s>"]
 
@@ -312,5 +429,9 @@ def test_an_output_follows_a_regex_and_salts_part_the_cache(live: Live) -> None:
     cached = []
     for salt in ("a", "a", "b"):
         body = {"prompt": "the same long beginning", "max_tokens": 1, "cache_salt": salt}
-        cached.append(httpx.post(live.url + "/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        cached.append(
+            httpx.post(live.url + "/v1/completions", json=body).json()["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+        )
     assert cached[0] == cached[2] == 0 < cached[1]

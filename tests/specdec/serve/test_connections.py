@@ -66,23 +66,34 @@ def test_a_head_that_does_not_come_is_not_waited_for(sends: bytes, asks: bool) -
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    with live_server(body_seconds=0.01) as live, connected(live, sends=HEAD + b"Content-Length: 100\r\n\r\n{") as connection:
+    with (
+        live_server(body_seconds=0.01) as live,
+        connected(live, sends=HEAD + b"Content-Length: 100\r\n\r\n{") as connection,
+    ):
         answer = all_of(connection)
-        assert answer.startswith(b"HTTP/1.1 408 ") and b"the body has not come within 0.01 seconds" in answer
+        assert (
+            answer.startswith(b"HTTP/1.1 408 ")
+            and b"the body has not come within 0.01 seconds" in answer
+        )
 
 
 def test_the_largest_of_unfinished_bodies_gives_way() -> None:
     """To others, of which small ones are always taken."""
     with live_server(max_open_body_bytes=200_000) as live, ExitStack() as stack:
         first, second = (
-            stack.enter_context(connected(live, sends=HEAD + b"Content-Length: 180000\r\n\r\n" + b" " * count))
+            stack.enter_context(
+                connected(live, sends=HEAD + b"Content-Length: 180000\r\n\r\n" + b" " * count)
+            )
             for count in (150_000, 0)
         )
         wait_until(lambda: len(live.server.server_state.tasks) == 2)
         assert works(live)
         second.sendall(b" " * 100_000)
         answer = all_of(first)
-        assert answer.startswith(b"HTTP/1.1 503 ") and b"unfinished requests hold too much, and this one most" in answer
+        assert (
+            answer.startswith(b"HTTP/1.1 503 ")
+            and b"unfinished requests hold too much, and this one most" in answer
+        )
         second.sendall(b" " * 80_000)
         assert second.recv(65_536).startswith(b"HTTP/1.1 400 ")
         assert works(live)
@@ -91,12 +102,22 @@ def test_the_largest_of_unfinished_bodies_gives_way() -> None:
 @pytest.mark.parametrize(
     ("content", "options", "words"),
     [
-        (b'{"prompt": "a", "x": [%s1]}' % (b"[]," * 300), {"max_body_values": 1000}, "more than 1,000 values"),
-        (b'{"prompt": "a", "x": [%s1]}' % (b"1," * 300), {"max_open_body_bytes": 10_000}, "more than 10,000 bytes and values"),
+        (
+            b'{"prompt": "a", "x": [%s1]}' % (b"[]," * 300),
+            {"max_body_values": 1000},
+            "more than 1,000 values",
+        ),
+        (
+            b'{"prompt": "a", "x": [%s1]}' % (b"1," * 300),
+            {"max_open_body_bytes": 10_000},
+            "more than 10,000 bytes and values",
+        ),
     ],
     ids=["values", "together"],
 )
-def test_values_are_counted_before_they_are_read(content: bytes, options: dict[str, Any], words: str) -> None:
+def test_values_are_counted_before_they_are_read(
+    content: bytes, options: dict[str, Any], words: str
+) -> None:
     with live_server(**options) as live:
         headers = {"Content-Type": "application/json"}
         answer = httpx.post(live.url + "/v1/completions", content=content, headers=headers)
@@ -134,7 +155,11 @@ class Clock:
 def connection(**changes: Any) -> Any:
     """A protocol of uvicorn, as far as `Connections` looks at it."""
     cycle = SimpleNamespace(response_complete=False, response_started=True, more_body=False)
-    states: dict[str, Any] = {"cycle": cycle, "timeout_keep_alive_task": None, "flow": SimpleNamespace(write_paused=False)}
+    states: dict[str, Any] = {
+        "cycle": cycle,
+        "timeout_keep_alive_task": None,
+        "flow": SimpleNamespace(write_paused=False),
+    }
     made = SimpleNamespace(**{**states, **changes}, aborted=False)
     made.transport = SimpleNamespace(abort=lambda: setattr(made, "aborted", True))
     return Hashable(made)
@@ -207,13 +232,17 @@ def test_how_long_a_connection_may_wait(
         ("evil.example", {"allowed_hosts": ("chat.example",), "api_key": "k"}, 403),
     ],
 )
-def test_a_name_that_leads_here_from_elsewhere_is_refused(host: str, options: dict[str, Any], status: int) -> None:
+def test_a_name_that_leads_here_from_elsewhere_is_refused(
+    host: str, options: dict[str, Any], status: int
+) -> None:
     """Where anybody may ask who reaches the server, and only this machine does."""
     with live_server(**options) as live:
         assert httpx.get(live.url + "/v1/models", headers={"Host": host}).status_code == status
 
 
-def test_what_is_missing_is_installed_from_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_installed_from_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No name of a registry, which could become a stranger's."""
     monkeypatch.delitem(sys.modules, "specdec.serve.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -252,10 +281,18 @@ with closing(Fronts(1, sock)) as fronts:
 def test_the_first_signal_drains_and_the_second_ends(signals: list[int], status: int) -> None:
     """Without a word, whatever is open."""
     command = [sys.executable, "-c", SERVE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().strip()
-        long = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "n": 1 if len(signals) == 1 else 256, "stream": True}
+        long = {
+            "prompt": "a",
+            "max_tokens": 480,
+            "ignore_eos": True,
+            "n": 1 if len(signals) == 1 else 256,
+            "stream": True,
+        }
         with httpx.stream("POST", url + "/v1/completions", json=long) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -281,13 +318,18 @@ def test_a_server_that_does_not_end_is_ended() -> None:
     """Whatever holds it up: here a thread that the interpreter waits for."""
     code = SERVE.replace("ServeConfig(port=0)", "ServeConfig(port=0, drain_seconds=0.0)")
     code = (
-        "import specdec.serve.server as s, threading\ns.LAST_SECONDS = 0.5\nthreading.Thread(target=threading.Event().wait).start()"
-        + code
+        "import specdec.serve.server as s, threading\ns.LAST_SECONDS ="
+        " 0.5\nthreading.Thread(target=threading.Event().wait).start()" + code
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().strip()
         wait_until(lambda: httpx.get(url + "/health").status_code == 200)
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANG) == 1
-        assert process.stderr.read() == "specdec: the server does not end by itself, so it is ended now\n"
+        assert (
+            process.stderr.read()
+            == "specdec: the server does not end by itself, so it is ended now\n"
+        )

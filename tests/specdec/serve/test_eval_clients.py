@@ -1,4 +1,6 @@
-"""Other people's programs against the server: lm-eval's models of HTTP servers, and the benchmark of the public `dflash`."""
+"""Other people's programs against the server: lm-eval's models of HTTP servers, and the benchmark
+of the public `dflash`.
+"""
 
 import re
 import statistics
@@ -52,7 +54,13 @@ def task(name: str, rows: list[Any], folder: Path, **options: Any) -> Task:
     """A task over local rows."""
     file = write_jsonl(folder / f"{name}.jsonl", rows)
     source = {"data_files": {"test": str(file)}, "cache_dir": str(folder / "datasets")}
-    base = {"task": name, "dataset_path": "json", "dataset_kwargs": source, "test_split": "test", "metadata": {"version": 1}}
+    base = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": source,
+        "test_split": "test",
+        "metadata": {"version": 1},
+    }
     return {**base, **options}
 
 
@@ -64,7 +72,9 @@ def problems(folder: Path) -> Task:
     wanted = ("output_type", "doc_to_text", "metric_list", "filter_list")
     same = {name: bundled[name] for name in wanted}
     generation = {"until": ["Question:", "e t"], "max_gen_toks": MOST_TOKENS, "do_sample": False}
-    return task("problems", rows, folder, **same, doc_to_target="{{answer}}", generation_kwargs=generation)
+    return task(
+        "problems", rows, folder, **same, doc_to_target="{{answer}}", generation_kwargs=generation
+    )
 
 
 def endings(decoder: SpecDecoder, folder: Path) -> Task:
@@ -73,44 +83,88 @@ def endings(decoder: SpecDecoder, folder: Path) -> Task:
     for number, text in enumerate(("abcabcabc", "one two one two", "What is 2 + 2?", "x")):
         own = decoder.generate(text, max_tokens=5, ignore_eos=True).text
         rows.append({"text": text, "ending": own if number % 2 else own[:2] + "zq"})
-    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("perplexity", "acc")]
+    metrics = [
+        {"metric": name, "aggregation": "mean", "higher_is_better": True}
+        for name in ("perplexity", "acc")
+    ]
     return task("endings", rows, folder, output_type="loglikelihood", doc_to_text="{{text}}", doc_to_target="{{ending}}",
                 target_delimiter="", metric_list=metrics)  # fmt: skip
 
 
-def evaluate(model: Any, one: Task, arguments: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def evaluate(
+    model: Any, one: Task, arguments: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     """Results and samples, without names and times."""
     manager = TaskManager(include_defaults=False)
-    found = simple_evaluate(model, model_args=arguments, tasks=[one], task_manager=manager, bootstrap_iters=0, **options)
+    found = simple_evaluate(
+        model, model_args=arguments, tasks=[one], task_manager=manager, bootstrap_iters=0, **options
+    )
     samples = found["samples"][one["task"]]
     keep = ("doc_id", "resps", "filtered_resps")
-    results = {name: value for name, value in found["results"][one["task"]].items() if isinstance(value, float)}
-    return {"results": results, "samples": [{name: sample[name] for name in keep} for sample in samples]}
+    results = {
+        name: value
+        for name, value in found["results"][one["task"]].items()
+        if isinstance(value, float)
+    }
+    return {
+        "results": results,
+        "samples": [{name: sample[name] for name in keep} for sample in samples],
+    }
 
 
 def arguments(server: Live, route: str, folder: Path, **more: Any) -> dict[str, Any]:
-    return {"model": "tiny", "base_url": server.url + route, "max_length": 512, "tokenizer": str(folder), **more}
+    return {
+        "model": "tiny",
+        "base_url": server.url + route,
+        "max_length": 512,
+        "tokenizer": str(folder),
+        **more,
+    }
 
 
 @pytest.mark.parametrize("num_concurrent", [1, 4])
-def test_completions_of_lm_eval(server: Live, decoder: SpecDecoder, folder: Path, num_concurrent: int) -> None:
+def test_completions_of_lm_eval(
+    server: Live, decoder: SpecDecoder, folder: Path, num_concurrent: int
+) -> None:
     """`local-completions` generates what the model does in this process, and scores the same."""
     one = problems(folder)
-    given = arguments(server, "/v1/completions", folder, tokenizer_backend="huggingface", num_concurrent=num_concurrent)
-    found, expected = evaluate("local-completions", one, given), evaluate(SpecdecLM(decoder=decoder), one)
+    given = arguments(
+        server,
+        "/v1/completions",
+        folder,
+        tokenizer_backend="huggingface",
+        num_concurrent=num_concurrent,
+    )
+    found, expected = (
+        evaluate("local-completions", one, given),
+        evaluate(SpecdecLM(decoder=decoder), one),
+    )
     assert found == expected
     texts = [sample["resps"][0][0] for sample in found["samples"]]
     assert len(set(texts)) == 3 and all(texts)  # each once per filter
 
 
 def test_loglikelihoods_of_lm_eval(server: Live, decoder: SpecDecoder, folder: Path) -> None:
-    """By `echo`, with the server's own tokenizer: log-probabilities as in this process, and greedy where they are."""
+    """By `echo`, with the server's own tokenizer: log-probabilities as in this process, and greedy
+    where they are.
+    """
     one = endings(decoder, folder)
-    given = {"model": "tiny", "base_url": server.url + "/v1/completions", "max_length": 512, "tokenizer_backend": "remote"}
-    found, expected = evaluate("local-completions", one, given), evaluate(SpecdecLM(decoder=decoder), one)
+    given = {
+        "model": "tiny",
+        "base_url": server.url + "/v1/completions",
+        "max_length": 512,
+        "tokenizer_backend": "remote",
+    }
+    found, expected = (
+        evaluate("local-completions", one, given),
+        evaluate(SpecdecLM(decoder=decoder), one),
+    )
     greedy = []
     for sample, own in zip(found["samples"], expected["samples"], strict=True):
-        (value, is_greedy), (own_value, own_is_greedy) = sample["filtered_resps"][0], own["filtered_resps"][0]
+        (value, is_greedy), (own_value, own_is_greedy) = (
+            sample["filtered_resps"][0],
+            own["filtered_resps"][0],
+        )
         assert value == pytest.approx(own_value, abs=1e-3) and is_greedy == own_is_greedy
         greedy.append(is_greedy)
     assert greedy == [False, True, False, True]
@@ -126,20 +180,49 @@ def test_chat_completions_of_lm_eval(server: Live, decoder: SpecDecoder, folder:
 
 
 def test_the_benchmark_of_dflash(
-    server: Live, decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Live,
+    decoder: SpecDecoder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its tokens and its acceptance length, the mean over requests, are those of the same requests in this process."""
-    benchmark = pytest.importorskip("dflash.benchmark", reason="the public dflash package is not installed")
+    """Its tokens and its acceptance length, the mean over requests, are those of the same requests
+    in this process.
+    """
+    benchmark = pytest.importorskip(
+        "dflash.benchmark", reason="the public dflash package is not installed"
+    )
     questions = ["abcabcabcabc", "one two one two one two", "What is 2 + 2?"]
     dataset = [{"turns": [question]} for question in questions]
-    monkeypatch.setattr(benchmark, "load_and_process_dataset", lambda name: dataset)  # the real one asks a hub
-    options = {"model": "tiny", "max_new_tokens": 40, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "timeout_s": int(HANG)}
+    monkeypatch.setattr(
+        benchmark, "load_and_process_dataset", lambda name: dataset
+    )  # the real one asks a hub
+    options = {
+        "model": "tiny",
+        "max_new_tokens": 40,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "timeout_s": int(HANG),
+    }
     benchmark.run(
-        Namespace(backend="openai", base_url=server.url, dataset="made up", num_prompts=3, concurrency=2, reasoning=None, **options)
+        Namespace(
+            backend="openai",
+            base_url=server.url,
+            dataset="made up",
+            num_prompts=3,
+            concurrency=2,
+            reasoning=None,
+            **options,
+        )
     )
     printed = dict(re.findall(r"^(.+?):\s+([\d.,]+)", capsys.readouterr().out, re.MULTILINE))
-    own = [decoder.generate([{"role": "user", "content": question}], max_tokens=40) for question in questions]
+    own = [
+        decoder.generate([{"role": "user", "content": question}], max_tokens=40)
+        for question in questions
+    ]
     assert int(printed["Output tokens"]) == sum(len(result.token_ids) for result in own)
     assert int(printed["Spec verify ct"]) == sum(result.stats.num_steps for result in own)
-    assert float(printed["Accept length"]) == pytest.approx(statistics.mean(result.stats.tau for result in own), abs=1e-3)
+    assert float(printed["Accept length"]) == pytest.approx(
+        statistics.mean(result.stats.tau for result in own), abs=1e-3
+    )
     assert any(sum(result.stats.num_accepted) for result in own)

@@ -1,4 +1,6 @@
-"""Grammars of clients: looked at and compiled beside the event loop, for no longer than somebody waits for them."""
+"""Grammars of clients: looked at and compiled beside the event loop, for no longer than somebody
+waits for them.
+"""
 
 import json
 import threading
@@ -18,7 +20,11 @@ from tests.helpers.waiting import HANG, wait_until
 from tests.specdec.grammar.test_compiler import compiling
 
 URL = "/v1/completions"
-LONG = {"prompt": "abc", "max_tokens": 1, "guided_grammar": f"root ::= {'|'.join(map(json.dumps, map(str, range(99_000))))}"}
+LONG = {
+    "prompt": "abc",
+    "max_tokens": 1,
+    "guided_grammar": f"root ::= {'|'.join(map(json.dumps, map(str, range(99_000))))}",
+}
 """Takes seconds of a processor."""
 
 
@@ -31,8 +37,15 @@ def test_schemas_are_looked_at_beside_the_event_loop(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(app, "sampling_params", make)
     with live_server() as live, httpx.Client(base_url=live.url) as client:
-        for asked in ({}, {"guided_json": {"type": "null"}}, {"guided_grammar": 'root ::= "a"' + " " * 20_000}):
-            assert client.post(URL, json={"prompt": "abc", "max_tokens": 9, **asked}).status_code == 200
+        for asked in (
+            {},
+            {"guided_json": {"type": "null"}},
+            {"guided_grammar": 'root ::= "a"' + " " * 20_000},
+        ):
+            assert (
+                client.post(URL, json={"prompt": "abc", "max_tokens": 9, **asked}).status_code
+                == 200
+            )
     assert len(names) == 3 and names[0] not in names[1:]
 
 

@@ -1,4 +1,6 @@
-"""What a server does when clients leave, come too many or without a key, and when it or its engine ends."""
+"""What a server does when clients leave, come too many or without a key, and when it or its engine
+ends.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ FEW = 8
 def running(live: Live, count: int = 1) -> Iterator[None]:
     """While a stream has begun, nobody reads on and the engine stands; then the client leaves."""
     with gated(live.decoder.engine, FEW) as gate:
-        with httpx.stream("POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": count}) as stream:
+        with httpx.stream(
+            "POST", live.url + "/v1/completions", json={**LONG, "stream": True, "n": count}
+        ) as stream:
             parts = stream.iter_raw()  # the stream ends with its iterator
             next(parts)
             wait_until(lambda: gate.stands)
@@ -83,7 +87,12 @@ def test_a_client_that_leaves_while_it_waits_cancels_it(monkeypatch: pytest.Monk
         reasons = ends_in_engine(live, monkeypatch)
         with gated(live.decoder.engine, FEW) as gate:
             client = http.client.HTTPConnection(live.url.removeprefix("http://"))
-            client.request("POST", "/v1/completions", json.dumps({**LONG, "n": 5}), {"Content-Type": "application/json"})
+            client.request(
+                "POST",
+                "/v1/completions",
+                json.dumps({**LONG, "n": 5}),
+                {"Content-Type": "application/json"},
+            )
             wait_until(lambda: live.front.num_open == 5 and gate.stands)
             client.close()
             wait_until(lambda: cancelled(live) == 5)
@@ -92,29 +101,53 @@ def test_a_client_that_leaves_while_it_waits_cancels_it(monkeypatch: pytest.Monk
 
 
 def test_a_full_queue_is_told_and_room_is_found_again() -> None:
-    with live_server(max_queue=2, max_queued_tokens=100) as live, openai.OpenAI(base_url=live.url + "/v1", api_key="x") as client:
+    with (
+        live_server(max_queue=2, max_queued_tokens=100) as live,
+        openai.OpenAI(base_url=live.url + "/v1", api_key="x") as client,
+    ):
         with running(live):
             answer = httpx.post(live.url + "/v1/completions", json={**LONG, "n": 2})
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-            assert "1 outputs are unfinished and the limit is 2" in answer.json()["error"]["message"]
+            assert (
+                "1 outputs are unfinished and the limit is 2" in answer.json()["error"]["message"]
+            )
             answer = httpx.post(live.url + "/v1/completions", json={**LONG, "prompt": "a" * 98})
-            assert answer.status_code == 503 and "3 prompt tokens are unfinished" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 503
+                and "3 prompt tokens are unfinished" in answer.json()["error"]["message"]
+            )
             answer = httpx.post(live.url + "/v1/completions", json={**LONG, "n": 3})
-            assert answer.status_code == 400 and "has 3 outputs and the limit is 2" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 400
+                and "has 3 outputs and the limit is 2" in answer.json()["error"]["message"]
+            )
             assert live.front.num_open == 1
         assert_nothing_is_left(live)
-        assert client.completions.create(model=MODEL, prompt="a", max_tokens=2, n=2, temperature=0).usage is not None
+        assert (
+            client.completions.create(
+                model=MODEL, prompt="a", max_tokens=2, n=2, temperature=0
+            ).usage
+            is not None
+        )
 
 
 def test_the_key_guards_all_but_health() -> None:
     with live_server(api_key="right") as live:
-        for key, status in ((None, 401), ("Bearer wrong", 401), ("Basic right", 401), ("Bearer right", 200)):
+        for key, status in (
+            (None, 401),
+            ("Bearer wrong", 401),
+            ("Basic right", 401),
+            ("Bearer right", 200),
+        ):
             headers = {"Authorization": key} if key else {}
             for path in ("/v1/models", "/metrics", "/tokenizer_info"):
                 assert httpx.get(live.url + path, headers=headers).status_code == status
         assert httpx.get(live.url + "/health").status_code == 200
         assert httpx.options(live.url + "/v1/models").status_code == 405
-        with openai.OpenAI(base_url=live.url + "/v1", api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        with (
+            openai.OpenAI(base_url=live.url + "/v1", api_key="wrong") as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
             client.completions.create(model=MODEL, prompt="a", max_tokens=1)
         with openai.OpenAI(base_url=live.url + "/v1", api_key="right") as client:
             assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
@@ -126,13 +159,18 @@ def test_a_body_has_a_limit_with_its_length_and_without() -> None:
         headers = {"Content-Type": "application/json"}
         for content in (body, iter([body[:600], body[600:]])):
             answer = httpx.post(live.url + "/v1/completions", content=content, headers=headers)
-            assert answer.status_code == 413 and "more than 1,000 bytes" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 413
+                and "more than 1,000 bytes" in answer.json()["error"]["message"]
+            )
 
 
 def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
     with live_server(drain_seconds=HANG) as live:
         made: list[Any] = []
-        waiting = threading.Thread(target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=LONG)))
+        waiting = threading.Thread(
+            target=lambda: made.append(httpx.post(live.url + "/v1/completions", json=LONG))
+        )
         with gated(live.decoder.engine, FEW), httpx.Client() as other:
             assert other.get(live.url + "/health").status_code == 200
             waiting.start()
@@ -141,7 +179,9 @@ def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
             assert other.get(live.url + "/health").status_code == 503
             answer = other.post(live.url + "/v1/completions", json=LONG)
             assert answer.status_code == 503 and "about to end" in answer.json()["error"]["message"]
-            assert live.front.num_open == 1, "the first has not ended, so both answers were given while it went on"
+            assert live.front.num_open == 1, (
+                "the first has not ended, so both answers were given while it went on"
+            )
         waiting.join()
         assert made[0].json()["usage"]["completion_tokens"] == 480
         live.join()
@@ -150,7 +190,10 @@ def test_an_end_lets_the_unfinished_finish_and_refuses_the_new() -> None:
 def test_an_end_without_patience_cuts_what_is_unfinished() -> None:
     with live_server(drain_seconds=0.0) as live:
         asked, engine = {**LONG, "stream": True, "n": 4}, live.decoder.engine
-        with gated(engine, FEW) as gate, httpx.stream("POST", live.url + "/v1/completions", json=asked) as stream:
+        with (
+            gated(engine, FEW) as gate,
+            httpx.stream("POST", live.url + "/v1/completions", json=asked) as stream,
+        ):
             lines = stream.iter_lines()
             next(lines)
             wait_until(lambda: gate.stands)
@@ -162,7 +205,9 @@ def test_an_end_without_patience_cuts_what_is_unfinished() -> None:
         live.join()
 
 
-def test_an_error_of_the_engine_is_told_and_survived_or_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_engine_is_told_and_survived_or_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with live_server() as live:
         engine = live.decoder.engine
         step, left = engine.step, [1]
@@ -179,7 +224,10 @@ def test_an_error_of_the_engine_is_told_and_survived_or_ends_the_server(monkeypa
         monkeypatch.setattr(engine, "step", sometimes)
         answer = httpx.post(live.url + "/v1/completions", json=LONG)
         assert answer.status_code == 500 and "lost device" in answer.json()["error"]["message"]
-        assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+        assert (
+            httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code
+            == 200
+        )
         fail(2)
         assert httpx.post(live.url + "/v1/completions", json=LONG).status_code == 500
         live.join()
@@ -206,7 +254,10 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
     ranks = SimpleNamespace(ended=None)
     monkeypatch.setattr("specdec.session.decoder.mirror_of", lambda target: ranks)
     with live_server() as live:
-        assert httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code == 200
+        assert (
+            httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code
+            == 200
+        )
         ranks.ended = "rank 1 of the tensor-parallel group was ended by SIGKILL"
         live.join()
         errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
@@ -234,7 +285,9 @@ def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
         line = next(line for line in process.stderr if " at http" in line)
         with openai.OpenAI(base_url=line.split()[-1], api_key="x") as client:
             chat: Any = [{"role": "user", "content": "What is the capital of France? One word."}]
-            made = client.chat.completions.create(model="embedded", messages=chat, max_tokens=12, temperature=0)
+            made = client.chat.completions.create(
+                model="embedded", messages=chat, max_tokens=12, temperature=0
+            )
             assert "Paris" in (made.choices[0].message.content or "")
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANG) == 0
@@ -251,13 +304,21 @@ def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
         (["--api-key", " "], "begins or ends with a blank"),
         (["--header-seconds", "0"], "header_seconds is 0.0; it must be a positive finite number"),
         (["--max-connections", "0"], "max_connections is 0; it must be at least 1"),
-        (["--allowed-hosts", "http://a.example"], "allowed_hosts has 'http://a.example'; give a name alone"),
+        (
+            ["--allowed-hosts", "http://a.example"],
+            "allowed_hosts has 'http://a.example'; give a name alone",
+        ),
         (["--drain-seconds", "-1"], "drain_seconds is -1.0"),
         (["--keep-alive-seconds", "0"], "keep_alive_seconds is 0; it must be at least 1"),
-        (["--allowed-origins", "a.example"], "allowed_origins has 'a.example'; give a scheme and a host"),
+        (
+            ["--allowed-origins", "a.example"],
+            "allowed_origins has 'a.example'; give a scheme and a host",
+        ),
     ],
 )
-def test_bad_options_are_told_in_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_told_in_one_line(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("specdec: error: ") and words in line

@@ -1,4 +1,6 @@
-"""A server whose target two ranks compute: answers, leaving clients and ends are those of one process."""
+"""A server whose target two ranks compute: answers, leaving clients and ends are those of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ from tests.helpers import lockstep_parts as parts
 from tests.helpers.live_server import Live, live_server
 from tests.helpers.waiting import HANG, gated, wait_until
 
-LOAD: dict[str, Any] = {"drafter": "tests.helpers.tiny_ranks:random_drafter", "device": "cpu", "dtype": "float32"}
+LOAD: dict[str, Any] = {
+    "drafter": "tests.helpers.tiny_ranks:random_drafter",
+    "device": "cpu",
+    "dtype": "float32",
+}
 ENGINE = EngineConfig(max_num_seqs=4, num_draft_tokens=3)
 SCHEMA = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -37,19 +43,56 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "abc", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    (COMPLETIONS, {"prompt": ["abc", "some other text"], "max_tokens": 12, "n": 2, "ignore_eos": True, **SAMPLED}),
+    (
+        COMPLETIONS,
+        {
+            "prompt": ["abc", "some other text"],
+            "max_tokens": 12,
+            "n": 2,
+            "ignore_eos": True,
+            **SAMPLED,
+        },
+    ),
     (CHATS, {**CHAT, "max_tokens": 9, "temperature": 0}),
-    (CHATS, {**CHAT, "max_tokens": 9, "logit_bias": {"1": 9}, "skip_special_tokens": False, "stop": ["s><s><s"], **SAMPLED}),
-    (COMPLETIONS, {"prompt": "number: ", "max_tokens": 9, "guided_regex": "[0-9]{3,6}x", **SAMPLED}),
-    (CHATS, {**CHAT, "max_tokens": 30, "temperature": 0, "guided_json": SCHEMA, "logprobs": True, "top_logprobs": 3}),
-    (COMPLETIONS, {"prompt": "abcabc", "max_tokens": 8, "temperature": 0, "logprobs": 2, "echo": True}),
+    (
+        CHATS,
+        {
+            **CHAT,
+            "max_tokens": 9,
+            "logit_bias": {"1": 9},
+            "skip_special_tokens": False,
+            "stop": ["s><s><s"],
+            **SAMPLED,
+        },
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "number: ", "max_tokens": 9, "guided_regex": "[0-9]{3,6}x", **SAMPLED},
+    ),
+    (
+        CHATS,
+        {
+            **CHAT,
+            "max_tokens": 30,
+            "temperature": 0,
+            "guided_json": SCHEMA,
+            "logprobs": True,
+            "top_logprobs": 3,
+        },
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "abcabc", "max_tokens": 8, "temperature": 0, "logprobs": 2, "echo": True},
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_tiny(tmp_path_factory.mktemp("tiny"))
-    (folder / "generation_config.json").write_text('{"eos_token_id": 2, "repetition_penalty": 1.1, "min_new_tokens": 3}')
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": 2, "repetition_penalty": 1.1, "min_new_tokens": 3}'
+    )
     return folder
 
 
@@ -80,23 +123,35 @@ def answers(live: Live) -> list[dict[str, Any]]:
 
 
 def texts(answer: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Of each output, and its steps and accepted drafts; how many drafts the last steps had depends on its neighbors."""
-    found = [(one["text"] if "text" in one else one["message"]["content"], one) for one in answer["choices"]]
+    """Of each output, and its steps and accepted drafts; how many drafts the last steps had depends
+    on its neighbors.
+    """
+    found = [
+        (one["text"] if "text" in one else one["message"]["content"], one)
+        for one in answer["choices"]
+    ]
     counts = ("spec_verify_ct", "spec_accept_token_num")
-    return [(text, one["finish_reason"], *(str(one["meta_info"][name]) for name in counts)) for text, one in found]
+    return [
+        (text, one["finish_reason"], *(str(one["meta_info"][name]) for name in counts))
+        for text, one in found
+    ]
 
 
 def numbers(found: Any) -> list[float]:
     """All log-probabilities in an answer, in its order."""
     if isinstance(found, dict):
-        return [number for name, part in found.items() if name != "bytes" for number in numbers(part)]
+        return [
+            number for name, part in found.items() if name != "bytes" for number in numbers(part)
+        ]
     if isinstance(found, list):
         return [number for part in found for number in numbers(part)]
     return [found] if isinstance(found, float) else []
 
 
 def test_answers_are_those_of_one_process(one: Live, two: Live) -> None:
-    """Texts, how drafts fared, masks of grammars on both ranks, and log-probabilities but for the order of sums."""
+    """Texts, how drafts fared, masks of grammars on both ranks, and log-probabilities but for the
+    order of sums.
+    """
     verifier = two.decoder.verifier
     expected = answers(one)
     everywhere(verifier, parts.note_masks)
@@ -112,17 +167,22 @@ def test_answers_are_those_of_one_process(one: Live, two: Live) -> None:
 
 
 def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> None:
-    """In the midst of a stream, while others are in work; each later step compares the ranks' schedules.
+    """In the midst of a stream, while others are in work; each later step compares the ranks'
+    schedules.
 
     Nor does the other rank end at a signal that service managers send to all processes.
     """
     rank_1 = everywhere(two.decoder.verifier, parts.process_of_rank_1)
     with ThreadPoolExecutor(1) as threads:
         with gated(two.decoder.engine, 8) as gate:
-            with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True, "n": 2}) as stream:
+            with httpx.stream(
+                "POST", two.url + COMPLETIONS, json={**LONG, "stream": True, "n": 2}
+            ) as stream:
                 events = stream.iter_raw()  # the stream ends with its iterator
                 next(events)
-                other = threads.submit(httpx.post, two.url + COMPLETIONS, json={**LONG, "max_tokens": 60})
+                other = threads.submit(
+                    httpx.post, two.url + COMPLETIONS, json={**LONG, "max_tokens": 60}
+                )
                 wait_until(lambda: two.front.num_open == 3 and gate.stands)
                 os.kill(rank_1, signal.SIGTERM)
             wait_until(lambda: two.front.num_open == 1)
@@ -134,7 +194,9 @@ def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> Non
     assert not engine.has_work and engine.pool.num_used == 0
 
 
-def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_memory_ends_the_server_with_one_line(
+    two: Live, caplog: pytest.LogCaptureFixture
+) -> None:
     """All who wait are told, whatever they wait for, and the server and the other rank end."""
     decoder = two.decoder
     everywhere(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
@@ -144,19 +206,29 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(two: Live, caplog: 
         with httpx.stream("POST", two.url + COMPLETIONS, json={**LONG, "stream": True}) as stream:
             *_, event, end = [line for line in stream.iter_lines() if line]
         answer = whole.result()
-    line = "rank 1 of the tensor-parallel group failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    line = (
+        "rank 1 of the tensor-parallel group failed: OutOfMemoryError: CUDA out of memory. Tried"
+        " to allocate 2.00 GiB."
+    )
     assert line in event and end == "data: [DONE]"
-    assert answer.status_code == 500 and answer.json()["error"]["message"] == f"the engine failed: {line}"
+    assert (
+        answer.status_code == 500
+        and answer.json()["error"]["message"] == f"the engine failed: {line}"
+    )
     with pytest.raises(RuntimeError, match=re.escape(line)):
         handle.result()
     two.join()
     assert two.hub.dead
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [f"the server ends: {line}"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        f"the server ends: {line}"
+    ]
 
 
 @pytest.mark.slow
 def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Live) -> None:
-    """Started and told to end as by torchrun, which passes a signal on to all; both end in good order, rank 0 first."""
+    """Started and told to end as by torchrun, which passes a signal on to all; both end in good
+    order, rank 0 first.
+    """
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     options = [
@@ -173,13 +245,35 @@ def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Liv
         "--port",
         "0",
     ]
-    command = [sys.executable, "-m", "specdec", "serve", "--model", str(folder), *options, "--tensor-parallel", "2"]
-    same = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [
+        sys.executable,
+        "-m",
+        "specdec",
+        "serve",
+        "--model",
+        str(folder),
+        *options,
+        "--tensor-parallel",
+        "2",
+    ]
+    same = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=same | own) for own in numbers]
+    ranks = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=same | own)
+        for own in numbers
+    ]
     try:
         assert ranks[0].stderr is not None
-        url = next(line for line in ranks[0].stderr if " at http" in line).split()[-1].removesuffix("/v1")
+        url = (
+            next(line for line in ranks[0].stderr if " at http" in line)
+            .split()[-1]
+            .removesuffix("/v1")
+        )
         asked = {**LONG, "max_tokens": 200, "stream": True}
         with httpx.stream("POST", url + COMPLETIONS, json=asked) as stream:
             events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
@@ -190,7 +284,12 @@ def test_sigterm_to_both_ranks_lets_the_unfinished_finish(folder: Path, one: Liv
         assert end == "[DONE]"
         text = "".join(json.loads(event)["choices"][0]["text"] for event in [begun, *rest])
         assert text == one.decoder.generate("abc", max_tokens=200, ignore_eos=True).text
-        said = [line for rank in ranks for line in rank.communicate(timeout=HANG)[1].splitlines() if "specdec" in line]
+        said = [
+            line
+            for rank in ranks
+            for line in rank.communicate(timeout=HANG)[1].splitlines()
+            if "specdec" in line
+        ]
         assert not said and [rank.returncode for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:

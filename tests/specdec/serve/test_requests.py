@@ -1,4 +1,6 @@
-"""Requests of a form of their own: nulls, unknown fields, grammars that fail; and answers in lines."""
+"""Requests of a form of their own: nulls, unknown fields, grammars that fail;
+and answers in lines.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from specdec.serve.protocol import REFUSED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from specdec.serve.protocol import (
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.helpers.live_server import Live, live_server, tiny_decoder
 
 CHAT: Any = [{"role": "user", "content": "hello"}]
@@ -26,12 +34,18 @@ def live() -> Iterator[Live]:
 def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     """Also within others."""
     body = {"prompt": "a", "max_tokens": 1, "colour": 3, "stream": True}
-    body |= {"response_format": {"type": "text", "depth": 1}, "stream_options": {"include_use": True}}
+    body |= {
+        "response_format": {"type": "text", "depth": 1},
+        "stream_options": {"include_use": True},
+    }
     for _ in range(2):
         httpx.post(live.url + "/v1/completions", json=body).raise_for_status()
     said = [record.getMessage() for record in caplog.records]
     for name in ("colour", "response_format.depth", "stream_options.include_use"):
-        assert said.count(f"a request has the field {name!r}, which is not known and is left alone") == 1
+        assert (
+            said.count(f"a request has the field {name!r}, which is not known and is left alone")
+            == 1
+        )
 
 
 @pytest.mark.parametrize(
@@ -44,19 +58,30 @@ def test_an_unknown_field_is_warned_of_once(live: Live, caplog: pytest.LogCaptur
     ],
     ids=str,
 )
-def test_null_is_a_field_that_is_not_set(live: Live, path: str, model: type[BaseModel], needed: dict[str, Any]) -> None:
-    """In each field by itself and in all at once; those that the server refuses or does not know as well."""
+def test_null_is_a_field_that_is_not_set(
+    live: Live, path: str, model: type[BaseModel], needed: dict[str, Any]
+) -> None:
+    """In each field by itself and in all at once; those that the server refuses or does not know as
+    well.
+    """
     fields = [name for name in model.model_fields if name not in needed]
     for name in fields:
         assert model.model_validate(needed | {name: None}) == model.model_validate(needed)
-    within = {"stream_options": {"include_usage": None, "colour": None}} if "stream_options" in fields else {}
+    within = (
+        {"stream_options": {"include_usage": None, "colour": None}}
+        if "stream_options" in fields
+        else {}
+    )
     limit = {"max_tokens": 1, "seed": 0} if "max_tokens" in fields else {}
     want, found = (
         httpx.post(live.url + path, json=more | needed | limit)
         for more in ({}, within | dict.fromkeys([*REFUSED, "colour", *fields]))
     )
     assert found.status_code == 200, found.text
-    assert found.json().get("choices") == want.json().get("choices") and found.json().keys() == want.json().keys()
+    assert (
+        found.json().get("choices") == want.json().get("choices")
+        and found.json().keys() == want.json().keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +104,9 @@ def test_a_bad_grammar_is_the_client_s_mistake(live: Live, fields: dict[str, Any
     with httpx.Client(base_url=live.url) as client:
         for stream in (False, True):
             body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": stream, **fields})
-            answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            answer = client.post(
+                "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+            )
             error = answer.json()["error"]
             assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
             assert "\n" not in error["message"] and len(error["message"]) < 400
@@ -90,19 +117,33 @@ def test_a_dead_end_in_the_midst_is_the_client_s_mistake(live: Live) -> None:
     """No token of this vocabulary is a ~."""
     body = {"prompt": "a", "max_tokens": 9, "guided_grammar": 'root ::= "ab" "~"'}
     answer = httpx.post(live.url + "/v1/completions", json=body)
-    assert answer.status_code == 400 and "allows no token of the vocabulary" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 400
+        and "allows no token of the vocabulary" in answer.json()["error"]["message"]
+    )
     events = httpx.post(live.url + "/v1/completions", json=body | {"stream": True}).text
     assert '"type": "invalid_request_error"' in events and events.endswith("data: [DONE]\n\n")
 
 
 def test_what_a_schema_is_not_held_to_is_said_in_the_answer(live: Live) -> None:
-    body = {"prompt": "a", "max_tokens": 30, "guided_json": {"type": "string", "format": "colour", "maxLength": 2}}
+    body = {
+        "prompt": "a",
+        "max_tokens": 30,
+        "guided_json": {"type": "string", "format": "colour", "maxLength": 2},
+    }
     (warning,) = httpx.post(live.url + "/v1/completions", json=body).json()["warnings"]
     assert warning == "format colour at # is taken for an annotation"
-    assert "warnings" not in httpx.post(live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}).json()
+    assert (
+        "warnings"
+        not in httpx.post(
+            live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}
+        ).json()
+    )
 
 
-def test_a_defect_keeps_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_keeps_the_connection(
+    live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its traceback is in the log alone; in a stream an event says so."""
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -113,7 +154,11 @@ def test_a_defect_keeps_the_connection(live: Live, monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             patch.setattr("specdec.serve.app.sampling_params", fail)
             answer = client.post("/v1/completions", json=body)
-            assert answer.status_code == 500 and "defect" in answer.json()["error"]["message"] and "secret" not in answer.text
+            assert (
+                answer.status_code == 500
+                and "defect" in answer.json()["error"]["message"]
+                and "secret" not in answer.text
+            )
             assert "connection" not in answer.headers
         with monkeypatch.context() as patch:
             patch.setattr("specdec.serve.answers.completion.Completion.delta", fail)
@@ -122,7 +167,13 @@ def test_a_defect_keeps_the_connection(live: Live, monkeypatch: pytest.MonkeyPat
         stream = next(iter(client._transport._pool.connections))  # type: ignore[attr-defined]
         client.post("/v1/completions", json=body).raise_for_status()
         assert [stream] == client._transport._pool.connections  # type: ignore[attr-defined]
-    assert sum("ZeroDivisionError" in (record.exc_text or str(record.exc_info)) for record in caplog.records) == 2
+    assert (
+        sum(
+            "ZeroDivisionError" in (record.exc_text or str(record.exc_info))
+            for record in caplog.records
+        )
+        == 2
+    )
 
 
 def test_line_ends_of_unicode_are_escaped_in_events(live: Live) -> None:
@@ -139,22 +190,44 @@ def test_line_ends_of_unicode_are_escaped_in_events(live: Live) -> None:
 def test_usage_in_every_event(live: Live, path: str) -> None:
     body = {"prompt": "abc", "n": 2} if path == "/v1/completions" else {"messages": CHAT, "n": 2}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = httpx.post(live.url + path, json={**body, "max_tokens": 6, "stream": True, "stream_options": options}).text
-    found = [json.loads(line.removeprefix("data: "))["usage"] for line in events.splitlines() if line and "[DONE]" not in line]
+    events = httpx.post(
+        live.url + path, json={**body, "max_tokens": 6, "stream": True, "stream_options": options}
+    ).text
+    found = [
+        json.loads(line.removeprefix("data: "))["usage"]
+        for line in events.splitlines()
+        if line and "[DONE]" not in line
+    ]
     counts = [usage["completion_tokens"] for usage in found]
     assert counts == sorted(counts) and counts[-1] == counts[-2] > counts[0]
-    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in found)
+    assert all(
+        usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        for usage in found
+    )
     assert len({usage["prompt_tokens"] for usage in found}) == 1
 
 
 def test_warnings_come_with_the_end_of_a_stream(live: Live) -> None:
-    body = {"prompt": "a", "max_tokens": 30, "guided_json": {"type": "string", "format": "colour", "maxLength": 2}, "stream": True}
-    *_, last, _ = [line for line in httpx.post(live.url + "/v1/completions", json=body).text.splitlines() if line]
-    assert json.loads(last.removeprefix("data: "))["warnings"] == ["format colour at # is taken for an annotation"]
+    body = {
+        "prompt": "a",
+        "max_tokens": 30,
+        "guided_json": {"type": "string", "format": "colour", "maxLength": 2},
+        "stream": True,
+    }
+    *_, last, _ = [
+        line
+        for line in httpx.post(live.url + "/v1/completions", json=body).text.splitlines()
+        if line
+    ]
+    assert json.loads(last.removeprefix("data: "))["warnings"] == [
+        "format colour at # is taken for an annotation"
+    ]
 
 
 def test_what_benchmarks_of_others_read(live: Live) -> None:
-    httpx.post(live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 9, "ignore_eos": True}).raise_for_status()
+    httpx.post(
+        live.url + "/v1/completions", json={"prompt": "a", "max_tokens": 9, "ignore_eos": True}
+    ).raise_for_status()
     (model,) = httpx.get(live.url + "/v1/models").json()["data"]
     assert model["root"] == model["id"]
     (state,) = httpx.get(live.url + "/server_info").json()["internal_states"]
@@ -169,22 +242,35 @@ def test_pages_from_elsewhere_are_let_in_by_name_alone() -> None:
     }
     with live_server(api_key="k", allowed_origins=("https://a.example",)) as live:
         answer = httpx.options(live.url + "/v1/completions", headers=ask)
-        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert (
+            answer.status_code == 200
+            and answer.headers["access-control-allow-origin"] == "https://a.example"
+        )
         assert "authorization" in answer.headers["access-control-allow-headers"]
         for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
             headers = {"Origin": origin, "Authorization": "Bearer k"}
-            assert ("access-control-allow-origin" in httpx.get(live.url + "/v1/models", headers=headers).headers) == allowed
+            assert (
+                "access-control-allow-origin"
+                in httpx.get(live.url + "/v1/models", headers=headers).headers
+            ) == allowed
         refused = httpx.get(live.url + "/v1/models", headers={"Origin": "https://a.example"})
         assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
 
 
 def test_none_are_by_default(live: Live) -> None:
-    answer = httpx.options(live.url + "/v1/models", headers={"Origin": "https://a.example", "Access-Control-Request-Method": "GET"})
-    assert answer.status_code == 405 and not any(name.startswith("access-control") for name in answer.headers)
+    answer = httpx.options(
+        live.url + "/v1/models",
+        headers={"Origin": "https://a.example", "Access-Control-Request-Method": "GET"},
+    )
+    assert answer.status_code == 405 and not any(
+        name.startswith("access-control") for name in answer.headers
+    )
 
 
 def test_connections_stay_open(live: Live) -> None:
-    """Longer than clients of others keep theirs, so that none asks over one that is just being closed."""
+    """Longer than clients of others keep theirs, so that none asks over one that is just being
+    closed.
+    """
     assert live.server.config.timeout_keep_alive == 65
     with live_server(tiny_decoder(), keep_alive_seconds=7) as other:
         assert other.server.config.timeout_keep_alive == 7

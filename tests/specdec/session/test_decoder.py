@@ -17,7 +17,9 @@ from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenize
 
 @pytest.fixture(scope="module")
 def decoder() -> SpecDecoder:
-    return SpecDecoder(paged_verifier(plain_model("llama")), tiny_tokenizer(), None, EngineConfig(max_num_seqs=2))
+    return SpecDecoder(
+        paged_verifier(plain_model("llama")), tiny_tokenizer(), None, EngineConfig(max_num_seqs=2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,9 @@ def decoder() -> SpecDecoder:
 def test_one_prompt_of_token_ids(decoder: SpecDecoder, ids: Any) -> None:
     """What holds integers in an order is a prompt, whichever library it comes from."""
     result = decoder.generate(ids, max_tokens=4)
-    assert result.prompt_token_ids == [5, 6, 7] and {type(token) for token in result.prompt_token_ids} == {int}
+    assert result.prompt_token_ids == [5, 6, 7] and {
+        type(token) for token in result.prompt_token_ids
+    } == {int}
     assert result == decoder.generate([5, 6, 7], max_tokens=4, seed=result.seed)
 
 
@@ -52,13 +56,19 @@ def test_one_prompt_of_token_ids(decoder: SpecDecoder, ids: Any) -> None:
 )
 def test_many_prompts_of_token_ids(decoder: SpecDecoder, prompts: Any) -> None:
     """Rows of a tensor, and lists of the forms above."""
-    assert [result.prompt_token_ids for result in decoder.generate(prompts, max_tokens=2)] == [[5, 6], [7, 8]]
+    assert [result.prompt_token_ids for result in decoder.generate(prompts, max_tokens=2)] == [
+        [5, 6],
+        [7, 8],
+    ]
 
 
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ({"role": "user", "content": "x"}, "the input is a dict; a prompt is a string, a list of token ids"),
+        (
+            {"role": "user", "content": "x"},
+            "the input is a dict; a prompt is a string, a list of token ids",
+        ),
         ({5, 6}, "the input is a set"),
         (b"abc", "the input is a bytes"),
         (None, "the input is a NoneType"),
@@ -72,7 +82,9 @@ def test_many_prompts_of_token_ids(decoder: SpecDecoder, prompts: Any) -> None:
     ],
 )
 def test_what_is_no_prompt(decoder: SpecDecoder, inputs: Any, said: str) -> None:
-    """A mapping is not a list of its keys, bytes are not token ids, and a number is not cut to an integer."""
+    """A mapping is not a list of its keys, bytes are not token ids, and a number is not cut to an
+    integer.
+    """
     with pytest.raises(SpecDecError) as caught:
         decoder.generate(inputs)
     assert said in str(caught.value)
@@ -82,7 +94,9 @@ def test_one_of_many_that_is_no_prompt(decoder: SpecDecoder) -> None:
     """Its result says so, and the others are served."""
     prompts: Any = [[1.5, 2], [[7]], ["a", "b"], [5, 6]]
     *bad, good = list[GenerationResult](decoder.generate(prompts, max_tokens=2))
-    assert [result.error for result in bad] == [f"a token id is {entry}; it must be an integer" for entry in ("1.5", "[7]", "'a'")]
+    assert [result.error for result in bad] == [
+        f"a token id is {entry}; it must be an integer" for entry in ("1.5", "[7]", "'a'")
+    ]
     assert good.finish_reason == "length"
 
 
@@ -91,17 +105,27 @@ def test_a_message_that_is_no_text(decoder: SpecDecoder, monkeypatch: pytest.Mon
     monkeypatch.setattr(decoder.tokenizer, "chat_template", "{{ 'user: ' + messages[0].content }}")
     with pytest.raises(SpecDecError, match="the content of message 0 is a int; give text"):
         decoder.generate([{"role": "user", "content": 5}])
-    with monkeypatch.context() as patch, pytest.raises(SpecDecError, match="refuses these messages: can only concatenate str"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(SpecDecError, match="refuses these messages: can only concatenate str"),
+    ):
         patch.setattr(decoder.tokenizer, "chat_template", "{{ 'user: ' + messages[0].name }}")
         decoder.generate([{"role": "user", "content": "hi", "name": 5}])
-    assert decoder.generate([{"role": "user", "content": "hi"}], max_tokens=2).finish_reason == "length"
+    assert (
+        decoder.generate([{"role": "user", "content": "hi"}], max_tokens=2).finish_reason
+        == "length"
+    )
 
 
 def test_each_input_may_be_decoded_in_its_own_way(decoder: SpecDecoder) -> None:
     """A grammar that fails is its own input's mistake, and the call's where all have it."""
     pytest.importorskip("xgrammar")
     bad = SamplingParams(max_tokens=2, grammar=Grammar.ebnf("root ::= missing"))
-    ways = [SamplingParams(max_tokens=3, ignore_eos=True), bad, SamplingParams(max_tokens=5, ignore_eos=True)]
+    ways = [
+        SamplingParams(max_tokens=3, ignore_eos=True),
+        bad,
+        SamplingParams(max_tokens=5, ignore_eos=True),
+    ]
     results = decoder.generate(["a", "b", "c"], ways)
     assert [len(result.token_ids) for result in results] == [3, 0, 5]
     assert "cannot be compiled" in (results[1].error or "") and results[1].bad_input
@@ -113,9 +137,13 @@ def test_each_input_may_be_decoded_in_its_own_way(decoder: SpecDecoder) -> None:
 
 
 def test_options_by_other_names_and_types(decoder: SpecDecoder) -> None:
-    """Transformers' name of `max_tokens`; a dict is told from `SamplingParams` and `EngineConfig`."""
+    """Transformers' name of `max_tokens`; a dict is told from `SamplingParams` and
+    `EngineConfig`.
+    """
     assert len(decoder.generate([5], max_new_tokens=3, ignore_eos=True).token_ids) == 3
-    with pytest.raises(SpecDecError, match="sampling is a dict; give a SamplingParams, or its fields by name"):
+    with pytest.raises(
+        SpecDecError, match="sampling is a dict; give a SamplingParams, or its fields by name"
+    ):
         decoder.generate([5], {"max_tokens": 3})  # type: ignore[call-overload]
     with pytest.raises(SpecDecError, match="the engine's config is a dict; give an EngineConfig"):
         SpecDecoder(decoder.verifier, decoder.tokenizer, None, {"max_num_seqs": 3})  # type: ignore[arg-type]
@@ -132,13 +160,18 @@ def test_logits_of_what_is_no_prompt(decoder: SpecDecoder, ids: Any) -> None:
 
 
 def test_paths_devices_and_types_as_objects(tmp_path: Path) -> None:
-    """A folder as `Path`, torch's own device and type; a `Path` that is not there is never looked for on the hub."""
+    """A folder as `Path`, torch's own device and type; a `Path` that is not there is never looked
+    for on the hub.
+    """
     plain_model("llama").save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     cpu: Any = torch.device("cpu")
     dtype: Any = torch.float32
     loaded = SpecDecoder.from_pretrained(tmp_path / "target", drafter=None, device=cpu, dtype=dtype)
     assert loaded.generate("abc", SamplingParams(max_tokens=2)).finish_reason == "length"
-    for target, said in ((Path("nowhere"), "'nowhere' is not a folder"), (5, "the target is a int; give a folder")):
+    for target, said in (
+        (Path("nowhere"), "'nowhere' is not a folder"),
+        (5, "the target is a int; give a folder"),
+    ):
         with pytest.raises(SpecDecError, match=said):
             SpecDecoder.from_pretrained(target, device="cpu")  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Calls that end early, at any instruction: whoever comes next is served, and nobody waits for ever."""
+"""Calls that end early, at any instruction: whoever comes next is served, and nobody waits for
+ever.
+"""
 
 import asyncio
 import signal
@@ -45,7 +47,8 @@ def is_sound(decoder: SpecDecoder, expected: list[int]) -> bool:
 
 
 class Interrupts:
-    """An exception where Python asks for signals, as a function begins or one in C has ended, and another as it is dealt with.
+    """An exception where Python asks for signals, as a function begins or one in C has ended, and
+    another as it is dealt with.
 
     Args:
         first: place of the first one in the engine's host code, counted from 1.
@@ -78,9 +81,13 @@ class Interrupts:
                 raise KeyboardInterrupt
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in `__del__`, where Python drops it
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # in `__del__`, where Python drops it
 @pytest.mark.parametrize("second", [1, 2, 3, 5, 8, 12, 20, 40])
-def test_two_interrupts_at_any_two_places(decoder: SpecDecoder, second: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_interrupts_at_any_two_places(
+    decoder: SpecDecoder, second: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next call is right, and all blocks are free."""
 
     def decode(first: int) -> int:
@@ -129,13 +136,17 @@ def held(turns: Turns) -> Callable[[], None]:
 
 @pytest.mark.parametrize("given", [False, True], ids=["before", "after"])
 def test_who_leaves_hands_on_the_turn(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted while it waits, before or after it was its turn; another one gets it without looking for itself."""
+    """Interrupted while it waits, before or after it was its turn; another one gets it without
+    looking for itself.
+    """
     turns, others = Turns(threading.RLock()), []
     monkeypatch.setattr(turns_module, "PATIENCE", HANG)
     let_go = held(turns)
 
     def other() -> None:
-        others.append(turns.wait(lambda: False, sys._getframe()) or turns.wait(lambda: False, sys._getframe()))
+        others.append(
+            turns.wait(lambda: False, sys._getframe()) or turns.wait(lambda: False, sys._getframe())
+        )
 
     waits = threading.Thread(target=other, daemon=True)
 
@@ -175,7 +186,11 @@ def test_a_turn_that_was_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     turns.pass_on()
     lose()
-    assert in_time(lambda: turns.wait(lambda: False, sys._getframe()) or turns.wait(lambda: False, sys._getframe()))
+    assert in_time(
+        lambda: (
+            turns.wait(lambda: False, sys._getframe()) or turns.wait(lambda: False, sys._getframe())
+        )
+    )
 
 
 @pytest.fixture
@@ -191,7 +206,9 @@ def handler() -> Iterator[list[str]]:
 def test_a_call_from_within_a_step_is_refused(
     decoder: SpecDecoder, handler: list[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the handler of a signal, or a drafter: it would wait for itself; what is decoded goes on."""
+    """By the handler of a signal, or a drafter: it would wait for itself;
+    what is decoded goes on.
+    """
     expected = decoder.generate(PROMPT, SAMPLING).token_ids
     ask: dict[str, Callable[[], object]] = {
         "generate": lambda: decoder.generate([9], SAMPLING),
@@ -201,7 +218,9 @@ def test_a_call_from_within_a_step_is_refused(
     }
 
     def on_signal(*_: object) -> None:
-        with pytest.raises(InvalidInputError, match="this thread is in the midst of a step") as refused:
+        with pytest.raises(
+            InvalidInputError, match="this thread is in the midst of a step"
+        ) as refused:
             ask[how]()
         handler.append(str(refused.value))
 
@@ -219,7 +238,9 @@ def test_a_call_from_within_a_step_is_refused(
     assert handler and is_sound(decoder, expected)
 
 
-def test_whatever_a_drafter_raises_asynchronous_callers_are_served(decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_drafter_raises_asynchronous_callers_are_served(
+    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that steps for them goes on."""
 
     async def ask() -> Any:
@@ -260,7 +281,13 @@ sys.exit(3)
 
 def test_a_program_that_leaves_work_unfinished_ends_with_its_own_status() -> None:
     """Daemon threads decode, an asynchronous request and a stream are open."""
-    done = subprocess.run([sys.executable, "-c", UNFINISHED], capture_output=True, text=True, timeout=HANG, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (3, "")
 
 

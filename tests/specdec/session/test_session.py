@@ -1,4 +1,6 @@
-"""Many callers of one engine: threads, open streams, asynchronous callers, cancellations, errors."""
+"""Many callers of one engine: threads, open streams, asynchronous callers, cancellations,
+errors.
+"""
 
 import asyncio
 import random
@@ -35,11 +37,20 @@ def engine_config(**changes: Any) -> EngineConfig:
 
 def cases_of(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(seed)
-    warm: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "top_k": 30}, {"repetition_penalty": 1.2})
+    warm: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 0.9, "top_k": 30},
+        {"repetition_penalty": 1.2},
+    )
     return [
         (
             [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))],
-            SamplingParams(max_tokens=rng.randrange(1, 24), seed=seed * count + i, ignore_eos=True, **warm[i % 3]),
+            SamplingParams(
+                max_tokens=rng.randrange(1, 24),
+                seed=seed * count + i,
+                ignore_eos=True,
+                **warm[i % 3],
+            ),
         )
         for i in range(count)
     ]
@@ -60,16 +71,28 @@ def alone(verifier: Verifier) -> Callable[[list[int], SamplingParams], list[int]
 
 
 def test_many_threads_share_an_engine(verifier: Verifier, alone: Callable[..., list[int]]) -> None:
-    """Streaming, waiting and cancelling at once: what is not cancelled equals its output alone, and nobody waits for ever."""
+    """Streaming, waiting and cancelling at once: what is not cancelled equals its output alone, and
+    nobody waits for ever.
+    """
     cases = [cases_of(number, NUM_PROMPTS) for number in range(NUM_THREADS)]
     expected = [[alone(*case) for case in some] for some in cases]
-    script = {tuple(p): e for some, outs in zip(cases, expected, strict=True) for (p, _), e in zip(some, outs, strict=True)}
-    engine = SpecEngine(verifier, ScriptedDrafter(script, 3, [set(), {0}, {1}, {2}]), engine_config(num_draft_tokens=None))
+    script = {
+        tuple(p): e
+        for some, outs in zip(cases, expected, strict=True)
+        for (p, _), e in zip(some, outs, strict=True)
+    }
+    engine = SpecEngine(
+        verifier,
+        ScriptedDrafter(script, 3, [set(), {0}, {1}, {2}]),
+        engine_config(num_draft_tokens=None),
+    )
     session = Session(engine, max_queue=16)
 
     def caller(number: int) -> None:
         rng = random.Random(number)
-        for i, ((prompt, sampling), output) in enumerate(zip(cases[number], expected[number], strict=True)):
+        for i, ((prompt, sampling), output) in enumerate(
+            zip(cases[number], expected[number], strict=True)
+        ):
             handle = session.submit(prompt, sampling, incremental=i % 2 == 0)
             how = rng.random()
             if how < 0.15:
@@ -99,7 +122,9 @@ def test_many_threads_share_an_engine(verifier: Verifier, alone: Callable[..., l
 
 
 def test_streams_are_open_side_by_side(verifier: Verifier, alone: Callable[..., list[int]]) -> None:
-    """Two streams read in turns, with a whole generation in between: each gets all of its own tokens."""
+    """Two streams read in turns, with a whole generation in between: each gets all of its own
+    tokens.
+    """
     decoder = SpecDecoder(verifier, tiny_tokenizer(), None, engine_config())
     (first, one), (second, two), (third, three) = cases_of(3, 3)
     expected = [alone(first, one), alone(second, two), alone(third, three)]
@@ -123,7 +148,9 @@ def test_streams_are_open_side_by_side(verifier: Verifier, alone: Callable[..., 
     assert in_time(work) == expected
 
 
-def test_closing_a_stream_cancels_its_requests_alone(verifier: Verifier, alone: Callable[..., list[int]]) -> None:
+def test_closing_a_stream_cancels_its_requests_alone(
+    verifier: Verifier, alone: Callable[..., list[int]]
+) -> None:
     """Blocks come back at once, and a neighbor goes on."""
     decoder = SpecDecoder(verifier, tiny_tokenizer(), None, engine_config())
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -131,7 +158,9 @@ def test_closing_a_stream_cancels_its_requests_alone(verifier: Verifier, alone: 
     next(one), next(other)
     one.close()  # type: ignore[attr-defined]
     assert len(decoder.engine.scheduler.working) == 1
-    assert [token for chunk in other for token in chunk.token_ids][-5:] == alone([9, 8], sampling)[-5:]
+    assert [token for chunk in other for token in chunk.token_ids][-5:] == alone([9, 8], sampling)[
+        -5:
+    ]
     assert decoder.engine.pool.num_used == 0
 
 
@@ -156,7 +185,9 @@ def test_asynchronous_callers(verifier: Verifier, alone: Callable[..., list[int]
     async def main() -> list[list[int]]:
         ticking = asyncio.create_task(tick())
         in_thread = asyncio.to_thread(lambda: session.submit(*cases[0]).result().token_ids)
-        outputs = await asyncio.gather(in_thread, *(whole(case) if i % 2 else stream(case) for i, case in enumerate(cases)))
+        outputs = await asyncio.gather(
+            in_thread, *(whole(case) if i % 2 else stream(case) for i, case in enumerate(cases))
+        )
         ticking.cancel()
         return outputs
 
@@ -173,7 +204,9 @@ def test_a_queue_is_bounded(verifier: Verifier) -> None:
     session = Session(SpecEngine(verifier, None, engine_config()), max_queue=3)
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     handles = [session.submit([5, 6 + index], sampling) for index in range(3)]
-    with pytest.raises(CapacityError, match="3 requests are unfinished and the queue holds 3; try again later"):
+    with pytest.raises(
+        CapacityError, match="3 requests are unfinished and the queue holds 3; try again later"
+    ):
         session.submit([5], sampling, wait=False)
     assert len(session.submit([5], sampling).result().token_ids) == 4
     assert all(handle.result().finish_reason == "length" for handle in handles)
@@ -192,7 +225,9 @@ def test_a_queue_is_bounded(verifier: Verifier) -> None:
 def test_an_error_in_a_step_ends_everyone_and_the_session_goes_on(
     verifier: Verifier, alone: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a keyboard interrupt: who stepped sees it, the others are told, and the next request is served as ever."""
+    """Also a keyboard interrupt: who stepped sees it, the others are told, and the next request is
+    served as ever.
+    """
     engine = SpecEngine(verifier, None, engine_config())
     session = Session(engine)
     prompt, sampling = [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True)

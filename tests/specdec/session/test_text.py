@@ -1,4 +1,6 @@
-"""Incremental decoding against the definition it has to meet: decode everything so far, one token at a time."""
+"""Incremental decoding against the definition it has to meet: decode everything so far, one token
+at a time.
+"""
 
 from functools import cache
 
@@ -27,7 +29,10 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=330,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
@@ -41,11 +46,18 @@ def _byte_fallback_vocab() -> dict[str, int]:
 
 @cache
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Llama 2's and Gemma's: spaces belong to words, the first one is dropped, rare characters are spelled in bytes."""
+    """Like Llama 2's and Gemma's: spaces belong to words, the first one is dropped, rare characters
+    are spelled in bytes.
+    """
     vocab = _byte_fallback_vocab()
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
 
@@ -60,20 +72,30 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
 
 
-TOKENIZERS = {"byte_level": byte_level_tokenizer, "byte_fallback": byte_fallback_tokenizer, "metaspace": metaspace_tokenizer}
+TOKENIZERS = {
+    "byte_level": byte_level_tokenizer,
+    "byte_fallback": byte_fallback_tokenizer,
+    "metaspace": metaspace_tokenizer,
+}
 each_tokenizer = pytest.mark.parametrize("kind", TOKENIZERS)
-both_ways = pytest.mark.parametrize("skip", [True, False], ids=["hidden", "shown"])  # special tokens
+both_ways = pytest.mark.parametrize(
+    "skip", [True, False], ids=["hidden", "shown"]
+)  # special tokens
 quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
 def token_streams(kind: str, *, skip: bool) -> st.SearchStrategy[list[int]]:
-    """Noise, and real text with noise in it; hidden special tokens only where no run of bytes can be cut by one."""
+    """Noise, and real text with noise in it; hidden special tokens only where no run of bytes can
+    be cut by one.
+    """
     tokenizer = TOKENIZERS[kind]()
     never = tokenizer.all_special_ids if kind == "byte_fallback" and skip else ()
     ids = [i for i in range(len(tokenizer)) if i not in never]
     noise = st.lists(st.sampled_from(ids), max_size=12)
     real = st.sampled_from([tokenizer.encode(line, add_special_tokens=False) for line in CORPUS])
-    return st.lists(st.one_of(noise, real), max_size=4).map(lambda parts: [i for part in parts for i in part])
+    return st.lists(st.one_of(noise, real), max_size=4).map(
+        lambda parts: [i for part in parts for i in part]
+    )
 
 
 def groups_of(token_ids: list[int], data: st.DataObject) -> list[list[int]]:
@@ -83,14 +105,18 @@ def groups_of(token_ids: list[int], data: st.DataObject) -> list[list[int]]:
 
 
 def decode(kind: str, token_ids: list[int], *, skip: bool) -> str:
-    text = TOKENIZERS[kind]().decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    text = TOKENIZERS[kind]().decode(
+        token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+    )
     assert isinstance(text, str)
     return text
 
 
-def plain_stop(kind: str, token_ids: list[int], stop: list[str], *, skip: bool) -> tuple[int, str] | None:
-    """The definition: after each token, decode everything and look for every stop string at every place, and for a special token
-    that is one and does not show.
+def plain_stop(
+    kind: str, token_ids: list[int], stop: list[str], *, skip: bool
+) -> tuple[int, str] | None:
+    """The definition: after each token, decode everything and look for every stop string at every
+    place, and for a special token that is one and does not show.
     """
     for num_tokens in range(1, len(token_ids) + 1):
         whole = decode(kind, token_ids[:num_tokens], skip=skip)
@@ -98,7 +124,11 @@ def plain_stop(kind: str, token_ids: list[int], stop: list[str], *, skip: bool) 
         found = [(i + len(s), i) for s in stop for i in range(len(text)) if text.startswith(s, i)]
         if found:
             return num_tokens, text[: min(found)[1]]
-        if skip and "<end>" in stop and token_ids[num_tokens - 1] == TOKENIZERS[kind]().eos_token_id:
+        if (
+            skip
+            and "<end>" in stop
+            and token_ids[num_tokens - 1] == TOKENIZERS[kind]().eos_token_id
+        ):
             return num_tokens, whole
     return None
 
@@ -126,13 +156,17 @@ def test_pieces_add_up_to_the_whole_text(kind: str, skip: bool) -> None:
 @both_ways
 @each_tokenizer
 def test_stops_where_plain_decoding_stops(kind: str, skip: bool) -> None:
-    """Catches a stop that depends on grouping, on token borders, or on which of two stops is found first."""
+    """Catches a stop that depends on grouping, on token borders, or on which of two stops is found
+    first.
+    """
 
     @quick
     @given(st.data())
     def check(data: st.DataObject) -> None:
         token_ids = data.draw(token_streams(kind, skip=skip))
-        stop = data.draw(st.lists(st.sampled_from(["<end>", *STOPS]), min_size=1, max_size=3, unique=True))
+        stop = data.draw(
+            st.lists(st.sampled_from(["<end>", *STOPS]), min_size=1, max_size=3, unique=True)
+        )
         expected = plain_stop(kind, token_ids, stop, skip=skip)
         decoder = IncrementalDecoder(TOKENIZERS[kind](), stop, skip_special_tokens=skip)
         num_kept, pieces = 0, []
@@ -141,7 +175,9 @@ def test_stops_where_plain_decoding_stops(kind: str, skip: bool) -> None:
             num_kept += len(group) if keep is None else keep
             pieces.append(decoder.take())
         pieces.append(decoder.finish())
-        assert (num_kept, decoder.text) == (expected or (len(token_ids), decode(kind, token_ids, skip=skip)))
+        assert (num_kept, decoder.text) == (
+            expected or (len(token_ids), decode(kind, token_ids, skip=skip))
+        )
         assert "".join(pieces) == decoder.text
         assert decoder.stopped == (expected is not None)
 
@@ -150,9 +186,14 @@ def test_stops_where_plain_decoding_stops(kind: str, skip: bool) -> None:
 
 def test_a_stop_string_that_can_never_match_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     for skip in (True, True, False):
-        IncrementalDecoder(byte_level_tokenizer(), ["<end>", "a<end>", "a"], skip_special_tokens=skip)
+        IncrementalDecoder(
+            byte_level_tokenizer(), ["<end>", "a<end>", "a"], skip_special_tokens=skip
+        )
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("stop string 'a<end>' holds the special token '<end>', which texts leave out, so it never matches;")
+    assert line.startswith(
+        "stop string 'a<end>' holds the special token '<end>', which texts leave out, so it never"
+        " matches;"
+    )
 
 
 def character_tokens(text: str) -> list[int]:
@@ -166,10 +207,23 @@ def _byte_alphabet() -> dict[int, str]:
     tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ascii_bytes = {byte: tokenizer.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)}
     two_byte = [tokenizer.pre_tokenize_str(chr(point))[0][0] for point in range(128, 0x800)]
-    three_byte = [tokenizer.pre_tokenize_str(chr(point))[0][0] for point in range(0x800, 0xD800, 64)]
-    four_byte = [tokenizer.pre_tokenize_str(chr(point))[0][0] for point in (0x10000, 0x40000, 0x80000, 0xC0000, 0x100000)]
+    three_byte = [
+        tokenizer.pre_tokenize_str(chr(point))[0][0] for point in range(0x800, 0xD800, 64)
+    ]
+    four_byte = [
+        tokenizer.pre_tokenize_str(chr(point))[0][0]
+        for point in (0x10000, 0x40000, 0x80000, 0xC0000, 0x100000)
+    ]
     alphabet = dict(ascii_bytes)
-    points = [*range(128, 0x800), *range(0x800, 0xD800, 64), 0x10000, 0x40000, 0x80000, 0xC0000, 0x100000]
+    points = [
+        *range(128, 0x800),
+        *range(0x800, 0xD800, 64),
+        0x10000,
+        0x40000,
+        0x80000,
+        0xC0000,
+        0x100000,
+    ]
     for point, spelled in zip(points, two_byte + three_byte + four_byte, strict=True):
         alphabet.update(zip(chr(point).encode(), spelled, strict=True))
     return alphabet
@@ -197,7 +251,9 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 
 
 def test_finish_hands_out_what_was_held_back() -> None:
-    """Catches losing an ending that could have become a stop string, and the bytes of a character that never finished."""
+    """Catches losing an ending that could have become a stop string, and the bytes of a character
+    that never finished.
+    """
     decoder = IncrementalDecoder(byte_level_tokenizer(), ["END"])
     decoder.push(character_tokens("the EN"))
     assert decoder.take() == "the "
@@ -231,11 +287,19 @@ def test_nothing_is_kept_after_a_stop() -> None:
     assert decoder.finish() == decoder.text == "a"
 
 
-@pytest.mark.parametrize(("min_tokens", "num_kept", "text"), [(0, 2, "a"), (1, 2, "a"), (2, 4, "a.b"), (4, None, "a.b.c")])
-def test_no_stop_is_found_before_the_least_length(min_tokens: int, num_kept: int | None, text: str) -> None:
+@pytest.mark.parametrize(
+    ("min_tokens", "num_kept", "text"),
+    [(0, 2, "a"), (1, 2, "a"), (2, 4, "a.b"), (4, None, "a.b.c")],
+)
+def test_no_stop_is_found_before_the_least_length(
+    min_tokens: int, num_kept: int | None, text: str
+) -> None:
     """Nor in the text of those tokens afterwards, however many tokens come at once."""
     for size in (1, 5):
-        decoder, tokens = IncrementalDecoder(byte_level_tokenizer(), ["."], min_tokens=min_tokens), character_tokens("a.b.c")
+        decoder, tokens = (
+            IncrementalDecoder(byte_level_tokenizer(), ["."], min_tokens=min_tokens),
+            character_tokens("a.b.c"),
+        )
         kept = 0
         for start in range(0, len(tokens), size):
             keep = decoder.push(tokens[start : start + size])
@@ -252,7 +316,9 @@ def test_decodes_a_short_window_only(kind: str, monkeypatch: pytest.MonkeyPatch)
     lengths: list[int] = []
     real_decode = type(tokenizer).decode
 
-    def counting_decode(self: PreTrainedTokenizerFast, token_ids: list[int], **options: bool) -> str | list[str]:
+    def counting_decode(
+        self: PreTrainedTokenizerFast, token_ids: list[int], **options: bool
+    ) -> str | list[str]:
         lengths.append(len(token_ids))
         return real_decode(self, token_ids, **options)
 

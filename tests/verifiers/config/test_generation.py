@@ -16,7 +16,14 @@ from specdec.grammar.grammar import Grammar
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.session.decoder import SpecDecoder
-from tests.helpers.tiny_models import VOCAB, plain_greedy, plain_model, random_dflash, random_prompts, tiny_tokenizer
+from tests.helpers.tiny_models import (
+    VOCAB,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+    tiny_tokenizer,
+)
 from verifiers.config.generation import generation_of
 from verifiers.load import load_verifier
 
@@ -40,8 +47,15 @@ def folder(model: PreTrainedModel, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, file: Any, config: dict[str, Any] | None = None, source: GenerationSource | None = "model") -> Verifier:
-    """The target with such a generation_config.json, None for none, and such changes of its config.json."""
+def load(
+    folder: Path,
+    file: Any,
+    config: dict[str, Any] | None = None,
+    source: GenerationSource | None = "model",
+) -> Verifier:
+    """The target with such a generation_config.json, None for none, and such changes of its
+    config.json.
+    """
     path = folder / "generation_config.json"
     path.unlink(missing_ok=True)
     if file is not None:
@@ -60,7 +74,9 @@ def decoder_of(verifier: Verifier, drafter: Drafter | None = None, **engine: Any
 def written(folder: Path, model: PreTrainedModel, prompt: list[int] = PROMPT) -> list[int] | None:
     """What `generate` writes when the folder is loaded; None where it refuses its file."""
     fallback = (
-        {} if (folder / "generation_config.json").exists() else {"config_file_name": "config.json", "_from_model_config": True}
+        {}
+        if (folder / "generation_config.json").exists()
+        else {"config_file_name": "config.json", "_from_model_config": True}
     )
     before = model.generation_config
     try:
@@ -73,7 +89,11 @@ def written(folder: Path, model: PreTrainedModel, prompt: list[int] = PROMPT) ->
 
 
 def lines(log: Log) -> list[str]:
-    return [record.getMessage() for record in log.records if record.name == "verifiers.config.generation"]
+    return [
+        record.getMessage()
+        for record in log.records
+        if record.name == "verifiers.config.generation"
+    ]
 
 
 CHANGING = {
@@ -122,36 +142,58 @@ SAME: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("entry", SAME)
-def test_what_holds_is_as_in_generate(entry: str, folder: Path, model: PreTrainedModel, caplog: Log) -> None:
+def test_what_holds_is_as_in_generate(
+    entry: str, folder: Path, model: PreTrainedModel, caplog: Log
+) -> None:
     """Token for token, with drafts; of what changes nothing here, nothing is said."""
     verifier = load(folder, {"eos_token_id": [END, 2], entry: SAME[entry]})
-    result = decoder_of(verifier, NGramDrafter(max_draft_tokens=4)).generate(PROMPT, max_tokens=MOST)
+    result = decoder_of(verifier, NGramDrafter(max_draft_tokens=4)).generate(
+        PROMPT, max_tokens=MOST
+    )
     assert result.token_ids == written(folder, model)
     said = (
         [f"{entry} {SAME[entry]} where a request names none"]
         if entry in ("repetition_penalty", "min_new_tokens", "min_length")
         else []
     )
-    assert len(lines(caplog)) == len(said) and all(words in line for words, line in zip(said, lines(caplog), strict=True))
+    assert len(lines(caplog)) == len(said) and all(
+        words in line for words, line in zip(said, lines(caplog), strict=True)
+    )
 
 
 @pytest.mark.parametrize("entry", CHANGING)
-def test_what_is_not_to_be_had_is_named(entry: str, folder: Path, model: PreTrainedModel, caplog: Log) -> None:
+def test_what_is_not_to_be_had_is_named(
+    entry: str, folder: Path, model: PreTrainedModel, caplog: Log
+) -> None:
     verifier = load(folder, {"eos_token_id": [END, 2], entry: CHANGING[entry]})
     (line,) = lines(caplog)
-    assert f"generate would apply {entry} " in line and "generation_config 'none' leaves it aside" in line
+    assert (
+        f"generate would apply {entry} " in line
+        and "generation_config 'none' leaves it aside" in line
+    )
     assert decoder_of(verifier).generate(PROMPT, max_tokens=MOST).token_ids[-1] == END
 
 
-@pytest.mark.parametrize(("k", "nodes"), [(0, 0), (4, 0), (None, 7)], ids=["plain", "chain", "tree"])
-def test_a_penalty_and_a_least_length_hold_in_every_block(k: int | None, nodes: int, folder: Path, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize(
+    ("k", "nodes"), [(0, 0), (4, 0), (None, 7)], ids=["plain", "chain", "tree"]
+)
+def test_a_penalty_and_a_least_length_hold_in_every_block(
+    k: int | None, nodes: int, folder: Path, model: PreTrainedModel
+) -> None:
     """Several prompts side by side, whose own tokens the penalty counts."""
-    verifier = load(folder, {"eos_token_id": [2, *range(3, VOCAB, 5)], "repetition_penalty": 1.2, "min_new_tokens": 7})
+    verifier = load(
+        folder,
+        {"eos_token_id": [2, *range(3, VOCAB, 5)], "repetition_penalty": 1.2, "min_new_tokens": 7},
+    )
     prompts = random_prompts(5, seed=4)
     want = [written(folder, model, prompt) for prompt in prompts]
-    assert {len(one) < MOST for one in want if one is not None} == {True} and min(map(len, filter(None, want))) > 7
+    assert {len(one) < MOST for one in want if one is not None} == {True} and min(
+        map(len, filter(None, want))
+    ) > 7
     engine = {"num_draft_tokens": k, **({"tree_nodes": nodes} if nodes else {})}
-    results = decoder_of(verifier, random_dflash(verifier) if k != 0 else None, **engine).generate(prompts, max_tokens=MOST)
+    results = decoder_of(verifier, random_dflash(verifier) if k != 0 else None, **engine).generate(
+        prompts, max_tokens=MOST
+    )
     assert [result.token_ids for result in results] == want
 
 
@@ -163,7 +205,10 @@ def test_what_a_request_says_wins(folder: Path, model: PreTrainedModel) -> None:
     decoder = decoder_of(load(folder, file))
     explicit: dict[str, Any] = {"repetition_penalty": 1.0, "min_tokens": 0}
     assert decoder.generate(PROMPT, max_tokens=MOST, **explicit).token_ids == plain[:9]
-    for named, left in (("repetition_penalty", "min_new_tokens"), ("min_tokens", "repetition_penalty")):
+    for named, left in (
+        ("repetition_penalty", "min_new_tokens"),
+        ("min_tokens", "repetition_penalty"),
+    ):
         load(folder, {"eos_token_id": [END, 2], left: file[left]})
         made = decoder.generate(PROMPT, max_tokens=MOST, **{named: explicit[named]})
         assert made.token_ids == written(folder, model)
@@ -183,15 +228,23 @@ def test_a_least_length_of_the_file_gives_way(folder: Path) -> None:
     assert len(whole.token_ids) >= 20
 
 
-def test_without_the_file_config_json_counts(folder: Path, model: PreTrainedModel, caplog: Log) -> None:
+def test_without_the_file_config_json_counts(
+    folder: Path, model: PreTrainedModel, caplog: Log
+) -> None:
     """As in `generate`, but for how it would sample: other things may be called top_k there."""
     verifier = load(folder, None, {"repetition_penalty": 1.3, "num_beams": 4, "top_k": 2})
     assert verifier.defaults == SamplingDefaults(1.3)
     (line,) = lines(caplog)
-    assert line.startswith(f"config.json of target {str(folder)!r}: repetition_penalty 1.3 where a request names none, as in")
+    assert line.startswith(
+        f"config.json of target {str(folder)!r}: repetition_penalty 1.3 where a request names none,"
+        f" as in"
+    )
     assert "generate would apply num_beams 4" in line
     assert load(folder, {"eos_token_id": 2}).defaults == SamplingDefaults()
-    nested = {"eos_token_id": None, "text_config": {"eos_token_id": [4, 5], "repetition_penalty": 1.2}}
+    nested = {
+        "eos_token_id": None,
+        "text_config": {"eos_token_id": [4, 5], "repetition_penalty": 1.2},
+    }
     found = generation_of("x", None, nested, vocab_size=VOCAB)
     assert (found.ends, found.defaults.repetition_penalty) == ((4, 5), 1.2)
 
@@ -202,7 +255,10 @@ def test_without_the_file_config_json_counts(folder: Path, model: PreTrainedMode
         ({"repetition_penalty": "1.3"}, "repetition_penalty is '1.3'; it must be a number"),
         ({"repetition_penalty": True}, "repetition_penalty is True; it must be a number"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0.0; it must lie in"),
-        ({"repetition_penalty": {"a": [1]}}, "repetition_penalty is {'a': [1]}; it must be a number"),
+        (
+            {"repetition_penalty": {"a": [1]}},
+            "repetition_penalty is {'a': [1]}; it must be a number",
+        ),
         ('{"repetition_penalty": 1e400}', "repetition_penalty is inf; it must lie in"),
         ('{"temperature": NaN}', "temperature is nan; it must be 0"),
         ({"min_new_tokens": 2.5}, "min_new_tokens is 2.5; it must be an integer"),
@@ -221,13 +277,19 @@ def test_what_no_request_could_ask_is_one_line(file: Any, words: str, folder: Pa
     with pytest.raises(CheckpointError) as error:
         load(folder, file)
     assert words in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).endswith("; correct it, or leave it aside with generation_config 'none'")
+    assert str(error.value).endswith(
+        "; correct it, or leave it aside with generation_config 'none'"
+    )
     assert load(folder, file, source="none").defaults == SamplingDefaults()
 
 
-@pytest.mark.parametrize("file", ["[]", "[", '"x"', "{" * 10_000, '{"eos_token_id": 1' + "0" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "file", ["[]", "[", '"x"', "{" * 10_000, '{"eos_token_id": 1' + "0" * 5000 + "}"]
+)
 def test_what_is_no_object_is_one_line(file: str, folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"generation_config\.json of target .*; fetch or write it again$"):
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json of target .*; fetch or write it again$"
+    ):
         load(folder, file)
 
 
@@ -236,12 +298,17 @@ STRANGE = ["2", True, 1.5, [[2]], {"a": 1}, float("inf"), [2, None], ["2"]]
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
 @pytest.mark.parametrize("where", ["file", "config", "nested", "tokenizer", "embedded"])
-def test_an_end_that_is_no_token_is_one_line(value: Any, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_no_token_is_one_line(
+    value: Any, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches ends that never come, and errors at the first request."""
     if where == "embedded":
         monkeypatch.setattr("verifiers.load.embedded_model_path", lambda: folder)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-        with pytest.raises(CheckpointError, match=r"eos_token_id in generation_config\.json of target 'embedded' is .*"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"eos_token_id in generation_config\.json of target 'embedded' is .*",
+        ):
             load_verifier("embedded", device=torch.device("cpu"), dtype=torch.float32)
         return
     sources: dict[str, Any] = {
@@ -252,7 +319,9 @@ def test_an_end_that_is_no_token_is_one_line(value: Any, where: str, folder: Pat
     }
     file, config = sources[where]
     tokenizer = SimpleNamespace(eos_token_id=value if where == "tokenizer" else 2, eos_token="</s>")
-    with pytest.raises(CheckpointError, match="it must be a token id or a list of them, so correct the file"):
+    with pytest.raises(
+        CheckpointError, match="it must be a token id or a list of them, so correct the file"
+    ):
         generation_of("x", file, config, vocab_size=VOCAB, tokenizer=tokenizer)
 
 
@@ -262,8 +331,13 @@ def test_an_end_that_no_text_has_is_said(value: Any, folder: Path, caplog: Log) 
     verifier = load(folder, {"eos_token_id": value}, {"eos_token_id": END})
     assert verifier.eos_token_ids == (END,)
     *strange, last, _ = lines(caplog)
-    assert "names no token that ends texts, so generate would go on; outputs end with 6, as config.json has it" in last
-    assert len(strange) == (value != []) and all("which no text has: ids lie in [0, 97)" in line for line in strange)
+    assert (
+        "names no token that ends texts, so generate would go on; outputs end with 6, as"
+        " config.json has it" in last
+    )
+    assert len(strange) == (value != []) and all(
+        "which no text has: ids lie in [0, 97)" in line for line in strange
+    )
     assert decoder_of(verifier).generate(PROMPT, max_tokens=MOST).finish_reason == "stop"
 
 
@@ -271,34 +345,52 @@ def test_an_end_among_others_that_no_text_has(folder: Path, model: PreTrainedMod
     """Catches a least length that names it, which is refused for every request."""
     verifier = load(folder, {"eos_token_id": [-1, float(END), VOCAB], "min_new_tokens": 3})
     assert verifier.eos_token_ids == (END,)
-    assert decoder_of(verifier).generate(PROMPT, max_tokens=MOST).token_ids == written(folder, model)
+    assert decoder_of(verifier).generate(PROMPT, max_tokens=MOST).token_ids == written(
+        folder, model
+    )
 
 
 def test_no_end_at_all_is_said(folder: Path, caplog: Log) -> None:
-    found = generation_of("x", {}, {}, vocab_size=VOCAB, tokenizer=SimpleNamespace(eos_token_id=None))
+    found = generation_of(
+        "x", {}, {}, vocab_size=VOCAB, tokenizer=SimpleNamespace(eos_token_id=None)
+    )
     assert found.ends == () and found.notes == [
-        "nothing in 'x' names a token that ends texts: outputs go on to max_tokens; see stop_token_ids"
+        "nothing in 'x' names a token that ends texts: outputs go on to max_tokens; see"
+        " stop_token_ids"
     ]
 
 
-def test_an_end_that_only_the_tokenizer_names(folder: Path, model: PreTrainedModel, caplog: Log) -> None:
-    """Outputs go on as those of `generate` do; a line says so, and the server is told of the end."""
+def test_an_end_that_only_the_tokenizer_names(
+    folder: Path, model: PreTrainedModel, caplog: Log
+) -> None:
+    """Outputs go on as those of `generate` do; a line says so,
+    and the server is told of the end.
+    """
     verifier = load(folder, {"eos_token_id": END})
     assert (verifier.eos_token_ids, verifier.defaults.served_ends) == ((END,), (2,))
     (line,) = lines(caplog)
-    assert "ends texts with 2 ('</s>'), which generation_config.json does not name: specdec serve stops there, too" in line
+    assert (
+        "ends texts with 2 ('</s>'), which generation_config.json does not name: specdec serve"
+        " stops there, too" in line
+    )
     assert load(folder, {"eos_token_id": [END, 2]}).defaults.served_ends == ()
     assert load(folder, {"eos_token_id": END}, source="none").defaults.served_ends == (2,)
 
 
 def test_of_a_model_that_gets_no_requests_nothing_is_said(folder: Path, caplog: Log) -> None:
     """Such as a draft model, whose file may hold anything."""
-    verifier = load(folder, {"eos_token_id": [END, -1], "repetition_penalty": "1.3", "num_beams": 4}, source=None)
+    verifier = load(
+        folder,
+        {"eos_token_id": [END, -1], "repetition_penalty": "1.3", "num_beams": 4},
+        source=None,
+    )
     assert (verifier.defaults, lines(caplog)) == (SamplingDefaults(served_ends=(2,)), [])
 
 
 def test_how_the_file_samples_is_for_the_server(folder: Path) -> None:
-    """Python and the other commands decode greedily until they are told; a file that rules sampling out gives nothing."""
+    """Python and the other commands decode greedily until they are told; a file that rules sampling
+    out gives nothing.
+    """
     file = {"eos_token_id": 2, "temperature": 0.6, "top_k": -1, "top_p": 0.95, "min_p": None}
     sampled = (("temperature", 0.6), ("top_k", 0), ("top_p", 0.95))
     for do_sample in (None, True):

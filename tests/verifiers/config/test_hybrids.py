@@ -22,7 +22,11 @@ def test_scores_of_lfm2_that_are_small() -> None:
     description = describe(config)
     assert description is not None and description.routing is not None
     torch.manual_seed(0)
-    module, hidden, bias = Lfm2MoeTopKRouter(config), torch.rand(5, config.hidden_size), torch.randn(config.num_experts)
+    module, hidden, bias = (
+        Lfm2MoeTopKRouter(config),
+        torch.rand(5, config.hidden_size),
+        torch.randn(config.num_experts),
+    )
     module.weight.data = torch.randn_like(module.weight) / 8 - 0.8
     _, plain, ids = module(hidden, bias)
     weights, chosen = route(hidden @ module.weight.t(), description.routing, bias)
@@ -30,25 +34,41 @@ def test_scores_of_lfm2_that_are_small() -> None:
     with Float64():
         _, exact, _ = module.double()(hidden.double(), bias.double())
     assert_as_exact(weights.sort().values, plain.sort().values, exact.sort().values)
-    assert float(exact.detach().sum(-1).min()) < 0.99 * config.routed_scaling_factor, "the epsilon counts"
+    assert float(exact.detach().sum(-1).min()) < 0.99 * config.routed_scaling_factor, (
+        "the epsilon counts"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("nemotron_h", "s-ks-s"), ("falcon_h1", "bbbb"), ("lfm2", "skss"), ("bamba", "skss"), ("zamba2", "sbbsbb"), ("llama", "kkkk")],
+    [
+        ("nemotron_h", "s-ks-s"),
+        ("falcon_h1", "bbbb"),
+        ("lfm2", "skss"),
+        ("bamba", "skss"),
+        ("zamba2", "sbbsbb"),
+        ("llama", "kkkk"),
+    ],
 )
 def test_what_layers_keep(name: str, kinds: str) -> None:
     """States, keys and values, both or nothing; a layer's caches lie one after the other."""
     verifier = paged_verifier(plain_model(name))
     config = CONFIGS[name]()
-    stored: dict[str, list[type]] = {"s": [StateLayerSpec], "k": [KVLayerSpec], "b": [KVLayerSpec, StateLayerSpec], "-": []}
-    assert [type(spec) for spec in verifier.kv_specs] == [kind for letter in kinds for kind in stored[letter]]
+    stored: dict[str, list[type]] = {
+        "s": [StateLayerSpec],
+        "k": [KVLayerSpec],
+        "b": [KVLayerSpec, StateLayerSpec],
+        "-": [],
+    }
+    assert [type(spec) for spec in verifier.kv_specs] == [
+        kind for letter in kinds for kind in stored[letter]
+    ]
     places = layer_caches(config)
     assert [len(own) for own in places] == [len(stored[letter]) for letter in kinds]
     assert [place for own in places for place in own] == list(range(len(verifier.kv_specs)))
-    assert [(attends(config, layer), is_recurrent(config, layer)) for layer in range(len(kinds))] == [
-        (letter in "kb", letter in "sb") for letter in kinds
-    ]
+    assert [
+        (attends(config, layer), is_recurrent(config, layer)) for layer in range(len(kinds))
+    ] == [(letter in "kb", letter in "sb") for letter in kinds]
 
 
 def test_dropped_layers_keep_nothing() -> None:
@@ -62,7 +82,12 @@ def test_weights_that_are_renamed_and_scaled() -> None:
     """In this order, within a layer, and only where there are such."""
     from verifiers.weights.weights import Weights
 
-    weights = Weights({"model.layers.0.mixer.q_proj.weight": torch.ones(2, 3), "model.norm_f.weight": torch.ones(3)})
+    weights = Weights(
+        {
+            "model.layers.0.mixer.q_proj.weight": torch.ones(2, 3),
+            "model.norm_f.weight": torch.ones(3),
+        }
+    )
     weights.rename([(r"\.mixer\.(?=q)", ".a."), (r"\.a\.", ".b."), (r"norm_f\.", "norm.")])
     layer = weights.under("model.layers.0.")
     layer.scale([("b.q_proj.weight", torch.tensor([[2.0], [3.0]])), ("b.q_proj.bias", 5.0)])
@@ -72,6 +97,8 @@ def test_weights_that_are_renamed_and_scaled() -> None:
 
 def test_released_configs_are_read() -> None:
     """Patterns of letters, and kinds of layers under their older names."""
-    config = AutoConfig.for_model("nemotron_h", hybrid_override_pattern="ME*-M", num_hidden_layers=5)
+    config = AutoConfig.for_model(
+        "nemotron_h", hybrid_override_pattern="ME*-M", num_hidden_layers=5
+    )
     kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
     assert config.layer_types == kinds and describe(config) is not None

@@ -1,4 +1,6 @@
-"""What layers are, as their config says it: heads of their own, caches of their own or of another layer."""
+"""What layers are, as their config says it: heads of their own, caches of their own or of another
+layer.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,11 @@ def test_layers_differ_in_their_heads() -> None:
     config = CONFIGS["gemma4"]()
     assert [head_shape(config, layer) for layer in range(4)] == [SLIDING, FULL] * 2
     spec = spec_of(config)
-    assert spec.shape == SLIDING and spec.windows == {WINDOW} and spec.further == ((FULL, frozenset({None})),)
+    assert (
+        spec.shape == SLIDING
+        and spec.windows == {WINDOW}
+        and spec.further == ((FULL, frozenset({None})),)
+    )
     assert layer_kinds(config, TorchRefBackend(spec)) == [0, 1, 0, 1] and not spec.reads_others
     laguna = CONFIGS["laguna"]()
     assert [head_shape(laguna, layer).num_heads for layer in range(4)] == [6, 4, 6, 4]
@@ -37,12 +43,18 @@ def test_layers_differ_in_their_heads() -> None:
 def test_layers_of_one_shape_have_one_backend() -> None:
     """And nothing beside it, with whatever windows."""
     spec = spec_of(CONFIGS["gemma3"]())
-    assert spec.further == () and spec.windows == {WINDOW, None} and len(TorchRefBackend(spec).each) == 1
+    assert (
+        spec.further == ()
+        and spec.windows == {WINDOW, None}
+        and len(TorchRefBackend(spec).each) == 1
+    )
 
 
 @pytest.mark.parametrize(("same", "kv_heads"), [(True, 1), (False, 2)])
 def test_entries_of_older_releases_are_read(same: bool, kv_heads: int) -> None:
-    """Releases of transformers without a config per layer; key heads of their own go with keys that are values, too."""
+    """Releases of transformers without a config per layer; key heads of their own go with keys that
+    are values, too.
+    """
     config: Any = SimpleNamespace(
         hidden_size=32,
         num_hidden_layers=2,
@@ -64,14 +76,28 @@ def test_the_last_layers_read_what_others_have_stored() -> None:
     assert cache_layers(config) == [0, 1, 2, 1, 2, 1] and spec_of(config).reads_others
     verifier = paged_verifier(plain_model("gemma4_shared"), BLOCK)
     sliding, full = KVLayerSpec(2, 16), KVLayerSpec(2, 24)
-    assert list(verifier.kv_specs) == [sliding, full, sliding, SharedLayerSpec(1), SharedLayerSpec(2), SharedLayerSpec(1)]
-    cache = PagedKVCache(verifier.kv_specs, num_blocks=3, block_size=BLOCK, dtype=torch.float32, device=CPU)
-    assert cache.layers[3] is cache.layers[5] is cache.layers[1] and cache.layers[4] is cache.layers[2] is not cache.layers[0]
+    assert list(verifier.kv_specs) == [
+        sliding,
+        full,
+        sliding,
+        SharedLayerSpec(1),
+        SharedLayerSpec(2),
+        SharedLayerSpec(1),
+    ]
+    cache = PagedKVCache(
+        verifier.kv_specs, num_blocks=3, block_size=BLOCK, dtype=torch.float32, device=CPU
+    )
+    assert (
+        cache.layers[3] is cache.layers[5] is cache.layers[1]
+        and cache.layers[4] is cache.layers[2] is not cache.layers[0]
+    )
 
 
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize(("name", "plans"), [("gemma4", 2), ("gemma3", 1)])
-def test_a_forward_is_planned_once_for_each_shape(name: str, plans: int, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_is_planned_once_for_each_shape(
+    name: str, plans: int, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not once for each layer."""
     verifier: Verifier = paged_verifier(plain_model(name), BLOCK, fuse=fuse)
     planned = []
@@ -91,5 +117,7 @@ def test_what_a_user_is_told() -> None:
     config = CONFIGS["gemma4_shared"]().to_dict()
     needs = needs_of(config, name="tiny", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
     assert needs.would_run and needs.runs_on == "our own layers"
-    assert needs.caches == (f"keys and values of 3 layers, 2 of them with a window of {WINDOW}, which 3 more read",)
+    assert needs.caches == (
+        f"keys and values of 3 layers, 2 of them with a window of {WINDOW}, which 3 more read",
+    )
     assert needs.token_bytes == 2 * 2 * (16 + 24 + 16) * 4

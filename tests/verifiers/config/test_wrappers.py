@@ -1,4 +1,6 @@
-"""Text parts of multimodal checkpoints: the composite's own logits, without its tower, and nothing lost on the way."""
+"""Text parts of multimodal checkpoints: the composite's own logits, without its tower, and nothing
+lost on the way.
+"""
 
 import json
 import logging
@@ -15,8 +17,22 @@ from drafters.ngram import NGramDrafter
 from specdec import SpecDecoder
 from specdec.base.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from specdec.model.core import Verifier
-from tests.helpers.tiny_composites import CONFIGS, IMAGE, VIDEO, change_tensors, composite, save, type_of
-from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_prompts, tiny_tokenizer
+from tests.helpers.tiny_composites import (
+    CONFIGS,
+    IMAGE,
+    VIDEO,
+    change_tensors,
+    composite,
+    save,
+    type_of,
+)
+from tests.helpers.tiny_models import (
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_prompts,
+    tiny_tokenizer,
+)
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
 from verifiers.config.families import FAMILIES
 from verifiers.config.wrappers import WRAPPERS, load_text, media_token_ids, read_config, text_config
@@ -33,7 +49,9 @@ KNOWN = [name for name in CONFIGS if type_of(name) in CONFIG_MAPPING_NAMES]
 
 
 def load(folder: Path, **options: Any) -> Verifier:
-    verifier, _ = load_verifier(folder, device=torch.device("cpu"), dtype=torch.float32, block_size=BLOCK, **options)
+    verifier, _ = load_verifier(
+        folder, device=torch.device("cpu"), dtype=torch.float32, block_size=BLOCK, **options
+    )
     return verifier
 
 
@@ -48,7 +66,9 @@ def test_the_class_of_the_text_part_gives_the_composites_logits(name: str, tmp_p
     model = composite(name)
     save(model, tmp_path)
     text, missing = load_text(str(tmp_path), read_config(str(tmp_path)), torch.float32, "eager")
-    for parameter in text.parameters():  # out of the file, where they are not aligned and products add up in another order
+    for parameter in (
+        text.parameters()
+    ):  # out of the file, where they are not aligned and products add up in another order
         parameter.data = parameter.data.clone()
     tokens = torch.tensor([random_prompts(1, seed=3, longest=20)[0]]).clamp(max=IMAGE - 1)
     with torch.inference_mode():
@@ -56,7 +76,11 @@ def test_the_class_of_the_text_part_gives_the_composites_logits(name: str, tmp_p
         got = text.eval()(input_ids=tokens, use_cache=False).logits
     assert missing == [] and torch.equal(got, whole)
     names = [name for name, _ in text.named_parameters()]
-    assert names and not [name for name in names if not name.startswith(("model.embed", "model.layers.", "model.norm", "lm_head"))]
+    assert names and not [
+        name
+        for name in names
+        if not name.startswith(("model.embed", "model.layers.", "model.norm", "lm_head"))
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if name not in NEEDS])
@@ -65,7 +89,10 @@ def test_logits_on_the_paged_cache(name: str, tmp_path: Path) -> None:
     model = composite(name)
     save(model, tmp_path)
     verifier = load(tmp_path)
-    sequences = [[min(token, IMAGE - 1) for token in prompt] + [5, 7, 11] for prompt in random_prompts(2, seed=4, longest=30)]
+    sequences = [
+        [min(token, IMAGE - 1) for token in prompt] + [5, 7, 11]
+        for prompt in random_prompts(2, seed=4, longest=30)
+    ]
     run = PackedRun(verifier, sequences)
     first = run.forward([(i, 0, len(s) // 2) for i, s in enumerate(sequences)])
     second = run.forward([(i, len(s) // 2, len(s)) for i, s in enumerate(sequences)])
@@ -76,7 +103,9 @@ def test_logits_on_the_paged_cache(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_tokens_of_what_our_own_layers_alone_can_run(name: str, tmp_path: Path) -> None:
-    """Those that the composite generates, greedily, in float32, with drafts that are mostly wrong."""
+    """Those that the composite generates, greedily, in float32,
+    with drafts that are mostly wrong.
+    """
     if NEEDS[name] not in FAMILIES:
         pytest.skip(f"needs the family {NEEDS[name]}")
     model = composite(name)
@@ -91,19 +120,25 @@ def test_tokens_of_what_our_own_layers_alone_can_run(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_recurrent_layers_never_go_through_transformers_modules(name: str, tmp_path: Path) -> None:
-    """Which would forget all between two forwards: not when asked to, and not with projections of another kind."""
+    """Which would forget all between two forwards: not when asked to, and not with projections of
+    another kind.
+    """
     save(composite(name), tmp_path)
     assert not isinstance(load(tmp_path, fuse=False), HFVerifier)
     model, _ = load_text(str(tmp_path), read_config(str(tmp_path)), torch.float32, ATTENTION_NAME)
     attention = model.model.layers[3].self_attn
     attention.o_proj = torch.nn.Sequential(attention.o_proj)
-    with pytest.raises(UnsupportedModelError, match="has recurrent layers, which our own layers alone can run"):
+    with pytest.raises(
+        UnsupportedModelError, match="has recurrent layers, which our own layers alone can run"
+    ):
         verifier_for(model, name=name, backend=load(tmp_path).attention)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava", "mistral3"])
 def test_old_and_new_names_are_read(name: str, tmp_path: Path) -> None:
-    """`language_model.model.x`, as files of 2025 have it, and `model.language_model.x`, as later ones have."""
+    """`language_model.model.x`, as files of 2025 have it, and `model.language_model.x`, as later
+    ones have.
+    """
     old = ("language_model.model.", "language_model.lm_head.")
     new = ("model.language_model.", "lm_head.")
     model = composite(name)
@@ -112,14 +147,25 @@ def test_old_and_new_names_are_read(name: str, tmp_path: Path) -> None:
         whole = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
     for given, wanted in ((old, new), (new, old)):
 
-        def rename(key: str, given: tuple[str, ...] = given, wanted: tuple[str, ...] = wanted) -> str:
-            return next((b + key.removeprefix(a) for a, b in zip(given, wanted, strict=True) if key.startswith(a)), key)
+        def rename(
+            key: str, given: tuple[str, ...] = given, wanted: tuple[str, ...] = wanted
+        ) -> str:
+            return next(
+                (
+                    b + key.removeprefix(a)
+                    for a, b in zip(given, wanted, strict=True)
+                    if key.startswith(a)
+                ),
+                key,
+            )
 
         folder = tmp_path / given[0]
         save(model, folder, rename)
         text, missing = load_text(str(folder), read_config(str(folder)), torch.float32, "eager")
         with torch.inference_mode():
-            assert missing == [] and torch.equal(text.eval()(input_ids=tokens, use_cache=False).logits, whole)
+            assert missing == [] and torch.equal(
+                text.eval()(input_ids=tokens, use_cache=False).logits, whole
+            )
 
 
 def test_every_wrapper_has_a_tiny_one() -> None:
@@ -130,11 +176,15 @@ def test_every_wrapper_has_a_tiny_one() -> None:
 @pytest.mark.parametrize("part", ["layers.1.mlp.down_proj", "embed_tokens", "norm.weight"])
 @pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
 def test_a_missing_tensor_is_an_error(name: str, part: str, tmp_path: Path) -> None:
-    """Whether the text part has a class of its own or comes out of the composite; a missing piece of the tower is none."""
+    """Whether the text part has a class of its own or comes out of the composite; a missing piece
+    of the tower is none.
+    """
     save(composite(name), tmp_path)
     change_tensors(tmp_path, lambda key: None if "patch" in key else key)
     load(tmp_path)
-    change_tensors(tmp_path, lambda key: None if re.search(rf"language_model\.(model\.)?{part}", key) else key)
+    change_tensors(
+        tmp_path, lambda key: None if re.search(rf"language_model\.(model\.)?{part}", key) else key
+    )
     with pytest.raises(CheckpointError, match=rf"lacks 1 tensors, the first being '[\w.]*{part}"):
         load(tmp_path)
 
@@ -143,16 +193,29 @@ def test_what_stands_in_the_outer_config_alone_is_taken_over() -> None:
     """Tied embeddings, quantization, ends and the type; the config itself stays as it is."""
     outer = AutoConfig.for_model(
         "mistral3",
-        **{**CONFIGS["mistral3"], "text_config": {"model_type": "mistral", "tie_word_embeddings": False, "eos_token_id": 2}},
+        **{
+            **CONFIGS["mistral3"],
+            "text_config": {
+                "model_type": "mistral",
+                "tie_word_embeddings": False,
+                "eos_token_id": 2,
+            },
+        },
         tie_word_embeddings=True,
         quantization_config={"quant_method": "fp8"},
         eos_token_id=[7, 9],
         dtype="bfloat16",
     )
     text: Any = text_config(outer)
-    assert (text.tie_word_embeddings, text.quantization_config["quant_method"], text.eos_token_id) == (True, "fp8", [7, 9])
+    assert (
+        text.tie_word_embeddings,
+        text.quantization_config["quant_method"],
+        text.eos_token_id,
+    ) == (True, "fp8", [7, 9])
     assert text.dtype == torch.bfloat16
-    assert outer.text_config.tie_word_embeddings is False and not hasattr(outer.text_config, "quantization_config")
+    assert outer.text_config.tie_word_embeddings is False and not hasattr(
+        outer.text_config, "quantization_config"
+    )
 
 
 def test_a_text_model_is_its_own_text_part() -> None:
@@ -173,7 +236,9 @@ def test_text_only_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture
     save(composite("gemma3"), tmp_path)
     with caplog.at_level(logging.WARNING):
         load(tmp_path)
-    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("verifiers")]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.name.startswith("verifiers")
+    ]
     assert line == "gemma3 is taken as a text model: text only, without its vision part"
 
 
@@ -182,25 +247,36 @@ def test_tokens_of_pictures_are_refused(tmp_path: Path) -> None:
     save(composite("qwen3_vl"), tmp_path)
     decoder = SpecDecoder(load(tmp_path), tiny_tokenizer())
     assert decoder.generate([3, 5, 7], max_tokens=2).token_ids
-    with pytest.raises(InvalidInputError, match=rf"holds token {VIDEO}, which stands for a video; .* runs as a text model"):
+    with pytest.raises(
+        InvalidInputError,
+        match=rf"holds token {VIDEO}, which stands for a video; .* runs as a text model",
+    ):
         decoder.generate([3, VIDEO, 7])
     character = tiny_tokenizer().decode([IMAGE])
     for ask in (decoder.generate, decoder.next_token_logits):
         with pytest.raises(InvalidInputError, match=rf"token {IMAGE}, which stands for an image"):
             ask(f"a{character}b")
-    with pytest.raises(InvalidInputError, match=rf"token {IMAGE}, which stands for an image; .* so give text alone"):
+    with pytest.raises(
+        InvalidInputError, match=rf"token {IMAGE}, which stands for an image; .* so give text alone"
+    ):
         decoder.session.submit([3, IMAGE])
     refused, served = decoder.generate([[3, IMAGE], [3, 5]], max_tokens=1)
     assert refused.finish_reason == "error" and served.finish_reason != "error"
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its type is unknown to transformers, and its file names code of its own, which nobody is asked about."""
+    """Its type is unknown to transformers, and its file names code of its own, which nobody is
+    asked about.
+    """
     monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("asked on standard input"))
     model = plain_model("deepseek_v3")
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    config_json(tmp_path, model_type="kimi_k2", auto_map={"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model"})
+    config_json(
+        tmp_path,
+        model_type="kimi_k2",
+        auto_map={"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model"},
+    )
     (tmp_path / "foreign.py").write_text("raise SystemExit('code of the repository was run')\n")
     verifier = load(tmp_path)
     assert not isinstance(verifier, HFVerifier)
@@ -209,7 +285,10 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path, monkeypatch: pytest.Monk
     check_logits(got, model, sequence)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "internvl", "kimi_k25", "qwen3_vl", "glm4v", "glm4v_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "mistral3", "llava", "internvl", "kimi_k25", "qwen3_vl", "glm4v", "glm4v_moe"],
+)
 def test_accepted(name: str) -> None:
     assert unsupported_reasons(AutoConfig.for_model(name)) == []
 
@@ -217,7 +296,10 @@ def test_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "phrase"),
     [
-        (AutoConfig.for_model("mllama"), "multimodal (text_config, vision_config) and its text part is not known to run alone"),
+        (
+            AutoConfig.for_model("mllama"),
+            "multimodal (text_config, vision_config) and its text part is not known to run alone",
+        ),
         (AutoConfig.for_model("qwen2_audio"), "its text part is not known to run alone"),
     ],
     ids=["mllama", "qwen2_audio"],

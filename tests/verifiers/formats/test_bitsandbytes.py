@@ -1,4 +1,6 @@
-"""bitsandbytes: tables of four bits with scales that may be codes themselves, and rows of eight bits."""
+"""bitsandbytes: tables of four bits with scales that may be codes themselves, and rows of eight
+bits.
+"""
 
 import json
 
@@ -42,11 +44,15 @@ def test_eight_bits() -> None:
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
-@pytest.mark.parametrize("state", [b"{", b"[]", b"5", b'{"shape": [24, 64]}', b'{"shape": 5, "blocksize": 64}', b"\xff"])
+@pytest.mark.parametrize(
+    "state", [b"{", b"[]", b"5", b'{"shape": [24, 64]}', b'{"shape": 5, "blocksize": 64}', b"\xff"]
+)
 def test_damaged_states_are_refused(state: bytes) -> None:
     parts = quantized.bitsandbytes4(torch.empty(24, 64)).parts
     with pytest.raises(CheckpointError, match="the state of 'x' is none of bitsandbytes"):
-        BitsAndBytes({}).read("x", parts | {STATE: torch.tensor(list(state), dtype=torch.uint8)}, torch.bfloat16)
+        BitsAndBytes({}).read(
+            "x", parts | {STATE: torch.tensor(list(state), dtype=torch.uint8)}, torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,11 +63,18 @@ def test_damaged_states_are_refused(state: bytes) -> None:
         ({"weight.nested_absmax": torch.ones(1)}, "but no whole state"),
         ({"SCB": torch.ones(24)}, "rows of torch.uint8, not int8"),
         (
-            {STATE: torch.tensor(list(json.dumps({"shape": [24, 64], "blocksize": 0}).encode()), dtype=torch.uint8)},
+            {
+                STATE: torch.tensor(
+                    list(json.dumps({"shape": [24, 64], "blocksize": 0}).encode()),
+                    dtype=torch.uint8,
+                )
+            },
             "is none of bitsandbytes",
         ),
     ],
 )
 def test_parts_that_do_not_go_together(changes: dict[str, Tensor], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        BitsAndBytes({}).read("x", quantized.bitsandbytes4(torch.empty(24, 64)).parts | changes, torch.bfloat16)
+        BitsAndBytes({}).read(
+            "x", quantized.bitsandbytes4(torch.empty(24, 64)).parts | changes, torch.bfloat16
+        )

@@ -1,4 +1,6 @@
-"""8-bit floats: blocks of ragged weights, every kind of scale, and the bytes of matrix cores that read another float."""
+"""8-bit floats: blocks of ragged weights, every kind of scale, and the bytes of matrix cores that
+read another float.
+"""
 
 import pytest
 import torch
@@ -11,9 +13,15 @@ DTYPE = torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
-@pytest.mark.parametrize(("shape", "block"), [((144, 448), (128, 128)), ((72, 100), (16, 24)), ((8, 300), (128, 128))])
-def test_blocks_of_ragged_weights(shape: tuple[int, int], block: tuple[int, int], kind: torch.dtype) -> None:
-    """The last blocks are smaller, and no block size follows from the shapes: 144 / 2 and 448 / 4 are whole, and wrong."""
+@pytest.mark.parametrize(
+    ("shape", "block"), [((144, 448), (128, 128)), ((72, 100), (16, 24)), ((8, 300), (128, 128))]
+)
+def test_blocks_of_ragged_weights(
+    shape: tuple[int, int], block: tuple[int, int], kind: torch.dtype
+) -> None:
+    """The last blocks are smaller, and no block size follows from the shapes: 144 / 2 and 448 / 4
+    are whole, and wrong.
+    """
     file = written(torch.randn(shape), block, kind)
     weight = Float8({"weight_block_size": list(block)}).read("x", file.parts, DTYPE)
     assert weight.group == block[1] and weight.dtype == DTYPE
@@ -36,7 +44,12 @@ def test_one_scale_for_all(name: str, shape: tuple[int, ...]) -> None:
     file = written(torch.randn(24, 40), (24, 40), name=name)
     parts = file.parts | {name: file.parts[name].view(shape)}
     for quantization in ({}, {"weight_block_size": None}, {"weight_block_size": [128, 128]}):
-        assert Float8(quantization).read("x", parts, DTYPE).dequantized(torch.float64).equal(file.numbers)
+        assert (
+            Float8(quantization)
+            .read("x", parts, DTYPE)
+            .dequantized(torch.float64)
+            .equal(file.numbers)
+        )
 
 
 def test_joined_experts() -> None:
@@ -51,12 +64,20 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     """As those that another block size would have."""
     file = written(torch.randn(144, 448), (128, 128))
     with pytest.raises(
-        CheckpointError, match=r"scales of 'x' are \[2, 4\], but its weight \[144, 448\] has \[3, 7\] blocks of 64 x 64"
+        CheckpointError,
+        match=r"scales of 'x' are \[2, 4\], but its weight \[144, 448\] has \[3, 7\] blocks of 64 x"
+        r" 64",
     ):
         Float8({"weight_block_size": [64, 64]}).read("x", file.parts, DTYPE)
     for shape in ((4, 2), (9,)):
-        with pytest.raises(CheckpointError, match=r"has \[2, 4\] blocks of 128 x 128; check quantization_config"):
+        with pytest.raises(
+            CheckpointError, match=r"has \[2, 4\] blocks of 128 x 128; check quantization_config"
+        ):
             parts = file.parts | {"weight_scale_inv": torch.ones(shape)}
             Float8({"weight_block_size": [128, 128]}).read("x", parts, DTYPE)
     with pytest.raises(CheckpointError, match="has a scale beside float8_e5m2"):
-        Float8({}).read("x", {"weight": torch.zeros(2, 2).to(torch.float8_e5m2), "weight_scale": torch.ones(1)}, DTYPE)
+        Float8({}).read(
+            "x",
+            {"weight": torch.zeros(2, 2).to(torch.float8_e5m2), "weight_scale": torch.ones(1)},
+            DTYPE,
+        )

@@ -25,7 +25,9 @@ def numbers(weight: Stored) -> Tensor:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("shape", "group"), [((24, 64), 32), ((20, 36), 16), ((17, 44), None), ((144, 448), 128)])
+@pytest.mark.parametrize(
+    ("shape", "group"), [((24, 64), 32), ((20, 36), 16), ((17, 44), None), ((144, 448), 128)]
+)
 def test_packed_integers(shape: tuple[int, int], group: int | None, zeros: bool, bits: int) -> None:
     """Groups and outputs that are no multiples of anything, with zeros and without."""
     file = quantized.packed_integers(torch.empty(shape), bits, group, zeros=zeros)
@@ -38,7 +40,10 @@ def test_packed_integers(shape: tuple[int, int], group: int | None, zeros: bool,
 def test_one_zero_for_a_weight_is_not_packed() -> None:
     """With one scale, zeros are a signed byte."""
     file = quantized.packed_integers(torch.empty(8, 16), 4, None)
-    parts = file.parts | {"weight_scale": torch.tensor([0.5]), "weight_zero_point": torch.tensor([-3], dtype=torch.int8)}
+    parts = file.parts | {
+        "weight_scale": torch.tensor([0.5]),
+        "weight_zero_point": torch.tensor([-3], dtype=torch.int8),
+    }
     signed = file.numbers / file.parts["weight_scale"].double()
     assert numbers(packed_integers("x", parts, 4, None, DTYPE)).equal((signed + 3) * 0.5)
 
@@ -99,14 +104,22 @@ def test_one_group_for_all_inputs() -> None:
         (Gptq, {"bits": 4, "checkpoint_format": "marlin"}, "in layout 'marlin' is not read"),
     ],
 )
-def test_what_is_not_read_is_named(form: Any, quantization: Mapping[str, Any], message: str) -> None:
+def test_what_is_not_read_is_named(
+    form: Any, quantization: Mapping[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         form(quantization)
 
 
 def test_modules_of_gptq_may_have_settings_of_their_own() -> None:
     """Bits and groups, as rules under "dynamic" give them; a module's tensors tell."""
-    form = Gptq({"bits": 4, "group_size": 16, "dynamic": {"-:.*gate": {}, "+:.*down": {"bits": 8, "group_size": 32}}})
+    form = Gptq(
+        {
+            "bits": 4,
+            "group_size": 16,
+            "dynamic": {"-:.*gate": {}, "+:.*down": {"bits": 8, "group_size": 32}},
+        }
+    )
     for bits, group in ((4, 16), (8, 32), (2, 64)):
         file = quantized.gptq(torch.empty(32, 128), bits, group)
         assert numbers(form.read("x", file.parts, DTYPE)).equal(file.numbers)
@@ -119,9 +132,12 @@ def test_modules_of_gptq_may_have_settings_of_their_own() -> None:
 def test_words_with_gaps_are_refused() -> None:
     """Ten codes of three bits to a word, as compressed-tensors once packed them."""
     file = quantized.packed_integers(torch.empty(8, 40), 3, 8)
-    parts = file.parts | {"weight_packed": torch.nn.functional.pad(file.parts["weight_packed"], (0, 1))}
+    parts = file.parts | {
+        "weight_packed": torch.nn.functional.pad(file.parts["weight_packed"], (0, 1))
+    }
     with pytest.raises(
-        CheckpointError, match=r"holds \[8, 5\] words of 3-bit integers for \[8, 40\]; take a checkpoint that packs"
+        CheckpointError,
+        match=r"holds \[8, 5\] words of 3-bit integers for \[8, 40\]; take a checkpoint that packs",
     ):
         packed_integers("x", parts, 3, 8, DTYPE)
 

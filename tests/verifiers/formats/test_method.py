@@ -25,22 +25,43 @@ def numbers(weight: Stored) -> Tensor:
 AUTO_ROUND: dict[str, tuple[dict[str, Any], Written]] = {
     "gptq": ({"bits": 4, "packing_format": "auto_round:auto_gptq"}, quantized.gptq(W, 4, 16)),
     "unnamed": ({"bits": 4}, quantized.gptq(W, 4, 16)),
-    "zeros as they are": ({"bits": 4, "packing_format": "auto_round", "sym": False}, quantized.gptq(W, 4, 16, version=2)),
-    "gptqmodel": ({"bits": 4, "packing_format": "auto_round:gptqmodel"}, quantized.gptq(W, 4, 16, version=2)),
+    "zeros as they are": (
+        {"bits": 4, "packing_format": "auto_round", "sym": False},
+        quantized.gptq(W, 4, 16, version=2),
+    ),
+    "gptqmodel": (
+        {"bits": 4, "packing_format": "auto_round:gptqmodel"},
+        quantized.gptq(W, 4, 16, version=2),
+    ),
     "two bits": ({"bits": 2, "packing_format": "auto_round:auto_gptq"}, quantized.gptq(W, 2, 16)),
-    "layer of its own": ({"bits": 4, "extra_config": {"x": {"bits": 8, "group_size": 32}}}, quantized.gptq(W, 8, 32)),
+    "layer of its own": (
+        {"bits": 4, "extra_config": {"x": {"bits": 8, "group_size": 32}}},
+        quantized.gptq(W, 8, 32),
+    ),
     "awq": ({"bits": 4, "packing_format": "auto_round:auto_awq"}, quantized.awq(W, 16)),
     "mxfp4": (
         {"bits": 4, "data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"},
         Written(
-            {"weight_packed": quantized.mxfp4_pairs(W).parts["weight"], **quantized.mxfp4_pairs(W).parts},
+            {
+                "weight_packed": quantized.mxfp4_pairs(W).parts["weight"],
+                **quantized.mxfp4_pairs(W).parts,
+            },
             quantized.mxfp4_pairs(W).numbers,
         ),
     ),
     "nvfp4": ({"bits": 4, "data_type": "nv_fp4_with_static_gs"}, quantized.nvfp4(W, divides=True)),
-    "mxfp8": ({"bits": 8, "data_type": "mx_fp"}, quantized.float8(W, (1, 32), torch.uint8, name="weight_scale")),
-    "fp8 blocks": ({"bits": 8, "data_type": "fp", "group_size": [16, 32]}, quantized.float8(W, (16, 32))),
-    "fp8": ({"bits": 8, "data_type": "fp8"}, quantized.float8(W, (1, 64), torch.bfloat16, name="weight_scale")),
+    "mxfp8": (
+        {"bits": 8, "data_type": "mx_fp"},
+        quantized.float8(W, (1, 32), torch.uint8, name="weight_scale"),
+    ),
+    "fp8 blocks": (
+        {"bits": 8, "data_type": "fp", "group_size": [16, 32]},
+        quantized.float8(W, (16, 32)),
+    ),
+    "fp8": (
+        {"bits": 8, "data_type": "fp8"},
+        quantized.float8(W, (1, 64), torch.bfloat16, name="weight_scale"),
+    ),
 }
 
 
@@ -59,11 +80,17 @@ def test_auto_round(kind: str, method: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bits": 4, "data_type": "mx_int"}, "AutoRound's mx_int is not read, but int, fp8, nv_fp and mx_fp are"),
+        (
+            {"bits": 4, "data_type": "mx_int"},
+            "AutoRound's mx_int is not read, but int, fp8, nv_fp and mx_fp are",
+        ),
         ({"spinquant_config": {"r1": True}}, "AutoRound's layers rotate their inputs"),
         ({"bits": 4, "data_type": "nvfp4_v2"}, "AutoRound's nvfp4_v2 is not read"),
         ({"bits": 8, "packing_format": "auto_round:auto_awq"}, "AWQ with 8 bits"),
-        ({"extra_config": {"x": 5}}, r"extra_config\['x'\] of quantization_config is 5, which must be an object"),
+        (
+            {"extra_config": {"x": 5}},
+            r"extra_config\['x'\] of quantization_config is 5, which must be an object",
+        ),
     ],
 )
 def test_what_of_auto_round_is_not_read(settings: dict[str, Any], message: str) -> None:
@@ -83,22 +110,32 @@ def test_what_of_auto_round_is_not_read(settings: dict[str, Any], message: str) 
 )
 def test_floats_whose_scales_tell_their_blocks(method: str, file: Written) -> None:
     form = format_of({"quant_method": method})
-    assert isinstance(form, Float8) and numbers(form.read("x", file.parts, torch.bfloat16)).equal(file.numbers)
+    assert isinstance(form, Float8) and numbers(form.read("x", file.parts, torch.bfloat16)).equal(
+        file.numbers
+    )
 
 
 @pytest.mark.parametrize(
     ("quantization", "name"),
     [
         ({"group_size": 64, "bits": 4}, "mlx"),
-        *(({"quant_method": name}, name) for name in ("hqq", "torchao", "quanto", "nvfp4", "aqlm", "gemma", "metal")),
+        *(
+            ({"quant_method": name}, name)
+            for name in ("hqq", "torchao", "quanto", "nvfp4", "aqlm", "gemma", "metal")
+        ),
         ({"loads": 1}, "a method that it does not name"),
         ({"quant_method": ["x"]}, r"\['x'\]"),
     ],
 )
 def test_other_methods_are_named_with_a_way_out(quantization: dict[str, Any], name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"weights quantized with .* are not read, but .* and GGUF are; take such") as caught:
+    with pytest.raises(
+        CheckpointError,
+        match=r"weights quantized with .* are not read, but .* and GGUF are; take such",
+    ) as caught:
         format_of(quantization)
-    assert method_of(quantization) in str(caught.value) and name.replace("\\", "") in str(caught.value)
+    assert method_of(quantization) in str(caught.value) and name.replace("\\", "") in str(
+        caught.value
+    )
 
 
 def test_bitsandbytes_may_not_name_itself() -> None:
@@ -109,7 +146,10 @@ def test_where_a_config_says_it() -> None:
     """Nothing is said by null or an empty object, and another value is no format."""
     assert stated_quantization({}) is stated_quantization({"quantization_config": {}}) is None
     for value in (5, 0, "", [], "gptq", [1]):
-        with pytest.raises(CheckpointError, match=r"quantization_config is .*; it must be an object, so fetch config.json again"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"quantization_config is .*; it must be an object, so fetch config.json again",
+        ):
             stated_quantization({"quantization_config": value})
 
 
@@ -126,22 +166,48 @@ def _put(node: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[
 
 
 _SPEC = {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [16, 32], "group_size": None}
-_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}}
+_GROUP = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16},
+}
 WHOLE: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "fp8": (
-        {"weight_block_size": [16, 32], "modules_to_not_convert": ["lm_head"], "ignored_layers": []},
+        {
+            "weight_block_size": [16, 32],
+            "modules_to_not_convert": ["lm_head"],
+            "ignored_layers": [],
+        },
         quantized.float8(W, (16, 32)).parts,
     ),
     "gptq": (
-        {"bits": 4, "group_size": 16, "desc_act": False, "static_groups": False, "checkpoint_format": "gptq", "dynamic": {}},
+        {
+            "bits": 4,
+            "group_size": 16,
+            "desc_act": False,
+            "static_groups": False,
+            "checkpoint_format": "gptq",
+            "dynamic": {},
+        },
         quantized.gptq(W, 4, 16).parts,
     ),
     "awq": (
-        {"bits": 4, "group_size": 16, "version": "gemm", "zero_point": True, "modules_to_not_convert": ["lm_head"]},
+        {
+            "bits": 4,
+            "group_size": 16,
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": ["lm_head"],
+        },
         quantized.awq(W, 16).parts,
     ),
     "auto-round": (
-        {"bits": 4, "group_size": 16, "packing_format": "auto_round", "data_type": "int", "extra_config": {"x": {"bits": 8}}},
+        {
+            "bits": 4,
+            "group_size": 16,
+            "packing_format": "auto_round",
+            "data_type": "int",
+            "extra_config": {"x": {"bits": 8}},
+        },
         quantized.gptq(W, 4, 16, version=2).parts,
     ),
     "bitsandbytes": (
@@ -154,12 +220,20 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
             "format": "pack-quantized",
             "sparsity_config": {"format": "dense"},
             "transform_config": {"config_groups": {}},
-            "config_groups": {"group_0": {**_GROUP, "weights": {**_GROUP["weights"], "block_structure": None}}},  # type: ignore[dict-item]
+            "config_groups": {
+                "group_0": {**_GROUP, "weights": {**_GROUP["weights"], "block_structure": None}}  # type: ignore[dict-item]
+            },
         },
         quantized.packed_integers(W, 4, 16).parts,
     ),
     "modelopt": (
-        {"quant_algo": "FP8_PB_WO", "group_size": 16, "ignore": ["lm_head"], "exclude_modules": [], "quantization": {}},
+        {
+            "quant_algo": "FP8_PB_WO",
+            "group_size": 16,
+            "ignore": ["lm_head"],
+            "exclude_modules": [],
+            "quantization": {},
+        },
         quantized.float8(W, (16, 16), name="weight_scale").parts,
     ),
     "mxfp4": ({"modules_to_not_convert": ["lm_head"]}, {}),
@@ -233,12 +307,29 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
         {"quant_method": "compressed-tensors", "config_groups": {"group_0": _GROUP}},
         quantized.packed_integers(W, 4, 16, zeros=True, scattered=True).parts,
     ),
-    "nested scales": ({"quant_method": "bitsandbytes"}, quantized.bitsandbytes4(W, nested=True).parts),
-    "eight bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, quantized.bitsandbytes8(W).parts),
-    "factors": ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, quantized.modelopt_int4(W, 32, factors=True).parts),
-    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, quantized.nvfp4(W, divides=False).parts),
+    "nested scales": (
+        {"quant_method": "bitsandbytes"},
+        quantized.bitsandbytes4(W, nested=True).parts,
+    ),
+    "eight bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        quantized.bitsandbytes8(W).parts,
+    ),
+    "factors": (
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+        quantized.modelopt_int4(W, 32, factors=True).parts,
+    ),
+    "nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        quantized.nvfp4(W, divides=False).parts,
+    ),
     "words": (
-        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4", "qscheme": "per_group", "group_size": 32}}},
+        {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {"dtype": "uint4", "qscheme": "per_group", "group_size": 32}
+            },
+        },
         quantized.quark_int4(W, 32, signed=False).parts,
     ),
 }
@@ -246,8 +337,13 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("name", [*WHOLE, *MORE])
 def test_every_tensor_may_be_anything(name: str) -> None:
-    """What goes together is read, and all else is refused by one line; scales are never of integers."""
-    quantization, parts = MORE.get(name) or ({"quant_method": name} | WHOLE[name][0], WHOLE[name][1])
+    """What goes together is read, and all else is refused by one line; scales are never of
+    integers.
+    """
+    quantization, parts = MORE.get(name) or (
+        {"quant_method": name} | WHOLE[name][0],
+        WHOLE[name][1],
+    )
     form = format_of(quantization)
     for part in parts:
         for kind, change in ODD.items():
@@ -257,4 +353,6 @@ def test_every_tensor_may_be_anything(name: str) -> None:
                 assert "\n" not in str(error) and ";" in str(error), (part, kind)
             else:
                 wrong = kind in ("torch.int64", "torch.bool", "complex")
-                assert not wrong or not part.endswith(("scale", "scales", "scale_inv", "absmax", "SCB", "scale_2")), (part, kind)
+                assert not wrong or not part.endswith(
+                    ("scale", "scales", "scale_inv", "absmax", "SCB", "scale_2")
+                ), (part, kind)

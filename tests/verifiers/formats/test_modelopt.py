@@ -26,7 +26,9 @@ def float8(weight: Tensor, block: tuple[int, int], kind: torch.dtype = torch.flo
 
 
 def shaped(file: Written, *shape: int) -> Written:
-    return Written(file.parts | {"weight_scale": file.parts["weight_scale"].view(shape)}, file.numbers)
+    return Written(
+        file.parts | {"weight_scale": file.parts["weight_scale"].view(shape)}, file.numbers
+    )
 
 
 def with_factors(file: Written) -> Written:
@@ -81,7 +83,9 @@ def test_second_scales_of_experts() -> None:
     expected = torch.stack([files[0].numbers, files[1].numbers * 10])
     torch.testing.assert_close(numbers(weight), expected, rtol=1e-6, atol=0)
     with pytest.raises(CheckpointError, match="'x' has 3 second scales, not one"):
-        ModelOpt({"quant_algo": "NVFP4"}).read("x", parts | {"weight_scale_2": torch.ones(3)}, torch.bfloat16)
+        ModelOpt({"quant_algo": "NVFP4"}).read(
+            "x", parts | {"weight_scale_2": torch.ones(3)}, torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"])
@@ -92,8 +96,14 @@ def test_names_of_the_method(method: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_algo": "NVFP4_SVD"}, "ModelOpt's NVFP4_SVD is not read, but FP8, .* are; take such a checkpoint"),
-        ({"quant_algo": ["FP8"]}, r"quant_algo of quantization_config is \['FP8'\], which must be a word"),
+        (
+            {"quant_algo": "NVFP4_SVD"},
+            "ModelOpt's NVFP4_SVD is not read, but FP8, .* are; take such a checkpoint",
+        ),
+        (
+            {"quant_algo": ["FP8"]},
+            r"quant_algo of quantization_config is \['FP8'\], which must be a word",
+        ),
     ],
 )
 def test_what_is_not_read_is_named(changes: dict[str, Any], message: str) -> None:

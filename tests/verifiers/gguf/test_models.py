@@ -99,7 +99,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "deepseek_v2": Case("deepseek_v2", "deepseek2", {**MIXED, **GROUPS}, {"topk_method": "group_limited_greedy"}),
+    "deepseek_v2": Case(
+        "deepseek_v2", "deepseek2", {**MIXED, **GROUPS}, {"topk_method": "group_limited_greedy"}
+    ),
     "deepseek_v3": Case(
         "deepseek_v3",
         "deepseek2",
@@ -346,7 +348,10 @@ def written(case: Case, path: Path, **options: Any) -> Any:
     facts = dict(case.facts)
     rope = model.config.rope_parameters
     if case.model == "phi3_long":
-        options["extra"] = {f"rope_factors_{length}.weight": torch.tensor(rope[f"{length}_factor"]) for length in ("short", "long")}
+        options["extra"] = {
+            f"rope_factors_{length}.weight": torch.tensor(rope[f"{length}_factor"])
+            for length in ("short", "long")
+        }
     if case.architecture == "gemma4":
         options["extra"] = {"rope_freqs.weight": torch.tensor([1.0] * 3 + [1e30] * 9)}
     write_gguf(path, model, case.architecture, facts, **options)

@@ -142,7 +142,8 @@ def sentence_piece() -> dict[str, Any]:
         "ggml.model": "llama",
         "ggml.tokens": tokens,
         "ggml.token_type": [*kinds, *[1] * (len(tokens) - len(kinds))],
-        "ggml.scores": [0.0] * 259 + [1 / len(one) + len(one) - len(tokens) for one in tokens[259:]],
+        "ggml.scores": [0.0] * 259
+        + [1 / len(one) + len(one) - len(tokens) for one in tokens[259:]],
         "ggml.bos_token_id": 1,
         "ggml.eos_token_id": 2,
         "ggml.unknown_token_id": 0,

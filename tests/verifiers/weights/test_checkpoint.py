@@ -1,4 +1,6 @@
-"""Weights read from files without transformers' modules: its names, its types and its bits, and the same logits."""
+"""Weights read from files without transformers' modules: its names, its types and its bits, and the
+same logits.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +18,13 @@ from specdec.attention.selector import select_backend
 from specdec.base.errors import CheckpointError
 from specdec.model.core import Verifier
 from tests.helpers import tiny_composites
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, paged_verifier, plain_model, random_prompts
+from tests.helpers.tiny_models import (
+    CONFIGS,
+    LATENT_CONFIGS,
+    paged_verifier,
+    plain_model,
+    random_prompts,
+)
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.config.families import FAMILIES, describe
 from verifiers.config.names import name_of, place_of
@@ -31,7 +39,9 @@ from verifiers.weights.weights import COMPUTED, Weights
 CPU = torch.device("cpu")
 
 
-def read(folder: Path, config: Any, dtype: torch.dtype = torch.float32, *, as_stored: bool = True) -> dict[str, Stored]:
+def read(
+    folder: Path, config: Any, dtype: torch.dtype = torch.float32, *, as_stored: bool = True
+) -> dict[str, Stored]:
     return read_weights(folder, config, device=CPU, dtype=dtype, as_stored=as_stored)
 
 
@@ -44,30 +54,43 @@ def parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 def verifier_of(weights: dict[str, Stored], config: Any) -> Verifier:
     """The verifier that these weights make."""
     description = describe(config)
-    backend = select_backend("torch_ref", backend_spec(config, device=CPU, dtype=torch.float32, block_size=BLOCK))
+    backend = select_backend(
+        "torch_ref", backend_spec(config, device=CPU, dtype=torch.float32, block_size=BLOCK)
+    )
     assert description is not None
     return DecoderVerifier(config, description, Weights(weights), name="x", backend=backend)
 
 
 def logits(verifier: Verifier) -> Tensor:
     sequences = random_prompts(2, seed=3)
-    return torch.cat(PackedRun(verifier, sequences).forward([(i, 0, len(s)) for i, s in enumerate(sequences)]))
+    return torch.cat(
+        PackedRun(verifier, sequences).forward([(i, 0, len(s)) for i, s in enumerate(sequences)])
+    )
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> None:
+def change_tensors(
+    folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+) -> None:
     path = folder / "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}, path)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *LATENT_CONFIGS])
 def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Every family, in several files, in the type of the files and in narrower ones, of which some tensors are kept out."""
+    """Every family, in several files, in the type of the files and in narrower ones, of which some
+    tensors are kept out.
+    """
     model = plain_model(name)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     own = parameters(model)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        types = {key: tensor.dtype for key, tensor in parameters(type(model).from_pretrained(tmp_path, dtype=dtype)).items()}
+        types = {
+            key: tensor.dtype
+            for key, tensor in parameters(
+                type(model).from_pretrained(tmp_path, dtype=dtype)
+            ).items()
+        }
         found = read(tmp_path, model.config, dtype)
         assert found.keys() == own.keys()
         for key, tensor in found.items():
@@ -75,20 +98,39 @@ def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert tensor.equal(own[key].to(types[key])), key
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama_tied", "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3", "glm_moe_dsa"],
+)
 def test_logits_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     model = plain_model(name)
     model.save_pretrained(tmp_path)
-    assert logits(verifier_of(read(tmp_path, model.config), model.config)).equal(logits(paged_verifier(model, BLOCK)))
+    assert logits(verifier_of(read(tmp_path, model.config), model.config)).equal(
+        logits(paged_verifier(model, BLOCK))
+    )
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "mistral3_tied", "llava", "internvl", "kimi_k25", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3",
+        "mistral3",
+        "mistral3_tied",
+        "llava",
+        "internvl",
+        "kimi_k25",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ],
+)
 def test_a_composite_gives_its_text_part(name: str, tmp_path: Path) -> None:
     """Without the tower and its prefix; the tied head is left out."""
     model: Any = tiny_composites.composite(name)
     tiny_composites.save(model, tmp_path)
     config = text_config(model.config)
-    text = {f"model.{key}": tensor for key, tensor in parameters(model.model.language_model).items()}
+    text = {
+        f"model.{key}": tensor for key, tensor in parameters(model.model.language_model).items()
+    }
     found = read(tmp_path, config)
     assert (
         found.keys() - text.keys() == (set() if config.tie_word_embeddings else {"lm_head.weight"})
@@ -102,23 +144,40 @@ def test_a_composite_gives_its_text_part(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("model.language_model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
+        (
+            "model.language_model.layers.0.input_layernorm.weight",
+            "model.layers.0.input_layernorm.weight",
+        ),
         ("language_model.model.norm.weight", "model.norm.weight"),
         ("model.language_model.model.norm.weight", "model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("embed_tokens.weight", "model.embed_tokens.weight"),
         ("model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.mlp.gate.weight"),
-        ("model.layers.1.block_sparse_moe.experts.7.w2.weight", "model.layers.1.mlp.experts.7.down_proj.weight"),
+        (
+            "model.layers.1.block_sparse_moe.experts.7.w2.weight",
+            "model.layers.1.mlp.experts.7.down_proj.weight",
+        ),
         ("model.layers.1.self_attn.k_proj.k_scale", None),
         ("model.layers.1.self_attn.q_proj.input_scale", None),
         ("model.layers.1.self_attn.rotary_emb.inv_freq", None),
         ("model.layers.3.post_mlp_layernorm.weight", "model.layers.3.post_mlp_layernorm.weight"),
         ("model.layers.4.mlp.gate.weight", None),  # the layer that drafts
-        ("model.layers.5.mlp.gate.weight", "model.layers.5.mlp.gate.weight"),  # nobody knows what that is
-        *((f"{prefix}.x.weight", None) for prefix in ("mtp", "model.visual", "vision_tower", "model.vision_tower")),
+        (
+            "model.layers.5.mlp.gate.weight",
+            "model.layers.5.mlp.gate.weight",
+        ),  # nobody knows what that is
         *(
             (f"{prefix}.x.weight", None)
-            for prefix in ("multi_modal_projector", "model.audio_tower", "visual", "model.embed_vision")
+            for prefix in ("mtp", "model.visual", "vision_tower", "model.vision_tower")
+        ),
+        *(
+            (f"{prefix}.x.weight", None)
+            for prefix in (
+                "multi_modal_projector",
+                "model.audio_tower",
+                "visual",
+                "model.embed_vision",
+            )
         ),
     ],
 )
@@ -182,7 +241,10 @@ def test_no_conversion_of_transformers_is_unknown(model_type: str) -> None:
         "mlp.experts.*.gate_proj.weight": ["mlp.experts.*.up_proj.weight"],
         ".experts.*.w1.weight": [".experts.*.w3.weight"],
         "feed_forward.experts.*.w1.weight": ["feed_forward.experts.*.w3.weight"],
-        "linear_attn.q_conv1d.weight": ["linear_attn.k_conv1d.weight", "linear_attn.v_conv1d.weight"],
+        "linear_attn.q_conv1d.weight": [
+            "linear_attn.k_conv1d.weight",
+            "linear_attn.v_conv1d.weight",
+        ],
         "self_attn.q_conv1d.weight": ["self_attn.k_conv1d.weight", "self_attn.v_conv1d.weight"],
         r"\.experts.*.w1.weight": [r"\.experts.*.w3.weight"],
     }
@@ -197,9 +259,15 @@ def test_no_conversion_of_transformers_is_unknown(model_type: str) -> None:
 def test_places() -> None:
     """What of merged experts is a part of them, and what is a tensor of its own."""
     assert place_of("mlp.experts.gate_up_proj") == ("mlp.experts.gate_up_proj", "weight")
-    assert place_of("mlp.experts.gate_up_proj_scale_inv") == ("mlp.experts.gate_up_proj", "weight_scale_inv")
+    assert place_of("mlp.experts.gate_up_proj_scale_inv") == (
+        "mlp.experts.gate_up_proj",
+        "weight_scale_inv",
+    )
     assert place_of("mlp.experts.gate_up_proj_bias") == ("mlp.experts.gate_up_proj_bias", None)
-    assert place_of("mlp.gate.e_score_correction_bias") == ("mlp.gate.e_score_correction_bias", None)
+    assert place_of("mlp.gate.e_score_correction_bias") == (
+        "mlp.gate.e_score_correction_bias",
+        None,
+    )
     assert place_of("self_attn.q_proj.bias") == ("self_attn.q_proj.bias", None)
 
 
@@ -210,11 +278,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     kept = lost.read_bytes()
     lost.unlink()
     with pytest.raises(
-        CheckpointError, match=rf"1 of the files that model\S+index.json tells of are missing, the first being '{lost.name}'"
+        CheckpointError,
+        match=rf"1 of the files that model\S+index.json tells of are missing, the first being"
+        rf" '{lost.name}'",
     ):
         read(tmp_path, model.config)
     lost.write_bytes(kept[: len(kept) // 2])
-    with pytest.raises(CheckpointError, match=rf"'{lost.name}' is damaged \(.*\); fetch the whole checkpoint again"):
+    with pytest.raises(
+        CheckpointError, match=rf"'{lost.name}' is damaged \(.*\); fetch the whole checkpoint again"
+    ):
         read(tmp_path, model.config)
 
 
@@ -224,16 +296,28 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.more.weight": "model.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"'model\.safetensors' does not hold 'model\.more\.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"'model\.safetensors' does not hold 'model\.more\.weight'"
+    ):
         read(tmp_path, model.config)
-    for text in ("{}", "[", json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}})):
+    for text in (
+        "{}",
+        "[",
+        json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}}),
+    ):
         index.write_text(text)
-        with pytest.raises(CheckpointError, match=r"(does not name a file beside it for each tensor|is not valid JSON)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"(does not name a file beside it for each tensor|is not valid JSON)",
+        ):
             read(tmp_path, model.config)
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there are no weights: neither safetensors files nor pytorch_model\.bin"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"there are no weights: neither safetensors files nor pytorch_model\.bin",
+    ):
         read(tmp_path, CONFIGS["llama"]())
 
 
@@ -242,10 +326,16 @@ def test_a_missing_expert_is_named(lost: str, tmp_path: Path) -> None:
     model = plain_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     change_tensors(
-        tmp_path, lambda tensors: {name: tensor for name, tensor in tensors.items() if f"1.mlp.experts.{lost}" not in name}
+        tmp_path,
+        lambda tensors: {
+            name: tensor for name, tensor in tensors.items() if f"1.mlp.experts.{lost}" not in name
+        },
     )
     first = "3.gate_proj" if lost == "3." else lost
-    with pytest.raises(CheckpointError, match=f"there is no model.layers.1.mlp.experts.{first}; fetch the whole checkpoint again"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"there is no model.layers.1.mlp.experts.{first}; fetch the whole checkpoint again",
+    ):
         read(tmp_path, model.config)
 
 
@@ -253,12 +343,17 @@ def test_more_experts_than_the_config_says(tmp_path: Path) -> None:
     model = plain_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     model.config.num_experts = 3
-    with pytest.raises(CheckpointError, match=r"model.layers.0.mlp.experts has an expert 3, but the config says 3; fetch"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.layers.0.mlp.experts has an expert 3, but the config says 3; fetch",
+    ):
         read(tmp_path, model.config)
 
 
 def test_a_head_that_is_tied(tmp_path: Path) -> None:
-    """It is left out where it equals the embeddings, taken for them where they are missing, and kept where it differs."""
+    """It is left out where it equals the embeddings, taken for them where they are missing, and
+    kept where it differs.
+    """
     model = plain_model("llama_tied")
     model.save_pretrained(tmp_path)
     table = model.get_input_embeddings().weight.detach()
@@ -267,12 +362,20 @@ def test_a_head_that_is_tied(tmp_path: Path) -> None:
     assert head not in read(tmp_path, model.config)
     change_tensors(tmp_path, lambda tensors: {**tensors, head: table + 1})
     assert set(read(tmp_path, model.config)) > {head, embedding}
-    change_tensors(tmp_path, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding})
+    change_tensors(
+        tmp_path,
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != embedding},
+    )
     found = read(tmp_path, model.config)
     assert head not in found and isinstance(found[embedding], Tensor)
     model.config.tie_word_embeddings = False
-    change_tensors(tmp_path, lambda tensors: {embedding: table, **{n: t for n, t in tensors.items() if n != head}})
-    with pytest.raises(CheckpointError, match=r"there is no 'lm_head\.weight' and it is not tied to the embeddings"):
+    change_tensors(
+        tmp_path,
+        lambda tensors: {embedding: table, **{n: t for n, t in tensors.items() if n != head}},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"there is no 'lm_head\.weight' and it is not tied to the embeddings"
+    ):
         read(tmp_path, model.config)
 
 
@@ -280,7 +383,10 @@ def test_a_method_that_is_not_read_is_named(tmp_path: Path) -> None:
     """Before any weight is read: there is none here."""
     config: Any = CONFIGS["llama"]()
     config.quantization_config = {"quant_method": "hqq"}
-    with pytest.raises(CheckpointError, match=r"quantized with 'hqq' are not read, but auto-round, .* and GGUF are; take such"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"quantized with 'hqq' are not read, but auto-round, .* and GGUF are; take such",
+    ):
         read(tmp_path, config)
 
 
@@ -288,11 +394,17 @@ def test_where_the_quantization_is_stated(tmp_path: Path) -> None:
     """In the config at hand, the outer or the inner one of the file, or a file of its own."""
     config: Any = CONFIGS["llama"]()
     assert quantization_of(tmp_path, config) is None
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": "FP8"}})
+    )
     assert quantization_of(tmp_path, config) == {"quant_algo": "FP8"}
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": {"quant_method": "fp8"}}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
+    )
     assert quantization_of(tmp_path, config) == {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": {"quant_method": "awq"}})
+    )
     assert quantization_of(tmp_path, config) == {"quant_method": "awq"}
     config.quantization_config = {"quant_method": "gptq"}
     assert quantization_of(tmp_path, config) == {"quant_method": "gptq"}

@@ -1,4 +1,6 @@
-"""The embedded model: what is in its folder, and that the folder is complete or absent whatever happens while it is made."""
+"""The embedded model: what is in its folder, and that the folder is complete or absent whatever
+happens while it is made.
+"""
 
 import errno
 import hashlib
@@ -27,16 +29,22 @@ from verifiers.weights import embedded
 from verifiers.weights.embedded import embedded_model_path
 
 WEIGHTS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
-"""Of the name and bytes of every tensor in order of name; equal, when written down, to what transformers' GGUF reader gives."""
+"""Of the name and bytes of every tensor in order of name; equal, when written down, to what
+transformers' GGUF reader gives.
+"""
 
-SMALL_ENGINE = EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26))
+SMALL_ENGINE = EngineConfig(
+    num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**26)
+)
 
 SMALL_FILES = {"model.safetensors": b"w" * 300_000, "config.json": b"{}"}
 
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    """The real model in the user's own cache, so that a machine makes it once and not once per session."""
+    """The real model in the user's own cache, so that a machine makes it once and not once per
+    session.
+    """
     return embedded_model_path()
 
 
@@ -47,7 +55,9 @@ def tokenizer(model_folder: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def small_model(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Puts two small files in the place of the real conversion; returns of what they were made, each time."""
+    """Puts two small files in the place of the real conversion; returns of what they were made,
+    each time.
+    """
     made: list[Path] = []
 
     def model_files(payload: Path) -> dict[str, bytes]:
@@ -91,13 +101,19 @@ def test_weights_as_stored_are_those_of_the_payload(model_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_few_rows_agree_with_the_full_weights(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Greedy decoding in bfloat16 against float32: where they part, the float32 logits of both tokens are near each other.
+    """Greedy decoding in bfloat16 against float32: where they part, the float32 logits of both
+    tokens are near each other.
 
-    Catches four-bit weights that fit their own test but not the layer they are given to, which then writes other text.
+    Catches four-bit weights that fit their own test but not the layer they are given to, which then
+    writes other text.
     """
-    prompt = tokenizer("The quick brown fox jumps over the lazy dog. One, two, three,", add_special_tokens=False)["input_ids"]
+    prompt = tokenizer(
+        "The quick brown fox jumps over the lazy dog. One, two, three,", add_special_tokens=False
+    )["input_ids"]
     exact, quick = (
-        SpecDecoder.from_pretrained("embedded", drafter=None, device="cpu", dtype=dtype, engine=SMALL_ENGINE)
+        SpecDecoder.from_pretrained(
+            "embedded", drafter=None, device="cpu", dtype=dtype, engine=SMALL_ENGINE
+        )
         for dtype in ("float32", "bfloat16")
     )
     result = quick.generate(prompt, max_tokens=12, ignore_eos=True)
@@ -123,7 +139,9 @@ def test_model_answers_and_stops(model_folder: Path, tokenizer: PreTrainedTokeni
         return_tensors="pt",
         return_dict=True,
     )
-    output = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    output = model.generate(**prompt, max_new_tokens=20, do_sample=False)[
+        0, prompt["input_ids"].shape[1] :
+    ]
     assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"
 
 
@@ -150,18 +168,28 @@ def test_text_survives_encoding_and_decoding(tokenizer: PreTrainedTokenizerBase,
 
 
 def test_digits_are_split_from_the_spaces_before_them(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Catches plain GPT-2 splitting, which cuts these spaces differently from the model's training."""
+    """Catches plain GPT-2 splitting, which cuts these spaces differently from the model's
+    training.
+    """
     assert tokenizer.tokenize("x  12") == ["x", "ĠĠ", "1", "2"]
 
 
 def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     question = {"role": "user", "content": "Hi"}
-    default_system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    default_system = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by"
+        " Hugging Face<|im_end|>\n"
+    )
     turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True) == default_system + turn
+    assert (
+        tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+        == default_system + turn
+    )
     system = {"role": "system", "content": "Be brief."}
     assert (
-        tokenizer.apply_chat_template([system, question], tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            [system, question], tokenize=False, add_generation_prompt=True
+        )
         == "<|im_start|>system\nBe brief.<|im_end|>\n" + turn
     )
 
@@ -172,7 +200,9 @@ def test_payload_is_found_without_importing_its_package() -> None:
     assert embedded.PACKAGE not in sys.modules
 
 
-def test_second_call_only_looks(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_call_only_looks(
+    small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither hashes nor needs the payload again."""
     folder = embedded_model_path(tmp_path)
     monkeypatch.setattr(embedded, "gguf_path", lambda: pytest.fail("looked for the payload again"))
@@ -181,13 +211,24 @@ def test_second_call_only_looks(small_model: list[Path], tmp_path: Path, monkeyp
     assert {path.name for path in folder.iterdir()} == {*SMALL_FILES, kept.MANIFEST}
 
 
-def test_cache_folder_from_the_environment(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_from_the_environment(
+    small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "new" / "cache"))
     assert embedded_model_path().parent == tmp_path / "new" / "cache"
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "removed", "in its full size", "no manifest", "empty manifest", "odd manifest", "deep manifest"]
+    "damage",
+    [
+        "truncated",
+        "removed",
+        "in its full size",
+        "no manifest",
+        "empty manifest",
+        "odd manifest",
+        "deep manifest",
+    ],
 )
 def test_damaged_folder_is_made_again(
     small_model: list[Path], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -217,7 +258,9 @@ def test_damaged_folder_is_made_again(
     assert f"the embedded model in {folder} is damaged, and is made again" in caplog.text
 
 
-def test_a_copy_is_read_once(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_read_once(
+    small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files whose times have changed and whose bytes have not, as in a container's image."""
     folder = embedded_model_path(tmp_path)
     os.utime(folder / "model.safetensors", ns=(0, 0))
@@ -234,7 +277,10 @@ def test_a_linked_folder_stays_a_link(small_model: list[Path], tmp_path: Path) -
     folder.symlink_to("elsewhere")
     (folder / "config.json").unlink()
     assert embedded_model_path(tmp_path) == folder
-    assert folder.is_symlink() and {path.name for path in folder.iterdir()} == {*SMALL_FILES, kept.MANIFEST}
+    assert folder.is_symlink() and {path.name for path in folder.iterdir()} == {
+        *SMALL_FILES,
+        kept.MANIFEST,
+    }
 
 
 def test_simultaneous_calls_make_it_once(small_model: list[Path], tmp_path: Path) -> None:
@@ -253,7 +299,11 @@ def test_simultaneous_calls_make_it_once(small_model: list[Path], tmp_path: Path
 @pytest.mark.parametrize("call", ["write_bytes", "write_text", "rename"])
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, MemoryError])
 def test_interruption_leaves_nothing(
-    small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, interruption: type[BaseException]
+    small_model: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    interruption: type[BaseException],
 ) -> None:
     """Ctrl-C in the middle of the files, at the manifest, and when the folder is put in place."""
 
@@ -274,12 +324,16 @@ def test_leftovers_of_a_killed_process_are_removed(small_model: list[Path], tmp_
     assert entries(tmp_path) == [folder.name]
 
 
-def test_full_disk(small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(
+    small_model: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(CapacityError, match=r"takes 300,002 bytes in .* where [\d,]+ are free .*SPECDEC_CACHE") as caught:
+    with pytest.raises(
+        CapacityError, match=r"takes 300,002 bytes in .* where [\d,]+ are free .*SPECDEC_CACHE"
+    ) as caught:
         embedded_model_path(tmp_path)
     assert "\n" not in str(caught.value)
     assert entries(tmp_path) == []
@@ -301,14 +355,18 @@ try:
 except CapacityError as error:
     print(error)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert "takes 300,000 bytes" in result.stdout
     assert entries(tmp_path) == []
 
 
 def test_cache_that_cannot_be_written(small_model: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidInputError, match=r"cannot write the model cache .*file.*SPECDEC_CACHE"):
+    with pytest.raises(
+        InvalidInputError, match=r"cannot write the model cache .*file.*SPECDEC_CACHE"
+    ):
         embedded_model_path(tmp_path / "file")
 
 
@@ -321,7 +379,11 @@ def test_payload_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_payload_with_another_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / embedded.PAYLOAD).write_bytes(b"GGUF")
-    monkeypatch.setattr(embedded, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    monkeypatch.setattr(
+        embedded,
+        "find_spec",
+        lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]),
+    )
     with pytest.raises(CheckpointError, match=r"SHA-256 .* instead of b179c952.*--force-reinstall"):
         embedded_model_path(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
@@ -335,12 +397,17 @@ def test_the_direct_way_in_computes_the_same(dtype: torch.dtype) -> None:
     In bfloat16 a CPU has its weights as stored, as those of the GGUF file itself.
     """
     if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and not uses_avx512():
-        pytest.skip("torch's own bfloat16 attention fails where ATEN_CPU_CAPABILITY excludes AVX-512 on a CPU with AMX")
+        pytest.skip(
+            "torch's own bfloat16 attention fails where ATEN_CPU_CAPABILITY excludes AVX-512 on a"
+            " CPU with AMX"
+        )
     path = str(embedded_model_path() if dtype is torch.float32 else embedded.gguf_path())
     direct, _ = load_verifier("embedded", device=torch.device("cpu"), dtype=dtype)
     detour, _ = load_verifier(path, device=torch.device("cpu"), dtype=dtype)
     prompt = list(range(500, 560))
-    logits = [SpecDecoder(verifier, None).next_token_logits(prompt) for verifier in (direct, detour)]
+    logits = [
+        SpecDecoder(verifier, None).next_token_logits(prompt) for verifier in (direct, detour)
+    ]
     assert torch.equal(*logits)
     assert direct.eos_token_ids == (2,) and set(detour.eos_token_ids) >= {2}
     assert direct.max_model_len == detour.max_model_len
@@ -349,12 +416,22 @@ def test_the_direct_way_in_computes_the_same(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 def test_a_start_does_not_import_model_code() -> None:
     """Most of a start was importing it; loading the embedded model must do without."""
-    heavy = ["transformers.modeling_utils", "transformers.models.llama.modeling_llama", "transformers.conversion_mapping"]
+    heavy = [
+        "transformers.modeling_utils",
+        "transformers.models.llama.modeling_llama",
+        "transformers.conversion_mapping",
+    ]
     code = f"""
 import sys
 from specdec import SpecDecoder
 SpecDecoder.from_pretrained("embedded")
 print([name for name in {heavy} if name in sys.modules])
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+    )
     assert found.stdout.splitlines()[-1] == "[]"

@@ -1,4 +1,6 @@
-"""Targets that two ranks compute together: what they put out is what one process does, for every family."""
+"""Targets that two ranks compute together: what they put out is what one process does, for every
+family.
+"""
 
 import shutil
 from pathlib import Path
@@ -8,7 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_models import _COMMON, CONFIGS, LATENT_CONFIGS, WINDOW, plain_model, tiny_tokenizer
+from tests.helpers.tiny_models import (
+    _COMMON,
+    CONFIGS,
+    LATENT_CONFIGS,
+    WINDOW,
+    plain_model,
+    tiny_tokenizer,
+)
 from tests.helpers.tiny_ranks import SEQUENCE, Made, Way, make
 from tests.helpers.tiny_shapes import shape_configs
 from tests.verifiers.test_hf import check_logits
@@ -18,24 +27,41 @@ RANKS = 2
 FAMILIES = [name for name, config in (CONFIGS | LATENT_CONFIGS).items() if describe(config())]
 CHANGES = {
     "kimi_linear": {"linear_num_heads": 4},
-    # transformers writes convolutions of queries, keys and values to files as if all were equally wide.
+    # transformers writes convolutions of queries, keys and values to files as if all were equally
+    # wide.
     "olmo_hybrid": {"linear_value_head_dim": 8},
 }
 """Of configs whose heads two ranks do not divide."""
 
 SEEDS = {"deepseek_v3_halves": 1}
-"""Of models in which a row's last expert and the next one score alike, so that rounding would choose."""
+"""Of models in which a row's last expert and the next one score alike, so that rounding would
+choose.
+"""
 
-WAYS = {name: Way((0, 3, 7)[number % 3], (0.0, 0.8)[number // 3 % 2]) for number, name in enumerate(FAMILIES)}
-WAYS |= {"llama_tied": Way(7, 0.0), "qwen3": Way(3, 0.8), "qwen3_moe": Way(3, 0.0), "deepseek_v3": Way(7, 0.0)}
+WAYS = {
+    name: Way((0, 3, 7)[number % 3], (0.0, 0.8)[number // 3 % 2])
+    for number, name in enumerate(FAMILIES)
+}
+WAYS |= {
+    "llama_tied": Way(7, 0.0),
+    "qwen3": Way(3, 0.8),
+    "qwen3_moe": Way(3, 0.0),
+    "deepseek_v3": Way(7, 0.0),
+}
 
 
 @pytest.mark.slow
-def test_two_ranks_do_what_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every family in one test, since ranks take seconds to start. Each rank reads its share of the same files."""
+def test_two_ranks_do_what_one_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every family in one test, since ranks take seconds to start. Each rank reads its share of the
+    same files.
+    """
     for name, config in shape_configs(_COMMON, WINDOW, global_kv_heads=RANKS).items():
         monkeypatch.setitem(CONFIGS, name, config)
-    models = {name: plain_model(name, SEEDS.get(name, 0), **CHANGES.get(name, {})) for name in FAMILIES}
+    models = {
+        name: plain_model(name, SEEDS.get(name, 0), **CHANGES.get(name, {})) for name in FAMILIES
+    }
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     folders = {name: tmp_path / name for name in FAMILIES}
     for name, model in models.items():
@@ -68,6 +94,10 @@ def check(name: str, model: PreTrainedModel, alone: Made, ranks: list[Made]) -> 
         assert torch.equal(made.logits, ranks[0].logits), "ranks have other bits"
         assert made.tokens == alone.tokens
         assert made.accepted == alone.accepted
-        assert made.weight_bytes < 0.7 * alone.weight_bytes, "about half, where little is the same on all ranks"
+        assert made.weight_bytes < 0.7 * alone.weight_bytes, (
+            "about half, where little is the same on all ranks"
+        )
         # Latents are of all heads.
-        assert made.bytes_per_token == alone.bytes_per_token // (1 if name in LATENT_CONFIGS else RANKS)
+        assert made.bytes_per_token == alone.bytes_per_token // (
+            1 if name in LATENT_CONFIGS else RANKS
+        )

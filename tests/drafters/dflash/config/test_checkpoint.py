@@ -28,7 +28,9 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
-@pytest.mark.parametrize("config", [TINY, REDUCED, replace(TINY, windows=(4, 4, None), causal=(True, True, False))])
+@pytest.mark.parametrize(
+    "config", [TINY, REDUCED, replace(TINY, windows=(4, 4, None), causal=(True, True, False))]
+)
 def test_round_trip(layout: Any, config: DFlashConfig, tmp_path: Path) -> None:
     """Configuration and every tensor bit survive, also through the other layout."""
     path = write_tiny_dflash(tmp_path / "a", config, layout=layout)
@@ -42,7 +44,9 @@ def test_round_trip(layout: Any, config: DFlashConfig, tmp_path: Path) -> None:
 
 def test_written_dtype_and_vocabulary_map(tmp_path: Path) -> None:
     """`dtype` casts weights, not the map; `t2d` marks the target tokens that `d2t` reaches."""
-    write_checkpoint(tmp_path / "d", REDUCED, tiny_tensors(REDUCED), layout="speculators", dtype=torch.bfloat16)
+    write_checkpoint(
+        tmp_path / "d", REDUCED, tiny_tensors(REDUCED), layout="speculators", dtype=torch.bfloat16
+    )
     stored = load_file(tmp_path / "d" / "model.safetensors")
     assert stored["fc.weight"].dtype == torch.bfloat16 and stored["d2t"].dtype == torch.long
     assert stored["t2d"].nonzero().flatten().tolist() == list(range(0, 60, 2))
@@ -50,8 +54,14 @@ def test_written_dtype_and_vocabulary_map(tmp_path: Path) -> None:
 
 
 def test_speculators_numbers(tmp_path: Path) -> None:
-    """The values that other software reads: taps one higher, the draft count, the draft layers in their own section."""
-    path = write_tiny_dflash(tmp_path / "d", replace(TINY, windows=(4, 4, None), verifier_name="some/target"), layout="speculators")
+    """The values that other software reads: taps one higher, the draft count, the draft layers in
+    their own section.
+    """
+    path = write_tiny_dflash(
+        tmp_path / "d",
+        replace(TINY, windows=(4, 4, None), verifier_name="some/target"),
+        layout="speculators",
+    )
     raw = json.loads((path / "config.json").read_text())
     assert raw["aux_hidden_state_layer_ids"] == [2, 3, 5]
     assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
@@ -72,12 +82,22 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     [
         lambda t: {f"model.{name}": tensor for name, tensor in t.items()},
         lambda t: {name.replace("layers.0.", "midlayer."): tensor for name, tensor in t.items()},
-        lambda t: t | {"rotary_emb.inv_freq": torch.ones(8), "verifier_norm.weight": torch.ones(HIDDEN)},
-        lambda t: t | {"d2t": torch.zeros(VOCAB, dtype=torch.long), "t2d": torch.ones(VOCAB, dtype=torch.bool)},
+        lambda t: (
+            t | {"rotary_emb.inv_freq": torch.ones(8), "verifier_norm.weight": torch.ones(HIDDEN)}
+        ),
+        lambda t: (
+            t
+            | {
+                "d2t": torch.zeros(VOCAB, dtype=torch.long),
+                "t2d": torch.ones(VOCAB, dtype=torch.bool),
+            }
+        ),
     ],
     ids=["model prefix", "midlayer", "tensors of the target", "identity map"],
 )
-def test_public_variants(change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path) -> None:
+def test_public_variants(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], tmp_path: Path
+) -> None:
     """Spellings and extras found in public files read as the plain checkpoint."""
     path = write_tiny_dflash(tmp_path / "d")
     rewrite(path, change)
@@ -86,7 +106,10 @@ def test_public_variants(change: Callable[[dict[str, Tensor]], dict[str, Tensor]
 
 def test_own_embeddings_and_head(tmp_path: Path) -> None:
     """A checkpoint may bring its own; they are kept."""
-    extra = {"embed_tokens.weight": torch.rand(VOCAB, HIDDEN), "lm_head.weight": torch.rand(VOCAB, HIDDEN)}
+    extra = {
+        "embed_tokens.weight": torch.rand(VOCAB, HIDDEN),
+        "lm_head.weight": torch.rand(VOCAB, HIDDEN),
+    }
     path = write_tiny_dflash(tmp_path / "d", tensors=tiny_tensors() | extra)
     assert_same(read_checkpoint(path)[1], tiny_tensors() | extra)
 
@@ -99,20 +122,37 @@ def cut(file: Path, keep: float) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (shutil.rmtree, "is not a folder"),
     "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
-    "invalid JSON": (lambda p: (p / "config.json").write_text("{"), r"config\.json of drafter .* is not valid JSON"),
-    "not text": (lambda p: (p / "config.json").write_bytes(b"\xff\xfe\x00"), r"config\.json of drafter .* is not valid JSON"),
-    "no object": (lambda p: (p / "config.json").write_text("[]"), r"config\.json of drafter .* holds no JSON object"),
+    "invalid JSON": (
+        lambda p: (p / "config.json").write_text("{"),
+        r"config\.json of drafter .* is not valid JSON",
+    ),
+    "not text": (
+        lambda p: (p / "config.json").write_bytes(b"\xff\xfe\x00"),
+        r"config\.json of drafter .* is not valid JSON",
+    ),
+    "no object": (
+        lambda p: (p / "config.json").write_text("[]"),
+        r"config\.json of drafter .* holds no JSON object",
+    ),
     "bad value": (lambda p: (p / "config.json").write_text("{}"), "names no architecture"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "there are no weights"),
-    "truncated weights": (lambda p: cut(p / "model.safetensors", 0.6), "'model.safetensors' is damaged"),
-    "truncated header": (lambda p: cut(p / "model.safetensors", 0.001), "'model.safetensors' is damaged"),
+    "truncated weights": (
+        lambda p: cut(p / "model.safetensors", 0.6),
+        "'model.safetensors' is damaged",
+    ),
+    "truncated header": (
+        lambda p: cut(p / "model.safetensors", 0.001),
+        "'model.safetensors' is damaged",
+    ),
     "empty weights": (lambda p: cut(p / "model.safetensors", 0), "'model.safetensors' is damaged"),
     "one tensor missing": (
         lambda p: rewrite(p, lambda t: {n: x for n, x in t.items() if n != "norm.weight"}),
         "tensor norm.weight is missing; config.json asks for 36 tensors",
     ),
     "layer missing": (
-        lambda p: rewrite(p, lambda t: {n: x for n, x in t.items() if not n.startswith("layers.2")}),
+        lambda p: rewrite(
+            p, lambda t: {n: x for n, x in t.items() if not n.startswith("layers.2")}
+        ),
         "tensor layers.2.input_layernorm.weight and 10 more are missing",
     ),
     "wrong shape": (
@@ -120,7 +160,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"tensor fc.weight has shape \[32, 64\], config.json asks for \[32, 96\]",
     ),
     "joined": (
-        lambda p: rewrite(p, lambda t: t | {"layers.0.self_attn.qkv_proj.weight": torch.zeros(2, 2)}),
+        lambda p: rewrite(
+            p, lambda t: t | {"layers.0.self_attn.qkv_proj.weight": torch.zeros(2, 2)}
+        ),
         r"tensor layers.0.self_attn.qkv_proj.weight has 2 rows, config.json asks for 128",
     ),
     "gated": (
@@ -145,7 +187,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "mask row": (lambda p: (p / "mask_embedding.pt").touch(), "'mask_embedding.pt' is damaged"),
     "mask row of another token": (
-        lambda p: torch.save({"mask_token_id": 7, "embedding": torch.zeros(32)}, p / "mask_embedding.pt"),
+        lambda p: torch.save(
+            {"mask_token_id": 7, "embedding": torch.zeros(32)}, p / "mask_embedding.pt"
+        ),
         "mask_embedding.pt is of token 7, mask_token_id is 60",
     ),
     "mask row of another width": (
@@ -171,18 +215,28 @@ def test_damage(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("token", "target"), [(0, -1), (29, VOCAB), (5, 8)], ids=["below", "above", "twice"])
+@pytest.mark.parametrize(
+    ("token", "target"), [(0, -1), (29, VOCAB), (5, 8)], ids=["below", "above", "twice"]
+)
 def test_vocabulary_map_is_checked(token: int, target: int, tmp_path: Path) -> None:
-    """A target id outside the vocabulary would index out of range on the device, one named twice would get two probabilities."""
+    """A target id outside the vocabulary would index out of range on the device, one named twice
+    would get two probabilities.
+    """
     path = write_tiny_dflash(tmp_path / "d", REDUCED)
-    rewrite(path, lambda t: t | {"d2t": t["d2t"].index_fill(0, torch.tensor([token]), target - token)})
-    with pytest.raises(CheckpointError, match="d2t does not map 30 draft tokens to distinct tokens below 61"):
+    rewrite(
+        path, lambda t: t | {"d2t": t["d2t"].index_fill(0, torch.tensor([token]), target - token)}
+    )
+    with pytest.raises(
+        CheckpointError, match="d2t does not map 30 draft tokens to distinct tokens below 61"
+    ):
         read_checkpoint(path)
 
 
 @pytest.mark.parametrize("failing", ["write_bytes", "write_text"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_failed_write_leaves_nothing(failing: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_nothing(
+    failing: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk or Ctrl-C in the middle leaves neither the folder nor a part of it."""
 
     def fail(file: Path, **_: Any) -> None:
@@ -191,7 +245,9 @@ def test_failed_write_leaves_nothing(failing: str, error: BaseException, tmp_pat
 
     monkeypatch.setattr(Path, failing, fail)
     expected = CapacityError if isinstance(error, OSError) else KeyboardInterrupt
-    with pytest.raises(expected, match=r"cannot write '.*/d' \(No space" if isinstance(error, OSError) else None):
+    with pytest.raises(
+        expected, match=r"cannot write '.*/d' \(No space" if isinstance(error, OSError) else None
+    ):
         write_tiny_dflash(tmp_path / "d")
     assert list(tmp_path.iterdir()) == []
 
@@ -211,7 +267,10 @@ def test_write_refuses(tmp_path: Path) -> None:
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
 
 
 QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Written]]] = {
@@ -225,7 +284,9 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Wr
     ),
     "compressed fp8": (
         compressed(num_bits=8, type="float", strategy="channel"),
-        lambda weight: quantized.float8(weight, (1, weight.shape[1]), torch.bfloat16, name="weight_scale"),
+        lambda weight: quantized.float8(
+            weight, (1, weight.shape[1]), torch.bfloat16, name="weight_scale"
+        ),
     ),
     "w4a16_nvfp4": (
         {"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4"},
@@ -233,10 +294,18 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Wr
     ),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, quantized.bitsandbytes4),
     "quark": (
-        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
-        lambda weight: quantized.float8(weight, (weight.shape[0], weight.shape[1]), name="weight_scale"),
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+        },
+        lambda weight: quantized.float8(
+            weight, (weight.shape[0], weight.shape[1]), name="weight_scale"
+        ),
     ),
-    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda weight: quantized.nvfp4(weight, divides=False)),
+    "nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        lambda weight: quantized.nvfp4(weight, divides=False),
+    ),
     "fp8": (
         {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"},
         lambda weight: quantized.float8(weight, (16, 16)),
@@ -247,7 +316,9 @@ QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], quantized.Wr
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_weights_become_plain_numbers(kind: str, apart: bool, tmp_path: Path) -> None:
-    """Products of the layers as a publisher quantizes them; what the format is stands in either file."""
+    """Products of the layers as a publisher quantizes them; what the format is stands in either
+    file.
+    """
     path = write_tiny_dflash(tmp_path / "drafter")
     quantization, write = QUANTIZED[kind]
     plain = load_file(path / "model.safetensors")
@@ -276,6 +347,10 @@ def test_quantized_weights_become_plain_numbers(kind: str, apart: bool, tmp_path
 def test_quantizations_that_are_not_read_are_named(tmp_path: Path) -> None:
     path = write_tiny_dflash(tmp_path / "drafter")
     raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "hqq"}}))
-    with pytest.raises(CheckpointError, match=r"drafter '.*': weights quantized with 'hqq' are not read"):
+    (path / "config.json").write_text(
+        json.dumps(raw | {"quantization_config": {"quant_method": "hqq"}})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"drafter '.*': weights quantized with 'hqq' are not read"
+    ):
         read_checkpoint(path)

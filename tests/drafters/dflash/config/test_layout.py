@@ -17,8 +17,12 @@ from tests.drafters.tiny import TINY
 F, S = "full_attention", "sliding_attention"
 
 
-def zlab(remove: tuple[str, ...] = (), own: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """A z-lab config.json of three layers with top-level `changes` and additions to its dflash_config."""
+def zlab(
+    remove: tuple[str, ...] = (), own: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """A z-lab config.json of three layers with top-level `changes` and additions to its
+    dflash_config.
+    """
     raw = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -42,10 +46,15 @@ def zlab(remove: tuple[str, ...] = (), own: dict[str, Any] | None = None, **chan
 
 
 def speculators(
-    algorithm: str = "dflash", tokens: int | None = 7, layers: dict[str, Any] | None = None, **changes: Any
+    algorithm: str = "dflash",
+    tokens: int | None = 7,
+    layers: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """A speculators config.json of the same drafter."""
-    section = zlab(remove=("architectures", "block_size", "dflash_config", "num_target_layers")) | (layers or {})
+    section = zlab(remove=("architectures", "block_size", "dflash_config", "num_target_layers")) | (
+        layers or {}
+    )
     return {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": algorithm,
@@ -71,13 +80,20 @@ def couple(**changes: Any) -> dict[str, Any]:
 def test_both_layouts_mean_the_same() -> None:
     """Taps are one apart between the layouts; everything else agrees."""
     assert parse_config(zlab()) == TINY
-    named = replace(TINY, num_target_layers=None, verifier_name="some/target", verifier_architectures=("Qwen3ForCausalLM",))
+    named = replace(
+        TINY,
+        num_target_layers=None,
+        verifier_name="some/target",
+        verifier_architectures=("Qwen3ForCausalLM",),
+    )
     assert parse_config(speculators(target_embedding_scale=True)) == named
 
 
 @pytest.mark.parametrize("section", ["top", "own"])
 def test_values_are_found_in_either_place(section: str) -> None:
-    """Older checkpoints keep drafter values at the top level, newer ones inside dflash_config, which wins."""
+    """Older checkpoints keep drafter values at the top level, newer ones inside dflash_config,
+    which wins.
+    """
     values: dict[str, Any] = {
         "block_size": 5,
         "output_multiplier": 2.0,
@@ -86,9 +102,15 @@ def test_values_are_found_in_either_place(section: str) -> None:
     }
     raw = zlab(**values) if section == "top" else zlab(block_size=99, own=values)
     config = parse_config(raw)
-    assert (config.block_size, config.output_multiplier, config.final_logit_softcapping) == (5, 2.0, 30.0)
+    assert (config.block_size, config.output_multiplier, config.final_logit_softcapping) == (
+        5,
+        2.0,
+        30.0,
+    )
     assert config.input_embedding_scale == 1.0
-    assert parse_config(zlab()).input_embedding_scale is None, "a missing scale differs from a scale of 1"
+    assert parse_config(zlab()).input_embedding_scale is None, (
+        "a missing scale differs from a scale of 1"
+    )
 
 
 SELECTOR: dict[str, Any] = {"selector_rank": 4, "selector_top_k": 4}
@@ -112,14 +134,18 @@ SCALES: list[tuple[dict[str, Any], float | None]] = [
 
 @pytest.mark.parametrize(("raw", "scale"), SCALES)
 def test_scale_of_embeddings(raw: dict[str, Any], scale: float | None) -> None:
-    """What nobody states is what the trainer of that kind of file does; None is the target's own."""
+    """What nobody states is what the trainer of that kind of file does;
+    None is the target's own.
+    """
     assert parse_config(raw).input_embedding_scale == scale
 
 
 KINDS_OF_DRAFTERS: dict[str, dict[str, Any]] = {
     "DFlash": zlab(),
     "DSpark": zlab(architectures=["Qwen3DSparkModel"], markov_rank=4),
-    "SpecForge's DSpark": zlab(architectures=["DSparkDraftModel"], own={"projector_type": "dspark", "markov_rank": 4}),
+    "SpecForge's DSpark": zlab(
+        architectures=["DSparkDraftModel"], own={"projector_type": "dspark", "markov_rank": 4}
+    ),
     "DFlash 2": zlab(architectures=["DFlash2DraftModel"], own=SELECTOR),
     "Domino": zlab(architectures=["DominoDraftModel"], own={"emb_dim": 4, "gru_hidden_dim": 4}),
     "DFlare": zlab(architectures=["DFlareDraftModel"]),
@@ -131,24 +157,71 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
     ("z-lab", zlab(), False, 7),
     ("z-lab stated", zlab(own={"sample_from_anchor": True}), True, 8),
     ("projector of dspark without a Markov head", zlab(own={"projector_type": "dspark"}), False, 7),
-    ("ModelOpt's DSpark", zlab(own={"projector_type": "dspark", "shift_label": True, "markov_rank": 4}), True, 8),
+    (
+        "ModelOpt's DSpark",
+        zlab(own={"projector_type": "dspark", "shift_label": True, "markov_rank": 4}),
+        True,
+        8,
+    ),
     ("DeepSpec's DSpark", zlab(architectures=["Qwen3DSparkModel"], markov_rank=4), True, 8),
-    ("SpecForge's DSpark", zlab(architectures=["DSparkDraftModel"], own={"projector_type": "dspark", "markov_rank": 4}), True, 8),
-    ("vLLM's key", zlab(architectures=["Qwen3DSparkModel"], markov_rank=4, dspark_bonus_anchor=True), False, 7),
+    (
+        "SpecForge's DSpark",
+        zlab(
+            architectures=["DSparkDraftModel"], own={"projector_type": "dspark", "markov_rank": 4}
+        ),
+        True,
+        8,
+    ),
+    (
+        "vLLM's key",
+        zlab(architectures=["Qwen3DSparkModel"], markov_rank=4, dspark_bonus_anchor=True),
+        False,
+        7,
+    ),
     ("shifted labels", zlab(own={"shift_label": True}), True, 8),
-    ("DFlash 2", zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 4, "selector_top_k": 8}), False, 7),
+    (
+        "DFlash 2",
+        zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 4, "selector_top_k": 8}),
+        False,
+        7,
+    ),
     ("speculators dspark", speculators("dspark", tokens=8, markov_rank=4), True, 8),
-    ("speculators dspark stated", speculators("dspark", markov_rank=4, sample_from_anchor=False), False, 7),
+    (
+        "speculators dspark stated",
+        speculators("dspark", markov_rank=4, sample_from_anchor=False),
+        False,
+        7,
+    ),
     ("z-lab next-token family", zlab(architectures=["Qwen3DSparkModel"], markov_rank=0), True, 8),
     ("speculators", speculators(), False, 7),
     ("speculators stated", speculators(tokens=8, sample_from_anchor=True), True, 8),
-    ("speculators dspark without a Markov head", speculators("dspark", tokens=8, markov_rank=0), True, 8),
+    (
+        "speculators dspark without a Markov head",
+        speculators("dspark", tokens=8, markov_rank=0),
+        True,
+        8,
+    ),
     ("speculators without a count", speculators(tokens=None), False, 7),
     ("speculators, fewer recommended", speculators(tokens=3), False, 7),
-    ("speculators stated, one less recommended", speculators(tokens=7, sample_from_anchor=True), True, 8),
+    (
+        "speculators stated, one less recommended",
+        speculators(tokens=7, sample_from_anchor=True),
+        True,
+        8,
+    ),
     ("speculators dspark, unstated", speculators("dspark", tokens=7, markov_rank=4), False, 7),
-    ("speculators dspark, unstated, fewer recommended", speculators("dspark", tokens=3, markov_rank=4), False, 7),
-    ("speculators dspark, nothing stated", speculators("dspark", tokens=None, markov_rank=4), False, 7),
+    (
+        "speculators dspark, unstated, fewer recommended",
+        speculators("dspark", tokens=3, markov_rank=4),
+        False,
+        7,
+    ),
+    (
+        "speculators dspark, nothing stated",
+        speculators("dspark", tokens=None, markov_rank=4),
+        False,
+        7,
+    ),
     (
         "Nemotron 3.5's keys",
         zlab(
@@ -165,7 +238,9 @@ ALIGNMENTS: list[tuple[str, dict[str, Any], bool, int]] = [
 
 
 @pytest.mark.parametrize(
-    ("raw", "sample_from_anchor", "most"), [case[1:] for case in ALIGNMENTS], ids=[case[0] for case in ALIGNMENTS]
+    ("raw", "sample_from_anchor", "most"),
+    [case[1:] for case in ALIGNMENTS],
+    ids=[case[0] for case in ALIGNMENTS],
 )
 def test_alignment(raw: dict[str, Any], sample_from_anchor: bool, most: int) -> None:
     """Whether the anchor row predicts, and hence how many drafts a block gives."""
@@ -214,8 +289,12 @@ KINDS: list[tuple[str, dict[str, Any], list[int | None], list[bool]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("raw", "windows", "causal"), [case[1:] for case in KINDS], ids=[case[0] for case in KINDS])
-def test_windows_and_causality(raw: dict[str, Any], windows: list[int | None], causal: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("raw", "windows", "causal"), [case[1:] for case in KINDS], ids=[case[0] for case in KINDS]
+)
+def test_windows_and_causality(
+    raw: dict[str, Any], windows: list[int | None], causal: list[bool]
+) -> None:
     """The resolution table; a wrong entry lowers acceptance without any error."""
     config = parse_config(raw)
     assert list(config.windows) == windows
@@ -224,35 +303,54 @@ def test_windows_and_causality(raw: dict[str, Any], windows: list[int | None], c
 
 def test_block_of_model_opt(caplog: pytest.LogCaptureFixture) -> None:
     """Its DFlash leaves the size to SGLang, which takes 16; others have to state theirs."""
-    raw = zlab(remove=("block_size",), has_embed_tokens=True, has_lm_head=False, num_aux_layers=3, pard_token=60)
+    raw = zlab(
+        remove=("block_size",),
+        has_embed_tokens=True,
+        has_lm_head=False,
+        num_aux_layers=3,
+        pard_token=60,
+    )
     assert parse_config(raw).block_size == 16
-    assert caplog.messages == ["config.json lacks block_size: 16 is taken, as engines do for such drafters"]
+    assert caplog.messages == [
+        "config.json lacks block_size: 16 is taken, as engines do for such drafters"
+    ]
     assert parse_config(raw | {"block_size": 8}).block_size == 8
 
 
 @pytest.mark.parametrize("kind", ["DFlash 2", "DSpark", "SpecForge's DSpark", "Domino", "DFlare"])
 def test_taps_are_guessed_for_plain_dflash_alone(kind: str) -> None:
     raw = KINDS_OF_DRAFTERS[kind]
-    raw = raw | {"dflash_config": {"mask_token_id": 60, **{n: v for n, v in raw["dflash_config"].items() if "layer_ids" not in n}}}
+    raw = raw | {
+        "dflash_config": {
+            "mask_token_id": 60,
+            **{n: v for n, v in raw["dflash_config"].items() if "layer_ids" not in n},
+        }
+    }
     with pytest.raises(CheckpointError, match="lacks target_layer_ids, the target's layers"):
         parse_config(raw)
 
 
 def test_guessed_taps_are_said(caplog: pytest.LogCaptureFixture) -> None:
     parse_config(zlab(dflash_config={"mask_token_id": 60}))
-    assert caplog.messages == ["config.json lacks target_layer_ids: layers [1, 2, 3] are taken, by z-lab's rule"]
+    assert caplog.messages == [
+        "config.json lacks target_layer_ids: layers [1, 2, 3] are taken, by z-lab's rule"
+    ]
     caplog.clear()
     parse_config(zlab())
     assert not caplog.messages
 
 
 def test_default_taps() -> None:
-    """Without a list: the middle layer for one draft layer, else evenly from layer 1 to the third last."""
+    """Without a list: the middle layer for one draft layer, else evenly from layer 1 to the third
+    last.
+    """
     raw = zlab(num_target_layers=36, num_hidden_layers=5)
     del raw["dflash_config"]["target_layer_ids"]
     assert parse_config(raw).target_layer_ids == (1, 9, 17, 25, 33)
     assert parse_config(raw | {"num_hidden_layers": 1}).target_layer_ids == (18,)
-    assert parse_config(raw | {"num_target_layers": 61, "num_hidden_layers": 6}).target_layer_ids == (1, 12, 24, 35, 47, 58)
+    assert parse_config(
+        raw | {"num_target_layers": 61, "num_hidden_layers": 6}
+    ).target_layer_ids == (1, 12, 24, 35, 47, 58)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -263,18 +361,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 8, "selector_top_k": 65}), "selector_top_k is 65"),
     (zlab(architectures=["DFlash2DraftModel"], own={"selector_rank": 8, "selector_top_k": 62}), "vocabulary has 61 tokens"),
     (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_head_type="gru"), "markov_head_type is 'gru'; supported: va"),
-    (zlab(architectures=["DSparkDraftModel"], markov_rank=-1), r"markov_rank is -1; it must lie in \[1"),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=-1), r"markov_rank is -1; it must lie in"
+                                                               r" \[1"),
     (zlab(architectures=["DSparkDraftModel"], markov_rank=8, dspark_draft_topk=0), "dspark_draft_topk is 0"),
     (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_head_type="rnn", sample_from_anchor=False), "'rnn' without"),
-    (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_window=3), "config.json says markov_window, which"),
-    (zlab(sample_from_anchor=True, dspark_bonus_anchor=True), "sample_from_anchor and dspark_bonus_anchor disagree"),
-    (zlab(own={"query_causal": True}), r"dflash_config says query_causal, which .* not know \(known: .*causal_head"),
+    (zlab(architectures=["DSparkDraftModel"], markov_rank=8, markov_window=3), "config.json says"
+                                                                               " markov_window, which"),
+    (zlab(sample_from_anchor=True, dspark_bonus_anchor=True), "sample_from_anchor and"
+                                                              " dspark_bonus_anchor disagree"),
+    (zlab(own={"query_causal": True}), r"dflash_config says query_causal, which .* not know"
+                                       r" \(known: .*causal_head"),
     (zlab(own={"log_snr_conditioning": 0}), "dflash_config says log_snr_conditioning"),
     (zlab(own={"causal_head": "yes"}), "causal_head is 'yes'; it must be true or false"),
     (zlab(own={"attention_mode": "mla"}), "attention_mode 'mla'"),
     (zlab(own={"attention_sink_bias": 1}), "attention_sink_bias is 1; it must be true or false"),
     (zlab(own={"partial_rotary_factor": 0.2}), "RoPE turns 3.2 of 16 numbers of a head"),
-    (zlab(architectures=["DFlashLagunaForCausalLM"], gating="per-token"), "gating is 'per-token'; supported: true"),
+    (zlab(architectures=["DFlashLagunaForCausalLM"], gating="per-token"), "gating is 'per-token';"
+                                                                          " supported: true"),
     (zlab(architectures=["Gemma4DSparkModel"], markov_rank=0, enable_moe_block=True), "enable_moe_block True"),
     (zlab(own={"use_aux_hidden_state": False}), "use_aux_hidden_state False"),
     (zlab(dspark_fixup_head_type="gru"), "dspark_fixup_head_type 'gru'"),
@@ -294,7 +397,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(layer_types=[F, F]), "for each of 3 layers"),
     (zlab(layer_types=["chunked_attention"] * 3), "chunked_attention"),
     (zlab(own={"target_layer_ids": [-2, 2]}), "layers 0, 1, ... or -1 for the embedding output"),
-    (speculators(aux_hidden_state_layer_ids=[-1, 3, 5]), "layers 0, 1, ... or -1 for the embedding output"),
+    (speculators(aux_hidden_state_layer_ids=[-1, 3, 5]), "layers 0, 1, ... or -1 for the embedding"
+                                                         " output"),
     (zlab(own={"target_layer_ids": "1,2"}), "must be a list of integers"),
     (zlab(own={"mask_token_id": 61}), "mask_token_id 61 lies outside 61 embeddings"),
     (zlab(remove=("rope_theta",)), "config.json lacks rope_theta"),
@@ -304,19 +408,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         zlab(rope_parameters={F: {"rope_theta": 1e4}, S: {"rope_theta": 1e4}}, layer_types=[S, S, F], sliding_window=4),
         "one set for all layers",
     ),
-    (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor false gives 1 to 7"),
-    (speculators(tokens=9, sample_from_anchor=True), "speculative_tokens is 9, but block_size 8 with sample_from_anchor true"),
+    (speculators(tokens=8), "speculative_tokens is 8, but block_size 8 with sample_from_anchor"
+                            " false gives 1 to 7"),
+    (speculators(tokens=9, sample_from_anchor=True), "speculative_tokens is 9, but block_size 8"
+                                                     " with sample_from_anchor true"),
     (speculators(tokens=0), "speculative_tokens is 0, but"),
-    (speculators("dspark", tokens="7", markov_rank=4), "speculative_tokens is '7'; it must be an integer"),  # type: ignore[arg-type]
-    (speculators(speculators_config={"proposal_methods": [7]}), r"proposal_methods is \[7\]; it must be a list of objects"),
+    (speculators("dspark", tokens="7", markov_rank=4), "speculative_tokens is '7'; it must be an"  # type: ignore[arg-type]
+                                                       " integer"),
+    (speculators(speculators_config={"proposal_methods": [7]}), r"proposal_methods is \[7\]; it"
+                                                                r" must be a list of objects"),
     (zlab(rope_scaling={"rope_dim": 18}), r"rope_dim is 18; it must lie in \[1, 16\]"),
     (zlab(rope_scaling={"rope_dim": 5}), "RoPE turns 5 of 16"),
     (zlab(rope_scaling={"rope_dim": "8"}), "rope_dim is '8'; it must be an integer"),
     (zlab(draft_vocab_size=62), "draft_vocab_size is 62"),
-    (zlab(own={"coupling": couple()}), "dflash_config says coupling, which this loader does not know"),
+    (zlab(own={"coupling": couple()}), "dflash_config says coupling, which this loader does not"
+                                       " know"),
     (zlab(coupling=[1]), "coupling is list; it must be an object with temperatures, a and b"),
-    (zlab(coupling=couple(c=[])), r"coupling is \['a', 'b', 'c', 'temperatures'\]; it must be an object"),
-    (zlab(coupling={"a": [[1] * 7], "b": [[1] * 7]}), r"coupling is \['a', 'b'\]; it must be an object"),
+    (zlab(coupling=couple(c=[])), r"coupling is \['a', 'b', 'c', 'temperatures'\]; it must be an"
+                                  r" object"),
+    (zlab(coupling={"a": [[1] * 7], "b": [[1] * 7]}), r"coupling is \['a', 'b'\]; it must be an"
+                                                      r" object"),
     (zlab(coupling=couple(temperatures=1.0)), "must hold a list of numbers as temperatures"),
     (zlab(coupling=couple(a=[1] * 7)), "a and b one list of numbers for each"),
     (zlab(coupling=couple(b=[[True] * 7, [1] * 7])), "a and b one list of numbers for each"),
@@ -325,7 +436,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(coupling=couple(temperatures=[0, 1])), "they must rise from above 0"),
     (zlab(coupling=couple(temperatures=[1])), "2 rows of a for 1 temperatures"),
     (zlab(coupling=couple(a=[[1] * 7])), "1 rows of a for 2 temperatures"),
-    (zlab(coupling=couple(b=[[1] * 7, [1] * 6])), r"rows of \[6, 7\] numbers; this drafter's blocks have 7 drafts"),
+    (zlab(coupling=couple(b=[[1] * 7, [1] * 6])), r"rows of \[6, 7\] numbers; this drafter's blocks"
+                                                  r" have 7 drafts"),
     (zlab(coupling=couple(a=[[1] * 7, [0] * 7])), "coupling has 0.0 in a; it must be above 0"),
     (zlab(coupling=couple(b=[[1] * 7, [-1] * 7])), "coupling has -1.0 in b; it must be at least 0"),
     (zlab(coupling=couple(b=[[1] * 7, [1e300] * 7])), "coupling must hold a list of numbers"),
@@ -373,11 +485,15 @@ ROUND_TRIPS: dict[str, DFlashConfig] = {
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_round_trip(layout: Any, name: str) -> None:
     """What is written is what is read, in either layout."""
-    assert parse_config(config_json(ROUND_TRIPS[name], layout, dtype="float32")) == ROUND_TRIPS[name]
+    assert (
+        parse_config(config_json(ROUND_TRIPS[name], layout, dtype="float32")) == ROUND_TRIPS[name]
+    )
 
 
 def test_jetspec_goes_out_as_causal() -> None:
-    """JetSpec's key in, z-lab's out: both mean that a row of the block sees only rows up to itself."""
+    """JetSpec's key in, z-lab's out: both mean that a row of the block sees only rows up
+    to itself.
+    """
     config = parse_config(zlab(own={"causal_head": True}))
     written = config_json(config, "z-lab", dtype="float32")
     assert written["is_causal"] is True
@@ -393,10 +509,17 @@ def test_jetspec_goes_out_as_causal() -> None:
     ],
     ids=["full", "sliding non-causal", "sliding causal"],
 )
-def test_vllm_is_told_that_full_layers_see_the_block(windows: Any, causal: Any, non_causal: bool) -> None:
-    """vLLM reads the key for all layers, so a drafter without windows has to say that nothing is causal."""
+def test_vllm_is_told_that_full_layers_see_the_block(
+    windows: Any, causal: Any, non_causal: bool
+) -> None:
+    """vLLM reads the key for all layers, so a drafter without windows has to say that nothing is
+    causal.
+    """
     config = replace(TINY, windows=windows, causal=causal)
-    assert config_json(config, "speculators", dtype="float32")["sliding_window_non_causal"] is non_causal
+    assert (
+        config_json(config, "speculators", dtype="float32")["sliding_window_non_causal"]
+        is non_causal
+    )
 
 
 def test_causal_full_layers_only_in_zlab() -> None:

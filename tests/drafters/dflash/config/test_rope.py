@@ -22,9 +22,23 @@ from tests.drafters.tiny import TINY
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
-    "yarn": {"factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0},
-    "yarn with a stated amplitude": {"factor": 16.0, "original_max_position_embeddings": 64, "attention_factor": 1.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "yarn with a stated amplitude": {
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.0,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
 }
 
 
@@ -40,7 +54,10 @@ def test_rope_forms(name: str) -> None:
     old = {"rope_theta": 1e4, "rope_scaling": {"type": rope_type, **values} if values else None}
     new: dict[str, Any] = {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **values}}
     mixed = {"rope_theta": None, "rope_scaling": new["rope_parameters"]}
-    configs = [parse_config(zlab(remove=("rope_theta", "rope_scaling")) | form) for form in (old, new, mixed)]
+    configs = [
+        parse_config(zlab(remove=("rope_theta", "rope_scaling")) | form)
+        for form in (old, new, mixed)
+    ]
     assert configs[0].rope_parameters == configs[1].rope_parameters == configs[2].rope_parameters
     theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=16, max_position_embeddings=512, **new))
     positions = torch.tensor([0, 1, 77, 400])
@@ -52,24 +69,44 @@ def test_rope_forms(name: str) -> None:
 
 
 def test_yarn_amplitude_ignores_mscale() -> None:
-    """With mscale and mscale_all_dim of 1 the ratio of the target would be 1; the drafter was trained with the plain amplitude."""
-    values = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 64.0, "original_max_position_embeddings": 4096}
+    """With mscale and mscale_all_dim of 1 the ratio of the target would be 1; the drafter was
+    trained with the plain amplitude.
+    """
+    values = {
+        "rope_type": "yarn",
+        "rope_theta": 5e4,
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+    }
     config = replace(TINY, rope_parameters=values | {"mscale": 1.0, "mscale_all_dim": 1.0})
     rope = rope_of(config)
     assert rope.amplitude == pytest.approx(1 + 0.1 * math.log(64))
-    torch.testing.assert_close(rope.frequencies, rope_of(replace(TINY, rope_parameters=values)).frequencies)
+    torch.testing.assert_close(
+        rope.frequencies, rope_of(replace(TINY, rope_parameters=values)).frequencies
+    )
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 COPIES: dict[str, dict[str, Any]] = {
     "top": {"partial_rotary_factor": 0.25},
     "rope_parameters": {"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25}},
     "rope_scaling": {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.25}},
-    "both": {"partial_rotary_factor": 0.25, "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25}},
+    "both": {
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": DEFAULT | {"partial_rotary_factor": 0.25},
+    },
     "each kind": {"rope_parameters": {F: DEFAULT | {"partial_rotary_factor": 0.25}, S: DEFAULT}},
     "yarn": {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}},
-    "M-RoPE": {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "partial_rotary_factor": 0.5},
+    "M-RoPE": {
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "partial_rotary_factor": 0.5,
+    },
 }
 
 
@@ -83,10 +120,18 @@ def with_copied(kind: str, values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("place", COPIES)
 @pytest.mark.parametrize("kind", KINDS_OF_DRAFTERS)
 def test_a_copied_partial_factor_turns_the_whole_head(kind: str, place: str) -> None:
-    """What Qwen3's module in Transformers does, on which all these are trained; a quarter of a head would lower acceptance."""
+    """What Qwen3's module in Transformers does, on which all these are trained; a quarter of a head
+    would lower acceptance.
+    """
     config = parse_config(with_copied(kind, COPIES[place]))
-    base = YARN if place == "yarn" else {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
-    theirs = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, max_position_embeddings=512, rope_parameters=base))
+    base = (
+        YARN
+        if place == "yarn"
+        else {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    )
+    theirs = Qwen3RotaryEmbedding(
+        Qwen3Config(head_dim=16, max_position_embeddings=512, rope_parameters=base)
+    )
     torch.testing.assert_close(rope_of(config).frequencies, theirs.inv_freq)
 
 
@@ -94,7 +139,17 @@ def test_a_copied_partial_factor_turns_the_whole_head(kind: str, place: str) -> 
 @pytest.mark.parametrize("kind", KINDS_OF_DRAFTERS)
 def test_the_trained_width_counts(kind: str, place: str) -> None:
     """SGLang calls `rope_dim` so; it holds beside any factor, and through our own files."""
-    raw = with_copied(kind, {place: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_dim": 8}})
+    raw = with_copied(
+        kind,
+        {
+            place: {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+                "rope_dim": 8,
+            }
+        },
+    )
     config = parse_config(raw)
     rope = rope_of(config)
     assert rope.frequencies.numel() == 4
@@ -107,7 +162,9 @@ def test_the_trained_width_counts(kind: str, place: str) -> None:
 @pytest.mark.parametrize("width", range(2, 45, 2))
 def test_the_trained_width_is_not_rounded_down(width: int) -> None:
     """30 / 44 * 44 is less than 30 in floating point."""
-    config = parse_config(zlab(head_dim=44, rope_scaling={"rope_type": "default", "rope_dim": width}))
+    config = parse_config(
+        zlab(head_dim=44, rope_scaling={"rope_type": "default", "rope_dim": width})
+    )
     again = parse_config(config_json(config, "z-lab", dtype="float32"))
     assert [rope_of(read).frequencies.numel() for read in (config, again)] == [width // 2] * 2
 

@@ -1,4 +1,6 @@
-"""The answers stage: which prompts it makes, what it writes, that it resumes, and what it refuses."""
+"""The answers stage: which prompts it makes, what it writes, that it resumes,
+and what it refuses.
+"""
 
 import errno
 import gzip
@@ -46,7 +48,10 @@ from tests.drafters.training.toy import (
     write_target,
 )
 
-QUESTION = "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20% off. How many?"
+QUESTION = (
+    "Maria has 12 apples and gives Tom 3. At 10:30 Maria buys 12 more for $1.50 each, 20%"
+    " off. How many?"
+)
 
 
 def question(text: str, answer: str | None = "worked") -> TrainingPrompt:
@@ -71,12 +76,15 @@ def shards(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_version_has_other_numbers_and_names_in_the_same_places() -> None:
-    """Catches a number or name that changes in one place only, and changed decimals, times or words."""
+    """Catches a number or name that changes in one place only, and changed decimals, times or
+    words.
+    """
     seen = set()
     for seed in range(30):
         varied = vary(question(QUESTION), Random(seed), 0)
         pattern = (
-            r"(\w+) has (\d+) apples and gives (\w+) (\d+)\. At 10:30 \1 buys \2 more for \$1\.50 each, (\d+)% off\. How many\?"
+            r"(\w+) has (\d+) apples and gives (\w+) (\d+)\. At 10:30 \1 buys \2 more for"
+            r" \$1\.50 each, (\d+)% off\. How many\?"
         )
         match = re.fullmatch(pattern, varied.question)
         assert match is not None
@@ -91,8 +99,15 @@ def test_a_version_has_other_numbers_and_names_in_the_same_places() -> None:
 def test_held_out_questions_are_nowhere_in_training(tmp_path: Path) -> None:
     """Catches versions of held-out questions, and few-shot examples that answer them."""
     file = tmp_path / "train.jsonl"
-    file.write_text("\n".join(json.dumps({"question": f"Tom number {i} of x{i}y", "answer": f"#### {i}"}) for i in range(40)))
-    config = TrainConfig(out="x", prompts=(str(file),), heldout=10, variations=2, few_shot_share=0.5)
+    file.write_text(
+        "\n".join(
+            json.dumps({"question": f"Tom number {i} of x{i}y", "answer": f"#### {i}"})
+            for i in range(40)
+        )
+    )
+    config = TrainConfig(
+        out="x", prompts=(str(file),), heldout=10, variations=2, few_shot_share=0.5
+    )
     written = [f"write about {topic}" for topic in "abcde"]
     prompts = make_prompts(config, written)
     marks = [{re.findall(r"x\d+y", p.question)[0] for p in part if "x" in p.question and "number" in p.question} for part in
@@ -100,7 +115,9 @@ def test_held_out_questions_are_nowhere_in_training(tmp_path: Path) -> None:
     assert not marks[0] & marks[1] and not marks[0] & marks[2]
     assert len(prompts.train) == 35 + 2 * len(prompts.examples)
     assert 0.3 < sum(p.few_shot for p in prompts.train) / len(prompts.train) < 0.7
-    assert make_prompts(config, written) == prompts != make_prompts(replace(config, seed=1), written)
+    assert (
+        make_prompts(config, written) == prompts != make_prompts(replace(config, seed=1), written)
+    )
 
 
 def test_few_shot_text_has_the_format_of_the_benchmark() -> None:
@@ -143,7 +160,9 @@ def test_rows_are_read_as_people_have_them(row: dict[str, Any], messages: Messag
 
 
 def test_files_and_data_sets_hold_the_same_prompts(tmp_path: Path) -> None:
-    """Catches a format that is read otherwise, and a turn that is lost or answered by another model."""
+    """Catches a format that is read otherwise, and a turn that is lost or answered by another
+    model.
+    """
     rows = [row for row, _ in ROWS if "conversations" in row and "id" in row]
     rows += [{"id": "y", "conversations": [{"from": "human", "value": "a"}]}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
@@ -203,12 +222,16 @@ def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
         make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=5))
     with pytest.raises(InvalidInputError, match="there is no prompt to train on"):
         make_prompts(TrainConfig(out="x"))
-    with pytest.raises(InvalidInputError, match="more than 5 questions with an answer, and the files hold 0"):
+    with pytest.raises(
+        InvalidInputError, match="more than 5 questions with an answer, and the files hold 0"
+    ):
         make_prompts(TrainConfig(out="x", prompts=(str(file),), heldout=2, few_shot_share=0.5))
 
 
 def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
-    """Catches answers that are not what the target says, a wrong temperature or split, and missing provenance."""
+    """Catches answers that are not what the target says, a wrong temperature or split, and missing
+    provenance.
+    """
     assert run_stages(("answers",), small_config(tmp_path))
     records = shards(tmp_path)
     assert {name: len(rows) for name, rows in records.items()} == {
@@ -217,18 +240,26 @@ def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
     }  # fmt: skip
     rows = [row for part in records.values() for row in part]
     assert sum(row["temperature"] == 0.0 for row in rows) == 3 + 17
-    assert [row["temperature"] for row in records["heldout-00000.jsonl.gz"]] == [0.0] * 3 + [1.3] * 3
-    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    assert [row["temperature"] for row in records["heldout-00000.jsonl.gz"]] == [0.0] * 3 + [
+        1.3
+    ] * 3
+    decoder = SpecDecoder.from_pretrained(
+        str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32"
+    )
     for row in rows[:8]:
         sampling = SamplingParams(max_tokens=6, temperature=row["temperature"], seed=row["seed"])
         result = decoder.generate(row["prompt_ids"], sampling)
         assert not isinstance(result, list) and row["answer_ids"] == result.token_ids
     about = json.loads((tmp_path / "run" / "answers" / PROVENANCE).read_text())
     assert about["settings"]["temperatures"] == [0.0, 0.7]
-    assert len(about["prompt_files"]["prompts.txt"]) == 64 and about["target"] == str(tmp_path / "target")
+    assert len(about["prompt_files"]["prompts.txt"]) == 64 and about["target"] == str(
+        tmp_path / "target"
+    )
 
 
-def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_answers_stage_goes_on_with_the_missing_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches shards written in part, and answers that depend on what was written before."""
     write = Path.write_bytes
 
@@ -248,7 +279,9 @@ def test_a_killed_answers_stage_goes_on_with_the_missing_shards(tmp_path: Path, 
     assert len(shards(tmp_path)) < 6
     assert run_stages(("answers",), config)
     resumed = shards(tmp_path)
-    assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run"), max_num_seqs=3))
+    assert run_stages(
+        ("answers",), replace(config, out=str(tmp_path / "whole" / "run"), max_num_seqs=3)
+    )
     assert resumed == shards(tmp_path / "whole")
 
 
@@ -266,7 +299,9 @@ def test_nothing_that_was_answered_is_lost(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(answers._Writer, "record", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_stages(("answers",), config)
-    assert {name: len(rows) for name, rows in shards(tmp_path).items()} == {"heldout-00000.jsonl.gz": 6}
+    assert {name: len(rows) for name, rows in shards(tmp_path).items()} == {
+        "heldout-00000.jsonl.gz": 6
+    }
     journals = list((tmp_path / "run" / "answers").glob("*.journal"))
     assert sum(len(path.read_text().splitlines()) - 1 for path in journals) == 3
 
@@ -284,8 +319,13 @@ def test_nothing_that_was_answered_is_lost(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_every_turn_is_answered_behind_the_targets_own_answers(tmp_path: Path) -> None:
-    """Catches a history of another model, a turn without an answer, and answers that are not trained."""
-    ends = "<bos> {% for m in messages %}{{ m.content }} {% if m.role == 'user' %}<eos> {% endif %}{% endfor %}"
+    """Catches a history of another model, a turn without an answer, and answers that are not
+    trained.
+    """
+    ends = (
+        "<bos> {% for m in messages %}{{ m.content }} {% if m.role == 'user' %}<eos> {% endif"
+        " %}{% endfor %}"
+    )
     write_chat_target(tmp_path, ends)
     turns = [[f"w{i}", f"w{i + 1} w{i + 2}", f"w{i + 3}"][: 1 + i % 3] for i in range(4, 20)]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"turns": some}) for some in turns))
@@ -300,7 +340,9 @@ def test_every_turn_is_answered_behind_the_targets_own_answers(tmp_path: Path) -
         assert run_stages(("answers",), config)
     records = shards(tmp_path)
     rows = [row for name, part in records.items() for row in part if "train" in name]
-    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    decoder = SpecDecoder.from_pretrained(
+        str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32"
+    )
     counts = []
     for row in rows:
         ids = [*row["prompt_ids"], *row["answer_ids"]]
@@ -319,7 +361,9 @@ def test_every_turn_is_answered_behind_the_targets_own_answers(tmp_path: Path) -
     assert not any("spans" in row for row in held)
 
 
-def test_a_file_that_was_whole_but_not_written_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_whole_but_not_written_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a run that was killed between the last answer of a file and the file."""
     config = small_config(tmp_path)
     monkeypatch.setattr(answers_files, "remove", lambda path: None)
@@ -347,11 +391,15 @@ def test_progress_is_told_within_a_file(
 def test_processes_share_the_shards(tmp_path: Path) -> None:
     """Catches shards that two processes write, or none."""
     config = small_config(tmp_path)
-    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    decoder = SpecDecoder.from_pretrained(
+        str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32"
+    )
     written = []
     for rank in range(2):
         before = set(shards(tmp_path))
-        assert answers.write_answers(config, lambda: Source.of_engine(decoder), lambda text: None, rank=rank, world=2)
+        assert answers.write_answers(
+            config, lambda: Source.of_engine(decoder), lambda text: None, rank=rank, world=2
+        )
         written.append(set(shards(tmp_path)) - before)
     assert sorted(map(len, written)) == [3, 3]
     assert run_stages(("answers",), replace(config, out=str(tmp_path / "whole" / "run")))
@@ -367,15 +415,21 @@ def test_a_full_disk_keeps_finished_shards(tmp_path: Path, monkeypatch: pytest.M
         return write(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(CapacityError, match=r"train-00001.*No space left on device.*make room and run again"):
+    with pytest.raises(
+        CapacityError, match=r"train-00001.*No space left on device.*make room and run again"
+    ):
         run_stages(("answers",), small_config(tmp_path))
     assert "heldout-00000.jsonl.gz" in shards(tmp_path)
 
 
-def test_prompts_longer_than_the_context_are_refused_first_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_longer_than_the_context_are_refused_first_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a long prompt that ends the stage half way, and one that is cut."""
     config = small_config(tmp_path, max_num_seqs=1)
-    (tmp_path / "prompts.txt").write_text("\n".join(["w5 " * 300, *(f"w{i} w{i + 1}" for i in range(4, 20))]))
+    (tmp_path / "prompts.txt").write_text(
+        "\n".join(["w5 " * 300, *(f"w{i} w{i + 1}" for i in range(4, 20))])
+    )
     monkeypatch.delattr(SpecEngine, "step")  # nothing is decoded before the refusal
     with pytest.raises(
         InvalidInputError,
@@ -394,10 +448,14 @@ def test_a_wrong_tap_does_not_wait_for_the_answers(tmp_path: Path) -> None:
 
 
 def test_few_shot_answers_end_where_the_next_question_begins(tmp_path: Path) -> None:
-    """Catches the stop string, and the template of a record, which decides how the engine check stops."""
+    """Catches the stop string, and the template of a record, which decides how the engine check
+    stops.
+    """
     write_target(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text(
-        "\n".join(json.dumps({"question": f"w{i} w{i + 1}", "answer": f"w{i + 2}"}) for i in range(4, 24))
+        "\n".join(
+            json.dumps({"question": f"w{i} w{i + 1}", "answer": f"w{i + 2}"}) for i in range(4, 24)
+        )
     )
     config = small_config(
         tmp_path,
@@ -433,14 +491,22 @@ def write_chat_target(folder: Path, template: str = TEMPLATE) -> None:
 
 @pytest.mark.slow
 def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
-    """Catches a turn begun elsewhere than a user's, prompts cut at the limit, repeats, and prompts that get no answers."""
+    """Catches a turn begun elsewhere than a user's, prompts cut at the limit, repeats, and prompts
+    that get no answers.
+    """
     write_chat_target(tmp_path)
     config = small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20, max_num_seqs=4)
     assert run_stages(("answers",), config)
     paths = sorted((tmp_path / "run" / "prompts").glob("*.jsonl.gz"))
-    records = [json.loads(line) for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
+    records = [
+        json.loads(line)
+        for path in paths
+        for line in gzip.decompress(path.read_bytes()).splitlines()
+    ]
     assert 10 < len(records) <= 20 and len(paths) == 3
-    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    decoder = SpecDecoder.from_pretrained(
+        str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32"
+    )
     prefix, stop = self_prompts.user_turn(Source.of_engine(decoder))
     assert (decoder.tokenizer.decode(prefix), decoder.tokenizer.decode(stop)) == (
         "<bos> w4 w5",
@@ -451,39 +517,59 @@ def test_the_target_writes_prompts_of_its_own(tmp_path: Path) -> None:
         sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
         result = decoder.generate(prefix, sampling)
         assert not isinstance(result, list) and result.finish_reason == "stop"
-        assert record["prompt"] == decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        assert record["prompt"] == decoder.tokenizer.decode(
+            result.token_ids, skip_special_tokens=True
+        )
     texts = self_prompts.read_self_prompts(config)
     assert texts == list(dict.fromkeys(record["prompt"] for record in records))
     asked = {tuple(row["prompt_ids"]) for part in shards(tmp_path).values() for row in part}
     assert asked == {tuple(decoder.tokenize([{"role": "user", "content": text}])) for text in texts}
     before = [path.read_bytes() for path in paths]
     paths[0].unlink()
-    with pytest.raises(InvalidInputError, match="lacks prompts of the target; run the answers stage again"):
+    with pytest.raises(
+        InvalidInputError, match="lacks prompts of the target; run the answers stage again"
+    ):
         self_prompts.read_self_prompts(config)
     assert run_stages(("answers",), config) and before == [path.read_bytes() for path in paths]
-    with pytest.raises(InvalidInputError, match="holds prompts that were written with another self-prompts"):
+    with pytest.raises(
+        InvalidInputError, match="holds prompts that were written with another self-prompts"
+    ):
         run_stages(("answers",), replace(config, self_prompts=21))
 
 
 @pytest.mark.slow
-def test_the_target_goes_on_with_prompts_that_are_begun_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches openings that the target does not see, or that are no part of the prompt, and a share that is ignored."""
+def test_the_target_goes_on_with_prompts_that_are_begun_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches openings that the target does not see, or that are no part of the prompt, and a share
+    that is ignored.
+    """
     write_chat_target(tmp_path)
     monkeypatch.setattr(self_prompts, "opening", lambda random, kinds: ("two words", "w7 w8"))
-    config = small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=24, opening_share=0.5)
+    config = small_config(
+        tmp_path, prompts=(), max_prompts=None, self_prompts=24, opening_share=0.5
+    )
     assert run_stages(("answers",), config)
     paths = sorted((tmp_path / "run" / "prompts").glob("*.jsonl.gz"))
-    records = [json.loads(line) for path in paths for line in gzip.decompress(path.read_bytes()).splitlines()]
+    records = [
+        json.loads(line)
+        for path in paths
+        for line in gzip.decompress(path.read_bytes()).splitlines()
+    ]
     begun = [record for record in records if record["kind"]]
     assert 3 < len(begun) < len(records) - 3
-    decoder = SpecDecoder.from_pretrained(str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32")
+    decoder = SpecDecoder.from_pretrained(
+        str(tmp_path / "target"), drafter=None, device="cpu", dtype="float32"
+    )
     prefix, _ = self_prompts.user_turn(Source.of_engine(decoder))
     for record in begun[:4]:
         seed = stable_seed(config.seed, "prompt", record["index"])
         sampling = SamplingParams(max_tokens=256, temperature=self_prompts.TEMPERATURE, seed=seed)
         result = decoder.generate([*prefix, 7, 8], sampling)
         assert not isinstance(result, list)
-        assert record["prompt"] == "w7 w8 " + decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        assert record["prompt"] == "w7 w8 " + decoder.tokenizer.decode(
+            result.token_ids, skip_special_tokens=True
+        )
 
 
 @pytest.mark.slow
@@ -518,29 +604,44 @@ def test_a_target_that_fails_is_named(tmp_path: Path, self_prompts: int, file: s
     """Catches prompts and answers that are quietly left out because every logit is NaN."""
     write_chat_target(tmp_path)
     weights = tmp_path / "target" / "model.safetensors"
-    poisoned = {name: tensor * torch.nan if tensor.ndim > 1 else tensor for name, tensor in load_file(weights).items()}
+    poisoned = {
+        name: tensor * torch.nan if tensor.ndim > 1 else tensor
+        for name, tensor in load_file(weights).items()
+    }
     save_file(poisoned, weights, {"format": "pt"})
-    with pytest.raises(SpecDecError, match=rf"the target failed on record \d+ of {file}.jsonl.gz: .*NaN"):
+    with pytest.raises(
+        SpecDecError, match=rf"the target failed on record \d+ of {file}.jsonl.gz: .*NaN"
+    ):
         run_stages(("answers",), small_config(tmp_path, self_prompts=self_prompts))
 
 
-def test_a_prompt_that_has_no_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_has_no_end_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches half a prompt among those to train on."""
     write_chat_target(tmp_path)
     monkeypatch.setattr(self_prompts, "MAX_PROMPT_TOKENS", 1)
     with pytest.raises(InvalidInputError, match=r"too few to hold out|there is no prompt"):
-        run_stages(("answers",), small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20))
+        run_stages(
+            ("answers",), small_config(tmp_path, prompts=(), max_prompts=None, self_prompts=20)
+        )
 
 
-@pytest.mark.parametrize(("template", "message"), [("", "has no chat template"), ("<bos> w4", "drops a user's words")])
-def test_a_target_that_knows_no_user_writes_no_prompts(tmp_path: Path, template: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "message"), [("", "has no chat template"), ("<bos> w4", "drops a user's words")]
+)
+def test_a_target_that_knows_no_user_writes_no_prompts(
+    tmp_path: Path, template: str, message: str
+) -> None:
     write_chat_target(tmp_path, template)
     with pytest.raises(InvalidInputError, match=f"{message}.*set self-prompts to 0"):
         run_stages(("answers",), small_config(tmp_path, self_prompts=4))
 
 
 def test_damaged_or_missing_answers_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match="holds no train answers; run the answers stage first"):
+    with pytest.raises(
+        InvalidInputError, match="holds no train answers; run the answers stage first"
+    ):
         read_answers(tmp_path, "train")
     (tmp_path / "train-00000.jsonl.gz").write_bytes(gzip.compress(b'{"prompt_ids": [1]}\n')[:-4])
     with pytest.raises(

@@ -1,4 +1,6 @@
-"""Training's parts against definitions written out: mask, leak, anchors, losses, weights, replay, optimizer."""
+"""Training's parts against definitions written out: mask, leak, anchors, losses, weights, replay,
+optimizer.
+"""
 
 import copy
 import itertools
@@ -17,7 +19,13 @@ from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import Answer, AnswerSet
 from drafters.training.loss.blocks import block_hidden, make_blocks, sample_anchors
 from drafters.training.loss.evaluate import replay
-from drafters.training.loss.losses import ChunkedLoss, LossConfig, block_loss, decay_weights, dpace_weights
+from drafters.training.loss.losses import (
+    ChunkedLoss,
+    LossConfig,
+    block_loss,
+    decay_weights,
+    dpace_weights,
+)
 from drafters.training.loss.mask import TILE, BlockAttention, Kind, use_flex
 from drafters.training.loss.objective import Objective
 from drafters.training.optimizer import MasterOptimizer
@@ -63,21 +71,29 @@ def test_dense_mask_is_the_rule(kind: Kind) -> None:
     for sequence, anchors in enumerate(ANCHORS.tolist()):
         for query in range(len(anchors) * WIDTH):
             block, row = divmod(query, WIDTH)
-            expected = [sees(anchors[block], row, block, key, *kind) for key in range(mask.shape[-1])]
+            expected = [
+                sees(anchors[block], row, block, key, *kind) for key in range(mask.shape[-1])
+            ]
             assert mask[sequence, 0, query].tolist() == expected
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", KINDS)
 def test_flex_attention_equals_dense_mask(kind: Kind) -> None:
-    """Catches a difference between the CUDA path's mask and the one everything else is tested with."""
+    """Catches a difference between the CUDA path's mask and the one everything else is
+    tested with.
+    """
     rows = ANCHORS.shape[1] * WIDTH
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, rows, 4, 16, generator=generator)
     key, value = (torch.randn(2, CONTEXT + rows, 2, 16, generator=generator) for _ in "kv")
     dense = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=False)
     flex = BlockAttention(ANCHORS, CONTEXT, WIDTH, flex=True)(kind, query, key, value)
-    assert_as_exact(flex, dense(kind, query, key, value), dense(kind, query.double(), key.double(), value.double()))
+    assert_as_exact(
+        flex,
+        dense(kind, query, key, value),
+        dense(kind, query.double(), key.double(), value.double()),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,7 +156,10 @@ def test_flex_is_refused_where_it_cannot_train() -> None:
         use_flex("flex", torch.device("cpu"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"windows": (6, 6, None), "causal": (True, True, False)}, {"sample_from_anchor": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"windows": (6, 6, None), "causal": (True, True, False)}, {"sample_from_anchor": True}],
+)
 def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, Any]) -> None:
     """Catches a leak of what a live run does not know yet: it would raise tau in training alone."""
     model = tiny_model(replace(TINY, **changes))
@@ -153,7 +172,14 @@ def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, An
 
     def hidden(features: Tensor) -> Tensor:
         context = model.context_kv(features, torch.arange(24))
-        return block_hidden(model, lambda ids: F.embedding(ids, input_table(target)), batch, anchors, context, flex=False)
+        return block_hidden(
+            model,
+            lambda ids: F.embedding(ids, input_table(target)),
+            batch,
+            anchors,
+            context,
+            flex=False,
+        )
 
     with torch.no_grad():
         before = hidden(features)
@@ -167,18 +193,25 @@ def test_no_feature_at_or_after_the_anchor_reaches_a_block(changes: dict[str, An
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_frozen_head_is_multiplied_once_for_all_blocks(dtype: torch.dtype) -> None:
-    """Catches hidden states that are not contiguous: torch then multiplies block by block, and a CPU copies the head for each."""
+    """Catches hidden states that are not contiguous: torch then multiplies block by block, and a
+    CPU copies the head for each.
+    """
     target, model = Target(TinyVerifier(), TINY.target_layer_ids), tiny_model().to(dtype)
     batch = sequences(torch.arange(40).view(2, 20) % VOCAB)
     context = model.context_kv(target.features(batch)[0].to(dtype), torch.arange(20))
     anchors = torch.tensor([[3, 9, 12], [2, 5, 8]])
-    hidden = block_hidden(model, lambda ids: target.embed(ids).to(dtype), batch, anchors, context, flex=False)
+    hidden = block_hidden(
+        model, lambda ids: target.embed(ids).to(dtype), batch, anchors, context, flex=False
+    )
     hidden = hidden.detach().requires_grad_()
     weight = torch.randn(VOCAB, hidden.shape[-1], dtype=dtype)
     with Products() as products:
         F.linear(hidden.flatten(0, 1), weight).sum().backward()
     rows = hidden.shape[:-1].numel()
-    assert products.shapes == [((rows, hidden.shape[-1]), (hidden.shape[-1], VOCAB)), ((rows, VOCAB), tuple(weight.shape))]
+    assert products.shapes == [
+        ((rows, hidden.shape[-1]), (hidden.shape[-1], VOCAB)),
+        ((rows, VOCAB), tuple(weight.shape)),
+    ]
 
 
 def test_anchors_are_answer_positions_with_a_successor() -> None:
@@ -186,7 +219,9 @@ def test_anchors_are_answer_positions_with_a_successor() -> None:
     batch = sequences(torch.zeros(3, 30, dtype=torch.long), [4, 20, 28], [30, 25, 30])
     found: list[set[int]] = [set(), set(), set()]
     for seed in range(40):
-        anchors, valid = sample_anchors(batch, 5, torch.rand(3, 30, generator=torch.Generator().manual_seed(seed)))
+        anchors, valid = sample_anchors(
+            batch, 5, torch.rand(3, 30, generator=torch.Generator().manual_seed(seed))
+        )
         assert valid.sum(dim=1).tolist() == [5, 4, 1]
         assert (anchors[~valid] == 0).all()
         for sequence in range(3):
@@ -208,12 +243,19 @@ def test_labels_follow_the_anchor_and_end_with_the_answer() -> None:
 
 def test_weights() -> None:
     """Catches decay that starts at the wrong row, and D-PACE against its double loop."""
-    torch.testing.assert_close(decay_weights(3, 7.0), torch.tensor([1.0, math.exp(-1 / 7), math.exp(-2 / 7)]))
+    torch.testing.assert_close(
+        decay_weights(3, 7.0), torch.tensor([1.0, math.exp(-1 / 7), math.exp(-2 / 7)])
+    )
     probs, alpha = [0.9, 0.5, 0.2, 0.7], 0.5
     valid = [True, True, True, False]
     smoothed = [(1 - alpha) * p + alpha for p in probs]
-    expected = [sum(math.prod(smoothed[: m + 1]) for m in range(j, 3)) if valid[j] else 0.0 for j in range(4)]
-    torch.testing.assert_close(dpace_weights(torch.tensor([probs]), torch.tensor([valid]), alpha), torch.tensor([expected]))
+    expected = [
+        sum(math.prod(smoothed[: m + 1]) for m in range(j, 3)) if valid[j] else 0.0
+        for j in range(4)
+    ]
+    torch.testing.assert_close(
+        dpace_weights(torch.tensor([probs]), torch.tensor([valid]), alpha), torch.tensor([expected])
+    )
     of_four = [1 - (1 - p) ** 4 for p in probs]  # that one of four draws is the label
     torch.testing.assert_close(
         dpace_weights(torch.tensor([probs]), torch.tensor([valid]), alpha, candidates=4),
@@ -221,9 +263,13 @@ def test_weights() -> None:
     )
 
 
-@pytest.mark.parametrize("config", [LossConfig(), LossConfig(gamma=None), LossConfig(gamma=3.0, ce=0.1, kl=0.7, tv=0.9)])
+@pytest.mark.parametrize(
+    "config", [LossConfig(), LossConfig(gamma=None), LossConfig(gamma=3.0, ce=0.1, kl=0.7, tv=0.9)]
+)
 def test_loss_is_its_definition(config: LossConfig) -> None:
-    """Catches a wrong factor, direction of the divergence, weight or match, against loops over single rows."""
+    """Catches a wrong factor, direction of the divergence, weight or match, against loops over
+    single rows.
+    """
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (2 * torch.randn(3, 4, 9, generator=generator) for _ in "ab")
     labels = torch.randint(9, (3, 4), generator=generator)
@@ -236,7 +282,11 @@ def test_loss_is_its_definition(config: LossConfig) -> None:
         q = logits[block].softmax(dim=-1)
         p = teacher[block].softmax(dim=-1)
         label_probs = q[range(4), labels[block]][None]
-        weights = decay_weights(4, config.gamma) if config.gamma else dpace_weights(label_probs, valid[block : block + 1], 0.5)[0]
+        weights = (
+            decay_weights(4, config.gamma)
+            if config.gamma
+            else dpace_weights(label_probs, valid[block : block + 1], 0.5)[0]
+        )
         for row in range(4):
             if valid[block, row]:
                 ce = -q[row, labels[block, row]].log()
@@ -262,7 +312,9 @@ def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
     loss, weight, matches = block_loss(whole @ head.T, labels, valid, config, teacher @ head.T)
     torch.autograd.backward(3 * loss)
     parts = hidden.clone().requires_grad_()
-    chunked = ChunkedLoss(Objective(lambda h: h @ head.T, config, teacher=lambda h: h @ head.T), rows=7)
+    chunked = ChunkedLoss(
+        Objective(lambda h: h @ head.T, config, teacher=lambda h: h @ head.T), rows=7
+    )
     part_loss, part_weight, part_matches = chunked(parts, labels, valid, labels, teacher)
     torch.autograd.backward(3 * part_loss)
     torch.testing.assert_close((part_loss, part_weight, parts.grad), (loss, weight, whole.grad))
@@ -270,16 +322,26 @@ def test_chunked_loss_has_the_gradient_of_the_whole(config: LossConfig) -> None:
 
 
 class TinyHead(nn.Module):
-    """A Markov head of rank 2 over 9 tokens, corrected from `first_slot` on, or among `num_candidates` alone."""
+    """A Markov head of rank 2 over 9 tokens, corrected from `first_slot` on, or among
+    `num_candidates` alone.
+    """
 
     has_state, gathered_bytes = False, 0
 
     def __init__(self, first_slot: int = 0, num_candidates: int | None = None) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.first_slot, self.num_candidates, self.compares_candidates = first_slot, num_candidates, num_candidates is not None
-        self.table, self.right = (nn.Parameter(torch.randn(9, 2, generator=generator)) for _ in "lr")
-        self.gate, self.told = (nn.Parameter(torch.randn(6, size, generator=generator)) for size in (2, 1))
+        self.first_slot, self.num_candidates, self.compares_candidates = (
+            first_slot,
+            num_candidates,
+            num_candidates is not None,
+        )
+        self.table, self.right = (
+            nn.Parameter(torch.randn(9, 2, generator=generator)) for _ in "lr"
+        )
+        self.gate, self.told = (
+            nn.Parameter(torch.randn(6, size, generator=generator)) for size in (2, 1)
+        )
 
     def left(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, None]:
         return self.table[previous] * (hidden @ self.gate), None
@@ -297,7 +359,13 @@ def head_blocks() -> dict[str, Tensor]:
     hidden, teacher_hidden = (torch.randn(5, 3, 6, generator=generator) for _ in "ab")
     labels, previous = (torch.randint(9, (5, 3), generator=generator) for _ in "ab")
     valid = torch.rand(5, 3, generator=generator) < 0.8
-    return {"hidden": hidden, "labels": labels, "valid": valid, "previous": previous, "teacher_hidden": teacher_hidden}
+    return {
+        "hidden": hidden,
+        "labels": labels,
+        "valid": valid,
+        "previous": previous,
+        "teacher_hidden": teacher_hidden,
+    }
 
 
 @torch.no_grad()
@@ -321,12 +389,16 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
             if labels[row] not in chosen:
                 chosen[-1] = int(labels[row])
             logprob = final[row][chosen].log_softmax(-1)[chosen.index(int(labels[row]))]
-            total -= config.selector * float(logprob * decay_weights(3, config.gamma or 0)[row] * valid[row])
+            total -= config.selector * float(
+                logprob * decay_weights(3, config.gamma or 0)[row] * valid[row]
+            )
             q[row, chosen] = final[row][chosen].softmax(-1) * q[row, chosen].sum()
         p = (blocks["teacher_hidden"][block] @ TO_LOGITS.T).softmax(-1)
         wanted = 1 - 0.5 * (q - p).abs().sum(-1)
         told = torch.sigmoid(hidden @ head.told).squeeze(-1)
-        total -= config.confidence * float(((wanted * told.log() + (1 - wanted) * (1 - told).log()) * valid).sum())
+        total -= config.confidence * float(
+            ((wanted * told.log() + (1 - wanted) * (1 - told).log()) * valid).sum()
+        )
     return total
 
 
@@ -339,18 +411,26 @@ def rows_of_a_head(config: LossConfig, head: TinyHead, base_share: float = 0.0) 
         (LossConfig(head_loss="vocabulary", base_share=0.3), TinyHead(num_candidates=3), 0.3),
     ],
 )
-def test_loss_with_a_head_is_its_definition_and_trains_it(config: LossConfig, head: TinyHead, share: float) -> None:
-    """Catches a wrong predecessor, slot, candidate or share, and gradients of the head's weights that chunks lose or scale."""
+def test_loss_with_a_head_is_its_definition_and_trains_it(
+    config: LossConfig, head: TinyHead, share: float
+) -> None:
+    """Catches a wrong predecessor, slot, candidate or share, and gradients of the head's weights
+    that chunks lose or scale.
+    """
     blocks = head_blocks()
     found = []
     for rows in (99, 4):
-        objective = Objective(lambda h: h @ TO_LOGITS.T, config, head=head, teacher=lambda h: h @ TO_LOGITS.T)
+        objective = Objective(
+            lambda h: h @ TO_LOGITS.T, config, head=head, teacher=lambda h: h @ TO_LOGITS.T
+        )
         objective.move(1 - share)
         given = blocks | {"hidden": blocks["hidden"].clone().requires_grad_()}
         if rows == 99:
             loss, weight, matches = objective(**given)
         else:
-            loss, weight, matches = ChunkedLoss(objective, rows=rows, weights=list(head.parameters()))(**given)
+            loss, weight, matches = ChunkedLoss(
+                objective, rows=rows, weights=list(head.parameters())
+            )(**given)
         for parameter in head.parameters():
             parameter.grad = None
         torch.autograd.backward(3 * loss)
@@ -363,13 +443,17 @@ def test_loss_with_a_head_is_its_definition_and_trains_it(config: LossConfig, he
 
 
 def test_replay_walks_as_a_live_run_would() -> None:
-    """Catches a replay that averages over all anchors, or counts the last step wrong, against one block at a time."""
+    """Catches a replay that averages over all anchors, or counts the last step wrong, against one
+    block at a time.
+    """
     target, model = Target(TinyVerifier(), TINY.target_layer_ids), tiny_model()
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCAB - 1, (40,), generator=generator).tolist()
     lengths = [(5, 40), (9, 12), (3, 25), (6, 8)]
     answers = [Answer(tokens[:p], tokens[p:n]) for p, n in lengths]
-    for repeat in range(2):  # words that the random drafter says after some anchors, so that it is right now and then
+    for repeat in range(
+        2
+    ):  # words that the random drafter says after some anchors, so that it is right now and then
         for answer in answers:
             ids = [*answer.prompt_ids, *answer.answer_ids]
             for anchor in (*range(len(answer.prompt_ids), len(ids) - 2, 5 + repeat), len(ids) - 3):
@@ -380,7 +464,9 @@ def test_replay_walks_as_a_live_run_would() -> None:
         ids, anchor, count = [*answer.prompt_ids, *answer.answer_ids], len(answer.prompt_ids), 0
         while anchor < len(ids) - 1:
             accepted = 0
-            for draft, true in zip(one_block(model, target, ids, anchor), ids[anchor + 1 :], strict=False):
+            for draft, true in zip(
+                one_block(model, target, ids, anchor), ids[anchor + 1 :], strict=False
+            ):
                 if draft != true:
                     break
                 accepted += 1
@@ -388,11 +474,17 @@ def test_replay_walks_as_a_live_run_would() -> None:
             count += 1
         steps.append(count)
         emitted.append(len(answer.answer_ids) - 1)
-    answer_set = AnswerSet(answers, device=torch.device("cpu"), max_length=99, bucket=8, mask_token_id=TINY.mask_token_id)
-    result = replay(model, target, answer_set, TrainConfig(batch_size=2, anchors=7, loss_rows=11))
-    assert sorted((count, chain[0]) for count, chain in zip(result.num_emitted, result.num_steps, strict=True)) == sorted(
-        zip(emitted, steps, strict=True)
+    answer_set = AnswerSet(
+        answers,
+        device=torch.device("cpu"),
+        max_length=99,
+        bucket=8,
+        mask_token_id=TINY.mask_token_id,
     )
+    result = replay(model, target, answer_set, TrainConfig(batch_size=2, anchors=7, loss_rows=11))
+    assert sorted(
+        (count, chain[0]) for count, chain in zip(result.num_emitted, result.num_steps, strict=True)
+    ) == sorted(zip(emitted, steps, strict=True))
     assert sum(steps) < sum(emitted), "the test needs accepted drafts"
     assert result.tau() == sum(emitted) / sum(steps)
 
@@ -402,12 +494,16 @@ def one_block(model: Any, target: Target, ids: list[int], anchor: int) -> list[i
     batch = sequences(torch.tensor([ids[: anchor + 1]]))
     with torch.no_grad():
         context = model.context_kv(target.features(batch)[0], torch.arange(anchor + 1))
-        hidden = block_hidden(model, target.embed, batch, torch.tensor([[anchor]]), context, flex=False)
+        hidden = block_hidden(
+            model, target.embed, batch, torch.tensor([[anchor]]), context, flex=False
+        )
         return [int(token) for token in target.head(hidden)[0, 0].argmax(dim=-1)]
 
 
 def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
-    """Catches an optimizer on rounded weights, gradients that are not summed, and a mean over the wrong weight."""
+    """Catches an optimizer on rounded weights, gradients that are not summed, and a mean over the
+    wrong weight.
+    """
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     optimizer = MasterOptimizer(model, lr=1e-3, weight_decay=0.0, clip=1e9)
@@ -418,20 +514,30 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
             model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
             optimizer.accumulate()
         norm = optimizer.step(torch.tensor(8.0), 0.5)
-    assert norm.item() == pytest.approx(math.sqrt(4 * (2 / 8) ** 2))  # two backward passes of 1 each, over a weight of 8
-    torch.testing.assert_close(optimizer.masters[0], torch.full((1, 4), 1 - 10 * 0.5e-3), rtol=0, atol=1e-5)
+    assert norm.item() == pytest.approx(
+        math.sqrt(4 * (2 / 8) ** 2)
+    )  # two backward passes of 1 each, over a weight of 8
+    torch.testing.assert_close(
+        optimizer.masters[0], torch.full((1, 4), 1 - 10 * 0.5e-3), rtol=0, atol=1e-5
+    )
     assert torch.equal(model.weight, optimizer.masters[0].bfloat16())
     assert (model.weight < 1).all()
 
 
 def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() -> None:
-    """Catches an optimizer that is named and not used, one that moves vectors, and momentum lost between two runs."""
+    """Catches an optimizer that is named and not used, one that moves vectors, and momentum lost
+    between two runs.
+    """
     torch.manual_seed(0)
     start = torch.nn.Linear(8, 16)
-    gradients = [[torch.randn_like(parameter) for parameter in start.parameters()] for _ in range(3)]
+    gradients = [
+        [torch.randn_like(parameter) for parameter in start.parameters()] for _ in range(3)
+    ]
 
     def optimizer_of() -> MasterOptimizer:
-        return MasterOptimizer(copy.deepcopy(start), lr=1e-2, weight_decay=0.0, clip=1e9, kind="muon")
+        return MasterOptimizer(
+            copy.deepcopy(start), lr=1e-2, weight_decay=0.0, clip=1e9, kind="muon"
+        )
 
     def step(optimizer: MasterOptimizer, number: int) -> None:
         for master, gradient in zip(optimizer.masters, gradients[number], strict=True):
@@ -440,11 +546,18 @@ def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() 
 
     one = optimizer_of()
     step(one, 0)
-    matrix, vector = (master - parameter.detach() for master, parameter in zip(one.masters, start.parameters(), strict=True))
-    values = torch.linalg.svdvals(matrix) / (1e-2 * 0.2 * math.sqrt(16))  # 1 each were the iteration exact
+    matrix, vector = (
+        master - parameter.detach()
+        for master, parameter in zip(one.masters, start.parameters(), strict=True)
+    )
+    values = torch.linalg.svdvals(matrix) / (
+        1e-2 * 0.2 * math.sqrt(16)
+    )  # 1 each were the iteration exact
     assert values.min() > 0.6
     assert values.max() < 1.3
-    torch.testing.assert_close(vector, -1e-2 * gradients[0][1].sign(), rtol=1e-4, atol=0)  # AdamW's first step
+    torch.testing.assert_close(
+        vector, -1e-2 * gradients[0][1].sign(), rtol=1e-4, atol=0
+    )  # AdamW's first step
     step(one, 1)
     again = optimizer_of()
     again.load_state_dict(copy.deepcopy(one.state_dict()))
@@ -465,23 +578,35 @@ def test_answers_that_cannot_be_trained_on_are_counted() -> None:
         AnswerSet(answers[1:], **kinds, mask_token_id=9)  # type: ignore[arg-type]
     batch = kept.take([0], torch.tensor([0]), 5)
     assert batch.token_ids.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
-    assert (batch.prompt_lens.tolist(), batch.lengths.tolist(), batch.lengths_host) == ([2], [5], [5])
+    assert (batch.prompt_lens.tolist(), batch.lengths.tolist(), batch.lengths_host) == (
+        [2],
+        [5],
+        [5],
+    )
 
 
 def test_an_epoch_has_every_answer_once_in_batches_of_like_length() -> None:
-    """Catches answers left out or repeated, an order that never changes, and one that a resumed run would not find again."""
+    """Catches answers left out or repeated, an order that never changes, and one that a resumed run
+    would not find again.
+    """
     answers = [Answer([0], [1] * (2 + i % 40)) for i in range(80)]
-    answer_set = AnswerSet(answers, device=torch.device("cpu"), max_length=99, bucket=1, mask_token_id=9)
+    answer_set = AnswerSet(
+        answers, device=torch.device("cpu"), max_length=99, bucket=1, mask_token_id=9
+    )
     first, again, second = (answer_set.epoch(seed, 8) for seed in (1, 1, 2))
     assert first == again != second
     assert sorted(i for batch in first for i in batch) == list(range(80))
-    spread = [answer_set.longest(batch) - min(answer_set.lengths[i] for i in batch) for batch in first]
+    spread = [
+        answer_set.longest(batch) - min(answer_set.lengths[i] for i in batch) for batch in first
+    ]
     assert max(spread) <= 4
     assert first != sorted(first, key=answer_set.longest)
 
 
 def test_every_answer_of_a_conversation_is_trained_and_nothing_else() -> None:
-    """Catches anchors in what the user says, and labels that run from one answer into the next turn."""
+    """Catches anchors in what the user says, and labels that run from one answer into the next
+    turn.
+    """
     answers = [
         Answer(range(10, 22), range(30, 34), spans=((2, 5), (8, 10))),
         Answer(range(40, 43), range(50, 55)),

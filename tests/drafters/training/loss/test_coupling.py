@@ -1,4 +1,6 @@
-"""Fitted weights of q and noise: known ones are found again, and those of a real pair show that the noise is the target's."""
+"""Fitted weights of q and noise: known ones are found again, and those of a real pair show that the
+noise is the target's.
+"""
 
 import json
 import math
@@ -24,7 +26,9 @@ from specdec.cli.main import main
 from tests.drafters.tiny import TINY, tiny_tensors
 from tests.drafters.training.toy import MASK, VOCAB, one_thread, write_prompts, write_target  # noqa: F401
 
-TRUE = torch.tensor([[1.0, 0.9, 0.8], [0.7, 0.6, 0.5]], dtype=torch.float64)  # a and b of three slots
+TRUE = torch.tensor(
+    [[1.0, 0.9, 0.8], [0.7, 0.6, 0.5]], dtype=torch.float64
+)  # a and b of three slots
 
 
 def drawn(count: int = 6000, tokens: int = 40) -> Choices:
@@ -68,19 +72,27 @@ def test_noise_of_another_sign_is_noticed() -> None:
 def test_slots_that_are_never_reached_follow_their_neighbors() -> None:
     """Rather than staying at one."""
     few = Choices(*(part[drawn().slots == 0] for part in drawn()))
-    assert torch.allclose(fit_weights(few, 2).weights[:, 1], fit_weights(few, 1).weights[:, 0], atol=0.02)
+    assert torch.allclose(
+        fit_weights(few, 2).weights[:, 1], fit_weights(few, 1).weights[:, 0], atol=0.02
+    )
 
 
 def test_alternatives_stand_for_the_whole_vocabulary() -> None:
-    """Each named token counts once, and those drawn make up for the rest: their sum is that over all tokens."""
+    """Each named token counts once, and those drawn make up for the rest: their sum is that over
+    all tokens.
+    """
     generator = torch.Generator().manual_seed(1)
     count, vocab_size = 400, 3 * coupling.BEST
     logprobs = torch.randn(count, vocab_size, generator=generator).log_softmax(-1)
     noise = torch.randn(count, vocab_size, generator=generator)
     labels = torch.randint(vocab_size, (count,), generator=generator)
     labels[:50] = (logprobs + noise)[:50].argmax(-1)
-    found = coupling._alternatives(torch.zeros(count, dtype=torch.int64), logprobs, noise, labels, generator)
-    assert torch.equal(found.logprobs.gather(1, found.labels[:, None]), logprobs.gather(1, labels[:, None]))
+    found = coupling._alternatives(
+        torch.zeros(count, dtype=torch.int64), logprobs, noise, labels, generator
+    )
+    assert torch.equal(
+        found.logprobs.gather(1, found.labels[:, None]), logprobs.gather(1, labels[:, None])
+    )
     sums = (found.logprobs / 2 + noise.new_tensor(0.3) * found.noise + found.counts).exp().sum(-1)
     ratio = sums / (logprobs / 2 + 0.3 * noise).exp().sum(-1)
     assert abs(ratio.mean() - 1) < 5 * ratio.std() / math.sqrt(count)
@@ -88,19 +100,27 @@ def test_alternatives_stand_for_the_whole_vocabulary() -> None:
 
 @pytest.mark.parametrize("config", [SelectorConfig(3, 8), DominoConfig(3, 4)])
 def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -> None:
-    """Behind tokens that are known it gives its candidates the very scores that a tree would have for them."""
+    """Behind tokens that are known it gives its candidates the very scores that a tree would have
+    for them.
+    """
     torch.manual_seed(0)
     model = DFlashModel(replace(TINY, head=config)).requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_()
-    head = config.head(model, torch.nn.Embedding(TINY.vocab_size, TINY.hidden_size).requires_grad_(False))
+    head = config.head(
+        model, torch.nn.Embedding(TINY.vocab_size, TINY.hidden_size).requires_grad_(False)
+    )
     hidden, temperature = torch.randn(2, 4, TINY.hidden_size), 0.7
     logprobs = (torch.randn(2, 4, TINY.vocab_size) / temperature).log_softmax(-1)
     scores, token_ids = logprobs.topk(coupling.MOST_CANDIDATES, dim=-1)
     anchors = torch.tensor([3, 5])
-    tables = edges_of(head, hidden, anchors, token_ids, token_ids, scores, torch.full((2, 4), 1 / temperature))
+    tables = edges_of(
+        head, hidden, anchors, token_ids, token_ids, scores, torch.full((2, 4), 1 / temperature)
+    )
     tables = logprobs_of(tables, scores)
-    ranks = tables[:, 0, 0].argmax(-1)  # along the best chain, which is where a recurrent state is exact
+    ranks = tables[:, 0, 0].argmax(
+        -1
+    )  # along the best chain, which is where a recurrent state is exact
     path, expected = [ranks], [tables[:, 0, 0]]
     for slot in range(1, 4):
         expected.append(tables[torch.arange(2), slot, path[-1]])
@@ -143,12 +163,25 @@ def write_drafter(folder: Path, **changes: Any) -> None:
 
 
 def couple(toy: Path, *more: str, drafter: str = "drafter", prompts: str = "prompts.txt") -> int:
-    flags = ["--model", str(toy / "target"), "--device", "cpu", "--dtype", "float32", "--prompts", str(toy / prompts)]
-    return main(["couple", str(toy / drafter), *flags, "--max-prompts", "24", "--max-tokens", "24", *more])
+    flags = [
+        "--model",
+        str(toy / "target"),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--prompts",
+        str(toy / prompts),
+    ]
+    return main(
+        ["couple", str(toy / drafter), *flags, "--max-prompts", "24", "--max-tokens", "24", *more]
+    )
 
 
 def test_the_command_finds_the_noise_of_the_target(toy: Path) -> None:
-    """In every slot, of a drafter that knows nothing else; what is written loads, and nothing else of the file changes."""
+    """In every slot, of a drafter that knows nothing else; what is written loads, and nothing else
+    of the file changes.
+    """
     before = json.loads((toy / "drafter" / "config.json").read_text())
     assert couple(toy, "--temperatures", "2", "0.8") == 0
     after = json.loads((toy / "drafter" / "config.json").read_text())
@@ -163,14 +196,19 @@ def test_the_command_finds_the_noise_of_the_target(toy: Path) -> None:
     ("arguments", "message"),
     [
         (lambda toy: couple(toy, prompts="gsm8k-test.jsonl"), "is an evaluation split by its name"),
-        (lambda toy: couple(toy, "--temperatures", "0", "1"), "coupling has temperatures [0.0, 1.0]; they must rise from above 0"),
+        (
+            lambda toy: couple(toy, "--temperatures", "0", "1"),
+            "coupling has temperatures [0.0, 1.0]; they must rise from above 0",
+        ),
         (lambda toy: couple(toy, "--max-tokens", "1"), "max-tokens is 1; it must be at least 2"),
         (lambda toy: couple(toy, drafter="none"), "is not a folder"),
         (lambda toy: couple(toy, drafter="scaled"), "has embeddings, a head or scales of its own"),
         (lambda toy: main(["couple", str(toy / "drafter")]), "there is no prompt to answer"),
     ],
 )
-def test_refusals(toy: Path, capsys: pytest.CaptureFixture[str], arguments: Callable[[Path], int], message: str) -> None:
+def test_refusals(
+    toy: Path, capsys: pytest.CaptureFixture[str], arguments: Callable[[Path], int], message: str
+) -> None:
     """Before any model is loaded."""
     if not (toy / "scaled").exists():
         write_drafter(toy / "scaled", output_multiplier=0.5)
@@ -184,7 +222,9 @@ def test_another_target_is_refused_before_it_answers(
     """Of as many layers and another width; the drafter's config is as it was."""
     write_drafter(tmp_path / "wide", hidden_size=64, head_dim=16)
     before = (tmp_path / "wide" / "config.json").read_text()
-    monkeypatch.setattr("drafters.training.couple._answers", lambda *_: pytest.fail("the target answers"))
+    monkeypatch.setattr(
+        "drafters.training.couple._answers", lambda *_: pytest.fail("the target answers")
+    )
     assert couple(toy, drafter=str(tmp_path / "wide")) == 2
     assert "its hidden size 64 cannot share embeddings of width 32" in capsys.readouterr().err
     assert (tmp_path / "wide" / "config.json").read_text() == before

@@ -24,8 +24,12 @@ RECIPES = Path(drafters.training.__file__).parent / "recipes"
 def test_options_name_heads() -> None:
     assert new_head(TrainConfig()) is None
     assert new_head(TrainConfig(head="selector", head_rank=4)) == SelectorConfig(4, 16)
-    assert new_head(TrainConfig(head="gated", head_rank=4, head_candidates=0)) == MarkovConfig(4, "gated")
-    assert new_head(TrainConfig(head="markov", head_rank=4, confidence=0.5)) == MarkovConfig(4, has_confidence=True, draft_top_k=16)
+    assert new_head(TrainConfig(head="gated", head_rank=4, head_candidates=0)) == MarkovConfig(
+        4, "gated"
+    )
+    assert new_head(TrainConfig(head="markov", head_rank=4, confidence=0.5)) == MarkovConfig(
+        4, has_confidence=True, draft_top_k=16
+    )
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.iterdir()), ids=lambda path: path.stem)
@@ -51,9 +55,13 @@ def test_tied_tables_are_projections_of_the_targets_own(head: HeadConfig) -> Non
     whole.load_state_dict(tables)
     tied_head, whole_head = (head.head(each, verifier.embed) for each in (model, whole))
     hidden, previous = torch.randn(5, TINY.hidden_size), torch.randint(TINY.vocab_size, (5,))
-    torch.testing.assert_close(tied_head.left(hidden, previous, None)[0], whole_head.left(hidden, previous, None)[0])
+    torch.testing.assert_close(
+        tied_head.left(hidden, previous, None)[0], whole_head.left(hidden, previous, None)[0]
+    )
     torch.testing.assert_close(tied_head.right, whole_head.right)
-    left_table = next(name for name in stored if name.endswith(("w1.weight", "predecessor_codebook")))
+    left_table = next(
+        name for name in stored if name.endswith(("w1.weight", "predecessor_codebook"))
+    )
     embeddings = verifier.target.model.embed_tokens.weight
     torch.testing.assert_close(tables[left_table], embeddings @ stored[left_table].T)
     tied_head.right.square().sum().backward()

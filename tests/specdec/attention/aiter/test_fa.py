@@ -1,4 +1,6 @@
-"""The AITER backends on the emulation: every kernel within its limits, whole generations equal to torch_ref, nothing waits."""
+"""The AITER backends on the emulation: every kernel within its limits, whole generations equal to
+torch_ref, nothing waits.
+"""
 
 import itertools
 import random
@@ -33,18 +35,27 @@ from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 
-BACKENDS: dict[str, type[RocmAiterFaBackend]] = {"plain": RocmAiterFaBackend, "shuffle": RocmAiterFaShuffleBackend}
+BACKENDS: dict[str, type[RocmAiterFaBackend]] = {
+    "plain": RocmAiterFaBackend,
+    "shuffle": RocmAiterFaShuffleBackend,
+}
 Install = Callable[..., Machine]
 
 
 def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
-    """A function that pretends a ROCm machine with AITER; whole generations ask for float32, which the emulation then takes."""
+    """A function that pretends a ROCm machine with AITER; whole generations ask for float32, which
+    the emulation then takes.
+    """
 
-    def setup(version: str = "0.1.20", architecture: str = "gfx942", float32: bool = False, **options: Any) -> Machine:
+    def setup(
+        version: str = "0.1.20", architecture: str = "gfx942", float32: bool = False, **options: Any
+    ) -> Machine:
         monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         if float32:
             monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-        machine = Machine(version=version, architecture=architecture, allow_float32=float32, **options)
+        machine = Machine(
+            version=version, architecture=architecture, allow_float32=float32, **options
+        )
         return install(monkeypatch, folder, machine)
 
     return setup
@@ -75,23 +86,36 @@ def added(machine: Machine) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 9, 100])
 @pytest.mark.parametrize(
-    ("causal", "extra"), [(True, ""), (False, ""), (True, "sinks"), (True, "softcap"), (True, "both")]
+    ("causal", "extra"),
+    [(True, ""), (False, ""), (True, "sinks"), (True, "softcap"), (True, "both")],
 )  # the rest is refused, as test_refusals shows
-def test_every_case_equals_torch_ref(rocm: Install, layout: str, shape: str, causal: bool, window: int | None, extra: str) -> None:
-    """Each phase alone and all mixed, in float32: wrong rows, windows off by one, lost context, the wrong layout."""
+def test_every_case_equals_torch_ref(
+    rocm: Install, layout: str, shape: str, causal: bool, window: int | None, extra: str
+) -> None:
+    """Each phase alone and all mixed, in float32: wrong rows, windows off by one, lost context, the
+    wrong layout.
+    """
     machine = rocm(float32=True)
     asked = spec(dtype=torch.float32)
     case = Case(asked, *SHAPES[shape][:2], uniform=SHAPES[shape][2], causal=causal)
     sinks = torch.randn(4) if extra in ("sinks", "both") else None
-    how: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": 0.7 if extra in ("softcap", "both") else None, "sinks": sinks}
+    how: dict[str, Any] = {
+        "scale": 0.2,
+        "window": window,
+        "softcap": 0.7 if extra in ("softcap", "both") else None,
+        "sinks": sinks,
+    }
     got = case.attend(BACKENDS[layout](asked), layers=2, **how)
     case.check(got, added=added(machine), **how)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("no_keys", [(0.0, -torch.inf), (0.0, torch.inf), (torch.nan, torch.inf)])
-def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int, no_keys: tuple[float, float]) -> None:
-    """Context longer than the workspace is merged chunk by chunk, also when some requests run out of it first.
+def test_context_in_chunks(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int, no_keys: tuple[float, float]
+) -> None:
+    """Context longer than the workspace is merged chunk by chunk, also when some requests run out
+    of it first.
 
     Whatever a kernel writes for the rows of those.
     """
@@ -108,16 +132,20 @@ LIMITS = list(itertools.product([16, 64, 80, 96, 128, 256], [1, 4], [None, 1, 9]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("architecture", "dtype"), [("gfx942", torch.bfloat16), ("gfx950", torch.float16)])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("gfx942", torch.bfloat16), ("gfx950", torch.float16)]
+)
 @pytest.mark.parametrize("layout", BACKENDS)
 @pytest.mark.slow
 def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
     rocm: Install, layout: str, architecture: str, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """Head size, rows, window, causality, group and block size, scale, sinks, softcap, on both sides of the assembly limit.
+    """Head size, rows, window, causality, group and block size, scale, sinks, softcap, on both
+    sides of the assembly limit.
 
-    The emulation raises wherever a kernel has no such case, so an answer at all is the point; it must also be the right one. All
-    pairs of the sizes occur; whether the host knows the lengths, sinks and softcap are drawn.
+    The emulation raises wherever a kernel has no such case, so an answer at all is the point; it
+    must also be the right one. All pairs of the sizes occur; whether the host knows the lengths,
+    sinks and softcap are drawn.
     """
     compute_units = 4
     machine = rocm(architecture=architecture, num_compute_units=compute_units)
@@ -138,9 +166,13 @@ def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
             continue
         assert BACKENDS[layout].unsupported_reasons(asked) == []
         backend = BACKENDS[layout](asked)
-        for many, scale in itertools.product([False, True] if rows == 1 else [False], [head_dim**-0.5, 0.05]):
+        for many, scale in itertools.product(
+            [False, True] if rows == 1 else [False], [head_dim**-0.5, 0.05]
+        ):
             lengths = [33, rows + 1, 20] * (2 if many else 1)
-            case = Case(asked, lengths, [rows] * len(lengths), uniform=draw.random() < 0.5, causal=causal)
+            case = Case(
+                asked, lengths, [rows] * len(lengths), uniform=draw.random() < 0.5, causal=causal
+            )
             how: dict[str, Any] = {"scale": scale, "window": window}
             if causal and not many:
                 how |= draw.choice([{}, {"sinks": torch.randn(2 * group)}, {"softcap": 3.0}])
@@ -150,17 +182,30 @@ def test_e3_no_combination_reaches_a_kernel_that_lacks_it(
     if layout == "plain":
         assert names >= {"paged_attention_v1", "reshape_and_cache_flash"}
     else:
-        assert names >= {"paged_attention_common", "paged_attention_rocm", "pa_fwd_asm", "reshape_and_cache"}
+        assert names >= {
+            "paged_attention_common",
+            "paged_attention_rocm",
+            "pa_fwd_asm",
+            "reshape_and_cache",
+        }
 
 
 def test_phases(rocm: Install) -> None:
-    """A single row behind a context decodes also within a prefill; lengths unknown to the host mean decoding."""
+    """A single row behind a context decodes also within a prefill; lengths unknown to the host mean
+    decoding.
+    """
     rocm()
     lengths, widths, _ = SHAPES["mixed"]
     backend = RocmAiterFaBackend(spec())
     groups = backend.plan(Case(spec(), lengths, widths, uniform=False).metadata).groups
-    assert {g.phase: g.query_lens for g in groups} == {"extend": [3, 20], "prefill": [17, 33], "decode": [1]}
-    assert [g.phase for g in backend.plan(Case(spec(), [3, 3], [3, 3], uniform=True).metadata).groups] == ["decode"]
+    assert {g.phase: g.query_lens for g in groups} == {
+        "extend": [3, 20],
+        "prefill": [17, 33],
+        "decode": [1],
+    }
+    assert [
+        g.phase for g in backend.plan(Case(spec(), [3, 3], [3, 3], uniform=True).metadata).groups
+    ] == ["decode"]
 
 
 SINKS = torch.zeros(4)
@@ -172,7 +217,14 @@ DECISIONS: list[tuple[str, bool, dict[str, Any], dict[str, Any], str, str]] = [
     ("extend", True, {}, {}, "chunked_varlen", "chunked_varlen"),
     ("block", True, {}, {"window": 9}, "unified", "unified"),
     ("block", False, {}, {"window": 9}, "kvcache", "gathered_kvcache"),
-    ("block", False, {"cache_dtype": torch.float8_e4m3fnuz}, {}, "gathered_kvcache", "gathered_kvcache"),
+    (
+        "block",
+        False,
+        {"cache_dtype": torch.float8_e4m3fnuz},
+        {},
+        "gathered_kvcache",
+        "gathered_kvcache",
+    ),
     ("single", True, {}, {"sinks": SINKS}, "unified", "unified"),
     ("single", True, {"head_dim": 32}, {}, "unified", "unified"),
     ("single", True, {"num_heads": 40}, {}, "unified", "unified"),
@@ -181,20 +233,36 @@ DECISIONS: list[tuple[str, bool, dict[str, Any], dict[str, Any], str, str]] = [
     ("single", False, {}, {}, "paged_v1", "paged_rocm"),
     ("single", True, {"head_dim": 128}, {"scale": 128**-0.5}, "paged_v1", "paged_common"),
     ("single", True, {"head_dim": 128}, {"scale": 0.1}, "paged_v1", "paged_rocm"),
-    ("single", True, {"head_dim": 128, "block_size": 32}, {"scale": 128**-0.5}, "paged_v1", "paged_rocm"),
+    (
+        "single",
+        True,
+        {"head_dim": 128, "block_size": 32},
+        {"scale": 128**-0.5},
+        "paged_v1",
+        "paged_rocm",
+    ),
 ]
 """Rows, causality, shape and layer, then the kernel on each layout: the table of docs/rocm.md."""
 
 
 @pytest.mark.parametrize(("shape", "causal", "changes", "how", "plain", "shuffle"), DECISIONS)
 def test_b3_decision_table(
-    rocm: Install, shape: str, causal: bool, changes: dict[str, Any], how: dict[str, Any], plain: str, shuffle: str
+    rocm: Install,
+    shape: str,
+    causal: bool,
+    changes: dict[str, Any],
+    how: dict[str, Any],
+    plain: str,
+    shuffle: str,
 ) -> None:
     """The fastest kernel that has the case, not merely one that has it."""
     rocm()
     lengths, widths, uniform = SHAPES[shape]
     case = Case(spec(**changes), lengths, widths, uniform=uniform, causal=causal)
-    for backend, want in ((RocmAiterFaBackend(case.spec), plain), (RocmAiterFaShuffleBackend(case.spec), shuffle)):
+    for backend, want in (
+        (RocmAiterFaBackend(case.spec), plain),
+        (RocmAiterFaShuffleBackend(case.spec), shuffle),
+    ):
         group = max(backend.plan(case.metadata).groups, key=lambda g: g.phase == shape)
         assert backend.kernel(group, Layer(case.cache(), **{"scale": 0.2, **how})).__name__ == want
 
@@ -215,7 +283,9 @@ def test_layouts_read_back_what_was_written(rocm: Install) -> None:
         asked = spec(cache_dtype=FP8["gfx942"] if fp8 else None)
         case = Case(asked, [40], [40], uniform=False)
         cache, backend = case.cache(), BACKENDS[layout](asked)
-        new = {name: torch.randn_like(rows) for name, rows in case.new.items()}  # which 8 bits do not hold exactly
+        new = {
+            name: torch.randn_like(rows) for name, rows in case.new.items()
+        }  # which 8 bits do not hold exactly
         backend.write(cache, slot_mapping=case.metadata.slot_mapping, **new)
         rows = read_rows(cache, case.metadata.slot_mapping, backend.layout, torch.float32)
         blocks = read_blocks(cache, case.metadata.block_table[:, :3], backend.layout)
@@ -238,7 +308,9 @@ def test_eight_bit_writes_saturate(rocm: Install) -> None:
 
 
 def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
-    """Captured graphs use the same buffers as the plain call before them, whatever batches come between."""
+    """Captured graphs use the same buffers as the plain call before them, whatever batches come
+    between.
+    """
     machine = rocm()
     backend = RocmAiterFaBackend(spec())
     small, large = (Case(spec(), [40] * n, [1] * n, uniform=True) for n in (2, 9))
@@ -249,7 +321,9 @@ def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
     with no_host_sync():
         backend.plan(small.metadata)
     small.attend(backend, scale=0.1)
-    assert kept and all(backend._setup.scratch._buffers.get(key) is buffer for key, buffer in kept.items())
+    assert kept and all(
+        backend._setup.scratch._buffers.get(key) is buffer for key, buffer in kept.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,19 +331,67 @@ def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
     [
         ("0.1.20", "gfx90a", "plain", {}, ["architecture gfx90a"]),
         ("0.1.15", "gfx942", "plain", {}, []),
-        ("0.1.15", "gfx942", "plain", {"non_causal": True}, ["non-causal blocks need amd-aiter 0.1.16"]),
+        (
+            "0.1.15",
+            "gfx942",
+            "plain",
+            {"non_causal": True},
+            ["non-causal blocks need amd-aiter 0.1.16"],
+        ),
         ("0.1.15", "gfx942", "shuffle", {}, ["shuffled layout needs amd-aiter 0.1.16"]),
         ("0.1.16", "gfx950", "shuffle", {"non_causal": True}, []),
-        ("0.1.20", "gfx942", "shuffle", {"head_dim": 80}, ["head size 80 (of the shuffled layout AITER reads powers of two"]),
-        ("0.1.20", "gfx942", "shuffle", {"head_dim": 40}, ["head size 40 (the kernels take multiples of 16"]),
+        (
+            "0.1.20",
+            "gfx942",
+            "shuffle",
+            {"head_dim": 80},
+            ["head size 80 (of the shuffled layout AITER reads powers of two"],
+        ),
+        (
+            "0.1.20",
+            "gfx942",
+            "shuffle",
+            {"head_dim": 40},
+            ["head size 40 (the kernels take multiples of 16"],
+        ),
         ("0.1.20", "gfx942", "shuffle", {"head_dim": 32}, []),
         ("0.1.20", "gfx942", "plain", {"head_dim": 80}, []),
-        ("0.1.20", "gfx942", "plain", {"reads_others": True}, ["layers that read the cache of other layers"]),
-        ("0.1.15", "gfx942", "plain", {"dtype": torch.float16}, ["a float16 cache needs amd-aiter 0.1.17; bfloat16 does not"]),
-        ("0.1.16", "gfx950", "shuffle", {"dtype": torch.float16}, ["a float16 cache needs amd-aiter 0.1.17"]),
-        ("0.1.16", "gfx950", "plain", {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn}, []),
+        (
+            "0.1.20",
+            "gfx942",
+            "plain",
+            {"reads_others": True},
+            ["layers that read the cache of other layers"],
+        ),
+        (
+            "0.1.15",
+            "gfx942",
+            "plain",
+            {"dtype": torch.float16},
+            ["a float16 cache needs amd-aiter 0.1.17; bfloat16 does not"],
+        ),
+        (
+            "0.1.16",
+            "gfx950",
+            "shuffle",
+            {"dtype": torch.float16},
+            ["a float16 cache needs amd-aiter 0.1.17"],
+        ),
+        (
+            "0.1.16",
+            "gfx950",
+            "plain",
+            {"dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn},
+            [],
+        ),
         ("0.1.20", "gfx942", "plain", {"dtype": torch.float16}, []),
-        ("0.1.20", "gfx942", "plain", {"non_causal": True, "sinks": True, "softcap": 5.0}, ["with sinks", "with a softcap"]),
+        (
+            "0.1.20",
+            "gfx942",
+            "plain",
+            {"non_causal": True, "sinks": True, "softcap": 5.0},
+            ["with sinks", "with a softcap"],
+        ),
         (
             "0.1.20",
             "gfx942",
@@ -277,12 +399,23 @@ def test_e6_scratch_keeps_its_address(rocm: Install) -> None:
             {"dtype": torch.float32, "block_size": 4, "head_dim": 8},
             ["float32", "blocks of 4", "size 8"],
         ),
-        ("0.1.20", "gfx950", "plain", {"cache_dtype": torch.float8_e4m3fnuz}, ["gfx950 computes with torch.float8_e4m3fn"]),
+        (
+            "0.1.20",
+            "gfx950",
+            "plain",
+            {"cache_dtype": torch.float8_e4m3fnuz},
+            ["gfx950 computes with torch.float8_e4m3fn"],
+        ),
         ("0.1.20", "gfx942", "plain", {"num_heads": 5}, ["5 query heads do not share 2"]),
     ],
 )
 def test_refusals(
-    rocm: Install, version: str, architecture: str, backend: str, changes: dict[str, Any], reasons: list[str]
+    rocm: Install,
+    version: str,
+    architecture: str,
+    backend: str,
+    changes: dict[str, Any],
+    reasons: list[str],
 ) -> None:
     """Every limit is said before work starts, and all at once."""
     rocm(version=version, architecture=architecture)
@@ -292,9 +425,15 @@ def test_refusals(
         assert want in got
 
 
-def test_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """`auto` takes AITER where it runs, and says what else it left out; a name means that or an error."""
-    with pytest.raises(BackendError, match="'rocm_aiter_fa' cannot serve this model: cpu is not a ROCm device"):
+def test_selection(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`auto` takes AITER where it runs, and says what else it left out; a name means that or an
+    error.
+    """
+    with pytest.raises(
+        BackendError, match="'rocm_aiter_fa' cannot serve this model: cpu is not a ROCm device"
+    ):
         select_backend("rocm_aiter_fa", spec())
     rocm()
     assert select_backend("auto", spec()).name == "rocm_aiter_fa"
@@ -314,7 +453,9 @@ def model_of(name: str, head_dim: int = 64) -> PreTrainedModel:
     """A tiny random model."""
     torch.manual_seed(0)
     config = replace_head_dim(CONFIGS[name](), head_dim)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     return model
 
 
@@ -337,7 +478,9 @@ def on(backend: type[AttentionBackend], model: PreTrainedModel, **changes: Any) 
 )  # the others are in test_generation
 @pytest.mark.slow
 def test_whole_generations_equal_torch_ref(rocm: Install, name: str, layout: str) -> None:
-    """Token for token in float32, plain, with n-gram and with DFlash drafts, and nothing waits between draft and commit."""
+    """Token for token in float32, plain, with n-gram and with DFlash drafts, and nothing waits
+    between draft and commit.
+    """
     machine = rocm(float32=True)
     model = model_of(name, head_dim=128 if name == "qwen3" else 64)
     reference = paged_verifier(model, block_size=16)
@@ -350,11 +493,15 @@ def test_whole_generations_equal_torch_ref(rocm: Install, name: str, layout: str
 
 @pytest.mark.parametrize("layout", BACKENDS)
 def test_generation_with_an_eight_bit_cache(rocm: Install, layout: str) -> None:
-    """bfloat16 rows on an 8-bit cache: drafts and plain decoding read the same cache, and nothing waits."""
+    """bfloat16 rows on an 8-bit cache: drafts and plain decoding read the same cache, and nothing
+    waits.
+    """
     rocm(architecture="gfx950")
     torch.manual_seed(0)
     config = replace_head_dim(CONFIGS["llama"]())
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+    ).eval()
     asked = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
     backend = BACKENDS[layout](replace(asked, cache_dtype=FP8["gfx950"]))
     verifier = verifier_for(model, name="llama", backend=backend)
@@ -363,8 +510,12 @@ def test_generation_with_an_eight_bit_cache(rocm: Install, layout: str) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_a5_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """A prefill of all phases takes its lengths from the host's lists and copies nothing from the device."""
+def test_a5_known_lengths_are_not_read_back(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """A prefill of all phases takes its lengths from the host's lists and copies nothing from the
+    device.
+    """
     rocm()
     case = Case(spec(), *SHAPES["mixed"][:2], uniform=False)
     backend = RocmAiterFaBackend(case.spec)
@@ -378,10 +529,16 @@ def test_a5_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.M
 
 
 def test_b7_old_aiter_waits_and_is_caught(rocm: Install) -> None:
-    """The draft kernel before 0.1.16 reads lengths on the host; the refusal of such versions is what keeps it out of a step."""
+    """The draft kernel before 0.1.16 reads lengths on the host; the refusal of such versions is
+    what keeps it out of a step.
+    """
     rocm(version="0.1.15")
     case = Case(spec(), [40, 30], [5, 5], uniform=True, causal=False)
     backend = RocmAiterFaBackend(case.spec)
     with pytest.raises(HostSyncError), no_host_sync():
-        group, layer, rows = backend.plan(case.metadata).groups[0], Layer(case.cache(), 0.1, WINDOW), Rows(case.query, **case.new)
+        group, layer, rows = (
+            backend.plan(case.metadata).groups[0],
+            Layer(case.cache(), 0.1, WINDOW),
+            Rows(case.query, **case.new),
+        )
         kvcache(backend._setup, group, layer, rows)

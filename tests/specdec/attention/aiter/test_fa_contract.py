@@ -1,4 +1,6 @@
-"""What the AITER backends for ordinary heads promise, line by line: A what a step plans, B draft blocks, E the shuffled layout."""
+"""What the AITER backends for ordinary heads promise, line by line: A what a step plans, B draft
+blocks, E the shuffled layout.
+"""
 
 import ast
 import dataclasses
@@ -25,7 +27,14 @@ from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.guards import no_host_sync
-from tests.specdec.attention.aiter.test_fa import BACKENDS, FP8, SHAPES, Install, added, pretend_rocm
+from tests.specdec.attention.aiter.test_fa import (
+    BACKENDS,
+    FP8,
+    SHAPES,
+    Install,
+    added,
+    pretend_rocm,
+)
 
 
 @pytest.fixture
@@ -76,12 +85,23 @@ def test_a1_plans_hold_only_what_is_read() -> None:
     read: set[str] = set()
     for path in Path(next(iter(specdec.attention.__path__))).glob("aiter/*.py"):
         nodes = ast.walk(ast.parse(path.read_text()))
-        read |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        read |= {
+            n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
+        }
     kinds = [
         kind
-        for module in (groups, latents, rocm_aiter_mla, mla_entries, mla_prefill_fp8, mla_sparse_plan)
+        for module in (
+            groups,
+            latents,
+            rocm_aiter_mla,
+            mla_entries,
+            mla_prefill_fp8,
+            mla_sparse_plan,
+        )
         for kind in vars(module).values()
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
+        if isinstance(kind, type)
+        and dataclasses.is_dataclass(kind)
+        and kind.__module__ == module.__name__
     ]
     fields = {(kind.__name__, field.name) for kind in kinds for field in dataclasses.fields(kind)}
     assert len(kinds) >= 10
@@ -91,7 +111,9 @@ def test_a1_plans_hold_only_what_is_read() -> None:
 
 def content(plan: AiterPlan) -> list[Any]:
     """All that a plan holds, tensors as lists."""
-    values = [getattr(group, field.name) for group in plan.groups for field in dataclasses.fields(group)]
+    values = [
+        getattr(group, field.name) for group in plan.groups for field in dataclasses.fields(group)
+    ]
     return [value.tolist() if isinstance(value, Tensor) else value for value in values]
 
 
@@ -100,7 +122,9 @@ def content(plan: AiterPlan) -> list[Any]:
 def test_a2_a_plan_for_capture_is_the_ordinary_plan(
     rocm: Install, monkeypatch: pytest.MonkeyPatch, layout: str, shape: str, causal: bool
 ) -> None:
-    """Nothing is switched for a capture, in the plan or in the backend, and the captured step gives the same bits."""
+    """Nothing is switched for a capture, in the plan or in the backend, and the captured step gives
+    the same bits.
+    """
     machine = rocm()
     case = case_of(shape, causal=causal)
     backend = BACKENDS[layout](case.spec)
@@ -115,13 +139,19 @@ def test_a2_a_plan_for_capture_is_the_ordinary_plan(
 
 @pytest.mark.parametrize("layout", BACKENDS)
 @pytest.mark.parametrize("window", [None, 9])
-def test_a4_decoding_is_the_same_however_lengths_are_known(rocm: Install, layout: str, window: int | None) -> None:
-    """Decoding alone, with lengths that only the device has: on either layout the bits of the path on which the host has them."""
+def test_a4_decoding_is_the_same_however_lengths_are_known(
+    rocm: Install, layout: str, window: int | None
+) -> None:
+    """Decoding alone, with lengths that only the device has: on either layout the bits of the path
+    on which the host has them.
+    """
     machine = rocm(float32=True)
     lengths, widths, _ = SHAPES["single"]
     asked = spec(dtype=torch.float32)
     unknown = Case(asked, lengths, widths, uniform=True)
-    known = Case(asked, lengths[:1] + lengths[2:], [1, 1, 1], uniform=False)  # a sequence of one token is a prefill
+    known = Case(
+        asked, lengths[:1] + lengths[2:], [1, 1, 1], uniform=False
+    )  # a sequence of one token is a prefill
     backend = BACKENDS[layout](asked)
     assert [group.phase for group in backend.plan(known.metadata).groups] == ["decode"]
     got = unknown.attend(backend, scale=0.2, window=window)
@@ -145,7 +175,9 @@ def test_a5_decoding_needs_no_lengths_on_the_host(rocm: Install) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_b1_every_group_carries_the_causality_of_its_forward(shape: str, causal: bool) -> None:
-    """Of both ways to plan, and whether or not the host knows the lengths, as it does not when drafting."""
+    """Of both ways to plan, and whether or not the host knows the lengths, as it does not when
+    drafting.
+    """
     metadata = case_of(shape, causal=causal).metadata
     for plan in (plan_groups(metadata, 16), plan_packed(metadata, 16)):
         assert {group.causal for group in plan.groups} == {causal}
@@ -161,7 +193,9 @@ def test_b2_the_class_says_that_it_serves_blocks(rocm: Install, layout: str) -> 
 
 
 def test_b4_scales_of_an_eight_bit_cache(rocm: Install) -> None:
-    """float32, one per request and head as the kernel indexes them, and views of one number rather than filled tables."""
+    """float32, one per request and head as the kernel indexes them, and views of one number rather
+    than filled tables.
+    """
     rocm()
     case = case_of("block", cache_dtype=FP8["gfx942"])
     backend = RocmAiterFaBackend(case.spec)
@@ -175,17 +209,25 @@ def test_b4_scales_of_an_eight_bit_cache(rocm: Install) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_b5_every_row_is_written_and_in_its_place(rocm: Install, monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
-    """Groups of a mixed forward write their own rows; one they leave out would be poison, one written twice another's."""
+def test_b5_every_row_is_written_and_in_its_place(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    """Groups of a mixed forward write their own rows; one they leave out would be poison, one
+    written twice another's.
+    """
     rocm(float32=True)
     empty = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty(*args, **options).fill_(torch.nan))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **options: empty(*args, **options).fill_(torch.nan)
+    )
     case = case_of("mixed", causal=causal, dtype=torch.float32)
     assert_right(case, RocmAiterFaBackend(case.spec), scale=0.2)
 
 
 def test_b7_no_phase_is_causal_by_habit(rocm: Install) -> None:
-    """Bidirectional rows behind a context, with and without a window, see the rows behind them in every call of the kernel."""
+    """Bidirectional rows behind a context, with and without a window, see the rows behind them in
+    every call of the kernel.
+    """
     rocm(float32=True)
     for window in (None, 9):
         case = case_of("mixed", causal=False, dtype=torch.float32)
@@ -197,19 +239,25 @@ def test_b7_no_phase_is_causal_by_habit(rocm: Install) -> None:
 
 
 def test_b7_the_draft_kernel_splits_the_keys_there_are(rocm: Install) -> None:
-    """It splits by the width of the block table: that follows the context, not the longest sequence that could ever come."""
+    """It splits by the width of the block table: that follows the context, not the longest sequence
+    that could ever come.
+    """
     machine = rocm()
     case = Case(spec(), [100, 30], [5, 5], uniform=True, causal=False, spare=8185)
     backend = RocmAiterFaBackend(case.spec)
     calls = spied(backend, "flash_attn_with_kvcache")
     case.check(case.attend(backend, layers=2, scale=0.1), scale=0.1)
-    assert [call.details["keys"] for call in machine.calls if call.name == "flash_attn_with_kvcache"] == [512, 512]
+    assert [
+        call.details["keys"] for call in machine.calls if call.name == "flash_attn_with_kvcache"
+    ] == [512, 512]
     first, second = (call["page_table"] for call in calls)
     assert first is second and first.is_contiguous()  # cut once for all layers
 
 
 def test_b7_the_draft_kernel_is_compiled_for_few_widths(rocm: Install) -> None:
-    """As many as there are buckets of captured lengths, and the same ones whether a step is launched or replayed."""
+    """As many as there are buckets of captured lengths, and the same ones whether a step is
+    launched or replayed.
+    """
     rocm()
     case = Case(spec(), [30, 20], [5, 5], uniform=True, causal=False, spare=311)
     backend, longest = RocmAiterFaBackend(case.spec), 313 * 16
@@ -217,12 +265,18 @@ def test_b7_the_draft_kernel_is_compiled_for_few_widths(rocm: Install) -> None:
     def keys(bound: int) -> int:
         (group,) = backend.plan(replace(case.metadata, max_seq_len=bound)).groups
         table = group.narrow_table()
-        assert table.is_contiguous() and torch.equal(table, case.metadata.block_table[:, : table.shape[1]])
+        assert table.is_contiguous() and torch.equal(
+            table, case.metadata.block_table[:, : table.shape[1]]
+        )
         return table.shape[1] * 16
 
     bounds = range(1, longest + 1)
     widths = [keys(bound) for bound in bounds]
-    assert widths == [length_bucket(bound, longest) for bound in bounds] == [keys(width) for width in widths]
+    assert (
+        widths
+        == [length_bucket(bound, longest) for bound in bounds]
+        == [keys(width) for width in widths]
+    )
     assert sorted(set(widths)) == [512, 1024, 2048, 4096, longest]
 
 
@@ -236,13 +290,17 @@ def test_b7_blocks_are_captured(rocm: Install) -> None:
     backend.write(cache, case.old["key"], case.old["value"], case.old_slots)
     machine.capturing = True
     with no_host_sync():
-        got = backend.run(case.query, **case.new, cache=cache, plan=backend.plan(case.metadata), scale=0.1)
+        got = backend.run(
+            case.query, **case.new, cache=cache, plan=backend.plan(case.metadata), scale=0.1
+        )
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("layout", BACKENDS)
 def test_b7_blocks_on_an_eight_bit_cache(rocm: Install, layout: str) -> None:
-    """The draft kernel takes no 16-bit query on 8-bit keys: they are gathered and turned back first."""
+    """The draft kernel takes no 16-bit query on 8-bit keys: they are gathered and turned back
+    first.
+    """
     machine = rocm()
     case = case_of("block", causal=False, cache_dtype=FP8["gfx942"], non_causal=True)
     assert BACKENDS[layout].unsupported_reasons(case.spec) == []
@@ -251,7 +309,9 @@ def test_b7_blocks_on_an_eight_bit_cache(rocm: Install, layout: str) -> None:
 
 
 def test_b7_blocks_of_different_lengths_are_not_mixed_up(rocm: Install) -> None:
-    """The draft kernel has as many rows for each request: known lengths are split, and others cannot be passed off as such."""
+    """The draft kernel has as many rows for each request: known lengths are split, and others
+    cannot be passed off as such.
+    """
     rocm()
     case = case_of("extend", causal=False)
     assert_right(case, RocmAiterFaBackend(case.spec), scale=0.1)
@@ -263,7 +323,9 @@ def test_b7_blocks_of_different_lengths_are_not_mixed_up(rocm: Install) -> None:
 
 @pytest.mark.parametrize("layout", BACKENDS)
 def test_sinks_reach_every_row(rocm: Install, layout: str) -> None:
-    """AITER sends prompts of heads of 128 in bfloat16 to an assembly kernel without sinks: they may not go that way."""
+    """AITER sends prompts of heads of 128 in bfloat16 to an assembly kernel without sinks: they may
+    not go that way.
+    """
     rocm()
     for shape in SHAPES:
         case = case_of(shape, head_dim=128)
@@ -273,7 +335,9 @@ def test_sinks_reach_every_row(rocm: Install, layout: str) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("window", [None, 9, 400])
 def test_partitions_of_the_plain_kernel(rocm: Install, fp8: bool, window: int | None) -> None:
-    """A part per 256 keys of the longest sequence, or of what the window shows of it; the workspace holds them all."""
+    """A part per 256 keys of the longest sequence, or of what the window shows of it; the workspace
+    holds them all.
+    """
     rocm()
     asked = spec(cache_dtype=FP8["gfx942"] if fp8 else None)
     backend = BACKENDS["plain"](asked)
@@ -299,17 +363,30 @@ def test_a_table_as_wide_as_its_sequence(rocm: Install, layout: str, window: int
 @pytest.mark.parametrize("layout", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("causal", [True, False])
-def test_rows_cut_from_a_packed_product(rocm: Install, layout: str, shape: str, causal: bool) -> None:
-    """Kernels are given dense rows, whatever those lay in, and the answer is that for dense rows, bit by bit."""
+def test_rows_cut_from_a_packed_product(
+    rocm: Install, layout: str, shape: str, causal: bool
+) -> None:
+    """Kernels are given dense rows, whatever those lay in, and the answer is that for dense rows,
+    bit by bit.
+    """
     rocm()
     lengths, widths, uniform = SHAPES[shape]
-    dense, packed = (Case(spec(), lengths, widths, uniform=uniform, causal=causal, packed=packed) for packed in (False, True))
+    dense, packed = (
+        Case(spec(), lengths, widths, uniform=uniform, causal=causal, packed=packed)
+        for packed in (False, True)
+    )
     assert not any(rows.is_contiguous() for rows in (packed.query, *packed.new.values()))
     backend = BACKENDS[layout](dense.spec)
     want = dense.attend(backend, scale=0.1)
     calls = [call for name in KERNELS for call in [spied(backend, name)]]
     assert torch.equal(packed.attend(backend, scale=0.1), want)
-    given = [(name, rows) for seen in calls for call in seen for name, rows in call.items() if name.lower() in ROWS]
+    given = [
+        (name, rows)
+        for seen in calls
+        for call in seen
+        for name, rows in call.items()
+        if name.lower() in ROWS
+    ]
     assert len(given) >= 2 * 2 + 1  # the writer twice, and a kernel
     assert [name for name, rows in given if not rows.is_contiguous()] == []
 
@@ -321,7 +398,9 @@ ROWS = {"q", "k", "v", "query", "key", "value", "out", "out_"}
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_e1_scratch_and_views_of_the_paged_kernel(rocm: Install, fp8: bool) -> None:
-    """A part per 256 keys of the longest sequence; keys and values in five dimensions, 16 bytes at a time."""
+    """A part per 256 keys of the longest sequence; keys and values in five dimensions, 16 bytes at
+    a time.
+    """
     rocm()
     asked = spec(head_dim=128, cache_dtype=FP8["gfx942"] if fp8 else None)
     backend = BACKENDS["shuffle"](asked)
@@ -338,11 +417,18 @@ def test_e1_scratch_and_views_of_the_paged_kernel(rocm: Install, fp8: bool) -> N
 
 
 @pytest.mark.parametrize(("num_compute_units", "assembly"), [(304, False), (4, True)])
-def test_e2_both_kinds_of_scales_are_given(rocm: Install, num_compute_units: int, assembly: bool) -> None:
-    """AITER chooses the kernel: HIP reads one number, assembly a table per slot and head, where a single number faults."""
+def test_e2_both_kinds_of_scales_are_given(
+    rocm: Install, num_compute_units: int, assembly: bool
+) -> None:
+    """AITER chooses the kernel: HIP reads one number, assembly a table per slot and head, where a
+    single number faults.
+    """
     machine = rocm(num_compute_units=num_compute_units)
     asked = spec(head_dim=128, cache_dtype=FP8["gfx942"])
-    backend, case = BACKENDS["shuffle"](asked), Case(asked, [40, 17, 33, 20] * 4, [1] * 16, uniform=True)
+    backend, case = (
+        BACKENDS["shuffle"](asked),
+        Case(asked, [40, 17, 33, 20] * 4, [1] * 16, uniform=True),
+    )
     calls = spied(backend, "paged_attention_common")
     assert_right(case, backend, scale=128**-0.5)
     (arguments,) = calls
@@ -354,7 +440,9 @@ def test_e2_both_kinds_of_scales_are_given(rocm: Install, num_compute_units: int
 
 
 def test_e3_the_shuffled_layout_is_taken_by_name_and_refused_before_work(rocm: Install) -> None:
-    """Never by `auto`; what it cannot do is an error when it is chosen, with every reason, and not one in a forward."""
+    """Never by `auto`; what it cannot do is an error when it is chosen, with every reason, and not
+    one in a forward.
+    """
     rocm()
     assert select_backend("auto", spec()).name == "rocm_aiter_fa"
     with pytest.raises(BackendError, match=r"blocks of 4 tokens.*; head size 8 "):
@@ -371,15 +459,21 @@ def test_e3_the_shuffled_layout_is_taken_by_name_and_refused_before_work(rocm: I
         ({"head_dim": 256}, 128**-0.5, False),
     ],
 )
-def test_e4_assembly_gets_only_what_it_is_built_for(rocm: Install, changes: dict[str, Any], scale: float, assembly: bool) -> None:
-    """With as many rows as bring the assembly kernel into play: other heads, blocks and scales stay with HIP."""
+def test_e4_assembly_gets_only_what_it_is_built_for(
+    rocm: Install, changes: dict[str, Any], scale: float, assembly: bool
+) -> None:
+    """With as many rows as bring the assembly kernel into play: other heads, blocks and scales stay
+    with HIP.
+    """
     machine = rocm(num_compute_units=4)
     asked = spec(**changes)
     case = Case(asked, [40, 17, 33, 20] * 4, [1] * 16, uniform=True)
     assert_right(case, BACKENDS["shuffle"](asked), scale=scale)
     assert ("pa_fwd_asm" in machine.names()) == assembly
     assert ("paged_attention_rocm" in machine.names()) != assembly
-    assert ("paged_attention_common" in machine.names()) == assembly  # which, before 0.1.12, sends other heads to assembly
+    assert (
+        "paged_attention_common" in machine.names()
+    ) == assembly  # which, before 0.1.12, sends other heads to assembly
 
 
 def test_e5_a_name_is_enough(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,14 +500,18 @@ def test_e5_a_name_is_enough(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> 
 def test_e6_what_the_shuffled_kernels_lack_runs_elsewhere(
     rocm: Install, shape: str, changes: dict[str, Any], how: dict[str, Any]
 ) -> None:
-    """Each of these has given wrong output, or none, where the shuffled layout was only an option of the plain one."""
+    """Each of these has given wrong output, or none, where the shuffled layout was only an option
+    of the plain one.
+    """
     rocm(num_compute_units=1)
     case = case_of(shape, **changes)
     assert_right(case, BACKENDS["shuffle"](case.spec), **how)
 
 
 def test_e6_shuffled_views_are_the_cache_itself() -> None:
-    """A copy would take the writes and lose them: a cache whose blocks are no views of that shape is an error."""
+    """A copy would take the writes and lose them: a cache whose blocks are no views of that shape
+    is an error.
+    """
     key, value = torch.zeros(2, 3, 16, 2, 64, dtype=torch.bfloat16)
     views = shuffled(LayerCache(key, value))
     assert [view.data_ptr() for view in views] == [key.data_ptr(), value.data_ptr()]

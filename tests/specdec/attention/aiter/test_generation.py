@@ -1,4 +1,5 @@
-"""Whole models on emulated AITER, over its versions, batch sizes and caches: drafts and backends change no token.
+"""Whole models on emulated AITER, over its versions, batch sizes and caches: drafts and backends
+change no token.
 
 Three runs of prompts that are prefilled in chunks, while others decode:
 
@@ -6,9 +7,10 @@ Three runs of prompts that are prefilled in chunks, while others decode:
     8-bit cache               plain and with drafts on AITER: equal, as both read the same rounded keys; torch_ref has no such cache
     bfloat16                  with DFlash on AITER: every token is the float32 model's choice, up to the rounding of bfloat16
 
-Covered in pairs rather than as a product: model and backend, version 0.1.15, 0.1.16 and 0.1.20, batch of 1 and of 8, gfx942 and
-gfx950, DFlash and drafts that are mostly right. AITER 0.1.15 has neither the shuffled layout nor bidirectional blocks: there DFlash
-drafts with causal layers, and that version refuses the others. Models, layouts and drafters beside these are in `test_fa` and its
+Covered in pairs rather than as a product: model and backend, version 0.1.15, 0.1.16 and 0.1.20,
+batch of 1 and of 8, gfx942 and gfx950, DFlash and drafts that are mostly right. AITER 0.1.15 has
+neither the shuffled layout nor bidirectional blocks: there DFlash drafts with causal layers, and
+that version refuses the others. Models, layouts and drafters beside these are in `test_fa` and its
 neighbors.
 """
 
@@ -66,7 +68,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "deepseek_v32": {"index_head_dim": 16},
 }
-"""Heads wide enough for the paged kernels, and index keys wide enough to be moved 16 bytes at a time."""
+"""Heads wide enough for the paged kernels, and index keys wide enough to be moved 16 bytes at a
+time.
+"""
 
 PARAMETERS = ("name", "backend", "version", "architecture", "batch", "drafter")
 CASES = [
@@ -129,7 +133,11 @@ class Rocm:
             patch.setattr(latents, "LATENT_SHAPES", ((16, 8),))
             patch.setattr(rocm_aiter_mla_sparse, "INDEX_HEAD_DIMS", (16,))
         machine = Machine(
-            version=version, architecture=architecture, allow_float32=tiny, any_shape=tiny, num_compute_units=8 if tiny else 304
+            version=version,
+            architecture=architecture,
+            allow_float32=tiny,
+            any_shape=tiny,
+            num_compute_units=8 if tiny else 304,
         )
         return install(patch, self._folder, machine)
 
@@ -152,7 +160,9 @@ def rounding_reference(fp8: torch.dtype) -> type[TorchRefMlaBackend]:
 
 
 def dflash_of(verifier: Verifier, version: str) -> DFlashDrafter:
-    """A random DFlash drafter with heads of 16, bidirectional where that version of AITER has such blocks."""
+    """A random DFlash drafter with heads of 16, bidirectional where that version of AITER has such
+    blocks.
+    """
     causal = (True, True, True) if version == "0.1.15" else (False, True, False)
     return random_dflash(verifier, causal=causal, head_dim=16, seed=1)
 
@@ -163,9 +173,14 @@ def prompts_for(batch: int) -> list[list[int]]:
 
 
 def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> list[list[int]]:
-    """Tokens of more prompts than run at once, prefilled 13 tokens at a time, while nothing may wait between draft and commit."""
+    """Tokens of more prompts than run at once, prefilled 13 tokens at a time, while nothing may
+    wait between draft and commit.
+    """
     config = EngineConfig(
-        num_draft_tokens=None, max_num_seqs=max_num_seqs, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=2**23)
+        num_draft_tokens=None,
+        max_num_seqs=max_num_seqs,
+        max_prefill_tokens=13,
+        cache=CacheConfig(memory_bytes=2**23),
     )
     engine = SpecEngine(verifier, drafter, config)
     launch = engine.runner.step
@@ -175,17 +190,24 @@ def generate(verifier: Verifier, drafter: Drafter | None, max_num_seqs: int) -> 
             return launch(batch)
 
     engine.runner.step = guarded  # type: ignore[method-assign]
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts_for(max_num_seqs)]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS))
+        for prompt in prompts_for(max_num_seqs)
+    ]
     while engine.has_work:
         engine.step()
     return [request.output_token_ids for request in requests]
 
 
-def drafter_of(kind: str, verifier: Verifier, version: str, want: list[list[int]], batch: int) -> Drafter:
+def drafter_of(
+    kind: str, verifier: Verifier, version: str, want: list[list[int]], batch: int
+) -> Drafter:
     """DFlash, or one that is right but for a draft in every third request's second place."""
     if kind == "dflash":
         return dflash_of(verifier, version)
-    outputs = {tuple(prompt): tokens for prompt, tokens in zip(prompts_for(batch), want, strict=True)}
+    outputs = {
+        tuple(prompt): tokens for prompt, tokens in zip(prompts_for(batch), want, strict=True)
+    }
     return ScriptedDrafter(outputs, 4, (set(), set(), {1}))
 
 
@@ -193,7 +215,9 @@ def drafter_of(kind: str, verifier: Verifier, version: str, want: list[list[int]
 def test_tokens_equal_torch_ref(
     rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int, drafter: str
 ) -> None:
-    """A version's own paths, rows of other requests, chunks that meet decoding, rejected and accepted drafts."""
+    """A version's own paths, rows of other requests, chunks that meet decoding, rejected and
+    accepted drafts.
+    """
     model = plain_model(name, **CHANGES[name])
     reference = rounding_reference(FP8[architecture]) if backend == "sparse" else None
     want = generate(paged_verifier(model, 16, backend=reference), None, batch)
@@ -211,7 +235,9 @@ def test_drafts_change_nothing_on_an_eight_bit_cache(
     """Verification reads what plain decoding reads: the draft block's own keys are rounded, too."""
     model = plain_model(name, **CHANGES[name])
     rocm(version, architecture)
-    verifier = paged_verifier(model, 16, backend=lambda s: BACKENDS[backend](replace(s, cache_dtype=FP8[architecture])))
+    verifier = paged_verifier(
+        model, 16, backend=lambda s: BACKENDS[backend](replace(s, cache_dtype=FP8[architecture]))
+    )
     want = generate(verifier, None, batch)
     # Beside the engine, with a cache of its own, whose type the kernels insist on.
     assert next_token_logits(verifier, prompts_for(batch)[0]).argmax() == want[0][0]
@@ -219,19 +245,28 @@ def test_drafts_change_nothing_on_an_eight_bit_cache(
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "version", "architecture", "batch"), [case[:5] for case in CASES if case[0] in ("llama", "qwen3")]
+    ("name", "backend", "version", "architecture", "batch"),
+    [case[:5] for case in CASES if case[0] in ("llama", "qwen3")],
 )
-def test_bfloat16_chooses_as_float32_does(rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int) -> None:
-    """Real types and limits: a token may miss the best by what plain torch's logits in bfloat16 are off, twice, on both sides."""
+def test_bfloat16_chooses_as_float32_does(
+    rocm: Rocm, name: str, backend: str, version: str, architecture: str, batch: int
+) -> None:
+    """Real types and limits: a token may miss the best by what plain torch's logits in bfloat16 are
+    off, twice, on both sides.
+    """
     exact = plain_model(name, **CHANGES[name])
-    exact.load_state_dict({key: value.bfloat16().float() for key, value in exact.state_dict().items()})
+    exact.load_state_dict(
+        {key: value.bfloat16().float() for key, value in exact.state_dict().items()}
+    )
     half = copy.deepcopy(exact).bfloat16()
     machine = rocm(version, architecture, tiny=False)
     paged: PreTrainedModel = AutoModelForCausalLM.from_config(
         copy.deepcopy(exact.config), attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
     )
     paged.load_state_dict(half.state_dict())
-    spec = backend_spec(paged.config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
+    spec = backend_spec(
+        paged.config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16
+    )
     assert BACKENDS[backend].unsupported_reasons(spec) == []
     verifier = verifier_for(paged, name=name, backend=BACKENDS[backend](spec))
     outputs = generate(verifier, dflash_of(verifier, version), batch)
@@ -246,9 +281,13 @@ def test_bfloat16_chooses_as_float32_does(rocm: Rocm, name: str, backend: str, v
     assert machine.names() >= {"flash_attn_varlen_func", "unified_attention"}
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "plain"), ("deepseek_v3", "mla"), ("deepseek_v32", "sparse")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("llama", "plain"), ("deepseek_v3", "mla"), ("deepseek_v32", "sparse")]
+)
 def test_bidirectional_drafts_are_refused_on_0_1_15(rocm: Rocm, name: str, backend: str) -> None:
-    """Before the first step, with the version that has them; causal drafts of the same drafter are what the tests above run."""
+    """Before the first step, with the version that has them; causal drafts of the same drafter are
+    what the tests above run.
+    """
     rocm("0.1.15", "gfx942")
     verifier = paged_verifier(plain_model(name, **CHANGES[name]), 16, backend=BACKENDS[backend])
     with pytest.raises(BackendError, match=r"0\.1\.16"):

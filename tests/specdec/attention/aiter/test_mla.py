@@ -1,4 +1,6 @@
-"""AITER's latent attention on the emulation: every case within the kernels' limits and right, nothing waits, nothing is stale."""
+"""AITER's latent attention on the emulation: every case within the kernels' limits and right,
+nothing waits, nothing is stale.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,11 +32,17 @@ Install = Callable[..., Machine]
 
 
 def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
-    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small sizes."""
+    """A function that pretends a ROCm machine with AITER; `tiny` also takes float32 and small
+    sizes.
+    """
 
-    def setup(version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = False, **options: Any) -> Machine:
+    def setup(
+        version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = False, **options: Any
+    ) -> Machine:
         monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        options.setdefault("num_compute_units", 8)  # enough to split everything, few enough to be quick
+        options.setdefault(
+            "num_compute_units", 8
+        )  # enough to split everything, few enough to be quick
         options.setdefault("any_shape", tiny)
         machine = Machine(version=version, architecture=architecture, allow_float32=tiny, **options)
         return install(monkeypatch, folder, machine)
@@ -65,12 +73,19 @@ def spec(**changes: Any) -> MlaSpec:
 
 def tiny(**changes: Any) -> MlaSpec:
     """A small shape in float32."""
-    small = {"dtype": torch.float32, "num_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    small = {
+        "dtype": torch.float32,
+        "num_heads": 4,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+    }
     return spec(**{**small, "v_head_dim": 12, "block_size": 4, **changes})
 
 
 class Case:
-    """Requests whose context lies in a cache of scattered blocks, and the rows of one layer behind it.
+    """Requests whose context lies in a cache of scattered blocks, and the rows of one layer behind
+    it.
 
     Latents are numbers that the cache holds exactly, so that one of 8 bits adds no error.
 
@@ -78,7 +93,8 @@ class Case:
         spec: shape.
         lengths: tokens of each request, its rows included.
         widths: rows of each request; None of them known to the host when `uniform`.
-        trees: parents of the drafts of each request, for rows that see their ancestors; see `tests.helpers.trees`.
+        trees: parents of the drafts of each request, for rows that see their ancestors; see
+            `tests.helpers.trees`.
     """
 
     def __init__(
@@ -94,17 +110,27 @@ class Case:
         torch.default_generator.manual_seed(0)
         self.spec, self.widths, self.causal, self.scale = spec, widths, causal, 0.1
         self.trees = trees
-        heads, rank, nope, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim
+        heads, rank, nope, rope = (
+            spec.num_heads,
+            spec.kv_lora_rank,
+            spec.qk_nope_head_dim,
+            spec.qk_rope_head_dim,
+        )
         counts = [blocks_for(n, spec.block_size) for n in lengths]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
         self.num_blocks = sum(counts) + 1
         self.slots = [
-            tables[i][torch.arange(n) // spec.block_size] * spec.block_size + torch.arange(n) % spec.block_size
+            tables[i][torch.arange(n) // spec.block_size] * spec.block_size
+            + torch.arange(n) % spec.block_size
             for i, n in enumerate(lengths)
         ]
         num_rows = sum(widths)
-        self.latents = [torch.randn(n, rank + rope).to(spec.kv_dtype).to(spec.dtype) for n in lengths]
-        new = torch.cat([latent[-width:] for latent, width in zip(self.latents, widths, strict=True)])
+        self.latents = [
+            torch.randn(n, rank + rope).to(spec.kv_dtype).to(spec.dtype) for n in lengths
+        ]
+        new = torch.cat(
+            [latent[-width:] for latent, width in zip(self.latents, widths, strict=True)]
+        )
         self.rows = MlaRows(
             torch.randn(num_rows, heads, nope).to(spec.dtype),
             torch.randn(num_rows, heads, rope).to(spec.dtype),
@@ -136,10 +162,15 @@ class Case:
     def cache(self) -> LatentCache:
         """A cache with the context; what was never written is poison."""
         spec = self.spec
-        latent = torch.full((self.num_blocks, spec.block_size, spec.latent_dim), torch.nan, dtype=torch.float32)
+        latent = torch.full(
+            (self.num_blocks, spec.block_size, spec.latent_dim), torch.nan, dtype=torch.float32
+        )
         for slots, values, width in zip(self.slots, self.latents, self.widths, strict=True):
             latent.flatten(0, 1)[slots[:-width]] = values[:-width].float()
-        return LatentCache(latent.to(spec.kv_dtype), torch.empty(self.num_blocks, spec.block_size, 0, dtype=torch.uint8))
+        return LatentCache(
+            latent.to(spec.kv_dtype),
+            torch.empty(self.num_blocks, spec.block_size, 0, dtype=torch.uint8),
+        )
 
     def attend(self, backend: MlaBackend, *, layers: int = 1) -> Tensor:
         """Plans once and runs every layer."""
@@ -153,24 +184,38 @@ class Case:
         key_up, value_up = (tensor.to(dtype) for tensor in self.up)
         outputs, first = [], 0
         for i, (latent, width) in enumerate(zip(self.latents, self.widths, strict=True)):
-            compressed, rope = latent.to(dtype).split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
+            compressed, rope = latent.to(dtype).split(
+                [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1
+            )
             part = slice(first, first + width)
-            scores = torch.einsum("qhn,hnr,kr->hqk", self.rows.query_nope[part].to(dtype), key_up, compressed)
-            scores = (scores + torch.einsum("qhe,ke->hqk", self.rows.query_rope[part].to(dtype), rope)) * self.scale
+            scores = torch.einsum(
+                "qhn,hnr,kr->hqk", self.rows.query_nope[part].to(dtype), key_up, compressed
+            )
+            scores = (
+                scores + torch.einsum("qhe,ke->hqk", self.rows.query_rope[part].to(dtype), rope)
+            ) * self.scale
             if self.trees:
                 scores = scores.masked_fill(sight_of(self.trees[i], len(latent)).hidden, -torch.inf)
             elif self.causal:
-                hidden = torch.ones(width, len(latent), dtype=torch.bool).triu(len(latent) - width + 1)
+                hidden = torch.ones(width, len(latent), dtype=torch.bool).triu(
+                    len(latent) - width + 1
+                )
                 scores = scores.masked_fill(hidden, -torch.inf)
-            outputs.append(torch.einsum("hqk,kr,hrv->qhv", scores.softmax(-1), compressed, value_up))
+            outputs.append(
+                torch.einsum("hqk,kr,hrv->qhv", scores.softmax(-1), compressed, value_up)
+            )
             first += width
         return torch.cat(outputs)
 
     def plain(self) -> Tensor:
         """What `torch_ref` makes of it in the model's type."""
         reference = TorchRefMlaBackend(replace(self.spec, cache_dtype=None))
-        clean = LatentCache(self.cache().latent.to(self.spec.dtype).nan_to_num(), self.cache().index_key)
-        return reference.run(self.rows, self.up, clean, reference.plan(self.metadata), scale=self.scale)
+        clean = LatentCache(
+            self.cache().latent.to(self.spec.dtype).nan_to_num(), self.cache().index_key
+        )
+        return reference.run(
+            self.rows, self.up, clean, reference.plan(self.metadata), scale=self.scale
+        )
 
 
 def assert_right(case: Case, backend: MlaBackend, layers: int = 1) -> None:
@@ -189,11 +234,17 @@ SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
 """Lengths, rows, and whether only the device knows them."""
 
 
-@pytest.mark.parametrize(("num_heads", "version"), [(4, "0.1.15"), (16, "0.1.20"), (24, "0.1.17"), (32, "0.1.19")])
+@pytest.mark.parametrize(
+    ("num_heads", "version"), [(4, "0.1.15"), (16, "0.1.20"), (24, "0.1.17"), (32, "0.1.19")]
+)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_case_equals_torch_ref(rocm: Install, shape: str, causal: bool, num_heads: int, version: str) -> None:
-    """Each phase alone and all mixed, in float32: wrong rows, lost context, masks off by one, added heads that leak."""
+def test_every_case_equals_torch_ref(
+    rocm: Install, shape: str, causal: bool, num_heads: int, version: str
+) -> None:
+    """Each phase alone and all mixed, in float32: wrong rows, lost context, masks off by one, added
+    heads that leak.
+    """
     rocm(version, tiny=True)
     lengths, widths, uniform = SHAPES[shape]
     case = Case(tiny(num_heads=num_heads), lengths, widths, uniform=uniform, causal=causal)
@@ -202,7 +253,9 @@ def test_every_case_equals_torch_ref(rocm: Install, shape: str, causal: bool, nu
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Context longer than the workspace is merged chunk by chunk, also when some requests run out of it first."""
+    """Context longer than the workspace is merged chunk by chunk, also when some requests run out
+    of it first.
+    """
     monkeypatch.setattr(groups, "CONTEXT_TOKENS", chunk)
     machine = rocm(tiny=True)
     case = Case(tiny(), [40, 9, 33], [3, 2, 17], uniform=False)
@@ -218,30 +271,54 @@ def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk
         *itertools.product(["0.1.16", "0.1.17", "0.1.18"], ["gfx950"], [False]),
     ],
 )
-def test_no_combination_reaches_a_kernel_that_lacks_it(rocm: Install, version: str, architecture: str, fp8: bool) -> None:
-    """Heads, rows and causality: AITER aborts the process where it ships no code object, and the emulation raises."""
+def test_no_combination_reaches_a_kernel_that_lacks_it(
+    rocm: Install, version: str, architecture: str, fp8: bool
+) -> None:
+    """Heads, rows and causality: AITER aborts the process where it ships no code object, and the
+    emulation raises.
+    """
     rocm(version, architecture, any_shape=True, num_compute_units=2)
     cache: dict[str, Any] = {"cache_dtype": FP8[architecture]} if fp8 else {}
-    for num_heads, width, causal in itertools.product([8, 24, 48, 128], [1, 2, 4, 5, 16], [True, False]):
+    for num_heads, width, causal in itertools.product(
+        [8, 24, 48, 128], [1, 2, 4, 5, 16], [True, False]
+    ):
         asked = tiny(dtype=torch.bfloat16, num_heads=num_heads, non_causal=not causal, **cache)
-        assert_right(Case(asked, [20, width + 1], [width, width], uniform=True, causal=causal), RocmAiterMlaBackend(asked))
+        assert_right(
+            Case(asked, [20, width + 1], [width, width], uniform=True, causal=causal),
+            RocmAiterMlaBackend(asked),
+        )
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("architecture", "num_heads", "width"), [("gfx942", 128, 4), ("gfx942", 20, 1), ("gfx950", 16, 16)])
-def test_decoding_in_real_sizes(rocm: Install, architecture: str, num_heads: int, width: int, fp8: bool) -> None:
-    """bfloat16 rows on the latents of DeepSeek, which the kernels have built in, from either cache."""
+@pytest.mark.parametrize(
+    ("architecture", "num_heads", "width"),
+    [("gfx942", 128, 4), ("gfx942", 20, 1), ("gfx950", 16, 16)],
+)
+def test_decoding_in_real_sizes(
+    rocm: Install, architecture: str, num_heads: int, width: int, fp8: bool
+) -> None:
+    """bfloat16 rows on the latents of DeepSeek, which the kernels have built in,
+    from either cache.
+    """
     rocm(architecture=architecture)
     cache: dict[str, Any] = {"cache_dtype": FP8[architecture]} if fp8 else {}
     asked = spec(num_heads=num_heads, **cache)
     assert RocmAiterMlaBackend.unsupported_reasons(asked) == []
-    assert_right(Case(asked, [33, width + 1], [width, width], uniform=True), RocmAiterMlaBackend(asked))
+    assert_right(
+        Case(asked, [33, width + 1], [width, width], uniform=True), RocmAiterMlaBackend(asked)
+    )
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("num_heads", "dims"), [(16, {}), (20, {"qk_nope_head_dim": 192, "v_head_dim": 256})])
-def test_prefill_in_real_sizes(rocm: Install, num_heads: int, dims: dict[str, int], fp8: bool) -> None:
-    """bfloat16 prompts and chunks with the head sizes of DeepSeek and of GLM, from the rows and from a rounded cache."""
+@pytest.mark.parametrize(
+    ("num_heads", "dims"), [(16, {}), (20, {"qk_nope_head_dim": 192, "v_head_dim": 256})]
+)
+def test_prefill_in_real_sizes(
+    rocm: Install, num_heads: int, dims: dict[str, int], fp8: bool
+) -> None:
+    """bfloat16 prompts and chunks with the head sizes of DeepSeek and of GLM, from the rows and
+    from a rounded cache.
+    """
     rocm()
     asked = spec(num_heads=num_heads, cache_dtype=FP8["gfx942"] if fp8 else None, **dims)
     assert RocmAiterMlaBackend.unsupported_reasons(asked) == []
@@ -249,48 +326,79 @@ def test_prefill_in_real_sizes(rocm: Install, num_heads: int, dims: dict[str, in
 
 
 def test_phases(rocm: Install) -> None:
-    """A single row behind a context decodes also within a prefill; lengths unknown to the host mean decoding."""
+    """A single row behind a context decodes also within a prefill; lengths unknown to the host mean
+    decoding.
+    """
     rocm(tiny=True)
     backend = RocmAiterMlaBackend(tiny())
     lengths, widths, _ = SHAPES["mixed"]
     plan = backend.plan(Case(tiny(), lengths, widths, uniform=False).metadata)
-    assert {g.phase: g.query_lens for g in plan.groups} == {"extend": [3, 20], "prefill": [17, 33], "decode": [1]}
+    assert {g.phase: g.query_lens for g in plan.groups} == {
+        "extend": [3, 20],
+        "prefill": [17, 33],
+        "decode": [1],
+    }
     assert plan.decode is not None and plan.decode.kv_indptr.tolist() == [0, 35]
-    assert [g.phase for g in backend.plan(Case(tiny(), [3, 3], [3, 3], uniform=True).metadata).groups] == ["decode"]
+    assert [
+        g.phase for g in backend.plan(Case(tiny(), [3, 3], [3, 3], uniform=True).metadata).groups
+    ] == ["decode"]
 
 
-@pytest.mark.parametrize(("width", "causal", "rows"), [(1, True, 1), (6, True, 3), (8, True, 4), (5, True, 1), (4, False, 1)])
+@pytest.mark.parametrize(
+    ("width", "causal", "rows"),
+    [(1, True, 1), (6, True, 3), (8, True, 4), (5, True, 1), (4, False, 1)],
+)
 def test_lists_of_entries(rocm: Install, width: int, causal: bool, rows: int) -> None:
-    """Each entry lists the slots of exactly the tokens its last row sees, in order; what follows is valid, and empty entries."""
+    """Each entry lists the slots of exactly the tokens its last row sees, in order; what follows is
+    valid, and empty entries.
+    """
     rocm(tiny=True)
     case = Case(tiny(), [40, 9, 33], [width] * 3, uniform=True, causal=causal)
     backend = RocmAiterMlaBackend(case.spec)
-    backend._planner.plan(backend.plan(replace(case.metadata, max_seq_len=500)).groups[0])  # leaves longer lists behind
+    backend._planner.plan(
+        backend.plan(replace(case.metadata, max_seq_len=500)).groups[0]
+    )  # leaves longer lists behind
     plan = backend.plan(case.metadata).decode
     assert plan is not None and plan.max_seqlen_q == rows
-    ends = [n - width + rows * (i + 1) if causal else n for n in (40, 9, 33) for i in range(width // rows)]
+    ends = [
+        n - width + rows * (i + 1) if causal else n
+        for n in (40, 9, 33)
+        for i in range(width // rows)
+    ]
     assert plan.qo_indptr.tolist() == list(range(0, 3 * width + 1, rows))
     assert plan.kv_indptr.tolist() == [0, *itertools.accumulate(ends)]
     want = torch.cat([case.slots[i // (width // rows)][:end] for i, end in enumerate(ends)])
     assert plan.kv_indices[: len(want)].tolist() == want.tolist()
     assert set(plan.kv_indices.tolist()) <= set(range(case.num_blocks * case.spec.block_size))
-    (buffers,) = [b for (capacity, r), b in backend._planner._buffers.items() if r == rows and capacity >= len(ends)]
+    (buffers,) = [
+        b
+        for (capacity, r), b in backend._planner._buffers.items()
+        if r == rows and capacity >= len(ends)
+    ]
     assert set(buffers.kv_indptr[len(ends) :].tolist()) == {sum(ends)}
     assert set(buffers.kv_last_page_lens.tolist()) == {1}
 
 
 def test_memory_keeps_its_address(rocm: Install) -> None:
-    """After the first step of each size nothing is allocated, captured graphs find the plans of their size where they were, and a
-    plan during capture is the same as outside."""
+    """After the first step of each size nothing is allocated, captured graphs find the plans of
+    their size where they were, and a plan during capture is the same as outside."""
     machine = rocm(tiny=True)
     backend = RocmAiterMlaBackend(tiny())
 
     def addresses() -> set[int]:
         planner = backend._planner
-        tensors = [t for b in planner._buffers.values() for t in (b.qo_indptr, b.kv_indptr, b.kv_last_page_lens, *b.work.values())]
+        tensors = [
+            t
+            for b in planner._buffers.values()
+            for t in (b.qo_indptr, b.kv_indptr, b.kv_last_page_lens, *b.work.values())
+        ]
         return {t.data_ptr() for t in (*tensors, *planner.scratch._buffers.values())}
 
-    cases = [Case(tiny(), [40] * n, [width] * n, uniform=True) for n in (1, 2, 3, 4, 7) for width in (1, 6)]
+    cases = [
+        Case(tiny(), [40] * n, [width] * n, uniform=True)
+        for n in (1, 2, 3, 4, 7)
+        for width in (1, 6)
+    ]
     outputs = [case.attend(backend) for case in cases]
     kept = addresses()
     first = backend.plan(cases[4].metadata).decode
@@ -305,15 +413,21 @@ def test_memory_keeps_its_address(rocm: Install) -> None:
 
 
 def test_large_batches_keep_their_plan(rocm: Install) -> None:
-    """Unless told otherwise AITER answers from 32 requests on with a kernel that makes its own lists, in the middle of a step."""
+    """Unless told otherwise AITER answers from 32 requests on with a kernel that makes its own
+    lists, in the middle of a step.
+    """
     machine = rocm("0.1.20", "gfx950", tiny=True)
     case = Case(tiny(num_heads=16), [5] * 40, [1] * 40, uniform=True)
     assert_right(case, RocmAiterMlaBackend(case.spec))
-    assert [call.details["persistent"] for call in machine.calls if call.name == "mla_decode_fwd"] == [True]
+    assert [
+        call.details["persistent"] for call in machine.calls if call.name == "mla_decode_fwd"
+    ] == [True]
 
 
 def test_only_the_newest_plan_runs(rocm: Install) -> None:
-    """Plans share memory: an older one would attend to another batch's tokens without a sign of it."""
+    """Plans share memory: an older one would attend to another batch's tokens without a
+    sign of it.
+    """
     rocm(tiny=True)
     case = Case(tiny(), [40, 9], [1, 1], uniform=True)
     backend = RocmAiterMlaBackend(case.spec)
@@ -324,7 +438,9 @@ def test_only_the_newest_plan_runs(rocm: Install) -> None:
 
 
 def test_folded_heads_give_the_output_new_storage(rocm: Install) -> None:
-    """With several rows per entry and heads in groups of 16, AITER exchanges the storage of `o`: a view made before is garbage."""
+    """With several rows per entry and heads in groups of 16, AITER exchanges the storage of `o`: a
+    view made before is garbage.
+    """
     machine = rocm(architecture="gfx942")
     case = Case(spec(num_heads=32), [33, 20], [4, 4], uniform=True)
     assert_right(case, RocmAiterMlaBackend(case.spec))
@@ -359,13 +475,17 @@ def test_eight_bit_writes_round_and_saturate(rocm: Install) -> None:
 
 
 def test_cache_beyond_32_bit_addresses(rocm: Install) -> None:
-    """The kernels multiply slot and width in 32 bits; a larger cache would be read in the wrong place."""
+    """The kernels multiply slot and width in 32 bits; a larger cache would be read in the wrong
+    place.
+    """
     rocm()
     case = Case(spec(), [5], [5], uniform=False)
     backend = RocmAiterMlaBackend(case.spec)
     assert backend.cache_spec.max_tokens == 3_728_270  # to which an engine keeps its cache
     huge = LatentCache(torch.empty(3_728_271, 1, 576, device="meta"), torch.empty(0))
-    with pytest.raises(CapacityError, match="3,728,271 tokens and AITER's latent kernels address 3,728,270"):
+    with pytest.raises(
+        CapacityError, match="3,728,271 tokens and AITER's latent kernels address 3,728,270"
+    ):
         backend.run(case.rows, case.up, huge, backend.plan(case.metadata), scale=0.1)
 
 
@@ -375,15 +495,37 @@ def test_cache_beyond_32_bit_addresses(rocm: Install) -> None:
         ("0.1.20", "gfx90a", {}, ["architecture gfx90a"]),
         ("0.1.15", "gfx942", {"non_causal": True}, []),
         ("0.1.20", "gfx950", {"cache_dtype": torch.float8_e4m3fn, "num_heads": 1}, []),
-        ("0.1.20", "gfx950", {"cache_dtype": torch.float8_e4m3fnuz}, ["gfx950 computes with torch.float8_e4m3fn"]),
-        ("0.1.20", "gfx942", {"indexer": IndexerSpec(64, 128, 2048)}, ["use rocm_aiter_mla_sparse"]),
+        (
+            "0.1.20",
+            "gfx950",
+            {"cache_dtype": torch.float8_e4m3fnuz},
+            ["gfx950 computes with torch.float8_e4m3fn"],
+        ),
+        (
+            "0.1.20",
+            "gfx942",
+            {"indexer": IndexerSpec(64, 128, 2048)},
+            ["use rocm_aiter_mla_sparse"],
+        ),
         ("0.1.20", "gfx942", {"dtype": torch.float16, "num_heads": 144}, ["float16", "144 heads"]),
-        ("0.1.20", "gfx942", {"kv_lora_rank": 256}, ["latents of 256 and 64 numbers (the kernels take 512 and 64)"]),
-        ("0.1.20", "gfx942", {"qk_rope_head_dim": 32}, ["latents of 512 and 32", "keys of 160 and values of 128"]),
+        (
+            "0.1.20",
+            "gfx942",
+            {"kv_lora_rank": 256},
+            ["latents of 256 and 64 numbers (the kernels take 512 and 64)"],
+        ),
+        (
+            "0.1.20",
+            "gfx942",
+            {"qk_rope_head_dim": 32},
+            ["latents of 512 and 32", "keys of 160 and values of 128"],
+        ),
         ("0.1.20", "gfx942", {"qk_nope_head_dim": 192, "v_head_dim": 256}, []),
     ],
 )
-def test_refusals(rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]) -> None:
+def test_refusals(
+    rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]
+) -> None:
     """Every limit is said before work starts, and all at once."""
     rocm(version, architecture)
     found = RocmAiterMlaBackend.unsupported_reasons(spec(**changes))
@@ -393,8 +535,12 @@ def test_refusals(rocm: Install, version: str, architecture: str, changes: dict[
 
 
 def test_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` takes AITER where it runs, a name means that or an error, and drafters get its backend for ordinary heads."""
-    with pytest.raises(BackendError, match="'rocm_aiter_mla' cannot serve this model: cpu is not a ROCm device"):
+    """`auto` takes AITER where it runs, a name means that or an error, and drafters get its backend
+    for ordinary heads.
+    """
+    with pytest.raises(
+        BackendError, match="'rocm_aiter_mla' cannot serve this model: cpu is not a ROCm device"
+    ):
         select_backend("rocm_aiter_mla", spec())
     rocm()
     chosen = select_backend("auto", spec())

@@ -1,4 +1,6 @@
-"""A whole DeepSeek model on AITER's latent attention, emulated: tokens equal to torch_ref's, and nothing waits within a step."""
+"""A whole DeepSeek model on AITER's latent attention, emulated: tokens equal to torch_ref's, and
+nothing waits within a step.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,14 @@ from tests.specdec.attention.aiter.test_mla import pretend_rocm
 def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, indexed: bool
 ) -> None:
-    """Outside an engine, a prompt is a prefill, too: decoded at once, each of its rows would list its whole context."""
+    """Outside an engine, a prompt is a prefill, too: decoded at once, each of its rows would list
+    its whole context.
+    """
     if indexed:
         machine = sparse_case.pretend_rocm(monkeypatch, tmp_path)(num_compute_units=8)
-        verifier = paged_verifier(plain_model("deepseek_v32", index_head_dim=16), 16, backend=RocmAiterMlaSparseBackend)
+        verifier = paged_verifier(
+            plain_model("deepseek_v32", index_head_dim=16), 16, backend=RocmAiterMlaSparseBackend
+        )
     else:
         machine = pretend_rocm(monkeypatch, tmp_path)(tiny=True)
         verifier = paged_verifier(plain_model("deepseek_v3"), 16, backend=RocmAiterMlaBackend)
@@ -41,7 +47,8 @@ def test_logits_of_a_long_prompt_take_lists_no_longer_than_it(
 
 
 def test_whole_generations_equal_torch_ref(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Token for token in float32, plain, with n-gram and with DFlash drafts, whose own heads run beside the latent ones.
+    """Token for token in float32, plain, with n-gram and with DFlash drafts, whose own heads run
+    beside the latent ones.
 
     DeepSeek-V3 is in `test_generation`.
     """
@@ -52,4 +59,8 @@ def test_whole_generations_equal_torch_ref(monkeypatch: pytest.MonkeyPatch, tmp_
     for make in (lambda v: None, lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):
         verifier = paged_verifier(model, 16, backend=RocmAiterMlaBackend)
         assert generate(verifier, make(verifier), guard=True) == want
-    assert {"mla_decode_fwd", "flash_attn_varlen_func", "flash_attn_with_kvcache"} <= machine.names()
+    assert {
+        "mla_decode_fwd",
+        "flash_attn_varlen_func",
+        "flash_attn_with_kvcache",
+    } <= machine.names()

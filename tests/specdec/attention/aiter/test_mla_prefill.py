@@ -1,4 +1,6 @@
-"""8-bit prefill on the emulation of gfx950: which prompts take it, what is planned, and that every row comes out right."""
+"""8-bit prefill on the emulation of gfx950: which prompts take it, what is planned, and that every
+row comes out right.
+"""
 
 import dataclasses
 import sys
@@ -56,11 +58,16 @@ def prompts(asked: MlaSpec, *lengths: int, **options: Any) -> Case:
 
 
 def assert_right(case: Case, backend: RocmAiterMlaBackend, **options: Any) -> None:
-    """Attention of exactly the rounded numbers, up to the type of the output; near that of the exact ones."""
+    """Attention of exactly the rounded numbers, up to the type of the output; near that of the
+    exact ones.
+    """
     got, first = case.attend(backend, **options), 0
     key, value = _keys_and_values(case.rows.compressed, case.rows.key_rope, case.up)
     query = torch.cat([case.rows.query_nope, case.rows.query_rope], -1)
-    query, key, value = (rounded.double() * scale for rounded, scale in (quantized(t, FP8["gfx950"]) for t in (query, key, value)))
+    query, key, value = (
+        rounded.double() * scale
+        for rounded, scale in (quantized(t, FP8["gfx950"]) for t in (query, key, value))
+    )
     for width in case.widths:
         rows = slice(first, first + width)
         scores = torch.einsum("qhd,khd->hqk", query[rows], key[rows]) * case.scale
@@ -72,7 +79,9 @@ def assert_right(case: Case, backend: RocmAiterMlaBackend, **options: Any) -> No
 
 
 def assert_near(got: Tensor, exact: Tensor) -> None:
-    """`got` is off by the rounding of query, key and value to 8 bits: of each number half a unit in its last place at most."""
+    """`got` is off by the rounding of query, key and value to 8 bits: of each number half a unit in
+    its last place at most.
+    """
     assert (got - exact).norm() < 3 * torch.finfo(FP8["gfx950"]).eps / 2 * exact.norm()
 
 
@@ -89,8 +98,12 @@ def plan_of(backend: RocmAiterMlaBackend, case: Case) -> Fp8PrefillPlan:
 
 
 @pytest.mark.parametrize("missing", ["get_ps_metadata_info_v1", "mla_prefill_ps_asm_fwd"])
-def test_c1_a_missing_function_means_the_ordinary_prefill(rocm: Install, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """Without a function prompts run as they do on a bfloat16 cache when 8 bits are turned off, bit for bit."""
+def test_c1_a_missing_function_means_the_ordinary_prefill(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Without a function prompts run as they do on a bfloat16 cache when 8 bits are turned off, bit
+    for bit.
+    """
     machine = rocm()
     case = prompts(rounded(), 40, 9)
     case.spec = narrow(fp8_prefill=False)
@@ -103,15 +116,24 @@ def test_c1_a_missing_function_means_the_ordinary_prefill(rocm: Install, monkeyp
     assert calls(machine, "mla_prefill_ps_asm_fwd") == 0
 
 
-def test_c1_the_probe_says_why_and_never_raises(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every condition has its reason, on machines without a GPU, without AITER and with a broken one, too."""
+def test_c1_the_probe_says_why_and_never_raises(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every condition has its reason, on machines without a GPU, without AITER and with a broken
+    one, too.
+    """
     assert unavailable_reasons(rounded())[0] == "cpu is not a ROCm device"
     assert "AITER is not installed" in unavailable_reasons(rounded())[1]
     rocm()
     assert unavailable_reasons(rounded()) == unavailable_reasons(narrow()) == []
-    assert unavailable_reasons(narrow(fp8_prefill=False)) == ["prompts are asked for in the model's own type"]
+    assert unavailable_reasons(narrow(fp8_prefill=False)) == [
+        "prompts are asked for in the model's own type"
+    ]
     assert "float16" in unavailable_reasons(rounded(dtype=torch.float16))[0]
-    assert "heads other than 192" in unavailable_reasons(rounded(qk_nope_head_dim=192, v_head_dim=256))[0]
+    assert (
+        "heads other than 192"
+        in unavailable_reasons(rounded(qk_nope_head_dim=192, v_head_dim=256))[0]
+    )
     assert "129 heads" in unavailable_reasons(rounded(num_heads=129))[0]
     monkeypatch.setitem(sys.modules, "aiter", None)
     assert "cannot be used" in unavailable_reasons(rounded())[0]
@@ -136,19 +158,28 @@ def test_c2_all_ten_fields_or_none(rocm: Install) -> None:
     plan = plan_of(backend, prompts(rounded(), 40, 9))
     assert all(getattr(plan, name) is not None for name in TEN_FIELDS)
     assert (plan.max_q_len, plan.kv_indices.tolist()) == (40, list(range(49)))
-    for case in (Case(rounded(), *SHAPES["extend"][:2], uniform=False), Case(rounded(), *SHAPES["single"][:2], uniform=True)):
+    for case in (
+        Case(rounded(), *SHAPES["extend"][:2], uniform=False),
+        Case(rounded(), *SHAPES["single"][:2], uniform=True),
+    ):
         assert backend.plan(case.metadata).fp8_prefill is None
     assert backend.plan(prompts(rounded(), 9, causal=False).metadata).fp8_prefill is None
 
 
 def test_c3_buffers_are_made_once(rocm: Install) -> None:
-    """Sized by AITER's own answer for the largest batch of a size, and at the same addresses for every smaller one."""
+    """Sized by AITER's own answer for the largest batch of a size, and at the same addresses for
+    every smaller one.
+    """
     machine = rocm()
     backend = RocmAiterMlaBackend(rounded())
 
     def addresses(case: Case) -> list[int]:
         plan = plan_of(backend, case)
-        return [getattr(plan, name).data_ptr() for name in sorted(TEN_FIELDS) if name.startswith(("work", "reduce", "kv_indices"))]
+        return [
+            getattr(plan, name).data_ptr()
+            for name in sorted(TEN_FIELDS)
+            if name.startswith(("work", "reduce", "kv_indices"))
+        ]
 
     first = addresses(prompts(rounded(), 500, 400, 300, 300))
     assert addresses(prompts(rounded(), 400, 300, 350)) == first
@@ -166,13 +197,25 @@ def _refuse(*_: Any, **__: Any) -> Any:
     raise HostSyncError("read back")
 
 
-for _name in ("item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+for _name in (
+    "item",
+    "cpu",
+    "tolist",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+):
     setattr(DeviceTensor, _name, _refuse)
 
 
 @pytest.mark.parametrize("shape", ["prefill", "mixed"])
 def test_c4_nothing_is_read_back(rocm: Install, shape: str) -> None:
-    """The schedule comes from the host's lengths, and not from AITER's planner, which waits for the device."""
+    """The schedule comes from the host's lengths, and not from AITER's planner, which waits for the
+    device.
+    """
     machine = rocm()
     case = Case(rounded(), *SHAPES[shape][:2], uniform=False)
     want = case.attend(RocmAiterMlaBackend(case.spec))
@@ -188,8 +231,12 @@ def test_c4_nothing_is_read_back(rocm: Install, shape: str) -> None:
         on_device["seq_lens"].max().item()
 
 
-def test_c5_every_row_is_written_in_place_and_scratch_is_shared(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that neither kernel writes would stay poison; layers and smaller batches use one workspace."""
+def test_c5_every_row_is_written_in_place_and_scratch_is_shared(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that neither kernel writes would stay poison; layers and smaller batches use one
+    workspace.
+    """
     machine = rocm(num_compute_units=48)
     empty = torch.empty
 
@@ -218,8 +265,12 @@ def test_c5_every_row_is_written_in_place_and_scratch_is_shared(rocm: Install, m
 
 @pytest.mark.parametrize("num_compute_units", [16, 48, 304])
 @pytest.mark.parametrize("lengths", [(1,), (300,), (257, 1, 255, 280)])
-def test_c7_any_number_of_splits_and_requests(rocm: Install, lengths: tuple[int, ...], num_compute_units: int) -> None:
-    """Tiles whole and split, several per request, several requests: every row is written by the one kernel or by the other."""
+def test_c7_any_number_of_splits_and_requests(
+    rocm: Install, lengths: tuple[int, ...], num_compute_units: int
+) -> None:
+    """Tiles whole and split, several per request, several requests: every row is written by the one
+    kernel or by the other.
+    """
     rocm(num_compute_units=num_compute_units)
     case, backend = prompts(rounded(), *lengths), RocmAiterMlaBackend(rounded())
     assert_right(case, backend)
@@ -228,8 +279,12 @@ def test_c7_any_number_of_splits_and_requests(rocm: Install, lengths: tuple[int,
 
 
 @pytest.mark.parametrize("chunk", [16, 4096])
-def test_c7_prompts_beside_chunks_and_decoding(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """In one forward, whole prompts take the 8-bit kernel, chunks behind a context the ordinary one, and single rows decode."""
+def test_c7_prompts_beside_chunks_and_decoding(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """In one forward, whole prompts take the 8-bit kernel, chunks behind a context the ordinary
+    one, and single rows decode.
+    """
     monkeypatch.setattr(groups, "CONTEXT_TOKENS", chunk)
     machine = rocm()
     case = Case(rounded(), *SHAPES["mixed"][:2], uniform=False)
@@ -241,11 +296,16 @@ def test_c7_prompts_beside_chunks_and_decoding(rocm: Install, monkeypatch: pytes
 
 @pytest.mark.parametrize("asked", [narrow(), rounded()])
 def test_c7_on_by_itself_with_either_cache(rocm: Install, asked: MlaSpec) -> None:
-    """A bfloat16 cache keeps its latents unrounded, and prompts are computed in 8 bits all the same."""
+    """A bfloat16 cache keeps its latents unrounded, and prompts are computed in 8 bits all the
+    same.
+    """
     machine = rocm()
     case = prompts(asked, 40, 9)
     assert_right(case, RocmAiterMlaBackend(asked))
-    assert calls(machine, "mla_prefill_ps_asm_fwd") == 1 and "flash_attn_varlen_func" not in machine.names()
+    assert (
+        calls(machine, "mla_prefill_ps_asm_fwd") == 1
+        and "flash_attn_varlen_func" not in machine.names()
+    )
 
 
 def test_c7_turned_off(rocm: Install) -> None:
@@ -254,13 +314,22 @@ def test_c7_turned_off(rocm: Install) -> None:
     case = prompts(asked, 40, 9)
     assert_as_exact(case.attend(RocmAiterMlaBackend(asked)), case.plain(), case.want())
     assert "mla_prefill_ps_asm_fwd" not in machine.names()
-    assert [RocmAiterMlaBackend(spec).prefill_dtype for spec in (asked, narrow())] == [torch.bfloat16, torch.float8_e4m3fn]
-    assert RocmAiterMlaBackend.describe(asked) == ["prompts in 8 bits: no: prompts are asked for in the model's own type"]
-    assert RocmAiterMlaBackend.describe(narrow()) == ["prompts in 8 bits: yes, those without a context"]
+    assert [RocmAiterMlaBackend(spec).prefill_dtype for spec in (asked, narrow())] == [
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+    ]
+    assert RocmAiterMlaBackend.describe(asked) == [
+        "prompts in 8 bits: no: prompts are asked for in the model's own type"
+    ]
+    assert RocmAiterMlaBackend.describe(narrow()) == [
+        "prompts in 8 bits: yes, those without a context"
+    ]
 
 
 def test_no_copy_in_flight_loses_its_source(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device may copy a plan's lists long after the host has gone on: the next plan must not write where they lie."""
+    """The device may copy a plan's lists long after the host has gone on: the next plan must not
+    write where they lie.
+    """
     rocm()
     sources: list[tuple[Tensor, Tensor]] = []
     copy = Tensor.copy_
@@ -278,9 +347,13 @@ def test_no_copy_in_flight_loses_its_source(rocm: Install, monkeypatch: pytest.M
     assert all(torch.equal(source, was) for source, was in sources)
 
 
-@pytest.mark.parametrize(("num_heads", "version"), [(1, "0.1.20"), (20, "0.1.16"), (48, "0.1.15"), (80, "0.1.15")])
+@pytest.mark.parametrize(
+    ("num_heads", "version"), [(1, "0.1.20"), (20, "0.1.16"), (48, "0.1.15"), (80, "0.1.15")]
+)
 def test_c7_heads_are_added(rocm: Install, num_heads: int, version: str) -> None:
-    """Kernel and merge have few head counts, fewer in old versions; the added heads change nothing and are cut off."""
+    """Kernel and merge have few head counts, fewer in old versions; the added heads change nothing
+    and are cut off.
+    """
     machine = rocm(version, any_shape=False, num_compute_units=304)
     case = prompts(rounded(num_heads=num_heads, kv_lora_rank=512), 140, 20)
     assert_right(case, RocmAiterMlaBackend(case.spec))
@@ -293,26 +366,38 @@ def test_c7_numbers_beyond_the_type_keep_their_size(rocm: Install, factor: float
     rocm()
     case, backend = prompts(rounded(), 40, 9), RocmAiterMlaBackend(rounded())
     want = case.attend(backend)
-    case.rows = case.rows._replace(query_nope=case.rows.query_nope * factor, query_rope=case.rows.query_rope * factor)
+    case.rows = case.rows._replace(
+        query_nope=case.rows.query_nope * factor, query_rope=case.rows.query_rope * factor
+    )
     case.up = case.up._replace(value=case.up.value * factor)
     case.scale /= factor
     assert torch.equal(case.attend(backend) / factor, want)  # powers of two: the same digits
 
 
 def test_c7_rounding_saturates_and_ignores_the_neighbors() -> None:
-    """Powers of two as factors: a larger neighbor in the batch leaves a number's rounding alone; nothing becomes NaN."""
+    """Powers of two as factors: a larger neighbor in the batch leaves a number's rounding alone;
+    nothing becomes NaN.
+    """
     dtype = torch.float8_e4m3fn
     torch.manual_seed(0)
     numbers = torch.randn(1000, dtype=torch.bfloat16)
 
     def round_trip(*others: float) -> Tensor:
-        rounded, factor = quantized(torch.cat([numbers, torch.tensor(others, dtype=torch.bfloat16)]), dtype)
-        assert rounded.float().isfinite().all() and factor.shape == (1,) and factor.dtype == torch.float32
+        rounded, factor = quantized(
+            torch.cat([numbers, torch.tensor(others, dtype=torch.bfloat16)]), dtype
+        )
+        assert (
+            rounded.float().isfinite().all()
+            and factor.shape == (1,)
+            and factor.dtype == torch.float32
+        )
         assert bool(torch.log2(factor) == torch.log2(factor).round())
         return rounded.float() * factor
 
     alone = round_trip()
-    half = torch.finfo(dtype).eps / 2  # of a number's size, as its rounding is off at most; tiny ones have fixed steps
+    half = (
+        torch.finfo(dtype).eps / 2
+    )  # of a number's size, as its rounding is off at most; tiny ones have fixed steps
     assert ((alone - numbers.float()).abs() <= half * numbers.float().abs().clamp(min=2**-12)).all()
     normal = numbers.abs() > 0.05
     assert torch.equal(round_trip(100.0)[:1000][normal], alone[normal])
@@ -322,5 +407,7 @@ def test_c7_rounding_saturates_and_ignores_the_neighbors() -> None:
     expected = quantized(rows[:3], dtype)
     rows[3, 1, 7], rows[4] = torch.nan, torch.inf
     rounded, factor = quantized(rows, dtype)
-    assert torch.equal(rounded[:3].float(), expected[0].float()) and torch.equal(factor, expected[1])
+    assert torch.equal(rounded[:3].float(), expected[0].float()) and torch.equal(
+        factor, expected[1]
+    )
     assert rounded[3, 1, 7].float().isnan()

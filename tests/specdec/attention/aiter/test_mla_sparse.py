@@ -42,7 +42,9 @@ LENGTHS = [sum(widths[i] for widths, _ in STEPS) for i in range(3)]
 
 @pytest.mark.parametrize("num_heads", [4, 16, 24, 48])
 def test_every_phase_equals_torch_ref(rocm: Install, num_heads: int) -> None:
-    """Prompts, chunks, decoding and verification, one plan for two layers: wrong rows, positions, slots, padding of heads."""
+    """Prompts, chunks, decoding and verification, one plan for two layers: wrong rows, positions,
+    slots, padding of heads.
+    """
     rocm()
     case = Case(spec(num_heads=num_heads), LENGTHS, num_layers=2)
     case.check(RocmAiterMlaSparseBackend(case.spec), STEPS)
@@ -55,8 +57,12 @@ REAL_CASES = [
 
 
 @pytest.mark.parametrize(("version", "architecture", "num_heads", "fp8"), REAL_CASES)
-def test_real_sizes(rocm: Install, version: str, architecture: str, num_heads: int, fp8: bool) -> None:
-    """The kernels' own sizes, where the emulation refuses whatever has no code object, in both types of cache."""
+def test_real_sizes(
+    rocm: Install, version: str, architecture: str, num_heads: int, fp8: bool
+) -> None:
+    """The kernels' own sizes, where the emulation refuses whatever has no code object, in both
+    types of cache.
+    """
     rocm(version=version, architecture=architecture, tiny=False)
     cache = {"cache_dtype": FP8[architecture]} if fp8 else {}
     asked = spec(**{**REAL, "num_heads": num_heads, **cache})
@@ -66,17 +72,25 @@ def test_real_sizes(rocm: Install, version: str, architecture: str, num_heads: i
 
 
 def test_large_batches_keep_to_the_plan(rocm: Install) -> None:
-    """Left to itself, AITER drops the plan of 32 tokens and more on gfx950, for a kernel whose lists are made on the fly."""
+    """Left to itself, AITER drops the plan of 32 tokens and more on gfx950, for a kernel whose
+    lists are made on the fly.
+    """
     machine = rocm(architecture="gfx950", tiny=False)
     case = Case(spec(**REAL), [34])
     case.history(RocmAiterMlaSparseBackend(case.spec), [((34,), True)])
-    assert [call.details["persistent"] for call in machine.calls if call.name == "mla_decode_fwd"] == [True]
+    assert [
+        call.details["persistent"] for call in machine.calls if call.name == "mla_decode_fwd"
+    ] == [True]
 
 
 def rounded(x: Tensor, fp8: torch.dtype) -> Tensor:
-    """`x` as the indexer sees it: in 8 bits, each vector with the smallest power of two that makes it fit."""
+    """`x` as the indexer sees it: in 8 bits, each vector with the smallest power of two that makes
+    it fit.
+    """
     most = torch.finfo(fp8).max
-    scale = torch.ldexp(torch.ones(50, 1), torch.arange(-40, 10)[:, None])  # tried one by one, independent of logarithms
+    scale = torch.ldexp(
+        torch.ones(50, 1), torch.arange(-40, 10)[:, None]
+    )  # tried one by one, independent of logarithms
     amplitude = x.abs().amax(-1).clamp(min=1e-4)
     fits = amplitude.flatten()[None] / scale <= most
     chosen = scale[fits.int().argmax(0)].view(*amplitude.shape, 1)
@@ -85,7 +99,9 @@ def rounded(x: Tensor, fp8: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("architecture", FP8)
 def test_selection_is_the_best_of_the_rounded_scores(rocm: Install, architecture: str) -> None:
-    """Arbitrary queries and keys: what is chosen is exactly what 8-bit scores say, and mostly what unrounded ones do."""
+    """Arbitrary queries and keys: what is chosen is exactly what 8-bit scores say, and mostly what
+    unrounded ones do.
+    """
     rocm(architecture=architecture)
     case = Case(spec(), LENGTHS, exact=False)
     results = case.history(RocmAiterMlaSparseBackend(case.spec), STEPS)
@@ -109,11 +125,13 @@ def test_selection_is_the_best_of_the_rounded_scores(rocm: Install, architecture
 
 
 def test_a_row_selects_the_same_however_it_is_run(rocm: Install) -> None:
-    """Prefilled whole or in chunks, verified in a block or decoded alone, beside others or not: the reason why drafts change
-    nothing."""
+    """Prefilled whole or in chunks, verified in a block or decoded alone, beside others or not: the
+    reason why drafts change nothing."""
     rocm()
     case = Case(spec(), [40, 33], exact=False)
-    for index in case._made[0][1]:  # of very different size, so that a scale shared by rows would lose the small ones
+    for index in case._made[0][
+        1
+    ]:  # of very different size, so that a scale shared by rows would lose the small ones
         index.query.mul_(10.0 ** (torch.arange(len(index.query)) % 4 * 3)[:, None, None])
     backend = RocmAiterMlaSparseBackend(case.spec)
     ways: list[list[tuple[Sequence[int], bool]]] = [
@@ -135,7 +153,9 @@ def test_a_row_selects_the_same_however_it_is_run(rocm: Install) -> None:
 
 
 def test_short_sequences_attend_to_everything(rocm: Install) -> None:
-    """Up to `topk` tokens nothing is scored, and attention is dense; the keys are stored all the same."""
+    """Up to `topk` tokens nothing is scored, and attention is dense; the keys are stored all the
+    same.
+    """
     machine = rocm()
     assert spec().indexer is not None
     case = Case(spec(indexer=IndexerSpec(16, 32, topk=64)), LENGTHS, exact=False)
@@ -148,12 +168,19 @@ def test_short_sequences_attend_to_everything(rocm: Install) -> None:
         parts = [slice(d, d + w) for d, w in zip(done, widths, strict=True)]
         wanted = []
         for reference, layer in zip(references, want_layers, strict=True):
-            rows = MlaRows(*(torch.cat([t[p] for t, p in zip(ts, parts, strict=True)]) for ts in zip(*layer.rows, strict=True)))
+            rows = MlaRows(
+                *(
+                    torch.cat([t[p] for t, p in zip(ts, parts, strict=True)])
+                    for ts in zip(*layer.rows, strict=True)
+                )
+            )
             plan = reference.plan(case.metadata(done, widths, known=known))
             with Float64() if reference.spec.dtype == torch.float64 else nullcontext():
                 wanted.append(reference.run(rows, layer.up, layer.cache, plan, scale=0.2))
         assert_as_exact(outputs[0], *wanted)
-        assert sets(selections[0]) == [set(range(p + 1)) for part in parts for p in range(part.start, part.stop)]
+        assert sets(selections[0]) == [
+            set(range(p + 1)) for part in parts for p in range(part.start, part.stop)
+        ]
         done = [d + w for d, w in zip(done, widths, strict=True)]
     assert not machine.names() & {"fp8_mqa_logits", "deepgemm_fp8_paged_mqa_logits"}
     assert sum(call.name == "indexer_k_quant_and_cache" for call in machine.calls) == len(STEPS)
@@ -163,7 +190,12 @@ def test_growing_past_topk(rocm: Install) -> None:
     """The first token that does not see everything, in a prefill and in decoding."""
     rocm()
     case = Case(spec(), [9, 10])
-    steps: list[tuple[Sequence[int], bool]] = [((3, 4), True), *[((1, 1), True)] * 2, ((2, 2), False), ((2, 2), True)]
+    steps: list[tuple[Sequence[int], bool]] = [
+        ((3, 4), True),
+        *[((1, 1), True)] * 2,
+        ((2, 2), False),
+        ((2, 2), True),
+    ]
     case.check(RocmAiterMlaSparseBackend(case.spec), steps)
 
 
@@ -183,8 +215,12 @@ def test_scores_past_a_row_are_minus_infinity(rocm: Install) -> None:
 
 @pytest.mark.parametrize("version", ["0.1.16", "0.1.20"])
 @pytest.mark.parametrize("rows", [1, 6, 7, 9])
-def test_scores_in_parts_that_32_bits_address(rocm: Install, monkeypatch: pytest.MonkeyPatch, rows: int, version: str) -> None:
-    """Requests are scored in as many calls as it takes, on the same scores, and select what they select in one."""
+def test_scores_in_parts_that_32_bits_address(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, rows: int, version: str
+) -> None:
+    """Requests are scored in as many calls as it takes, on the same scores, and select what they
+    select in one.
+    """
     machine = rocm(version=version)
     case = Case(spec(), [30, 20, 41, 9])
     steps: list[tuple[Sequence[int], bool]] = [((26, 16, 37, 5), True), ((3,) * 4, False)]
@@ -210,11 +246,18 @@ def test_prefill_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, most:
     want = case.history(case.reference(), steps)
     monkeypatch.setattr(mla_sparse_plan, "MAX_SCORES", most)
     backend = RocmAiterMlaSparseBackend(case.spec)
-    assert [[sets(s) for s in r[0]] for r in case.history(backend, steps)] == [[sets(s) for s in r[0]] for r in want]
+    assert [[sets(s) for s in r[0]] for r in case.history(backend, steps)] == [
+        [sets(s) for s in r[0]] for r in want
+    ]
     chunks = backend.plan(case.metadata([17, 1, 9, 2], [20, 2, 11, 16], known=True)).chunks
-    assert chunks is not None and all((c.rows.stop - c.rows.start) * c.num_keys <= max(most, c.num_keys) for c in chunks)
+    assert chunks is not None and all(
+        (c.rows.stop - c.rows.start) * c.num_keys <= max(most, c.num_keys) for c in chunks
+    )
     assert [r for c in chunks for r in range(c.rows.start, c.rows.stop)] == list(range(49))
-    assert max(c.requests.stop - c.requests.start for c in chunks) == {1: 1, 40: 1, 300: 2, 1500: 2}[most]
+    assert (
+        max(c.requests.stop - c.requests.start for c in chunks)
+        == {1: 1, 40: 1, 300: 2, 1500: 2}[most]
+    )
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -238,20 +281,28 @@ def test_index_base_of_the_prefill_does_not_matter(rocm: Install, relative: bool
 
 @pytest.mark.parametrize(("version", "decided"), [("0.1.16", False), ("0.1.20", True)])
 def test_ties_are_decided_where_aiter_can(rocm: Install, version: str, decided: bool) -> None:
-    """Older functions do not know the argument; later ones choose the lower position, so that a tie falls the same each time."""
+    """Older functions do not know the argument; later ones choose the lower position, so that a tie
+    falls the same each time.
+    """
     rocm(version=version)
     case = Case(spec(), [35, 18])
     for index in case._made[0][1]:
         index.key.fill_(1)
-    results = case.history(RocmAiterMlaSparseBackend(case.spec), [((30, 13), True), ((5, 5), False)])
-    found = [[row == set(range(len(row))) for row in sets(selections[0])] for selections, _ in results]
+    results = case.history(
+        RocmAiterMlaSparseBackend(case.spec), [((30, 13), True), ((5, 5), False)]
+    )
+    found = [
+        [row == set(range(len(row))) for row in sets(selections[0])] for selections, _ in results
+    ]
     alike = [*range(6), *range(30, 36)]  # rows that see no more than they select
     assert all(found[0][row] for row in alike)
     assert [all(rows) for rows in found] == [decided] * 2
 
 
 def test_shared_selection(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GLM's layers that use an earlier layer's selection: the same result as ours alone, and its index list is made once."""
+    """GLM's layers that use an earlier layer's selection: the same result as ours alone, and its
+    index list is made once.
+    """
     rocm()
     case = Case(spec(), LENGTHS, num_layers=3)
     made: list[Tensor] = []
@@ -273,7 +324,8 @@ def plans_made(machine: Machine) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_d2_cached_and_fresh_plans_agree_on_random_batches(rocm: Install, seed: int) -> None:
-    """Sequences of batches, many of them permutations of each other's lengths, on one backend and on a new one each time.
+    """Sequences of batches, many of them permutations of each other's lengths, on one backend and
+    on a new one each time.
 
     The emulation refuses a plan that was made for other lengths, and the answers must be equal.
     """
@@ -287,7 +339,11 @@ def test_d2_cached_and_fresh_plans_agree_on_random_batches(rocm: Install, seed: 
     with Float64():
         case.forward(wide, wide_layers, [0] * 4, [30] * 4, known=True)
     chance = random.Random(seed)
-    shapes = [([2, 5, 9, 20], [1, 3, 1, 4]), ([20, 20, 21, 3], [2, 2, 3, 1]), ([6, 5, 4, 3], [1, 2, 3, 4])]
+    shapes = [
+        ([2, 5, 9, 20], [1, 3, 1, 4]),
+        ([20, 20, 21, 3], [2, 2, 3, 1]),
+        ([6, 5, 4, 3], [1, 2, 3, 4]),
+    ]
     cached, order = 0, [0, 1, 2, 3]
     for _ in range(30):
         done, widths = (list(part) for part in chance.choice(shapes))
@@ -301,7 +357,9 @@ def test_d2_cached_and_fresh_plans_agree_on_random_batches(rocm: Install, seed: 
             widths = [2] * 4
         _, got = case.forward(kept, layers, done, widths, known=not uniform)
         cached += plans_made(machine) == before
-        _, fresh = case.forward(RocmAiterMlaSparseBackend(case.spec), layers, done, widths, known=not uniform)
+        _, fresh = case.forward(
+            RocmAiterMlaSparseBackend(case.spec), layers, done, widths, known=not uniform
+        )
         _, plain = case.forward(reference, want_layers, done, widths, known=not uniform)
         with Float64():
             _, exact = case.forward(wide, wide_layers, done, widths, known=not uniform)
@@ -321,11 +379,20 @@ def test_an_old_plan_cannot_run(rocm: Install) -> None:
     layer = layers[0]
     rows = MlaRows(*(torch.cat([t[:1] for t in ts]) for ts in zip(*layer.rows, strict=True)))
     with pytest.raises(AssertionError, match="newer plan"):
-        backend.run(rows, layer.up, layer.cache, old, scale=0.2, selected=torch.zeros(2, 6, dtype=torch.int32))
+        backend.run(
+            rows,
+            layer.up,
+            layer.cache,
+            old,
+            scale=0.2,
+            selected=torch.zeros(2, 6, dtype=torch.int32),
+        )
 
 
 def test_d6_nothing_waits(rocm: Install) -> None:
-    """Decoding and verification, from plan to output, under a guard that refuses every read of the device."""
+    """Decoding and verification, from plan to output, under a guard that refuses every read of the
+    device.
+    """
     rocm()
     case = Case(spec(), LENGTHS, num_layers=2)
     backend = RocmAiterMlaSparseBackend(case.spec)
@@ -365,12 +432,25 @@ def test_d6_known_lengths_are_not_read_back(rocm: Install, monkeypatch: pytest.M
         (
             "0.1.20",
             "gfx942",
-            {"dtype": torch.float16, "block_size": 4, "kv_lora_rank": 256, "indexer": IndexerSpec(24, 64, 6)},
-            ["float16", "latents of 256 and 64", "blocks of 4", "index keys of 64", "24 index heads"],
+            {
+                "dtype": torch.float16,
+                "block_size": 4,
+                "kv_lora_rank": 256,
+                "indexer": IndexerSpec(24, 64, 6),
+            },
+            [
+                "float16",
+                "latents of 256 and 64",
+                "blocks of 4",
+                "index keys of 64",
+                "24 index heads",
+            ],
         ),
     ],
 )
-def test_refusals(rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]) -> None:
+def test_refusals(
+    rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]
+) -> None:
     """Every limit is said before work starts, and all at once."""
     rocm(version=version, architecture=architecture, tiny=False)
     found = RocmAiterMlaSparseBackend.unsupported_reasons(spec(**{**REAL, **changes}))
@@ -380,7 +460,9 @@ def test_refusals(rocm: Install, version: str, architecture: str, changes: dict[
 
 
 def test_missing_aiter_is_said_once(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both families of functions lack the same; a version that has one of them only is refused for the other."""
+    """Both families of functions lack the same; a version that has one of them only is refused for
+    the other.
+    """
     rocm(tiny=False)
     monkeypatch.setattr(aiter, "installed_version", lambda: "0.1.14")
     assert RocmAiterMlaSparseBackend.unsupported_reasons(spec(**REAL)) == [
@@ -394,7 +476,9 @@ def test_missing_aiter_is_said_once(rocm: Install, monkeypatch: pytest.MonkeyPat
 
 
 def test_selection_of_the_backend(rocm: Install) -> None:
-    """`auto` takes it for models with an indexer only; its drafters get AITER's ordinary attention."""
+    """`auto` takes it for models with an indexer only;
+    its drafters get AITER's ordinary attention.
+    """
     with pytest.raises(BackendError, match="cpu is not a ROCm device"):
         select_backend("rocm_aiter_mla_sparse", spec())
     rocm(tiny=False)
@@ -403,13 +487,18 @@ def test_selection_of_the_backend(rocm: Install) -> None:
     assert select_backend("auto", spec(**{**REAL, "indexer": None})).name != "rocm_aiter_mla_sparse"
 
 
-def test_a_cache_beyond_the_kernels_reach_is_refused(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_beyond_the_kernels_reach_is_refused(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slots whose offset overflows 32 bits would read other tokens."""
     rocm()
     monkeypatch.setattr(latents, "MAX_ADDRESS", 48 * 16 * 3)
     case = Case(spec(), [40])
     assert RocmAiterMlaSparseBackend(case.spec).cache_spec.max_tokens == 48
-    with pytest.raises(CapacityError, match="has 64 tokens and AITER's latent kernels address 48: give it less memory"):
+    with pytest.raises(
+        CapacityError,
+        match="has 64 tokens and AITER's latent kernels address 48: give it less memory",
+    ):
         case.history(RocmAiterMlaSparseBackend(case.spec), [((40,), True)])
 
 

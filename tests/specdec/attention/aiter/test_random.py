@@ -1,12 +1,15 @@
-"""Random batches on every AITER backend, emulated: a row's error is at most twice that of plain torch in the same type.
+"""Random batches on every AITER backend, emulated: a row's error is at most twice that of plain
+torch in the same type.
 
-A draw has one to six requests that are prompts, chunks behind a context or decoding, of any lengths, in one forward whose lengths
-the host knows, or one group of equal rows whose lengths only the device knows; with scattered blocks of 16 or 32, bfloat16 or
-float16, windows, sinks, softcaps, both causalities and groups of one to four. Every head size has its turn. The truth is
-`torch_ref` in float32 on the same rounded inputs; plain torch's own error is that of `torch_ref` in the drawn type. What an 8-bit
-cache is given are numbers it holds exactly, so its error has the same bound.
+A draw has one to six requests that are prompts, chunks behind a context or decoding, of any
+lengths, in one forward whose lengths the host knows, or one group of equal rows whose lengths only
+the device knows; with scattered blocks of 16 or 32, bfloat16 or float16, windows, sinks, softcaps,
+both causalities and groups of one to four. Every head size has its turn. The truth is `torch_ref`
+in float32 on the same rounded inputs; plain torch's own error is that of `torch_ref` in the drawn
+type. What an 8-bit cache is given are numbers it holds exactly, so its error has the same bound.
 
-This is the emulation's rounding, products in float32 and one rounding at the end; the kernels' own awaits the hardware.
+This is the emulation's rounding, products in float32 and one rounding at the end; the kernels' own
+awaits the hardware.
 """
 
 import random
@@ -20,7 +23,11 @@ import torch
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.aiter.fa import FP8_ARCHITECTURES, RocmAiterFaBackend, RocmAiterFaShuffleBackend
+from specdec.attention.aiter.fa import (
+    FP8_ARCHITECTURES,
+    RocmAiterFaBackend,
+    RocmAiterFaShuffleBackend,
+)
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec
@@ -54,7 +61,9 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
 
     def pretend(architecture: str, **options: Any) -> Machine:
         monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        machine = Machine(version="0.1.20", architecture=architecture, num_compute_units=8, **options)
+        machine = Machine(
+            version="0.1.20", architecture=architecture, num_compute_units=8, **options
+        )
         return install(monkeypatch, tmp_path, machine)
 
     return pretend
@@ -65,7 +74,11 @@ def random_batch(draw: random.Random) -> tuple[list[int], list[int], bool]:
     count = draw.randint(1, 6)
     if draw.random() < 0.4:
         width = draw.choice([1, 1, 2, 4, 5, 8])
-        return [width + draw.choice([0, draw.randint(1, 90)]) for _ in range(count)], [width] * count, True
+        return (
+            [width + draw.choice([0, draw.randint(1, 90)]) for _ in range(count)],
+            [width] * count,
+            True,
+        )
     widths, lengths = [], []
     for _ in range(count):
         phase = draw.choice(["prefill", "extend", "decode"])
@@ -106,8 +119,15 @@ def test_ordinary_heads(rocm: Pretend, tier: str, seed: int) -> None:
         non_causal=not causal,
         cache_dtype=fp8,
     )
-    if asked.dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported() and not specdec.device.device.uses_avx512():
-        pytest.skip("torch's own bfloat16 attention fails where ATEN_CPU_CAPABILITY excludes AVX-512 on a CPU with AMX")
+    if (
+        asked.dtype is torch.bfloat16
+        and torch.cpu._is_amx_tile_supported()
+        and not specdec.device.device.uses_avx512()
+    ):
+        pytest.skip(
+            "torch's own bfloat16 attention fails where ATEN_CPU_CAPABILITY excludes AVX-512 on a"
+            " CPU with AMX"
+        )
     lengths, widths, uniform = random_batch(draw)
     case = Case(asked, lengths, widths, uniform=uniform, causal=causal)
     how = {
@@ -127,7 +147,9 @@ def test_ordinary_heads(rocm: Pretend, tier: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_latent_attention(rocm: Pretend, seed: int) -> None:
-    """The same for latents: keys built or maps absorbed, counts of heads that fill up, rows taken together."""
+    """The same for latents: keys built or maps absorbed, counts of heads that fill up, rows taken
+    together.
+    """
     draw = random.Random(seed)
     rocm(draw.choice(["gfx942", "gfx950"]), any_shape=True)
     value_dim = HEAD_DIMS[seed % 4]
@@ -145,14 +167,18 @@ def test_latent_attention(rocm: Pretend, seed: int) -> None:
     case = latent.Case(asked, lengths, widths, uniform=uniform, causal=causal)
     clean = LatentCache(*(t.nan_to_num() if t.is_floating_point() else t for t in case.cache()))
     reference = TorchRefMlaBackend(asked)
-    plain = reference.run(case.rows, case.up, clean, reference.plan(case.metadata), scale=case.scale)
+    plain = reference.run(
+        case.rows, case.up, clean, reference.plan(case.metadata), scale=case.scale
+    )
     got = case.attend(RocmAiterMlaBackend(asked))
     assert_as_exact_as_torch(got, plain, case.want(), (asked, lengths, widths, uniform, causal))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_sparse_latent_attention(rocm: Pretend, seed: int) -> None:
-    """The same behind an indexer, three forwards on one cache; all backends select the same positions."""
+    """The same behind an indexer, three forwards on one cache; all backends select the same
+    positions.
+    """
     draw = random.Random(seed)
     rocm(draw.choice(["gfx942", "gfx950"]), any_shape=True)
     value_dim = HEAD_DIMS[seed % 4]
@@ -170,10 +196,21 @@ def test_sparse_latent_attention(rocm: Pretend, seed: int) -> None:
         ([draw.choice([1, draw.randint(2, 20)]) for _ in range(count)], True),
         ([width] * count, False),
     ]
-    case = sparse.Case(asked, [sum(widths[i] for widths, _ in steps) for i in range(count)], seed=seed)
+    case = sparse.Case(
+        asked, [sum(widths[i] for widths, _ in steps) for i in range(count)], seed=seed
+    )
     histories = [
-        case.history(backend, steps) for backend in (RocmAiterMlaSparseBackend(asked), TorchRefMlaBackend(asked), case.reference())
+        case.history(backend, steps)
+        for backend in (
+            RocmAiterMlaSparseBackend(asked),
+            TorchRefMlaBackend(asked),
+            case.reference(),
+        )
     ]
     for got, plain, want in zip(*histories, strict=True):
-        assert [sparse.sets(s) for s in got[0]] == [sparse.sets(s) for s in want[0]] == [sparse.sets(s) for s in plain[0]]
+        assert (
+            [sparse.sets(s) for s in got[0]]
+            == [sparse.sets(s) for s in want[0]]
+            == [sparse.sets(s) for s in plain[0]]
+        )
         assert_as_exact_as_torch(got[1][0], plain[1][0], want[1][0], (asked, steps))

@@ -23,19 +23,33 @@ def check(*options: str) -> str:
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize(
-    "options", [["--part", "calls"], ["--part", "models", "--tiny", "gpt_oss", "--tokens", "4", "--prompts", "2"]]
+    "options",
+    [
+        ["--part", "calls"],
+        ["--part", "models", "--tiny", "gpt_oss", "--tokens", "4", "--prompts", "2"],
+    ],
 )
 def test_real_kernels(options: list[str]) -> None:
-    """Single calls are as exact as plain torch, and whole generations equal torch_ref in float32."""
+    """Single calls are as exact as plain torch,
+    and whole generations equal torch_ref in float32.
+    """
     check(*options)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(
-    not os.environ.get(REPOSITORY), reason=f"to run {', '.join(REVISIONS)}, name a git repository of AITER in {REPOSITORY}"
+    not os.environ.get(REPOSITORY),
+    reason=f"to run {', '.join(REVISIONS)}, name a git repository of AITER in {REPOSITORY}",
 )
 @pytest.mark.parametrize("revision", REVISIONS)
 def test_other_versions(revision: str) -> None:
-    """The single calls, on what is exported from a repository; what specdec refuses is garbage in all of them."""
-    printed = check("--part", "calls", "--repository", os.environ[REPOSITORY], "--revisions", revision)
-    assert "unified_attention, shuffled" in printed and "garbage on AITER, specdec refuses it" in printed
+    """The single calls, on what is exported from a repository; what specdec refuses is garbage in
+    all of them.
+    """
+    printed = check(
+        "--part", "calls", "--repository", os.environ[REPOSITORY], "--revisions", revision
+    )
+    assert (
+        "unified_attention, shuffled" in printed
+        and "garbage on AITER, specdec refuses it" in printed
+    )

@@ -1,4 +1,5 @@
-"""Forwards beside the engine on AITER's 8-bit caches: the cache of their own has the type that the kernels are told of.
+"""Forwards beside the engine on AITER's 8-bit caches: the cache of their own has the type that the
+kernels are told of.
 
 The emulation raises where it has another; AITER reads noise.
 """
@@ -26,7 +27,9 @@ def test_logits_margins_and_scores(rocm: Install, layout: str) -> None:
     rocm(float32=True)
     model = model_of("llama")
     backend = BACKENDS[layout]
-    verifier = paged_verifier(model, 16, backend=lambda asked: backend(replace(asked, cache_dtype=FP8["gfx942"])))
+    verifier = paged_verifier(
+        model, 16, backend=lambda asked: backend(replace(asked, cache_dtype=FP8["gfx942"]))
+    )
     decoder = SpecDecoder(verifier, None)
     prompts = [prompt for prompt in random_prompts(4, seed=3, longest=30) if len(prompt) > 4]
     exact, plain = (
@@ -38,14 +41,22 @@ def test_logits_margins_and_scores(rocm: Install, layout: str) -> None:
         assert_as_exact(logits, usual[-1], want[-1])
         largest, second = logits.topk(2).values.tolist()
         assert explain_divergence(decoder, 0, 0, prompt, [1], [2]).margin == largest - second
-    found = [scored.log_probability for scored in score(decoder, [(prompt, 3) for prompt in prompts])]
-    assert_as_exact(torch.tensor(found), log_probabilities(plain, prompts, 3), log_probabilities(exact, prompts, 3))
+    found = [
+        scored.log_probability for scored in score(decoder, [(prompt, 3) for prompt in prompts])
+    ]
+    assert_as_exact(
+        torch.tensor(found),
+        log_probabilities(plain, prompts, 3),
+        log_probabilities(exact, prompts, 3),
+    )
 
 
 def log_probabilities(logits: list[Tensor], prompts: list[list[int]], count: int) -> Tensor:
     """Of the last `count` tokens of each prompt, summed."""
     sums = []
     for rows, prompt in zip(logits, prompts, strict=True):
-        chosen = rows.log_softmax(-1)[-count - 1 : -1].gather(1, torch.tensor(prompt[-count:])[:, None])
+        chosen = rows.log_softmax(-1)[-count - 1 : -1].gather(
+            1, torch.tensor(prompt[-count:])[:, None]
+        )
         sums.append(chosen.sum())
     return torch.stack(sums)

@@ -1,4 +1,6 @@
-"""Whole models with indexers and experts on emulated AITER: tokens equal to the reference's, experts chosen by AITER's kernels."""
+"""Whole models with indexers and experts on emulated AITER: tokens equal to the reference's,
+experts chosen by AITER's kernels.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -45,12 +47,18 @@ class RoundedReference(TorchRefMlaBackend):
 
 
 def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
-    """Tokens of a few prompts, prefilled in chunks and decoded in batches, under the guard between draft and commit.
+    """Tokens of a few prompts, prefilled in chunks and decoded in batches, under the guard between
+    draft and commit.
 
-    Each prompt ends with the padding token, whose scores must not tie any more than those of others.
+    Each prompt ends with the padding token, whose scores must not tie any more than those of
+    others.
     """
     cache = CacheConfig(memory_bytes=2**23)
-    engine = SpecEngine(verifier, drafter, EngineConfig(num_draft_tokens=None, max_num_seqs=3, max_prefill_tokens=13, cache=cache))
+    engine = SpecEngine(
+        verifier,
+        drafter,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=3, max_prefill_tokens=13, cache=cache),
+    )
     launch = engine.runner.step
 
     def guarded(batch: DecodeBatch) -> Any:
@@ -58,15 +66,21 @@ def generate(verifier: Verifier, drafter: Drafter | None) -> list[list[int]]:
             return launch(batch)
 
     engine.runner.step = guarded  # type: ignore[method-assign]
-    requests = [engine.add_request([*prompt, 0], SamplingParams(max_tokens=10)) for prompt in random_prompts(4)]
+    requests = [
+        engine.add_request([*prompt, 0], SamplingParams(max_tokens=10))
+        for prompt in random_prompts(4)
+    ]
     while engine.has_work:
         engine.step()
     return [request.output_token_ids for request in requests]
 
 
 @pytest.mark.parametrize("name", ["glm_moe_dsa"])  # test_generation has deepseek_v32
-def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(rocm: Install, name: str) -> None:
-    """Token for token in float32: plain decoding as on the oracle with the same rounding; n-gram and DFlash drafts as plain.
+def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(
+    rocm: Install, name: str
+) -> None:
+    """Token for token in float32: plain decoding as on the oracle with the same rounding; n-gram
+    and DFlash drafts as plain.
 
     Far fewer positions are selected than there are, and GLM's layers share selections.
     """
@@ -78,7 +92,11 @@ def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(rocm
     for make in (lambda v: NGramDrafter(max_draft_tokens=4), wide_dflash):
         verifier = paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend)
         assert generate(verifier, make(verifier)) == want
-    assert machine.names() >= {"deepgemm_fp8_paged_mqa_logits", "fp8_mqa_logits", "flash_attn_with_kvcache"}
+    assert machine.names() >= {
+        "deepgemm_fp8_paged_mqa_logits",
+        "fp8_mqa_logits",
+        "flash_attn_with_kvcache",
+    }
 
 
 @pytest.mark.parametrize(
@@ -92,7 +110,9 @@ def test_d5_whole_generations_equal_the_reference_and_drafts_change_nothing(rocm
     ],
 )
 def test_experts_are_chosen_by_aiter(rocm: Install, name: str, kernel: str) -> None:
-    """A model loaded on an AMD GPU calls the kernel in each of its three expert layers, and answers as elsewhere."""
+    """A model loaded on an AMD GPU calls the kernel in each of its three expert layers, and answers
+    as elsewhere.
+    """
     model = plain_model(name)
     want = generate(paged_verifier(model, 16), None)
     machine = rocm()

@@ -1,4 +1,6 @@
-"""AITER's work plan in sparse latent attention: when it is made again, when not, and what its buffers hold."""
+"""AITER's work plan in sparse latent attention: when it is made again, when not, and what its
+buffers hold.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,9 +58,14 @@ def unknown(metadata: AttentionMetadata) -> AttentionMetadata:
 
 
 def steady(num_reqs: int, width: int, *, least: int | None = None) -> AttentionMetadata:
-    """A step of `width` rows each, of which the host knows that every request has `least` tokens: just enough for 6 keys a row."""
+    """A step of `width` rows each, of which the host knows that every request has `least` tokens:
+    just enough for 6 keys a row.
+    """
     least = 6 + width - 1 if least is None else least
-    return replace(unknown(known([least + 7 * i for i in range(num_reqs)], [width] * num_reqs)), min_seq_len=least)
+    return replace(
+        unknown(known([least + 7 * i for i in range(num_reqs)], [width] * num_reqs)),
+        min_seq_len=least,
+    )
 
 
 def indptr(plan: SparsePlan) -> list[int]:
@@ -67,7 +74,9 @@ def indptr(plan: SparsePlan) -> list[int]:
 
 
 def test_d2_same_key_is_not_planned_again(machine: Machine) -> None:
-    """Also when contexts grow, once all of them hold more than `topk` tokens; the index lists follow all the same."""
+    """Also when contexts grow, once all of them hold more than `topk` tokens; the index lists
+    follow all the same.
+    """
     planner = planner_of()
     for seq_lens in ([30, 12], [34, 13], [38, 21]):
         plan = planner.plan(known(seq_lens, [4, 1]))
@@ -96,11 +105,15 @@ def test_d2_changed_key_is_planned_again(machine: Machine, before: Any, after: A
     assert plans_made(machine) == 2
     fresh = planner_of().plan(known(*after))
     used = fresh.work_plan.work["work_indptr"][-1]
-    assert torch.equal(plan.work_plan.work["work_info_set"][:used], fresh.work_plan.work["work_info_set"][:used])
+    assert torch.equal(
+        plan.work_plan.work["work_info_set"][:used], fresh.work_plan.work["work_info_set"][:used]
+    )
     assert indptr(plan) == indptr(fresh)
 
 
-def test_d2_key_holds_all_that_the_plan_depends_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d2_key_holds_all_that_the_plan_depends_on(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads, types, and the bound on splits, beside lengths."""
     metadata = known([30, 12], [4, 1])
     keys = {
@@ -118,7 +131,9 @@ def test_d2_key_holds_all_that_the_plan_depends_on(machine: Machine, monkeypatch
 
 
 def test_d3_shrinking_batches_clear_what_they_leave(machine: Machine) -> None:
-    """Request ids and index lists of rows that are gone become zero, and nothing beyond them; the indptr repeats its last value."""
+    """Request ids and index lists of rows that are gone become zero, and nothing beyond them; the
+    indptr repeats its last value.
+    """
     topk = 6
     for of in (unknown, lambda m: m):
         planner = planner_of()
@@ -129,13 +144,17 @@ def test_d3_shrinking_batches_clear_what_they_leave(machine: Machine) -> None:
         planner.plan(of(known([40] * 9, [1] * 9)))
         assert planner.plan(of(known([40] * 9, [1] * 9))).buffers is buffers
         assert buffers.request_ids.tolist() == [*range(9), *[0] * 7]
-        assert (buffers.kv_indices[: 9 * topk] == 9).all() and (buffers.kv_indices[9 * topk : 16 * topk] == 0).all()
+        assert (buffers.kv_indices[: 9 * topk] == 9).all() and (
+            buffers.kv_indices[9 * topk : 16 * topk] == 0
+        ).all()
         assert buffers.kv_indices[16 * topk] == 9
         buffers.kv_indices.fill_(9)
         planner.plan(of(known([40] * 12, [1] * 12)))
         assert (buffers.kv_indices == 9).all()  # growing clears nothing
         plan = planner.plan(of(known([40] * 10, [1] * 10)))
-        assert (buffers.kv_indices[10 * topk : 12 * topk] == 0).all() and (buffers.kv_indices[12 * topk :] == 9).all()
+        assert (buffers.kv_indices[10 * topk : 12 * topk] == 0).all() and (
+            buffers.kv_indices[12 * topk :] == 9
+        ).all()
         assert plan.work_plan.kv_indptr.tolist() == [*range(0, 61, 6), *[60] * 6]
 
 
@@ -153,7 +172,9 @@ def test_d4_buffers_begin_as_zeros(machine: Machine, monkeypatch: pytest.MonkeyP
 
 
 def test_d6_unknown_lengths_are_planned_every_time(machine: Machine) -> None:
-    """No lengths, no key: two different batches would share it. Nor does such a plan disturb one that has a key."""
+    """No lengths, no key: two different batches would share it. Nor does such a plan disturb one
+    that has a key.
+    """
     planner = planner_of()
     metadata = known([30, 12], [4, 4])
     for count in range(1, 4):
@@ -168,7 +189,9 @@ def test_d6_unknown_lengths_are_planned_every_time(machine: Machine) -> None:
 
 
 def test_d6_new_buffers_hold_no_plan(machine: Machine) -> None:
-    """A plan belongs to the buffers it was written to: after a reallocation the same key is planned again."""
+    """A plan belongs to the buffers it was written to: after a reallocation the same key is planned
+    again.
+    """
     planner = planner_of()
     metadata = known([30, 12], [4, 4])
     planner.plan(metadata)
@@ -196,7 +219,9 @@ def test_d6_a_failing_planner_leaves_no_key(machine: Machine) -> None:
 
 
 def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured plan takes no key and no keyed buffers, for its replays go unseen; forwards after it clear the whole tail."""
+    """A captured plan takes no key and no keyed buffers, for its replays go unseen; forwards after
+    it clear the whole tail.
+    """
     planner = planner_of()
     metadata = known([30] * 9, [1] * 9)
     planner.plan(metadata)
@@ -213,7 +238,10 @@ def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch
     captured.request_ids.fill_(9)
     captured.kv_indices.fill_(9)
     planner.plan(unknown(known([30] * 10, [1] * 10)))
-    assert captured.request_ids.tolist() == [*range(10), *[0] * 6] and (captured.kv_indices[60:96] == 0).all()
+    assert (
+        captured.request_ids.tolist() == [*range(10), *[0] * 6]
+        and (captured.kv_indices[60:96] == 0).all()
+    )
     capturing[0] = True
     captured.kv_indices.fill_(9)
     planner.plan(unknown(known([30] * 12, [1] * 12)))
@@ -221,7 +249,9 @@ def test_d6_capture_and_replay(machine: Machine, monkeypatch: pytest.MonkeyPatch
 
 
 def test_steady_steps_are_planned_once_per_number_of_rows(machine: Machine) -> None:
-    """However the lengths go on, in whatever order batches shrink and grow, in blocks or row by row; the lists follow each time."""
+    """However the lengths go on, in whatever order batches shrink and grow, in blocks or row by
+    row; the lists follow each time.
+    """
     planner = planner_of()
     for num_reqs, width, made in [
         (3, 1, 1),
@@ -238,7 +268,9 @@ def test_steady_steps_are_planned_once_per_number_of_rows(machine: Machine) -> N
             plan = planner.plan(steady(num_reqs, width, least=least))
             assert plans_made(machine) == made, (num_reqs, width)
             assert indptr(plan) == [*range(0, 6 * num_reqs * width + 1, 6)]
-            assert plan.buffers.request_ids[: num_reqs * width].tolist() == [i for i in range(num_reqs) for _ in range(width)]
+            assert plan.buffers.request_ids[: num_reqs * width].tolist() == [
+                i for i in range(num_reqs) for _ in range(width)
+            ]
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -246,7 +278,9 @@ def test_a_row_short_of_keys_is_planned_each_time(machine: Machine, width: int) 
     """One key too few for the first row of the shortest request: its length counts, and changes."""
     planner = planner_of()
     planner.plan(steady(3, width))
-    for count, lengths in enumerate(([4 + width, 12, 19], [3 + width, 12, 19], [2 + width, 12, 19]), start=2):
+    for count, lengths in enumerate(
+        ([4 + width, 12, 19], [3 + width, 12, 19], [2 + width, 12, 19]), start=2
+    ):
         plan = planner.plan(replace(unknown(known(lengths, [width] * 3)), min_seq_len=4 + width))
         assert plans_made(machine) == count
         assert indptr(plan)[1] == lengths[0] - width + 1
@@ -261,17 +295,28 @@ def test_steady_plans_share_no_memory(machine: Machine) -> None:
     planner.plan(unknown(known([30, 2], [1, 1])))
     planner.plan(known([30, 12], [4, 1]))
     everything = [*plans, *planner._work_plans.values()]
-    memory = [t.untyped_storage().data_ptr() for plan in everything for t in (plan.kv_indptr, *plan.work.values())]
+    memory = [
+        t.untyped_storage().data_ptr()
+        for plan in everything
+        for t in (plan.kv_indptr, *plan.work.values())
+    ]
     assert len(everything) == 6 and len(set(memory)) == len(memory)
     for count, plan in enumerate(plans, start=1):
         kept = {name: part.clone() for name, part in plan.work.items()}
         assert planner.plan(steady(count, 1)).work_plan is plan
-        assert all(torch.equal(part.view(torch.uint8), kept[name].view(torch.uint8)) for name, part in plan.work.items())
+        assert all(
+            torch.equal(part.view(torch.uint8), kept[name].view(torch.uint8))
+            for name, part in plan.work.items()
+        )
     assert plans_made(machine) == 6
 
 
-def test_a_graph_does_not_make_a_steady_plan(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a capture records is not done yet: only a plan made before is taken, and none is noted as made."""
+def test_a_graph_does_not_make_a_steady_plan(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a capture records is not done yet: only a plan made before is taken, and none is noted
+    as made.
+    """
     planner, capturing = planner_of(), [True]
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -301,10 +346,14 @@ def test_a_failing_planner_leaves_no_steady_plan(machine: Machine) -> None:
 
 
 def test_what_pads_a_steady_batch_reads_no_old_slots(machine: Machine) -> None:
-    """A captured step lists `topk` slots for rows that have fewer; what lay there may be of another, larger cache."""
+    """A captured step lists `topk` slots for rows that have fewer; what lay there may be of
+    another, larger cache.
+    """
     planner, size = planner_of(), 16
     metadata = replace(steady(2, 1), block_table=torch.tensor([[3, 4], [0, 0]], dtype=torch.int32))
     plan = planner.plan(metadata)
     plan.buffers.kv_indices.fill_(10**6)
-    plan.list_slots(torch.tensor([[5, 0, 17, 2, 1, 16], [0, -1, -1, -1, -1, -1]], dtype=torch.int32), size)
+    plan.list_slots(
+        torch.tensor([[5, 0, 17, 2, 1, 16], [0, -1, -1, -1, -1, -1]], dtype=torch.int32), size
+    )
     assert plan.entries().kv_indices.tolist() == [53, 48, 65, 50, 49, 64, *[0] * 6]

@@ -1,4 +1,5 @@
-"""Steady decoding of a model with an indexer: once every request has `topk` tokens, no step runs AITER's planner.
+"""Steady decoding of a model with an indexer: once every request has `topk` tokens, no step runs
+AITER's planner.
 
 Captured steps are recorded and replayed as in `tests.specdec.engine.capture.test_graphs`, calls of
 AITER included.
@@ -31,7 +32,10 @@ from tests.specdec.attention.aiter.test_sparse_generation import INDEX_HEAD_DIM,
 from tests.specdec.engine.capture.test_graphs import Recorder
 
 MAX_TOKENS = 8
-PROMPTS = [[*prompt[:length], 0] for prompt, length in zip(random_prompts(9, longest=80)[-4:], (13, 14, 2, 12), strict=True)]
+PROMPTS = [
+    [*prompt[:length], 0]
+    for prompt, length in zip(random_prompts(9, longest=80)[-4:], (13, 14, 2, 12), strict=True)
+]
 """The third is short of `TOPK` tokens for several steps; the others grow into a second block."""
 
 
@@ -42,7 +46,9 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
 
 
 class AiterRecorder(Recorder):
-    """Records AITER's calls among the operations; work of a kind is launched once before it is recorded, as on a device."""
+    """Records AITER's calls among the operations; work of a kind is launched once before it is
+    recorded, as on a device.
+    """
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -64,9 +70,15 @@ class AiterRecorder(Recorder):
         self.machine.watch = None
 
     def _note(self, function: Callable[..., Any], arguments: dict[str, Any], result: Any) -> None:
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage().data_ptr() for x in tree_leaves(arguments) if isinstance(x, Tensor)
+        }
         outputs = enumerate(tree_leaves(result))
-        fresh = [(i, x) for i, x in outputs if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given]
+        fresh = [
+            (i, x)
+            for i, x in outputs
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given
+        ]
         self._tape.append((function, (), arguments, fresh))
 
     def capture(self, launch: Callable[[], None], kind: Hashable) -> Callable[[], None]:
@@ -79,7 +91,9 @@ class AiterRecorder(Recorder):
 
 
 def steps_of(engine: SpecEngine, machine: Machine) -> list[tuple[int, int, int]]:
-    """Runs everything: of each decode step the rows, the fewest tokens in the cache, and the calls of AITER's planner in it."""
+    """Runs everything: of each decode step the rows, the fewest tokens in the cache, and the calls
+    of AITER's planner in it.
+    """
     steps: list[tuple[int, int, int]] = []
     graphs = engine.runner.graphs
     decode = engine.runner.decode
@@ -106,16 +120,26 @@ def steps_of(engine: SpecEngine, machine: Machine) -> list[tuple[int, int, int]]
 def make(verifier: Verifier, k: int, machine: Machine | None, *, blocks: int = 60) -> SpecEngine:
     """An engine with all prompts queued; with a machine, every step is captured."""
     memory = blocks * 16 * sum(spec.bytes_per_token(verifier.dtype) for spec in verifier.kv_specs)
-    config = EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=CacheConfig(memory_bytes=memory), num_draft_tokens=k)
+    config = EngineConfig(
+        max_num_seqs=3,
+        max_prefill_tokens=13,
+        cache=CacheConfig(memory_bytes=memory),
+        num_draft_tokens=k,
+    )
     engine = SpecEngine(verifier, NGramDrafter(max_draft_tokens=k) if k else None, config)
     if machine is not None:
         steady_len = verifier.attention.steady_len
-        engine.runner.graphs = StepGraphs(AiterRecorder(machine), engine.slots, engine.runner.step_table, steady_len=steady_len)
+        engine.runner.graphs = StepGraphs(
+            AiterRecorder(machine), engine.slots, engine.runner.step_table, steady_len=steady_len
+        )
     return engine
 
 
 def queue(engine: SpecEngine) -> list[Request]:
-    return [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)) for prompt in PROMPTS]
+    return [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
+        for prompt in PROMPTS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +159,12 @@ def want(model: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("k", "blocks"), [(0, 60), (3, 60), (0, 4)])
-def test_steady_steps_run_no_planner(rocm: Install, model: Any, want: list[list[int]], k: int, blocks: int, captured: bool) -> None:
-    """While requests join, leave, are preempted and come back, of which one begins short: a step with a request short of tokens
-    plans, any other only when the first of its number of rows, and every token is right."""
+def test_steady_steps_run_no_planner(
+    rocm: Install, model: Any, want: list[list[int]], k: int, blocks: int, captured: bool
+) -> None:
+    """While requests join, leave, are preempted and come back, of which one begins short: a step
+    with a request short of tokens plans, any other only when the first of its number of rows, and
+    every token is right."""
     machine = rocm(num_compute_units=8)
     verifier = paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend)
     assert verifier.attention.steady_len == TOPK - 1
@@ -155,7 +182,9 @@ def test_steady_steps_run_no_planner(rocm: Install, model: Any, want: list[list[
 
 
 def test_shapes_tell_steady_steps_apart(rocm: Install, model: Any) -> None:
-    """A graph that plans nothing must not serve a batch with a short request, however it is padded."""
+    """A graph that plans nothing must not serve a batch with a short request,
+    however it is padded.
+    """
     machine = rocm()
     engine = make(paged_verifier(model, 16, backend=RocmAiterMlaSparseBackend), 0, machine)
     requests = queue(engine)[-1:]

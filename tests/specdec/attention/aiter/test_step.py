@@ -1,4 +1,6 @@
-"""What a decoding step of each AITER backend costs the host: no length read back, one plan, no memory filled or made anew."""
+"""What a decoding step of each AITER backend costs the host: no length read back, one plan, no
+memory filled or made anew.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,7 +44,14 @@ class Subject:
     make: Callable[[list[int], int, bool], tuple[AttentionMetadata, Callable[[Any], Tensor]]]
     """From lengths, rows per request and causality: metadata, and one layer given a plan."""
 
-    def step(self, lengths: list[int], kind: str, *, alter: Alter = lambda m: m, context: Context | None = None) -> Tensor:
+    def step(
+        self,
+        lengths: list[int],
+        kind: str,
+        *,
+        alter: Alter = lambda m: m,
+        context: Context | None = None,
+    ) -> Tensor:
         """Plans and runs all layers within `context`."""
         metadata, layer = self.make(lengths, *WIDTHS[kind])
         metadata = alter(metadata)
@@ -58,10 +67,14 @@ def ordinary(layout: str) -> Subject:
     backend = fa.BACKENDS[layout](attention_case.spec())
 
     def make(lengths: list[int], width: int, causal: bool) -> Any:
-        case = attention_case.Case(backend.spec, lengths, [width] * len(lengths), uniform=True, causal=causal)
+        case = attention_case.Case(
+            backend.spec, lengths, [width] * len(lengths), uniform=True, causal=causal
+        )
         cache = case.cache()
         backend.write(cache, case.old["key"], case.old["value"], case.old_slots)
-        return case.metadata, lambda plan: backend.run(case.query, **case.new, cache=cache, plan=plan, scale=0.1)
+        return case.metadata, lambda plan: backend.run(
+            case.query, **case.new, cache=cache, plan=plan, scale=0.1
+        )
 
     return Subject(backend, make)
 
@@ -88,8 +101,12 @@ def indexed() -> Subject:
         layers = case.layers(backend)
         case.forward(backend, layers, [0] * len(done), done, known=True)
         (layer,) = layers
-        rows = MlaRows(*(torch.cat([t[-width:] for t in ts]) for ts in zip(*layer.rows, strict=True)))
-        index = IndexerRows(*(torch.cat([t[-width:] for t in ts]) for ts in zip(*layer.index, strict=True)))
+        rows = MlaRows(
+            *(torch.cat([t[-width:] for t in ts]) for ts in zip(*layer.rows, strict=True))
+        )
+        index = IndexerRows(
+            *(torch.cat([t[-width:] for t in ts]) for ts in zip(*layer.index, strict=True))
+        )
 
         def run(plan: Any) -> Tensor:
             selected = backend.select(index, layer.cache, plan)
@@ -106,13 +123,20 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "rocm_aiter_mla": latent,
     "rocm_aiter_mla_sparse": indexed,
 }
-STEPS = [(name, kind) for name in SUBJECTS for kind in WIDTHS if (name, kind) != ("rocm_aiter_mla_sparse", "draft")]
+STEPS = [
+    (name, kind)
+    for name in SUBJECTS
+    for kind in WIDTHS
+    if (name, kind) != ("rocm_aiter_mla_sparse", "draft")
+]
 """Sparse latent attention has no bidirectional blocks: beside it drafters run on ordinary heads."""
 
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Machine]:
-    """Pretends a machine on which the backend of a name runs, in float32 and small sizes where it has to."""
+    """Pretends a machine on which the backend of a name runs, in float32 and small sizes where it
+    has to.
+    """
 
     def setup(name: str) -> Machine:
         if name == "rocm_aiter_mla_sparse":
@@ -126,14 +150,24 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Mac
 
 def unreadable(metadata: AttentionMetadata) -> AttentionMetadata:
     """The same with tensors whose values the host cannot have."""
-    tensors = {f.name: getattr(metadata, f.name) for f in fields(metadata) if isinstance(getattr(metadata, f.name), Tensor)}
+    tensors = {
+        f.name: getattr(metadata, f.name)
+        for f in fields(metadata)
+        if isinstance(getattr(metadata, f.name), Tensor)
+    }
     assert "seq_lens" in tensors and metadata.seq_lens_host is None
-    return replace(metadata, **{name: tensor.as_subclass(DeviceTensor) for name, tensor in tensors.items()})
+    return replace(
+        metadata, **{name: tensor.as_subclass(DeviceTensor) for name, tensor in tensors.items()}
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), STEPS)
-def test_a3_a_decoding_and_a_drafting_step_read_no_lengths(rocm: Callable[[str], Machine], name: str, kind: str) -> None:
-    """With lengths whose host reads raise, and under a guard that refuses those of every tensor: the same bits come out."""
+def test_a3_a_decoding_and_a_drafting_step_read_no_lengths(
+    rocm: Callable[[str], Machine], name: str, kind: str
+) -> None:
+    """With lengths whose host reads raise, and under a guard that refuses those of every tensor:
+    the same bits come out.
+    """
     rocm(name)
     subject, lengths = SUBJECTS[name](), [40, 9, 33]
     want = subject.step(lengths, kind)
@@ -149,8 +183,17 @@ CALLS: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
     ("rocm_aiter_fa", "draft"): ({}, {"reshape_and_cache_flash": 1, "flash_attn_with_kvcache": 1}),
     ("rocm_aiter_fa_shuffle", "decode"): ({}, {"reshape_and_cache": 1, "paged_attention_rocm": 1}),
     ("rocm_aiter_fa_shuffle", "verify"): ({}, {"reshape_and_cache": 1, "unified_attention": 1}),
-    ("rocm_aiter_fa_shuffle", "draft"): ({}, {"reshape_and_cache": 1, "flash_attn_with_kvcache": 1}),
-    **{("rocm_aiter_mla", kind): ({"get_mla_metadata_v1": 1}, {"concat_and_cache_mla": 1, "mla_decode_fwd": 1}) for kind in WIDTHS},
+    ("rocm_aiter_fa_shuffle", "draft"): (
+        {},
+        {"reshape_and_cache": 1, "flash_attn_with_kvcache": 1},
+    ),
+    **{
+        ("rocm_aiter_mla", kind): (
+            {"get_mla_metadata_v1": 1},
+            {"concat_and_cache_mla": 1, "mla_decode_fwd": 1},
+        )
+        for kind in WIDTHS
+    },
     **{
         ("rocm_aiter_mla_sparse", kind): (
             {"get_mla_metadata_v1": 1},
@@ -168,7 +211,17 @@ CALLS: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
 """AITER's functions that a step calls once, and those that each of its layers calls."""
 
 FACTORIES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-FILLED = ("zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+FILLED = (
+    "zeros",
+    "ones",
+    "full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+)
 
 
 @dataclass
@@ -223,28 +276,41 @@ def storages(backend: Any) -> dict[int, int]:
 
 @pytest.mark.parametrize("kind", ["decode", "verify"])
 def test_d2_a_steady_step_plans_nothing(rocm: Callable[[str], Machine], kind: str) -> None:
-    """With an indexer, once the host knows that every row has `topk` keys, only the first step of a size calls AITER's planner;
-    the bits are those of a step that plans."""
+    """With an indexer, once the host knows that every row has `topk` keys, only the first step of a
+    size calls AITER's planner; the bits are those of a step that plans."""
     machine = rocm("rocm_aiter_mla_sparse")
     machine.num_compute_units = 8
     subject, planned = SUBJECTS["rocm_aiter_mla_sparse"](), 0
-    for lengths in ([40, 10, 33, 21], [41, 11, 34, 22], [41, 11, 34], [42, 12, 35], [43, 13, 36, 24]):
+    for lengths in (
+        [40, 10, 33, 21],
+        [41, 11, 34, 22],
+        [41, 11, 34],
+        [42, 12, 35],
+        [43, 13, 36, 24],
+    ):
         want = subject.step(lengths, kind)
         machine.calls.clear()
         alter = partial(replace, min_seq_len=min(lengths))
         got = subject.step(lengths, kind, alter=alter, context=no_host_sync())
         planned += sum(call.name == "get_mla_metadata_v1" for call in machine.calls)
         assert torch.equal(got, want)
-        assert torch.equal(subject.step(lengths, kind, alter=lambda m: unreadable(alter(m))).as_subclass(Tensor), want)  # noqa: B023
+        assert torch.equal(
+            subject.step(lengths, kind, alter=lambda m: unreadable(alter(m))).as_subclass(Tensor),  # noqa: B023
+            want,
+        )
     assert planned == 2
 
 
 @pytest.mark.parametrize(("name", "kind"), STEPS)
-def test_a_step_plans_once_and_neither_fills_nor_keeps_memory(rocm: Callable[[str], Machine], name: str, kind: str) -> None:
-    """Calls of AITER counted; after a warm-up, no memory kept beside that of before, none of it filled whole, also when requests
-    leave; and what is made for the time of a step is the layers' outputs and, with an indexer, the scores.
+def test_a_step_plans_once_and_neither_fills_nor_keeps_memory(
+    rocm: Callable[[str], Machine], name: str, kind: str
+) -> None:
+    """Calls of AITER counted; after a warm-up, no memory kept beside that of before, none of it
+    filled whole, also when requests leave; and what is made for the time of a step is the layers'
+    outputs and, with an indexer, the scores.
 
-    Only the scores are filled, once for all layers: AITER leaves their columns behind a row's last key as they are.
+    Only the scores are filled, once for all layers: AITER leaves their columns behind a row's last
+    key as they are.
     """
     machine = rocm(name)
     subject = SUBJECTS[name]()
@@ -259,14 +325,22 @@ def test_a_step_plans_once_and_neither_fills_nor_keeps_memory(rocm: Callable[[st
         with Memory() as memory:
             plan = subject.backend.plan(metadata)
             outputs = [layer(plan) for _ in range(NUM_LAYERS)]
-        want = Counter(per_step) + Counter({call: count * NUM_LAYERS for call, count in per_layer.items()})
+        want = Counter(per_step) + Counter(
+            {call: count * NUM_LAYERS for call, count in per_layer.items()}
+        )
         assert Counter(call.name for call in machine.calls) == want
         assert storages(subject.backend) == before
-        whole = [t for t in memory.filled if t.numel() * t.itemsize == before.get(t.untyped_storage().data_ptr())]
+        whole = [
+            t
+            for t in memory.filled
+            if t.numel() * t.itemsize == before.get(t.untyped_storage().data_ptr())
+        ]
         fresh = [t.shape for t in memory.filled if t.untyped_storage().data_ptr() not in before]
         width = blocks_for(metadata.max_seq_len, 256) * 256
         assert whole == []
         assert fresh == ([(metadata.num_tokens, width)] if name == "rocm_aiter_mla_sparse" else [])
-        most = {"rocm_aiter_mla_sparse": 2}.get(name, 1) * NUM_LAYERS  # a layer's output, and with an indexer its selection
+        most = {"rocm_aiter_mla_sparse": 2}.get(
+            name, 1
+        ) * NUM_LAYERS  # a layer's output, and with an indexer its selection
         assert len(memory.made) <= most, [tuple(t.shape) for t in memory.made]
         assert len(outputs) == NUM_LAYERS

@@ -1,4 +1,6 @@
-"""Rows of draft trees on AITER's backends, on the emulation: right, nothing waits, and what is not served is refused by name."""
+"""Rows of draft trees on AITER's backends, on the emulation: right, nothing waits, and what is not
+served is refused by name.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,14 +39,23 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
     [
         (7, {}, False, {}),
         (16, {"num_heads": 9, "num_kv_heads": 3}, True, {"version": "0.1.16"}),
-        (MOST_NODES, {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}, False, {"architecture": "gfx1100"}),
+        (
+            MOST_NODES,
+            {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32},
+            False,
+            {"architecture": "gfx1100"},
+        ),
         (7, {}, True, {"architecture": "gfx950"}),
         (12, {"cache_dtype": E4M3}, True, {}),
         (5, {"cache_dtype": E4M3, "num_kv_heads": 4}, False, {}),
     ],
 )
-def test_ordinary_heads(rocm: test_fa.Install, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]) -> None:
-    """Both tiers and caches; contexts of all lengths, none and less than the rows too; the host never waits."""
+def test_ordinary_heads(
+    rocm: test_fa.Install, drafts: int, shape: dict[str, Any], sinks: bool, machine: dict[str, Any]
+) -> None:
+    """Both tiers and caches; contexts of all lengths, none and less than the rows too; the host
+    never waits.
+    """
     calls = rocm(float32=True, **machine).calls
     asked = spec(dtype=torch.float32, **shape)
     assert RocmAiterFaBackend.tree_reasons(asked) == []
@@ -62,7 +73,9 @@ def test_ordinary_heads(rocm: test_fa.Install, drafts: int, shape: dict[str, Any
 
 
 def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: test_fa.Install) -> None:
-    """As rows of a chain read each other, so that both decode alike; the largest numbers saturate."""
+    """As rows of a chain read each other, so that both decode alike;
+    the largest numbers saturate.
+    """
     rocm(float32=True)
     asked = spec(dtype=torch.float32, cache_dtype=E4M3)
     for trees in (random_trees(2, 4), []):
@@ -84,14 +97,20 @@ def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: test_fa.Install) 
     ],
 )
 def test_latent_heads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: int, changes: dict[str, Any], machine: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    drafts: int,
+    changes: dict[str, Any],
+    machine: dict[str, Any],
 ) -> None:
     """Each row lists the context and what is above it; plans of one size share their memory."""
     test_mla.pretend_rocm(monkeypatch, tmp_path)(tiny=True, **machine)
     asked = test_mla.tiny(**changes)
     assert RocmAiterMlaBackend.tree_reasons(asked) == []
     lengths = [drafts + 1 + context for context in (40, 0, 3, 33)]
-    case = test_mla.Case(asked, lengths, [drafts + 1] * 4, uniform=True, trees=random_trees(4, drafts))
+    case = test_mla.Case(
+        asked, lengths, [drafts + 1] * 4, uniform=True, trees=random_trees(4, drafts)
+    )
     backend = RocmAiterMlaBackend(asked)
     with no_host_sync():
         got = case.attend(backend, layers=2)
@@ -99,19 +118,35 @@ def test_latent_heads(
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_tokens_behind_accepted_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    """Whole models on trees of which every path is accepted in turn: what they leave in the cache is read by the steps after."""
-    model, backend = plain_model(name, **CHANGES[name]), RocmAiterMlaBackend if name == "deepseek_v3" else RocmAiterFaBackend
+def test_tokens_behind_accepted_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Whole models on trees of which every path is accepted in turn: what they leave in the cache
+    is read by the steps after.
+    """
+    model, backend = (
+        plain_model(name, **CHANGES[name]),
+        RocmAiterMlaBackend if name == "deepseek_v3" else RocmAiterFaBackend,
+    )
     prompts = random_prompts(3)
     want = decoded(SpecEngine(paged_verifier(model, 16)), prompts)
     Rocm(monkeypatch, tmp_path)("0.1.16", "gfx950")
-    drafter = ScriptedTrees({tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)}, [[0, 0, 1, 2, 2, 5]])
+    drafter = ScriptedTrees(
+        {tuple(prompt): tokens for prompt, tokens in zip(prompts, want, strict=True)},
+        [[0, 0, 1, 2, 2, 5]],
+    )
     config = EngineConfig(tree_nodes=6, cache=CacheConfig(memory_bytes=2**23))
-    assert decoded(SpecEngine(paged_verifier(model, 16, backend=backend), drafter, config), prompts) == want
+    assert (
+        decoded(SpecEngine(paged_verifier(model, 16, backend=backend), drafter, config), prompts)
+        == want
+    )
 
 
 def decoded(engine: SpecEngine, prompts: list[list[int]]) -> list[list[int]]:
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True)) for prompt in prompts]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
+        for prompt in prompts
+    ]
     while engine.has_work:
         engine.step()
     return [request.output_token_ids for request in requests]
@@ -122,7 +157,11 @@ def test_refusals(rocm: test_fa.Install) -> None:
     rocm("0.1.15")
     asked = spec(windows=frozenset({None, 9}), softcap=3.0)
     reasons = RocmAiterFaBackend.tree_reasons(asked)
-    assert [reason.split(" (")[0] for reason in reasons] == ["they need amd-aiter 0.1.16", "windows", "a softcap"]
+    assert [reason.split(" (")[0] for reason in reasons] == [
+        "they need amd-aiter 0.1.16",
+        "windows",
+        "a softcap",
+    ]
     assert RocmAiterFaBackend.unsupported_reasons(asked) == []
     assert RocmAiterFaShuffleBackend.tree_reasons(asked)[3].startswith("the shuffled layout")
     sparse = test_mla.spec(indexer=IndexerSpec(64, 128, 2048))

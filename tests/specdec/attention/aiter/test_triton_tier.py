@@ -42,13 +42,19 @@ Install = Callable[..., Machine]
 
 @pytest.fixture
 def rdna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """Pretends a machine on which AITER has its Triton functions alone; anything else raises when it is called."""
+    """Pretends a machine on which AITER has its Triton functions alone; anything else raises when
+    it is called.
+    """
 
-    def setup(architecture: str | None = "gfx1100", version: str = "0.1.20", float32: bool = False) -> Machine:
+    def setup(
+        architecture: str | None = "gfx1100", version: str = "0.1.20", float32: bool = False
+    ) -> Machine:
         monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
         if float32:
             monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
-        machine = Machine(version=version, architecture=architecture or "gfx942", allow_float32=float32)
+        machine = Machine(
+            version=version, architecture=architecture or "gfx942", allow_float32=float32
+        )
         return install(monkeypatch, tmp_path, machine)
 
     return setup
@@ -64,12 +70,23 @@ SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 9, 100])
-@pytest.mark.parametrize(("causal", "extra"), [(True, ""), (False, ""), (True, "sinks"), (True, "softcap")])
-def test_every_case_equals_torch_ref(rdna: Install, shape: str, causal: bool, window: int | None, extra: str) -> None:
-    """All phases in one call, blocks of unlike widths apart; only the two Triton functions are called."""
+@pytest.mark.parametrize(
+    ("causal", "extra"), [(True, ""), (False, ""), (True, "sinks"), (True, "softcap")]
+)
+def test_every_case_equals_torch_ref(
+    rdna: Install, shape: str, causal: bool, window: int | None, extra: str
+) -> None:
+    """All phases in one call, blocks of unlike widths apart; only the two Triton functions are
+    called.
+    """
     machine = rdna(float32=True)
-    case = Case(spec(dtype=torch.float32), *SHAPES[shape][:2], uniform=SHAPES[shape][2], causal=causal)
-    sinks, softcap = torch.randn(4) if extra == "sinks" else None, 0.7 if extra == "softcap" else None
+    case = Case(
+        spec(dtype=torch.float32), *SHAPES[shape][:2], uniform=SHAPES[shape][2], causal=causal
+    )
+    sinks, softcap = (
+        torch.randn(4) if extra == "sinks" else None,
+        0.7 if extra == "softcap" else None,
+    )
     how: dict[str, Any] = {"scale": 0.2, "window": window, "softcap": softcap, "sinks": sinks}
     case.check(case.attend(RocmAiterFaBackend(case.spec), layers=2, **how), **how)
     assert machine.names() <= TRITON_ONLY
@@ -79,7 +96,9 @@ def test_every_case_equals_torch_ref(rdna: Install, shape: str, causal: bool, wi
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
 def test_whole_generations_equal_torch_ref(rdna: Install, name: str) -> None:
-    """Token for token in float32, plain and with DFlash drafts, and nothing waits between draft and commit."""
+    """Token for token in float32, plain and with DFlash drafts, and nothing waits between draft and
+    commit.
+    """
     machine = rdna(float32=True)
     model = model_of(name)
     reference = paged_verifier(model, block_size=16)
@@ -99,7 +118,9 @@ def test_eight_bit_cache(rdna: Install) -> None:
         case.check(case.attend(RocmAiterFaBackend(asked), scale=0.1), scale=0.1)
 
 
-@pytest.mark.parametrize(("architecture", "dtype", "most"), [("gfx1201", FN, 448), ("gfx942", FNUZ, 240)])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "most"), [("gfx1201", FN, 448), ("gfx942", FNUZ, 240)]
+)
 def test_eight_bit_writes_round_and_saturate(
     rdna: Install, monkeypatch: pytest.MonkeyPatch, architecture: str, dtype: torch.dtype, most: int
 ) -> None:
@@ -119,15 +140,21 @@ def test_generation_with_an_eight_bit_cache(rdna: Install) -> None:
     """bfloat16 rows on an 8-bit cache of RDNA 4, plain and with drafts: nothing waits."""
     rdna("gfx1201")
     config = model_of("llama").config
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+    ).eval()
     asked = attention_spec(config, device=torch.device("cpu"), dtype=torch.bfloat16, block_size=16)
-    verifier = verifier_for(model, name="llama", backend=RocmAiterFaBackend(replace(asked, cache_dtype=FN)))
+    verifier = verifier_for(
+        model, name="llama", backend=RocmAiterFaBackend(replace(asked, cache_dtype=FN))
+    )
     assert all(generate(verifier, wide_dflash(verifier), guard=True))
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx1201"])
 def test_gathered_keys_fill_whole_tiles(rdna: Install, architecture: str) -> None:
-    """From a dense cache the draft kernel loads whole tiles without a mask: past the last request there may be anything."""
+    """From a dense cache the draft kernel loads whole tiles without a mask: past the last request
+    there may be anything.
+    """
     machine = rdna(architecture)
     fp8 = FNUZ if architecture == "gfx942" else FN
     for length in (9, 130):
@@ -145,27 +172,60 @@ def test_gathered_keys_fill_whole_tiles(rdna: Install, architecture: str) -> Non
         ("gfx1201", "0.1.20", {"cache_dtype": FN, "sinks": True, "softcap": 5.0}, []),
         ("gfx1250", "0.1.20", {}, ["architecture gfx1250"]),
         ("gfx1030", "0.1.20", {}, ["architecture gfx1030"]),
-        ("gfx1100", "0.1.15", {}, ["0.1.15 does not import without its C++ kernels: install 0.1.16"]),
-        ("gfx1100", "0.1.20", {"cache_dtype": FN}, ["gfx1100 has no 8-bit floats that AITER knows"]),
+        (
+            "gfx1100",
+            "0.1.15",
+            {},
+            ["0.1.15 does not import without its C++ kernels: install 0.1.16"],
+        ),
+        (
+            "gfx1100",
+            "0.1.20",
+            {"cache_dtype": FN},
+            ["gfx1100 has no 8-bit floats that AITER knows"],
+        ),
         ("gfx1201", "0.1.20", {"cache_dtype": FNUZ}, ["gfx1201 computes with torch.float8_e4m3fn"]),
-        ("gfx1100", "0.1.20", {"non_causal": True, "sinks": True, "softcap": 5.0}, ["with sinks", "with a softcap"]),
-        ("gfx1100", "0.1.20", {"dtype": torch.float32, "block_size": 4}, ["float32", "blocks of 4"]),
+        (
+            "gfx1100",
+            "0.1.20",
+            {"non_causal": True, "sinks": True, "softcap": 5.0},
+            ["with sinks", "with a softcap"],
+        ),
+        (
+            "gfx1100",
+            "0.1.20",
+            {"dtype": torch.float32, "block_size": 4},
+            ["float32", "blocks of 4"],
+        ),
     ],
 )
-def test_refusals(rdna: Install, architecture: str, version: str, changes: dict[str, Any], reasons: list[str]) -> None:
+def test_refusals(
+    rdna: Install, architecture: str, version: str, changes: dict[str, Any], reasons: list[str]
+) -> None:
     """Every limit is said before work starts, and the shuffled layout is refused everywhere."""
     rdna(architecture, version)
     found = RocmAiterFaBackend.unsupported_reasons(spec(**changes))
     assert len(found) == len(reasons), found
     assert all(want in got for want, got in zip(reasons, found, strict=True))
     if not reasons:
-        assert "shuffled layout needs AITER's compiled kernels" in RocmAiterFaShuffleBackend.unsupported_reasons(spec(**changes))[0]
+        assert (
+            "shuffled layout needs AITER's compiled kernels"
+            in RocmAiterFaShuffleBackend.unsupported_reasons(spec(**changes))[0]
+        )
 
 
 def test_the_tier_follows_the_machine(rdna: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CDNA has all kernels unless the user asked AITER for Triton alone; other machines have Triton's or none."""
+    """CDNA has all kernels unless the user asked AITER for Triton alone; other machines have
+    Triton's or none.
+    """
     device = torch.device("cpu")
-    for architecture, tier in (("gfx942", "full"), ("gfx950", "full"), ("gfx1100", "triton"), ("gfx90a", None), (None, None)):
+    for architecture, tier in (
+        ("gfx942", "full"),
+        ("gfx950", "full"),
+        ("gfx1100", "triton"),
+        ("gfx90a", None),
+        (None, None),
+    ):
         rdna(architecture)
         assert rocm_aiter_fa.tier_of(device) == tier
     assert rocm_aiter_fa.tier_of(CUDA) == "triton"
@@ -181,7 +241,11 @@ def test_nvidia_is_served_by_name_alone(rdna: Install, monkeypatch: pytest.Monke
     asked = spec(device=CUDA)
     monkeypatch.setattr(specdec.device.device, "describe_device", str)
     # Others would ask the device that is not there.
-    monkeypatch.setattr(selector, "ATTENTION_BACKENDS", {n: ATTENTION_BACKENDS[n] for n in ("rocm_aiter_fa", "torch_ref")})
+    monkeypatch.setattr(
+        selector,
+        "ATTENTION_BACKENDS",
+        {n: ATTENTION_BACKENDS[n] for n in ("rocm_aiter_fa", "torch_ref")},
+    )
     assert refusals(asked)["rocm_aiter_fa"] == []
     with monkeypatch.context() as patch:
         patch.delattr(aiter_triton_only, "load")
@@ -194,7 +258,10 @@ def test_nvidia_is_served_by_name_alone(rdna: Install, monkeypatch: pytest.Monke
 def test_nvidia_without_aiter(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name it says what is missing and what for."""
     monkeypatch.setattr(aiter, "installed_version", lambda: None)
-    with pytest.raises(BackendError, match="cuda is not a ROCm device; to check AITER's Triton kernels here, install amd-aiter"):
+    with pytest.raises(
+        BackendError,
+        match="cuda is not a ROCm device; to check AITER's Triton kernels here, install amd-aiter",
+    ):
         select_backend("rocm_aiter_fa", spec(device=CUDA))
 
 
@@ -208,7 +275,9 @@ def test_doctor(rdna: Install, capsys: pytest.CaptureFixture[str]) -> None:
     assert "  rocm_aiter_fa_shuffle  no: the shuffled layout needs AITER's compiled kernels" in out
 
 
-def test_aiter_is_imported_without_its_compiled_part(rdna: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aiter_is_imported_without_its_compiled_part(
+    rdna: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The variable is set while AITER is imported, and only then."""
     rdna()
     seen = []
@@ -238,18 +307,31 @@ def test_missing_pieces_are_reasons(rdna: Install) -> None:
     assert "has no unified_attention" in aiter_triton_only.unavailable_reasons()[0]
 
 
-def test_amd_launch_options_are_dropped_where_undeclared(rdna: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off AMD, a kernel gets every option but AMD's own; one that declares such an option keeps it; on AMD nothing changes."""
+def test_amd_launch_options_are_dropped_where_undeclared(
+    rdna: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off AMD, a kernel gets every option but AMD's own; one that declares such an option keeps it;
+    on AMD nothing changes.
+    """
     got: list[dict[str, Any]] = []
 
     def kernel(*declared: str) -> Any:
         return SimpleNamespace(arg_names=declared, run=lambda **options: got.append(options))
 
     plain, declaring, tuned = kernel("x"), kernel("x", "waves_per_eu"), kernel("x")
-    package = SimpleNamespace(plain=plain, declaring=declaring, tuned=SimpleNamespace(arg_names=(), configs=[], fn=tuned), other=3)
-    monkeypatch.setitem(sys.modules, "aiter.ops.triton._triton_kernels.attention.unified_attention", package)
+    package = SimpleNamespace(
+        plain=plain,
+        declaring=declaring,
+        tuned=SimpleNamespace(arg_names=(), configs=[], fn=tuned),
+        other=3,
+    )
+    monkeypatch.setitem(
+        sys.modules, "aiter.ops.triton._triton_kernels.attention.unified_attention", package
+    )
     rdna()
-    monkeypatch.setitem(sys.modules, "aiter.ops.triton._triton_kernels.attention.unified_attention", package)
+    monkeypatch.setitem(
+        sys.modules, "aiter.ops.triton._triton_kernels.attention.unified_attention", package
+    )
     options = {"x": 1, "num_warps": 4, "waves_per_eu": 2, "kpack": 1}
     monkeypatch.setattr(torch.version, "hip", "7.0")
     aiter_triton_only.load()
@@ -258,7 +340,11 @@ def test_amd_launch_options_are_dropped_where_undeclared(rdna: Install, monkeypa
     monkeypatch.setattr(torch.version, "hip", None)
     aiter_triton_only.load()
     aiter_triton_only.load()  # a second backend changes nothing more
-    for each, kept in ((plain, {"x", "num_warps"}), (declaring, {"x", "num_warps", "waves_per_eu"}), (tuned, {"x", "num_warps"})):
+    for each, kept in (
+        (plain, {"x", "num_warps"}),
+        (declaring, {"x", "num_warps", "waves_per_eu"}),
+        (tuned, {"x", "num_warps"}),
+    ):
         each.run(**options)
         assert got.pop().keys() == kept
 
@@ -270,4 +356,6 @@ def test_decoding_does_not_wait(rdna: Install) -> None:
         case = Case(spec(), *SHAPES["block"][:2], uniform=True, causal=causal)
         backend, cache = RocmAiterFaBackend(case.spec), case.cache()
         with no_host_sync():
-            backend.run(case.query, cache=cache, plan=backend.plan(case.metadata), scale=0.1, **case.new)
+            backend.run(
+                case.query, cache=cache, plan=backend.plan(case.metadata), scale=0.1, **case.new
+            )

@@ -9,19 +9,24 @@ from specdec.base.errors import InvalidInputError
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.live_server import tiny_decoder
 
-PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{%"
+    " endfor %}"
+)
 TEXTS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 BOTH = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
 )
 STRICT = (
-    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{"
+    " raise_exception('no such role') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
 CALLS = (
     "{% for m in messages %}{% for t in m.tool_calls or [] %}{{ t.function.arguments | tojson }}"
-    "{% for name, value in t.function.arguments | items %}<{{ name }}={{ value }}>{% endfor %}{% endfor %}{% endfor %}"
+    "{% for name, value in t.function.arguments | items %}<{{ name }}={{ value }}>{% endfor %}{%"
+    " endfor %}{% endfor %}"
 )
 
 
@@ -32,12 +37,22 @@ def rendered(template: str, messages: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("template", [PARTS, TEXTS, BOTH, STRICT])
-@pytest.mark.parametrize("content", ["ab", [{"type": "text", "text": "ab"}], ["ab"], [{"type": "input_text", "text": "ab"}]])
+@pytest.mark.parametrize(
+    "content",
+    ["ab", [{"type": "text", "text": "ab"}], ["ab"], [{"type": "input_text", "text": "ab"}]],
+)
 def test_no_template_loses_what_was_written(template: str, content: Any) -> None:
-    assert rendered(template, [{"role": "system", "content": "x"}, {"role": "user", "content": content}]) == "[system]x[user]ab"
+    assert (
+        rendered(
+            template, [{"role": "system", "content": "x"}, {"role": "user", "content": content}]
+        )
+        == "[system]x[user]ab"
+    )
 
 
-def test_a_template_that_knows_no_developer_gets_a_system_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_that_knows_no_developer_gets_a_system_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     chat = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
     assert rendered(STRICT, chat) == "[system]x[user]y"
     assert "knows no role developer" in caplog.messages[0]
@@ -46,7 +61,13 @@ def test_a_template_that_knows_no_developer_gets_a_system_message(caplog: pytest
 
 def test_arguments_of_calls_are_objects() -> None:
     def call(arguments: Any) -> list[dict[str, Any]]:
-        return [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+        return [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+            }
+        ]
 
     assert rendered(CALLS, call('{"a": 1}')) == rendered(CALLS, call({"a": 1})) == '{"a": 1}<a=1>'
     assert readable(call("no json")) == [{**call("no json")[0], "content": ""}]
@@ -74,7 +95,10 @@ def test_what_stands_for_a_text(message: dict[str, Any], text: str) -> None:
         ("a", "message 0 has no role"),
         ({"role": 3}, "message 0 has no role"),
         ({"role": "user", "content": 3}, "the content of message 0 is a int"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "message 0 holds a part of type 'image_url'"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "message 0 holds a part of type 'image_url'",
+        ),
         ({"role": "user", "content": [3]}, "message 0 holds a part of type 'int'"),
     ],
 )
@@ -83,7 +107,9 @@ def test_what_is_no_message(message: Any, reason: str) -> None:
         readable([message])
 
 
-@pytest.mark.parametrize("expression", ["1 / 0", "raise_exception('no')", "messages[5].x.y", "[].pop()"])
+@pytest.mark.parametrize(
+    "expression", ["1 / 0", "raise_exception('no')", "messages[5].x.y", "[].pop()"]
+)
 def test_a_template_that_fails_is_one_line(expression: str) -> None:
     with pytest.raises(InvalidInputError, match=r"the chat template of .* refuses these messages"):
         rendered("{{ " + expression + " }}", [{"role": "user", "content": "a"}])

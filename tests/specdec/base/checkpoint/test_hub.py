@@ -1,4 +1,6 @@
-"""Checkpoints by name: what is fetched from the hub, what a cache alone is good for, and what is said of what cannot be had."""
+"""Checkpoints by name: what is fetched from the hub, what a cache alone is good for, and what is
+said of what cannot be had.
+"""
 
 import json
 import shutil
@@ -9,7 +11,12 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 
@@ -47,19 +54,29 @@ def cache(folders: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("target", ["acme/tiny@v1.0", f"acme/tiny@{COMMIT}", f"acme/tiny@{COMMIT[:7]}"])
+@pytest.mark.parametrize(
+    "target", ["acme/tiny@v1.0", f"acme/tiny@{COMMIT}", f"acme/tiny@{COMMIT[:7]}"]
+)
 def test_a_revision_from_the_cache(target: str, cache: Path) -> None:
-    """By tag, commit or its beginning; reports tell the commit that was loaded, also when the cache has moved on."""
-    decoder = SpecDecoder.from_pretrained(target, drafter="acme/tiny-dflash@main", device="cpu", dtype="float32")
+    """By tag, commit or its beginning; reports tell the commit that was loaded, also when the cache
+    has moved on.
+    """
+    decoder = SpecDecoder.from_pretrained(
+        target, drafter="acme/tiny-dflash@main", device="cpu", dtype="float32"
+    )
     assert decoder.generate([5, 6, 7], max_tokens=4).token_ids and decoder.verifier.name == target
     (cache / "models--acme--tiny" / "refs" / "v1.0").write_text("f" * 40)
-    assert checkpoint(target)["revision"] == checkpoint("acme/tiny-dflash@main")["revision"] == COMMIT
+    assert (
+        checkpoint(target)["revision"] == checkpoint("acme/tiny-dflash@main")["revision"] == COMMIT
+    )
     assert checkpoint(target)["sha256"].keys() == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("command", ["generate", "doctor"])
 def test_a_cache_without_optional_files(command: str, cache: Path, capsys: Capture) -> None:
-    """No index of a single file, no README, no generation config; `--revision` is the same as a name with @."""
+    """No index of a single file, no README, no generation config; `--revision` is the same as a
+    name with @.
+    """
     models = [
         "--model",
         "acme/tiny",
@@ -80,7 +97,9 @@ def test_a_cache_without_optional_files(command: str, cache: Path, capsys: Captu
 
 
 def test_a_cache_without_what_is_needed(cache: Path) -> None:
-    """The config alone does not make optional files out of weights, nor another file one out of the config."""
+    """The config alone does not make optional files out of weights, nor another file one out of the
+    config.
+    """
     snapshot = cache / "models--acme--tiny-dflash" / "snapshots" / COMMIT
     (snapshot / "model.safetensors").unlink()
     assert hub.checkpoint_file("acme/tiny-dflash", "README.md", what="drafter") is None
@@ -88,7 +107,9 @@ def test_a_cache_without_what_is_needed(cache: Path) -> None:
         SpecDecoder.from_pretrained("acme/tiny@v1.0", drafter="acme/tiny-dflash", device="cpu")
     (snapshot / "config.json").rename(snapshot / "README.md")
     for file in ("config.json", "generation_config.json"):
-        with pytest.raises(CheckpointError, match=f"out of reach and {file} is not in its cache; go online"):
+        with pytest.raises(
+            CheckpointError, match=f"out of reach and {file} is not in its cache; go online"
+        ):
             hub.checkpoint_file("acme/tiny-dflash", file, what="drafter")
 
 
@@ -101,7 +122,9 @@ DAMAGED += [("target", "tokenizer_config.json"), ("target", "generation_config.j
 def test_messages_have_the_name_that_was_typed(what: str, file: str, cache: Path) -> None:
     """And not the path in the cache."""
     name = "acme/tiny@v1.0" if what == "target" else "acme/tiny-dflash"
-    damaged = cache / f"models--{name.partition('@')[0].replace('/', '--')}" / "snapshots" / COMMIT / file
+    damaged = (
+        cache / f"models--{name.partition('@')[0].replace('/', '--')}" / "snapshots" / COMMIT / file
+    )
     damaged.unlink(missing_ok=True)
     damaged.write_bytes(b"[")
     with pytest.raises(CheckpointError) as caught:
@@ -119,7 +142,9 @@ def test_a_revision_in_a_training_config(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_repository(folders: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    """It is named behind a colon; the repository alone is refused with the folders that there are."""
+    """It is named behind a colon; the repository alone is refused with the folders that
+    there are.
+    """
     for name in ("full", "compressed"):
         shutil.copytree(folders / "drafter", tmp_path / "both" / name)
     cached(tmp_path / "hub", "acme/variants", tmp_path / "both", revision="v2")
@@ -129,8 +154,14 @@ def test_a_folder_of_a_repository(folders: Path, tmp_path: Path, monkeypatch: Pa
         SpecDecoder.from_pretrained(folders / "target", drafter=name, **options)
     assert checkpoint("acme/variants:full@v2")["revision"] == COMMIT
     (tmp_path / "both" / "more").mkdir()
-    for name, shown in (("acme/variants@v2", "acme/variants:compressed@v2"), (f"{tmp_path}/both", f"{tmp_path}/both/compressed")):
-        said = rf"has no config.json itself, but its folders compressed, full have; name one, such as '{shown}'"
+    for name, shown in (
+        ("acme/variants@v2", "acme/variants:compressed@v2"),
+        (f"{tmp_path}/both", f"{tmp_path}/both/compressed"),
+    ):
+        said = (
+            rf"has no config.json itself, but its folders compressed, full have; name one, such"
+            rf" as '{shown}'"
+        )
         with pytest.raises(CheckpointError, match=said):
             SpecDecoder.from_pretrained(folders / "target", drafter=name, **options)
 
@@ -141,7 +172,9 @@ def test_a_folder_whose_name_looks_like_a_revision(folders: Path, tmp_path: Path
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(tmp_path)
             SpecDecoder.from_pretrained(folder, drafter="none", device="cpu")
-            with pytest.raises(InvalidInputError, match="revision 'v1' is of a checkpoint on the hub"):
+            with pytest.raises(
+                InvalidInputError, match="revision 'v1' is of a checkpoint on the hub"
+            ):
                 hub.pinned(folder, "v1")
 
 
@@ -167,8 +200,14 @@ def test_names_that_can_be_none_on_the_hub(name: str, monkeypatch: Patch) -> Non
     """Nobody is asked."""
     for call in ("snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(hub, call, lambda *args, **options: pytest.fail("the hub was asked"))
-    for find in (hub.checkpoint_folder, lambda name, what: hub.json_file(name, "config.json", what=what)):
-        with pytest.raises(CheckpointError, match=r"is not a folder, and no name on the hub; give a folder with config\.json"):
+    for find in (
+        hub.checkpoint_folder,
+        lambda name, what: hub.json_file(name, "config.json", what=what),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=r"is not a folder, and no name on the hub; give a folder with config\.json",
+        ):
             find(name, what="target")
 
 
@@ -194,7 +233,9 @@ def fetching(files: list[str], folder: Path, asked: list[dict[str, Any]]) -> Cal
         asked.append(options)
         base = folder / "snapshots" / COMMIT
         for file in filter_repo_objects(
-            files, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
+            files,
+            allow_patterns=options["allow_patterns"],
+            ignore_patterns=options["ignore_patterns"],
         ):
             (base / file).parent.mkdir(parents=True, exist_ok=True)
             (base / file).touch()
@@ -203,7 +244,14 @@ def fetching(files: list[str], folder: Path, asked: list[dict[str, Any]]) -> Cal
     return snapshot
 
 
-SMALL = ["config.json", "tokenizer.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "README.md"]
+SMALL = [
+    "config.json",
+    "tokenizer.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "README.md",
+]
 TEMPLATE = "additional_chat_templates/rag.jinja"
 OTHERS = [
     "model.gguf",
@@ -218,12 +266,20 @@ WEIGHTS = ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "
 
 @pytest.mark.parametrize("root", ["", "full/"])
 def test_what_is_fetched(root: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    """Small files before weights, all of one revision; pickles where there are no safetensors alone; nothing else."""
+    """Small files before weights, all of one revision; pickles where there are no safetensors
+    alone; nothing else.
+    """
     name = f"some/model{root and ':full'}"
-    for weights, picked in ((WEIGHTS, []), (["pytorch_model.bin", "training_args.bin"], ["pytorch_model.bin"])):
+    for weights, picked in (
+        (WEIGHTS, []),
+        (["pytorch_model.bin", "training_args.bin"], ["pytorch_model.bin"]),
+    ):
         asked: list[dict[str, Any]] = []
         home = tmp_path / weights[0]
-        files = [root + file for file in [*SMALL, TEMPLATE, *OTHERS, *weights, *["pytorch_model.bin"] * (not picked)]]
+        files = [
+            root + file
+            for file in [*SMALL, TEMPLATE, *OTHERS, *weights, *["pytorch_model.bin"] * (not picked)]
+        ]
         monkeypatch.setattr(hub, "snapshot_download", fetching(files, home, asked))
         small = hub.checkpoint_folder(f"{name}@v1", what="target", weights=False)
         found = {path.relative_to(small).as_posix() for path in small.rglob("*") if path.is_file()}
@@ -231,7 +287,11 @@ def test_what_is_fetched(root: str, tmp_path: Path, monkeypatch: Patch) -> None:
         assert hub.checkpoint_folder(f"{name}@v1", what="target", snapshot=small) == small
         found = {path.relative_to(small).as_posix() for path in small.rglob("*") if path.is_file()}
         assert found == {*SMALL, TEMPLATE, *(picked or weights)}
-        assert [options["revision"] for options in asked] == ["v1", COMMIT, *[COMMIT] * bool(picked)]
+        assert [options["revision"] for options in asked] == [
+            "v1",
+            COMMIT,
+            *[COMMIT] * bool(picked),
+        ]
 
 
 def raised(kind: type[Exception], text: str = "401\nmore") -> Exception:
@@ -243,19 +303,34 @@ def raised(kind: type[Exception], text: str = "401\nmore") -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (raised(GatedRepoError), "is gated: accept the terms at {page}, set HF_TOKEN, and run again"),
+        (
+            raised(GatedRepoError),
+            "is gated: accept the terms at {page}, set HF_TOKEN, and run again",
+        ),
         (
             raised(RepositoryNotFoundError),
-            "is neither a folder nor on the hub ({page}), or it is private; check the name, or set HF_TOKEN",
+            "is neither a folder nor on the hub ({page}), or it is private; check the name, or set"
+            " HF_TOKEN",
         ),
-        (raised(RevisionNotFoundError), "'some/model' has no revision 'v1'; name a branch, a tag or a commit of it"),
+        (
+            raised(RevisionNotFoundError),
+            "'some/model' has no revision 'v1'; name a branch, a tag or a commit of it",
+        ),
         (raised(LocalEntryNotFoundError), "the hub is out of reach and"),
-        (OSError("no\nroute"), "cannot fetch drafter 'some/model@v1' from the hub: no route; check the name"),
-        (RuntimeError("of an HTTP library"), "from the hub: of an HTTP library; check the name, or give a local folder"),
+        (
+            OSError("no\nroute"),
+            "cannot fetch drafter 'some/model@v1' from the hub: no route; check the name",
+        ),
+        (
+            RuntimeError("of an HTTP library"),
+            "from the hub: of an HTTP library; check the name, or give a local folder",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_fetched(error: Exception, said: str, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_what_cannot_be_fetched(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
     """One line, the way out in front, whether files or folders were asked for."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
@@ -264,19 +339,33 @@ def test_what_cannot_be_fetched(error: Exception, said: str, tmp_path: Path, mon
 
     for call in ("snapshot_download", "hf_hub_download"):
         monkeypatch.setattr(hub, call, refuse)
-    for find in (hub.checkpoint_folder, lambda name, what: hub.checkpoint_file(name, "config.json", what=what)):
+    for find in (
+        hub.checkpoint_folder,
+        lambda name, what: hub.checkpoint_file(name, "config.json", what=what),
+    ):
         with pytest.raises(CheckpointError) as caught:
             find("some/model@v1", what="drafter")
-        assert said.format(page=f"{constants.ENDPOINT}/some/model") in str(caught.value) and "\n" not in str(caught.value)
+        assert said.format(page=f"{constants.ENDPOINT}/some/model") in str(
+            caught.value
+        ) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["doctor", "--revision", "v1"], "--revision is about the target; name it with --model"),
-        (["train", "--out", "x", "--revision", "v1"], "revision 'v1' is of a checkpoint on the hub, and 'embedded' is none"),
-        (["generate", "a", "--revision", "v1"], "revision 'v1' is of a checkpoint on the hub, and 'embedded' is none"),
-        (["convert", "a", "b", "--to", "z-lab", "--model", "x/y@v2", "--revision", "v1"], "'x/y@v2' names a revision already"),
+        (
+            ["train", "--out", "x", "--revision", "v1"],
+            "revision 'v1' is of a checkpoint on the hub, and 'embedded' is none",
+        ),
+        (
+            ["generate", "a", "--revision", "v1"],
+            "revision 'v1' is of a checkpoint on the hub, and 'embedded' is none",
+        ),
+        (
+            ["convert", "a", "b", "--to", "z-lab", "--model", "x/y@v2", "--revision", "v1"],
+            "'x/y@v2' names a revision already",
+        ),
     ],
 )
 def test_revisions_of_nothing(arguments: list[str], said: str, capsys: Capture) -> None:
@@ -284,7 +373,9 @@ def test_revisions_of_nothing(arguments: list[str], said: str, capsys: Capture) 
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "eval", "serve", "profile", "warmup", "couple", "train"])
+@pytest.mark.parametrize(
+    "command", ["generate", "bench", "eval", "serve", "profile", "warmup", "couple", "train"]
+)
 def test_every_command_pins_its_target(command: str, monkeypatch: Patch) -> None:
     """The revision stands behind the name by the time a command runs."""
     from importlib import import_module
@@ -300,11 +391,15 @@ def test_every_command_pins_its_target(command: str, monkeypatch: Patch) -> None
 
     monkeypatch.setattr(home, "run", run)
     needed = {"generate": ["a"], "couple": ["folder"]}.get(command, [])
-    assert main([command, *needed, "--model", "some/model", "--revision", "v1"]) == 0 and seen == ["some/model@v1"]
+    assert main([command, *needed, "--model", "some/model", "--revision", "v1"]) == 0 and seen == [
+        "some/model@v1"
+    ]
 
 
 def test_a_newer_client_wants_a_snapshot_whole(cache: Path, monkeypatch: Patch) -> None:
-    """Once it has seen the list of a repository's files; weights are all that a load cannot do without."""
+    """Once it has seen the list of a repository's files; weights are all that a load cannot do
+    without.
+    """
 
     def incomplete(*args: Any, **options: Any) -> str:
         raise LocalEntryNotFoundError("README.md is missing")

@@ -1,4 +1,6 @@
-"""Checkpoints that are something else than what was asked for, as target and as drafter: one line says what they are."""
+"""Checkpoints that are something else than what was asked for, as target and as drafter: one line
+says what they are.
+"""
 
 import json
 import logging
@@ -71,12 +73,16 @@ def test_pickled_drafters(tmp_path: Path) -> None:
     ):
         config, tensors = read(folder)
         found, read_back = read(repacked(folder))
-        assert found == config and all(torch.equal(read_back[name], tensor) for name, tensor in tensors.items())
+        assert found == config and all(
+            torch.equal(read_back[name], tensor) for name, tensor in tensors.items()
+        )
     convert(tmp_path / "dflash", tmp_path / "converted", "speculators")
 
 
 def test_a_pickled_target_and_draft_model(tmp_path: Path) -> None:
-    """On our own layers, which say nothing; a model of transformers' modules whose file has an odd name is found, too."""
+    """On our own layers, which say nothing; a model of transformers' modules whose file has an odd
+    name is found, too.
+    """
     plain, target = load(model(tmp_path / "a")), tmp_path / "a"
     assert plain.vocab_size == load(repacked(target)).vocab_size
     decoder = SpecDecoder.from_pretrained(target, drafter=target, device="cpu", dtype="float32")
@@ -105,16 +111,34 @@ def folder_of(*files: str) -> Callable[[Path], Path]:
     return make
 
 
-MLX = {"quantization": {"bits": 4, "group_size": 64}, "quantization_config": {"bits": 4, "group_size": 64}}
+MLX = {
+    "quantization": {"bits": 4, "group_size": 64},
+    "quantization_config": {"bits": 4, "group_size": 64},
+}
 KINDS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "adapter": (adapter, rf"is an adapter \(LoRA or the like\) and no model; merge it into {BASE}"),
-    "adapter with a config": (with_config, rf"is an adapter \(LoRA or the like\) and no model; merge it into {BASE}"),
-    "MLX": (lambda p: entries(model(p), MLX), r"is quantized by MLX \(config\.json has quantization\), which is not read"),
-    "nothing": (folder_of(), r"has no config\.json; give a checkpoint in the layout of transformers"),
+    "adapter with a config": (
+        with_config,
+        rf"is an adapter \(LoRA or the like\) and no model; merge it into {BASE}",
+    ),
+    "MLX": (
+        lambda p: entries(model(p), MLX),
+        r"is quantized by MLX \(config\.json has quantization\), which is not read",
+    ),
+    "nothing": (
+        folder_of(),
+        r"has no config\.json; give a checkpoint in the layout of transformers",
+    ),
     "GGUF": (folder_of("m.gguf"), r"cannot read 'm\.gguf' \(cannot mmap an empty file\)"),
     "GGUF file": (lambda p: folder_of("m.gguf")(p) / "m.gguf", r"cannot read 'm\.gguf' "),
-    "GGUF files": (folder_of("a.gguf", "b.gguf"), r"holds 2 GGUF files; name one of them, such as '.*a\.gguf'"),
-    "no file": (lambda p: p / "m.gguf", r"is no file; check the path, or name one on the hub as owner/name:file\.gguf"),
+    "GGUF files": (
+        folder_of("a.gguf", "b.gguf"),
+        r"holds 2 GGUF files; name one of them, such as '.*a\.gguf'",
+    ),
+    "no file": (
+        lambda p: p / "m.gguf",
+        r"is no file; check the path, or name one on the hub as owner/name:file\.gguf",
+    ),
 }
 
 
@@ -134,12 +158,20 @@ def test_what_is_no_checkpoint(kind: str, tmp_path: Path) -> None:
             ask()
         message = str(caught.value)
         calls = ("draft model", "drafter") if what == "drafter" else (what,)
-        assert message.startswith(tuple(f"{call} {str(folder)!r}" for call in calls)) and "\n" not in message
+        assert (
+            message.startswith(tuple(f"{call} {str(folder)!r}" for call in calls))
+            and "\n" not in message
+        )
 
 
-def test_an_adapter_beside_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_beside_weights_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Once for each checkpoint; the model is that of the weights, whoever reads them."""
-    folder, head = adapter(model(tmp_path / "target")), adapter(write_head(tmp_path / "head", SGLANG))
+    folder, head = (
+        adapter(model(tmp_path / "target")),
+        adapter(write_head(tmp_path / "head", SGLANG)),
+    )
     target = load(folder)
     load_drafter(head, verifier=target)
     load_drafter(folder, verifier=target)
@@ -147,19 +179,32 @@ def test_an_adapter_beside_weights_is_said(tmp_path: Path, caplog: pytest.LogCap
         read_fit(str(found), target)  # type: ignore[arg-type]
     load_verifier(folder, fuse=False, **SHAPE)
     said = [line for line in map(logging.LogRecord.getMessage, caplog.records) if "adapter" in line]
-    assert [line.split(" has ")[0] for line in said] == [repr(str(one)) for one in (folder, head, folder, folder, head, folder)]
+    assert [line.split(" has ")[0] for line in said] == [
+        repr(str(one)) for one in (folder, head, folder, folder, head, folder)
+    ]
     assert all("which is not applied; merge it into the weights" in line for line in said)
 
 
 DRAFTERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "speculators": (
-        lambda p: write_tiny_dflash(p, replace(TINY, verifier_name="some/target"), layout="speculators"),
+        lambda p: write_tiny_dflash(
+            p, replace(TINY, verifier_name="some/target"), layout="speculators"
+        ),
         r"\(dflash\); give it as --drafter, beside its target, some/target",
     ),
-    "z-lab": (lambda p: write_tiny_dflash(p), r"\(dflash\); give it as --drafter, beside its target, which its card names"),
+    "z-lab": (
+        lambda p: write_tiny_dflash(p),
+        r"\(dflash\); give it as --drafter, beside its target, which its card names",
+    ),
     "sglang": (lambda p: write_head(p, SGLANG), r"\(eagle3\); give it as --drafter, beside"),
-    "SafeAILab": (lambda p: entries(write_head(p, SGLANG), {"architectures": ["LlamaForCausalLM"]}), r"\(eagle3\); give it as"),
-    "EAGLE-3 of speculators": (lambda p: write_head(p, SPECULATORS), r"\(eagle3\); give it as --drafter"),
+    "SafeAILab": (
+        lambda p: entries(write_head(p, SGLANG), {"architectures": ["LlamaForCausalLM"]}),
+        r"\(eagle3\); give it as",
+    ),
+    "EAGLE-3 of speculators": (
+        lambda p: write_head(p, SPECULATORS),
+        r"\(eagle3\); give it as --drafter",
+    ),
     "unknown of speculators": (
         lambda p: entries(write_head(p, SPECULATORS), {"speculators_model_type": "new"}),
         r"\(new\); give it as",
@@ -196,14 +241,23 @@ def test_a_draft_model_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"dtype": "torch.bfloat16"}, {"torch_dtype": "torch.float16"}, {"dtype": "auto"}, {"torch_dtype": "auto"}]
+    "change",
+    [
+        {"dtype": "torch.bfloat16"},
+        {"torch_dtype": "torch.float16"},
+        {"dtype": "auto"},
+        {"torch_dtype": "auto"},
+    ],
 )
 def test_names_of_types(change: dict[str, str], tmp_path: Path) -> None:
     """As some exporters write them, for a target and for a quantized drafter."""
     folder = entries(model(tmp_path / "target"), {"dtype": None} | change)
     assert load(folder).num_layers and read_needs(str(folder), **SHAPE, gpu_bytes=2**40).would_run
     entries(folder, change | {"dtype": "banana"})
-    with pytest.raises(SpecDecError, match="dtype is 'banana', which is no type of numbers; write one such as bfloat16"):
+    with pytest.raises(
+        SpecDecError,
+        match="dtype is 'banana', which is no type of numbers; write one such as bfloat16",
+    ):
         load(folder)
 
 
@@ -212,9 +266,15 @@ def test_the_chat_template_of_a_processor(tmp_path: Path) -> None:
     folder = model(tmp_path / "target")
     template = folder / "chat_template.json"
     template.write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
-    assert load_verifier(folder, **SHAPE)[1].apply_chat_template([{"content": "ab"}], tokenize=False) == "ab!"
+    assert (
+        load_verifier(folder, **SHAPE)[1].apply_chat_template([{"content": "ab"}], tokenize=False)
+        == "ab!"
+    )
     (folder / "chat_template.jinja").write_text("own")
-    assert load_verifier(folder, **SHAPE)[1].apply_chat_template([{"content": "ab"}], tokenize=False) == "own"
+    assert (
+        load_verifier(folder, **SHAPE)[1].apply_chat_template([{"content": "ab"}], tokenize=False)
+        == "own"
+    )
     (folder / "chat_template.jinja").unlink()
     template.write_text("[")
     with pytest.raises(SpecDecError, match=r"chat_template\.json of target .* is not valid JSON"):

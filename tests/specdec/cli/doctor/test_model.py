@@ -1,4 +1,6 @@
-"""`specdec doctor --model`: what a target needs, and what a drafter needs of it, from config files alone."""
+"""`specdec doctor --model`: what a target needs, and what a drafter needs of it, from config files
+alone.
+"""
 
 import json
 from pathlib import Path
@@ -46,7 +48,9 @@ DRAFTER: dict[str, Any] = {
 }
 
 
-def folder(path: Path, config: dict[str, Any], total_size: int | None = None, **changes: Any) -> str:
+def folder(
+    path: Path, config: dict[str, Any], total_size: int | None = None, **changes: Any
+) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config | changes))
     if total_size is not None:
@@ -55,9 +59,29 @@ def folder(path: Path, config: dict[str, Any], total_size: int | None = None, **
     return str(path)
 
 
-def doctor(capsys: pytest.CaptureFixture[str], model: str, *options: str, status: int = 0) -> dict[str, str]:
-    """What it prints, by the word at the beginning of a line; further lines belong to the word above."""
-    assert main(["doctor", "--device", "cpu", "--dtype", "bfloat16", "--gpu-memory", "192", "--model", model, *options]) == status
+def doctor(
+    capsys: pytest.CaptureFixture[str], model: str, *options: str, status: int = 0
+) -> dict[str, str]:
+    """What it prints, by the word at the beginning of a line; further lines belong to the word
+    above.
+    """
+    assert (
+        main(
+            [
+                "doctor",
+                "--device",
+                "cpu",
+                "--dtype",
+                "bfloat16",
+                "--gpu-memory",
+                "192",
+                "--model",
+                model,
+                *options,
+            ]
+        )
+        == status
+    )
     out = capsys.readouterr().out
     said: dict[str, str] = {}
     for line in out.splitlines():
@@ -73,8 +97,15 @@ def doctor(capsys: pytest.CaptureFixture[str], model: str, *options: str, status
 
 
 def test_a_target_that_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """All figures from the config: 36 layers of 8 heads of 128 for keys and for values, and 8.19 billion weights."""
-    said = doctor(capsys, folder(tmp_path / "target", QWEN3_8B), "--drafter", folder(tmp_path / "drafter", DRAFTER))
+    """All figures from the config: 36 layers of 8 heads of 128 for keys and for values, and 8.19
+    billion weights.
+    """
+    said = doctor(
+        capsys,
+        folder(tmp_path / "target", QWEN3_8B),
+        "--drafter",
+        folder(tmp_path / "drafter", DRAFTER),
+    )
     assert said["type"] == "qwen3"
     assert said["runs on"] == "our own layers"
     assert said["attention"] == "torch_ref"
@@ -83,14 +114,18 @@ def test_a_target_that_would_run(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert said["weights"] == "16.4 GB, stored as bfloat16"
     assert said["memory"] == "1 GPU of 192 GB"
     drafter = said["drafter"].replace("\n", " ")
-    assert drafter.endswith("dflash, 15 drafts, taps layers 1, 9, 17, 25, 33 of 36, 1,049 M parameters, fits")
+    assert drafter.endswith(
+        "dflash, 15 drafts, taps layers 1, 9, 17, 25, 33 of 36, 1,049 M parameters, fits"
+    )
     assert said["would run"] == "yes" and "missing" not in said
 
 
 def test_the_embedded_model_and_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     said = doctor(capsys, "embedded")
     assert said["cache"].endswith("22.5 KiB per token") and said["weights"].startswith("0.3 GB")
-    assert said["drafter"].startswith("smollm2-dflash: dspark, ") and said["drafter"].endswith("fits")
+    assert said["drafter"].startswith("smollm2-dflash: dspark, ") and said["drafter"].endswith(
+        "fits"
+    )
     assert doctor(capsys, "embedded", "--drafter", "none")["drafter"] == "none"
 
 
@@ -100,31 +135,64 @@ def test_an_eight_bit_cache_takes_half(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_what_a_hybrid_keeps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A composite whose text part has states: 24 layers of 2 MiB each, and the inputs of a few rows."""
+    """A composite whose text part has states: 24 layers of 2 MiB each, and the inputs of a few
+    rows.
+    """
     text = {"model_type": "qwen3_5_text", "num_hidden_layers": 32, "hidden_size": 4096}
-    config = {"model_type": "qwen3_5", "dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    config = {
+        "model_type": "qwen3_5",
+        "dtype": "bfloat16",
+        "text_config": text,
+        "vision_config": {},
+    }
     said = doctor(capsys, folder(tmp_path / "target", config, total_size=19 * GB))
     assert said["type"] == "qwen3_5, its text part qwen3_5_text"
     words, sizes = said["cache"].splitlines()
-    assert words == "keys and values of 8 layers; states of 24 layers" and sizes.startswith("32.0 KiB per token, ")
+    assert words == "keys and values of 8 layers; states of 24 layers" and sizes.startswith(
+        "32.0 KiB per token, "
+    )
     assert 48 < float(sizes.split()[4]) < 60
     assert said["weights"] == "19.0 GB, stored as bfloat16"
 
 
-def test_layers_for_multi_token_prediction_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """By the names of tensors where an index tells them, else by the config; without any `--drafter mtp` is refused."""
-    text = {"model_type": "qwen3_5_text", "num_hidden_layers": 32, "hidden_size": 4096, "mtp_num_hidden_layers": 1}
-    config = {"model_type": "qwen3_5", "dtype": "bfloat16", "text_config": text, "vision_config": {}}
+def test_layers_for_multi_token_prediction_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the names of tensors where an index tells them, else by the config; without any
+    `--drafter mtp` is refused.
+    """
+    text = {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "mtp_num_hidden_layers": 1,
+    }
+    config = {
+        "model_type": "qwen3_5",
+        "dtype": "bfloat16",
+        "text_config": text,
+        "vision_config": {},
+    }
     target = folder(tmp_path / "target", config)
     said = doctor(capsys, target, "--drafter", "mtp")
-    assert said["prediction"] == "layers for multi-token prediction are in the checkpoint: --drafter mtp"
-    assert said["drafter"] == "mtp: 7 drafts, taps layers 31 of 32, fits" and said["would run"] == "yes"
+    assert (
+        said["prediction"]
+        == "layers for multi-token prediction are in the checkpoint: --drafter mtp"
+    )
+    assert (
+        said["drafter"] == "mtp: 7 drafts, taps layers 31 of 32, fits"
+        and said["would run"] == "yes"
+    )
     index = Path(target) / "model.safetensors.index.json"
     for name, status in (("mtp.fc.weight", 0), ("model.language_model.norm.weight", 1)):
         index.write_text(json.dumps({"metadata": {}, "weight_map": {name: "model-1.safetensors"}}))
         said = doctor(capsys, target, "--drafter", "mtp", status=status)
         assert ("prediction" in said) == (not status)
-    assert said["missing"].replace("\n", " ").endswith("has no layers for multi-token prediction that could draft")
+    assert (
+        said["missing"]
+        .replace("\n", " ")
+        .endswith("has no layers for multi-token prediction that could draft")
+    )
 
 
 def test_windows_and_latents_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -132,74 +200,118 @@ def test_windows_and_latents_are_named(capsys: pytest.CaptureFixture[str], tmp_p
     said = doctor(capsys, folder(tmp_path / "oss", oss, total_size=14 * GB))
     assert said["cache"].startswith("keys and values of 36 layers, 18 of them with a window of 128")
     assert said["weights"] == "14.0 GB, stored as mxfp4"
-    said = doctor(capsys, folder(tmp_path / "glm", {"model_type": "glm_moe_dsa"}, total_size=100 * GB))
+    said = doctor(
+        capsys, folder(tmp_path / "glm", {"model_type": "glm_moe_dsa"}, total_size=100 * GB)
+    )
     assert said["cache"].startswith("latents and index keys of ")
 
 
 def test_quantized_weights_are_counted_as_they_would_be_in_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed on a GPU in half precision, in plain numbers on a CPU, in float32, and through transformers' modules."""
+    """Packed on a GPU in half precision, in plain numbers on a CPU, in float32, and through
+    transformers' modules.
+    """
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     target = folder(tmp_path / "target", QWEN3_8B, total_size=9 * GB, quantization_config=fp8)
     assert doctor(capsys, target)["weights"] == "9.0 GB, stored as fp8"
-    assert doctor(capsys, target, "--dtype", "float32")["weights"] == "32.8 GB, stored as fp8 and plain here"
+    assert (
+        doctor(capsys, target, "--dtype", "float32")["weights"]
+        == "32.8 GB, stored as fp8 and plain here"
+    )
     for packed, weights in ((False, 16.38 * GB), (True, 9 * GB)):
         monkeypatch.setattr(needs, "keeps_packed", lambda device, dtype, packed=packed: packed)
-        found = needs.read_needs(target, device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=192 * GB)
+        found = needs.read_needs(
+            target, device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=192 * GB
+        )
         assert found.weights == pytest.approx(weights, rel=0.001) and found.unpacked != packed
     monkeypatch.setattr(needs, "describe", lambda config: None)
     assert doctor(capsys, target)["weights"] == "16.4 GB, stored as fp8 and plain here"
 
 
-def test_formats_that_no_packed_form_has_are_counted_in_plain_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_formats_that_no_packed_form_has_are_counted_in_plain_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Others as they lie in the files; ModelOpt may say it in a file of its own."""
     four = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     target = folder(tmp_path / "bnb", QWEN3_8B, total_size=6 * GB, quantization_config=four)
     assert doctor(capsys, target)["weights"] == "16.4 GB, stored as bitsandbytes and plain here"
-    quark = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}
+    quark = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
+    }
     target = folder(tmp_path / "quark", QWEN3_8B, total_size=9 * GB, quantization_config=quark)
     assert doctor(capsys, target)["weights"] == "9.0 GB, stored as quark"
     apart = folder(tmp_path / "apart", QWEN3_8B, total_size=6 * GB)
-    (tmp_path / "apart" / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_NVFP4"}}))
+    (tmp_path / "apart" / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": "W4A16_NVFP4"}})
+    )
     assert doctor(capsys, apart)["weights"] == "6.0 GB, stored as modelopt"
 
 
 def test_a_target_for_several_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB. Its 8 key heads are divided by 2, 4 and 8."""
+    """A tenth of a GPU is left for what is no weight: 172.8 of 192 GB. Its 8 key heads are divided
+    by 2, 4 and 8.
+    """
     fits = folder(tmp_path / "fits", QWEN3_8B, total_size=172 * GB)
     assert doctor(capsys, fits)["memory"] == "1 GPU of 192 GB"
     said = doctor(capsys, folder(tmp_path / "large", QWEN3_8B, total_size=346 * GB))
     assert said["memory"] == "4 GPUs of 192 GB" and said["would run"] == "yes"
-    assert said["ranks"] == "weights of a GPU: 173 GB on 2, 86.5 GB on 4, 43.3 GB on 8 (--tensor-parallel)"
+    assert (
+        said["ranks"]
+        == "weights of a GPU: 173 GB on 2, 86.5 GB on 4, 43.3 GB on 8 (--tensor-parallel)"
+    )
     said = doctor(capsys, folder(tmp_path / "huge", QWEN3_8B, total_size=1400 * GB), status=1)
-    assert said["missing"] == "its weights need 9 GPUs of 192 GB, and it is divided among 2 or 4 or 8 alone"
+    assert (
+        said["missing"]
+        == "its weights need 9 GPUs of 192 GB, and it is divided among 2 or 4 or 8 alone"
+    )
 
 
-def test_groups_of_packed_weights_are_divided_or_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_groups_of_packed_weights_are_divided_or_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """4,096 and 12,288 inputs in groups of 1,024: 8 ranks would cut those of the first."""
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 1024, "sym": True, "desc_act": False}
-    said = doctor(capsys, folder(tmp_path / "target", QWEN3_8B, total_size=6 * GB, quantization_config=gptq))
+    said = doctor(
+        capsys, folder(tmp_path / "target", QWEN3_8B, total_size=6 * GB, quantization_config=gptq)
+    )
     assert said["ranks"].startswith("weights of a GPU: 3.0 GB on 2, 1.5 GB on 4 (")
 
 
-def test_transformers_modules_have_one_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = doctor(capsys, folder(tmp_path / "target", {"model_type": "gpt2"}, total_size=200 * GB), status=1)
+def test_transformers_modules_have_one_gpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = doctor(
+        capsys, folder(tmp_path / "target", {"model_type": "gpt2"}, total_size=200 * GB), status=1
+    )
     assert said["ranks"] == "one GPU alone, since transformers' modules are not divided"
-    assert said["missing"] == "its weights need 2 GPUs of 192 GB, and it is not divided among several"
+    assert (
+        said["missing"] == "its weights need 2 GPUs of 192 GB, and it is not divided among several"
+    )
 
 
-def test_the_context_and_how_far_it_goes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_context_and_how_far_it_goes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     said = doctor(capsys, folder(tmp_path / "yarn", QWEN3_8B, rope_scaling=yarn))
     assert said["context"] == "131,072 tokens, whose cache takes 19.3 GB"
-    said = doctor(capsys, folder(tmp_path / "linear", QWEN3_8B, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    said = doctor(
+        capsys,
+        folder(tmp_path / "linear", QWEN3_8B, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    )
     assert said["context"].endswith("; its RoPE goes to 81,920 with --max-model-len")
-    assert doctor(capsys, folder(tmp_path / "table", {"model_type": "gpt2"}))["context"].endswith(", and no more")
+    assert doctor(capsys, folder(tmp_path / "table", {"model_type": "gpt2"}))["context"].endswith(
+        ", and no more"
+    )
 
 
 WHOLE = tiny_tokenizer().backend_tokenizer.to_str()
-KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+KIMI = {
+    "tokenizer_class": "TikTokenTokenizer",
+    "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+}
 
 
 @pytest.mark.parametrize(
@@ -209,15 +321,42 @@ KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["
             {"tokenizer_config.json": json.dumps(KIMI), "tiktoken.model": "IQ== 0"},
             "its tokenizer is TikTokenTokenizer, code from its",
         ),
-        ({"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'}, "its tokenizer is a class of its own, code"),
-        ({"tiktoken.model": "IQ== 0"}, "its tokenizer is tiktoken.model of tiktoken alone, which does not say where text is split"),
+        (
+            {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'},
+            "its tokenizer is a class of its own, code",
+        ),
+        (
+            {"tiktoken.model": "IQ== 0"},
+            "its tokenizer is tiktoken.model of tiktoken alone, which does not say where text is"
+            " split",
+        ),
         ({"some.tiktoken": "IQ== 0"}, "its tokenizer is some.tiktoken of tiktoken alone"),
-        ({"tokenizer.model": "I+/Q== 0\nIg== 1\n"}, "its tokenizer is tokenizer.model of tiktoken alone"),
-        ({"model.safetensors": ""}, "it has no tokenizer: neither tokenizer.json nor another vocabulary"),
+        (
+            {"tokenizer.model": "I+/Q== 0\nIg== 1\n"},
+            "its tokenizer is tokenizer.model of tiktoken alone",
+        ),
+        (
+            {"model.safetensors": ""},
+            "it has no tokenizer: neither tokenizer.json nor another vocabulary",
+        ),
         ({"tokenizer.model": "\n\x0e\n\x05", "model.safetensors": ""}, None),
-        ({"tokenizer_config.json": json.dumps(KIMI), "tiktoken.model": "IQ== 0", "tokenizer.json": WHOLE}, None),
+        (
+            {
+                "tokenizer_config.json": json.dumps(KIMI),
+                "tiktoken.model": "IQ== 0",
+                "tokenizer.json": WHOLE,
+            },
+            None,
+        ),
         ({"tokenizer.json": "{}"}, "cannot read the tokenizer of target "),
-        ({"tokenizer_config.json": '{"tokenizer_class": "Qwen2TokenizerFast"}', "vocab.json": "{}", "model.safetensors": ""}, None),
+        (
+            {
+                "tokenizer_config.json": '{"tokenizer_class": "Qwen2TokenizerFast"}',
+                "vocab.json": "{}",
+                "model.safetensors": "",
+            },
+            None,
+        ),
     ],
 )
 def test_the_tokenizer_is_looked_at(
@@ -236,12 +375,20 @@ def test_the_tokenizer_is_looked_at(
     [
         ({"model_type": "jamba"}, "it keeps a recurrent state"),
         ({"model_type": "never_heard_of"}, "has no model of type 'never_heard_of'"),
-        ({**QWEN3_8B, "quantization_config": {"quant_method": "hqq"}}, "'hqq' are not read, but auto-round, awq, bitsandbytes"),
-        ({**QWEN3_8B, "num_attention_heads": 30}, "torch_ref: 30 query heads do not share 8 key heads evenly"),
+        (
+            {**QWEN3_8B, "quantization_config": {"quant_method": "hqq"}},
+            "'hqq' are not read, but auto-round, awq, bitsandbytes",
+        ),
+        (
+            {**QWEN3_8B, "num_attention_heads": 30},
+            "torch_ref: 30 query heads do not share 8 key heads evenly",
+        ),
     ],
     ids=["recurrent", "unknown", "quantized", "no backend"],
 )
-def test_what_is_missing_is_named(config: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_missing_is_named(
+    config: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     said = doctor(capsys, folder(tmp_path / "target", config), status=1)
     assert reason in said["missing"].replace("\n", " ") and said["would run"] == "no"
 
@@ -257,14 +404,20 @@ def test_what_is_missing_is_named(config: dict[str, Any], reason: str, capsys: p
         ),
         ({"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorrDraftModel"),
         ({"block_size": None}, "config.json lacks block_size"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantized with 'hqq' are not read"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "weights quantized with 'hqq' are not read",
+        ),
     ],
     ids=["hidden size", "vocabulary", "taps", "algorithm", "config", "format"],
 )
 def test_a_drafter_that_does_not_fit(
     changes: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    target, drafter = folder(tmp_path / "target", QWEN3_8B), folder(tmp_path / "drafter", DRAFTER, **changes)
+    target, drafter = (
+        folder(tmp_path / "target", QWEN3_8B),
+        folder(tmp_path / "drafter", DRAFTER, **changes),
+    )
     said = doctor(capsys, target, "--drafter", drafter, status=1)
     assert reason in said["missing"].replace("\n", " ") and said["would run"] == "no"
 
@@ -275,7 +428,10 @@ def test_a_drafter_that_does_not_fit(
         (["--model", "embedded", "--heads", "8", "--mla"], "--mla does not go with --model"),
         (["--drafter", "ngram"], "--drafter goes with --model"),
         (["--gpu-memory", "80"], "--gpu-memory goes with --model"),
-        (["--model", "embedded", "--gpu-memory", "0"], "--gpu-memory is 0; give the memory of one GPU in GB"),
+        (
+            ["--model", "embedded", "--gpu-memory", "0"],
+            "--gpu-memory is 0; give the memory of one GPU in GB",
+        ),
         (["--model", "./nowhere"], "target './nowhere' is not a folder, and no name on the hub"),
         (["--model", "no name"], "is not a folder, and no name on the hub"),
     ],
@@ -299,7 +455,9 @@ def test_a_folder_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_only_config_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the hub, file by file, and never a weight."""
     source, asked = Path(folder(tmp_path / "target", QWEN3_8B, total_size=16 * GB)), []
-    (source / "generation_config.json").write_text('{"eos_token_id": 2, "repetition_penalty": 1.1, "num_beams": 4}')
+    (source / "generation_config.json").write_text(
+        '{"eos_token_id": 2, "repetition_penalty": 1.1, "num_beams": 4}'
+    )
 
     def download(name: str, file: str, **_: Any) -> str:
         asked.append(file)
@@ -308,16 +466,23 @@ def test_only_config_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path
         return str(source / file)
 
     monkeypatch.setattr(hub, "hf_hub_download", download)
-    found = needs.read_needs("some/model", device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=192 * GB)
+    found = needs.read_needs(
+        "some/model", device=torch.device("cpu"), dtype=torch.bfloat16, gpu_bytes=192 * GB
+    )
     assert found.weights == 16 * GB and found.would_run
     assert all(file.endswith(".json") for file in asked)
     (note,) = found.notes
-    assert "repetition_penalty 1.1 where a request names none" in note and "generate would apply num_beams 4" in note
+    assert (
+        "repetition_penalty 1.1 where a request names none" in note
+        and "generate would apply num_beams 4" in note
+    )
     with pytest.raises(CheckpointError, match="give a folder with config"):
         hub.json_file("/nowhere", "config.json", what="target")
 
 
-def test_what_a_checkpoint_asks_of_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_checkpoint_asks_of_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Is named; what no request could ask is in the way."""
     target = folder(tmp_path / "target", QWEN3_8B, eos_token_id=2)
     assert "requests" not in doctor(capsys, target)
@@ -331,9 +496,18 @@ def test_what_a_checkpoint_asks_of_requests(tmp_path: Path, capsys: pytest.Captu
 def test_a_language_model_as_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its own config: what it needs to run is what it needs to draft."""
     target = folder(tmp_path / "target", QWEN3_8B)
-    draft = folder(tmp_path / "draft", QWEN3_8B, architectures=["Qwen3ForCausalLM"], num_hidden_layers=2, vocab_size=1000)
+    draft = folder(
+        tmp_path / "draft",
+        QWEN3_8B,
+        architectures=["Qwen3ForCausalLM"],
+        num_hidden_layers=2,
+        vocab_size=1000,
+    )
     said = doctor(capsys, target, "--drafter", draft)
-    assert said["drafter"].startswith(f"{draft}: draft-model, 7 drafts, ") and said["would run"] == "yes"
+    assert (
+        said["drafter"].startswith(f"{draft}: draft-model, 7 drafts, ")
+        and said["would run"] == "yes"
+    )
     hybrid = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"]}
     said = doctor(capsys, target, "--drafter", folder(tmp_path / "hybrid", hybrid), status=1)
     assert "cannot have recurrent layers" in said["missing"]

@@ -1,4 +1,6 @@
-"""Torch's graphs: what a capture launches, keeps and says; and on an accelerator, real ones against eager steps."""
+"""Torch's graphs: what a capture launches, keeps and says; and on an accelerator, real ones against
+eager steps.
+"""
 
 import gc
 import weakref
@@ -61,9 +63,11 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> NoDeviceGraph:
 
 
 def test_what_cannot_be_captured_is_said(graph: NoDeviceGraph) -> None:
-    """A step that makes the device wait cannot be captured; the error names the reason and the way out, on one line.
+    """A step that makes the device wait cannot be captured; the error names the reason and the way
+    out, on one line.
 
-    The capture that follows such an error to its end fails as well, and what it says then is of no use to anyone.
+    The capture that follows such an error to its end fails as well, and what it says then is of no
+    use to anyone.
     """
     calls = []
 
@@ -73,12 +77,17 @@ def test_what_cannot_be_captured_is_said(graph: NoDeviceGraph) -> None:
             graph.failed = True
             raise RuntimeError("operation not permitted when stream is capturing\nand so on")
 
-    with pytest.raises(BackendError, match=r"cuda:0 cannot capture .* not permitted when stream is capturing; turn graphs off$"):
+    with pytest.raises(
+        BackendError,
+        match=r"cuda:0 cannot capture .* not permitted when stream is capturing; turn graphs off$",
+    ):
         CudaCapture(torch.device("cuda:0")).capture(launch, "kind")
 
 
 def test_a_capture_keeps_what_its_graph_refers_to(graph: NoDeviceGraph) -> None:
-    """A graph holds addresses: the memory of a tensor that nobody holds any more would be another's at its replay."""
+    """A graph holds addresses: the memory of a tensor that nobody holds any more would be another's
+    at its replay.
+    """
     tensor = torch.zeros(2)
     alive = weakref.ref(tensor)
 
@@ -97,14 +106,18 @@ def test_a_capture_keeps_what_its_graph_refers_to(graph: NoDeviceGraph) -> None:
 
 
 def test_work_of_a_known_kind_is_launched_once_to_be_captured(graph: NoDeviceGraph) -> None:
-    """The first of a kind is launched before, for what happens at a first use cannot be captured."""
+    """The first of a kind is launched before,
+    for what happens at a first use cannot be captured.
+    """
     capture, launched = CudaCapture(torch.device("cuda:0")), []
     for kind in ("plain", "plain", "drafts", "plain", "drafts"):
         capture.capture(lambda kind=kind: launched.append(kind), kind)  # type: ignore[misc]
     assert launched == ["plain"] * 3 + ["drafts"] * 2 + ["plain", "drafts"]
 
 
-def test_on_rocm_every_capture_comes_second(graph: NoDeviceGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_rocm_every_capture_comes_second(
+    graph: NoDeviceGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether HIP lets a kernel be loaded in the midst of a capture is not known."""
     monkeypatch.setattr(torch.version, "hip", "7.1")
     capture, launched = CudaCapture(torch.device("cuda:0")), []
@@ -124,7 +137,9 @@ def test_on_an_accelerator(drafter: str) -> None:
     from verifiers.hf_attention import ATTENTION_NAME
 
     case = Case.__new__(Case)
-    case.outputs = {tuple(p): [token % VOCAB for token in range(MAX_TOKENS)] for p in random_prompts(7, seed=2)}
+    case.outputs = {
+        tuple(p): [token % VOCAB for token in range(MAX_TOKENS)] for p in random_prompts(7, seed=2)
+    }
     for attention in ("torch_ref", "triton_fa"):
         model = plain_model("llama").to("cuda")
         model.set_attn_implementation(ATTENTION_NAME)
@@ -133,7 +148,11 @@ def test_on_an_accelerator(drafter: str) -> None:
         outputs = []
         for on in (False, True):
             engine = case.engine(drafter, 5, capture=False, graphs=on)
-            outputs.append([request.output_token_ids for request in run(engine, list(case.outputs), "mixed")])
+            outputs.append(
+                [request.output_token_ids for request in run(engine, list(case.outputs), "mixed")]
+            )
             assert bool(engine.runner.graphs and engine.runner.graphs.graphs) == on
-            assert bool(engine.runner.prefill_graphs and engine.runner.prefill_graphs.graphs) == (on and attention == "triton_fa")
+            assert bool(engine.runner.prefill_graphs and engine.runner.prefill_graphs.graphs) == (
+                on and attention == "triton_fa"
+            )
         assert outputs[0] == outputs[1]

@@ -1,4 +1,6 @@
-"""The self-check of captured steps: what a recording repeats passes, and what it should not have baked in does not."""
+"""The self-check of captured steps: what a recording repeats passes, and what it should not have
+baked in does not.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -56,7 +58,10 @@ def test_prefills_are_captured_too(use: Any, monkeypatch: pytest.MonkeyPatch) ->
     error, bound = check_captured_step(SpecEngine, paged_verifier(plain_model("llama")))
     assert error == 0 < bound
     assert kinds.count(PrefillShape) == 2
-    assert {kind[0] for kind in kinds if kind is not PrefillShape} == {True, False}  # steps with drafts, and plain ones
+    assert {kind[0] for kind in kinds if kind is not PrefillShape} == {
+        True,
+        False,
+    }  # steps with drafts, and plain ones
 
 
 class Frozen(LaunchAgain):
@@ -135,7 +140,11 @@ def test_logits_that_are_not_finite_are_told(use: Any, monkeypatch: pytest.Monke
     ],
 )
 def test_where_steps_are_captured(
-    monkeypatch: pytest.MonkeyPatch, architecture: str | None, wanted: bool | None, right: bool, captured: bool
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str | None,
+    wanted: bool | None,
+    right: bool,
+    captured: bool,
 ) -> None:
     """Where it was asked for; otherwise on NVIDIA, and on AMD by the check."""
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)

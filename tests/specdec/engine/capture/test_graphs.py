@@ -1,7 +1,9 @@
-"""Captured steps: the same tokens as eager ones, nothing of the host baked in, and padding that touches nobody.
+"""Captured steps: the same tokens as eager ones, nothing of the host baked in, and padding that
+touches nobody.
 
-No accelerator is needed: `Recorder` does what a graph does. It records the tensor operations of a launch, with their arguments, and
-replays exactly those into exactly the same tensors; no Python of the step runs again.
+No accelerator is needed: `Recorder` does what a graph does. It records the tensor operations of a
+launch, with their arguments, and replays exactly those into exactly the same tensors; no Python of
+the step runs again.
 """
 
 import logging
@@ -32,7 +34,13 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingPlan
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 
 K = 4
 MAX_TOKENS = 24
@@ -56,9 +64,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        inputs = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         outputs = func(*args, **kwargs)
-        # A view, or what was written in place, needs no copy at replay: its memory is that of an input.
+        # A view, or what was written in place, needs no copy at replay: its memory is that of an
+        # input.
         fresh = [
             (index, x)
             for index, x in enumerate(tree_leaves(outputs))
@@ -94,16 +107,27 @@ class Case:
         self.outputs = {tuple(p): plain_greedy(model, p, MAX_TOKENS) for p in prompts}
         self.verifier = paged_verifier(model)
 
-    def engine(self, drafter: str, batch: int, *, capture: bool, num_blocks: int = 200, **changes: Any) -> SpecEngine:
-        """An engine with or without captured steps; one with them refuses to decode in any other way."""
+    def engine(
+        self, drafter: str, batch: int, *, capture: bool, num_blocks: int = 200, **changes: Any
+    ) -> SpecEngine:
+        """An engine with or without captured steps; one with them refuses to decode in any other
+        way.
+        """
         drafts = DRAFTERS[drafter](self)
         specs = [*self.verifier.kv_specs, *(drafts.kv_specs if drafts else [])]
-        memory_bytes = num_blocks * 4 * sum(spec.bytes_per_token(self.verifier.dtype) for spec in specs)
+        memory_bytes = (
+            num_blocks * 4 * sum(spec.bytes_per_token(self.verifier.dtype) for spec in specs)
+        )
         cache = CacheConfig(memory_bytes=memory_bytes)
         engine = SpecEngine(
             self.verifier,
             drafts,
-            EngineConfig(max_num_seqs=batch, max_prefill_tokens=13, cache=cache, **{"num_draft_tokens": None, **changes}),
+            EngineConfig(
+                max_num_seqs=batch,
+                max_prefill_tokens=13,
+                cache=cache,
+                **{"num_draft_tokens": None, **changes},
+            ),
         )
         engine.runner.host_may_look = False  # as on an accelerator
         if capture:
@@ -121,7 +145,10 @@ DRAFTERS: dict[str, Callable[[Case], Drafter | None]] = {
     "ngram": lambda case: NGramDrafter(max_draft_tokens=K),
     "suffix": lambda case: SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
     "suffix+dflash": lambda case: ComposedDrafter(
-        [SuffixDrafter(max_draft_tokens=K, pool_tokens=100), random_dflash(case.verifier, block_size=K + 1)]
+        [
+            SuffixDrafter(max_draft_tokens=K, pool_tokens=100),
+            random_dflash(case.verifier, block_size=K + 1),
+        ]
     ),
     "dflash": lambda case: random_dflash(case.verifier, block_size=K + 1),
     "right": lambda case: ScriptedDrafter(case.outputs, K),
@@ -133,7 +160,12 @@ MIXED: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": True},
     {"repetition_penalty": 1.3, "top_logprobs": 3},
-    {"logit_bias": {3: 4.0, 5: -4.0}, "min_tokens": 9, "stop_token_ids": (3, 4), "frequency_penalty": 0.4},
+    {
+        "logit_bias": {3: 4.0, 5: -4.0},
+        "min_tokens": 9,
+        "stop_token_ids": (3, 4),
+        "frequency_penalty": 0.4,
+    },
 ]
 SAMPLINGS: dict[str, Callable[[int], dict[str, Any]]] = {
     "greedy": lambda index: {},
@@ -146,10 +178,17 @@ def case() -> Case:
     return Case()
 
 
-def run(engine: SpecEngine, prompts: list[tuple[int, ...]], sampling: str = "greedy") -> list[Request]:
-    """All prompts, one joining every other step and of different lengths, so that they leave at different times."""
+def run(
+    engine: SpecEngine, prompts: list[tuple[int, ...]], sampling: str = "greedy"
+) -> list[Request]:
+    """All prompts, one joining every other step and of different lengths, so that they leave at
+    different times.
+    """
     pending = [
-        (list(prompt), SamplingParams(max_tokens=MAX_TOKENS - 2 * index, **SAMPLINGS[sampling](index)))
+        (
+            list(prompt),
+            SamplingParams(max_tokens=MAX_TOKENS - 2 * index, **SAMPLINGS[sampling](index)),
+        )
         for index, prompt in enumerate(prompts)
     ]
     requests: list[Request] = []
@@ -174,7 +213,9 @@ def recorder(engine: SpecEngine) -> Recorder:
     return engine.runner.graphs._capture
 
 
-@pytest.mark.parametrize(("batch", "sampling"), [(1, "greedy"), (3, "greedy"), (5, "greedy"), (3, "mixed")])
+@pytest.mark.parametrize(
+    ("batch", "sampling"), [(1, "greedy"), (3, "greedy"), (5, "greedy"), (3, "mixed")]
+)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: str) -> None:
     """Tokens, acceptance and log-probabilities of every request, while others join and leave."""
@@ -184,7 +225,9 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
     captured = run(engine, prompts, sampling)
     for one, other in zip(eager, captured, strict=True):
         assert one.output_token_ids == other.output_token_ids
-        assert one.num_accepted[:-1] == other.num_accepted[:-1]  # a last step may offer more drafts than there is room for
+        assert (
+            one.num_accepted[:-1] == other.num_accepted[:-1]
+        )  # a last step may offer more drafts than there is room for
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert [list(top) for top in one.top_logprobs] == [list(top) for top in other.top_logprobs]
     if sampling == "greedy":
@@ -209,13 +252,23 @@ def test_adaptive_k_is_captured(case: Case) -> None:
     run(engine, list(case.outputs))
     assert engine.runner.graphs is not None
     assert {shape.block.drafts for shape in engine.runner.graphs.graphs} <= {0, 1, 3, 4}
-    assert {shape.block for shape in engine.runner.graphs.graphs} == set(engine.timer.steps_by_shape)
+    assert {shape.block for shape in engine.runner.graphs.graphs} == set(
+        engine.timer.steps_by_shape
+    )
 
 
-def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A DFlash block of 16 at k = 1: attention that stops at L + 2 would not see the rest of the block."""
-    monkeypatch.setitem(DRAFTERS, "long_block", lambda case: random_dflash(case.verifier, block_size=16))
-    monkeypatch.setattr(graphs, "length_bucket", lambda length, longest: length)  # rounding would hide a bound too small
+def test_the_bound_of_a_shape_covers_what_drafting_writes(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DFlash block of 16 at k = 1: attention that stops at L + 2 would not see the rest of the
+    block.
+    """
+    monkeypatch.setitem(
+        DRAFTERS, "long_block", lambda case: random_dflash(case.verifier, block_size=16)
+    )
+    monkeypatch.setattr(
+        graphs, "length_bucket", lambda length, longest: length
+    )  # rounding would hide a bound too small
     engine = case.engine("long_block", 1, capture=True, num_draft_tokens=1, pipeline_depth=1)
     captured = engine.runner.graphs
     assert captured is not None
@@ -233,10 +286,14 @@ def test_the_bound_of_a_shape_covers_what_drafting_writes(case: Case, monkeypatc
 
 
 def test_the_recorder_bakes_in_what_a_graph_bakes_in(case: Case) -> None:
-    """A drafter whose proposal follows a Python counter is replayed with the value it was captured with."""
+    """A drafter whose proposal follows a Python counter is replayed with the value it was captured
+    with.
+    """
 
     engine = SpecEngine(
-        case.verifier, NGramDrafter(max_draft_tokens=2), EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22))
+        case.verifier,
+        NGramDrafter(max_draft_tokens=2),
+        EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)),
     )
     table, seen = torch.zeros(1, 3, dtype=torch.int64), []
 
@@ -261,12 +318,19 @@ def test_the_recorder_bakes_in_what_a_graph_bakes_in(case: Case) -> None:
 def _proposal(propose: Callable[[DecodeBatch], DraftOutput], engine: SpecEngine) -> Tensor:
     state = engine.slots
     slots = torch.zeros_like(state.seq_lens[:1])
-    batch = state.gather(slots, state.sampling.select(slots, SamplingPlan.of([])), shape=BlockShape(2), max_seq_len=64)
+    batch = state.gather(
+        slots,
+        state.sampling.select(slots, SamplingPlan.of([])),
+        shape=BlockShape(2),
+        max_seq_len=64,
+    )
     return torch.cat([propose(batch).token_ids, slots[:, None]], dim=1)
 
 
 def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
-    """What an eager step takes from the host is garbage during every replay: no output changes, and no slot outside the batch."""
+    """What an eager step takes from the host is garbage during every replay: no output changes, and
+    no slot outside the batch.
+    """
     engine = case.engine("dflash", 5, capture=True)
     state = engine.slots
     assert engine.runner.graphs is not None
@@ -299,42 +363,67 @@ def test_replays_read_only_what_keeps_its_place(case: Case) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_capturing_moves_no_request(case: Case, drafter: str) -> None:
-    """Warm-up and capture in the midst of decoding change nothing but the null block and the padding slot."""
+    """Warm-up and capture in the midst of decoding change nothing but the null block and the
+    padding slot.
+    """
     engine = case.engine(drafter, 3, capture=True, pipeline_depth=1)
     state = engine.slots
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in list(case.outputs)[:3]]
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS))
+        for prompt in list(case.outputs)[:3]
+    ]
     for _ in range(6):
         engine.step()
     assert any(request.num_in_flight for request in requests)
 
     def snapshot() -> list[Tensor]:
-        tensors = [state.seq_lens, state.anchors, state.block_table, state.sampling.floats.T, state.sampling.ints.T]
-        tensors += [x for x in vars(engine.runner.drafter).values() if isinstance(x, Tensor)] if engine.drafter else []
+        tensors = [
+            state.seq_lens,
+            state.anchors,
+            state.block_table,
+            state.sampling.floats.T,
+            state.sampling.ints.T,
+        ]
+        tensors += (
+            [x for x in vars(engine.runner.drafter).values() if isinstance(x, Tensor)]
+            if engine.drafter
+            else []
+        )
         own = [x[: state.padding_slot].clone() for x in tensors]
-        return own + [side[NULL_BLOCK + 1 :].clone() for layer in engine.kv_cache.layers for side in layer]
+        return own + [
+            side[NULL_BLOCK + 1 :].clone() for layer in engine.kv_cache.layers for side in layer
+        ]
 
     before = snapshot()
     assert engine.runner.graphs is not None
     with torch.inference_mode():
         for shape in [
-            graphs.StepShape(n, BlockShape(k), 64, SamplingPlan.of([])) for n in (1, 2, 4) for k in {0, engine.num_draft_tokens}
+            graphs.StepShape(n, BlockShape(k), 64, SamplingPlan.of([]))
+            for n in (1, 2, 4)
+            for k in {0, engine.num_draft_tokens}
         ]:
             engine.runner.graphs._captured(shape)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
     engine.runner.graphs._selection = None
     while engine.has_work:
         engine.step()
-    assert [request.output_token_ids for request in requests] == [case.outputs[tuple(r.prompt_token_ids)] for r in requests]
+    assert [request.output_token_ids for request in requests] == [
+        case.outputs[tuple(r.prompt_token_ids)] for r in requests
+    ]
 
 
 def test_padding_stays_where_it_is(case: Case) -> None:
-    """Hundreds of replays do not carry the padding slot past its block table, whose entries are all the null block."""
+    """Hundreds of replays do not carry the padding slot past its block table, whose entries are all
+    the null block.
+    """
     engine = case.engine("ngram", 3, capture=True)
     assert engine.runner.graphs is not None
     run(engine, list(case.outputs)[:3])
     state = engine.slots
     assert (state.block_table[state.padding_slot] == NULL_BLOCK).all()
-    graph = next(graph for shape, graph in engine.runner.graphs.graphs.items() if shape.num_reqs == 4)
+    graph = next(
+        graph for shape, graph in engine.runner.graphs.graphs.items() if shape.num_reqs == 4
+    )
     engine.runner.graphs._slots.fill_(state.padding_slot)
     with torch.inference_mode():
         for _ in range(200):
@@ -343,7 +432,9 @@ def test_padding_stays_where_it_is(case: Case) -> None:
 
 
 def test_shapes_are_few(case: Case) -> None:
-    """Batches of 1 to 5 share four sizes, lengths up to 512 one bound, and the last steps of an output the ladder's k."""
+    """Batches of 1 to 5 share four sizes, lengths up to 512 one bound, and the last steps of an
+    output the ladder's k.
+    """
     engine = case.engine("wrong", 5, capture=True)
     run(engine, list(case.outputs))
     assert engine.runner.graphs is not None
@@ -355,7 +446,9 @@ def test_shapes_are_few(case: Case) -> None:
 def test_too_many_graphs_and_too_large_batches_run_without(
     case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond either limit steps are launched operation by operation, said once, and the outputs are the same."""
+    """Beyond either limit steps are launched operation by operation, said once, and the outputs are
+    the same.
+    """
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
     monkeypatch.setattr(graphs, "BATCH_SIZES", (1, 2))
     engine = case.engine("ngram", 5, capture=True)
@@ -369,8 +462,12 @@ def test_too_many_graphs_and_too_large_batches_run_without(
     ]
 
 
-def test_a_batch_without_a_graph_leaves_no_facts_behind(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch before and after it is the same, and must not be taken to be sampled as that one was."""
+def test_a_batch_without_a_graph_leaves_no_facts_behind(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch before and after it is the same, and must not be taken to be sampled as that one
+    was.
+    """
     engine = case.engine("plain", 2, capture=True)
     graphs_of = engine.runner.graphs
     assert graphs_of is not None
@@ -385,7 +482,9 @@ def test_a_batch_without_a_graph_leaves_no_facts_behind(case: Case, monkeypatch:
 
 
 def test_timing_runs_without_graphs(case: Case) -> None:
-    """The phases of a step cannot be told apart inside a graph, and their clock would make the device wait in a capture."""
+    """The phases of a step cannot be told apart inside a graph, and their clock would make the
+    device wait in a capture.
+    """
     engine = case.engine("ngram", 1, capture=True, timing=True)
     with pytest.raises(AssertionError, match="without its graph"):
         run(engine, list(case.outputs)[:1])

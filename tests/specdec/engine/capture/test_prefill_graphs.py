@@ -1,4 +1,6 @@
-"""Captured prefill: the same tokens as packed, eager prefill, padding that nobody sees, and what is left to the eager way."""
+"""Captured prefill: the same tokens as packed, eager prefill, padding that nobody sees, and what is
+left to the eager way.
+"""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -28,8 +30,12 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 16)
 
 
-def captured_engine(case: Case, drafter: str, batch: int, **changes: Any) -> tuple[SpecEngine, Recorder, list[list[Chunk]]]:
-    """An engine with captured prefills of up to 64 rows, its stand-in of a GPU, and what was eager."""
+def captured_engine(
+    case: Case, drafter: str, batch: int, **changes: Any
+) -> tuple[SpecEngine, Recorder, list[list[Chunk]]]:
+    """An engine with captured prefills of up to 64 rows, its stand-in of a GPU,
+    and what was eager.
+    """
     engine = case.engine(drafter, batch, capture=True, **changes)
     recorder, eager, packed = Recorder(), [], engine.slots.prefill_batch
     engine.runner.prefill_graphs = PrefillGraphs(
@@ -47,7 +53,9 @@ def captured_engine(case: Case, drafter: str, batch: int, **changes: Any) -> tup
 @pytest.mark.parametrize(("batch", "sampling"), [(1, "greedy"), (3, "greedy"), (3, "mixed")])
 @pytest.mark.parametrize("drafter", ["plain", "ngram", "dflash"])
 def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: str) -> None:
-    """Prompts in one chunk and in several, alone and side by side; the drafter's context is that of eager prefill."""
+    """Prompts in one chunk and in several, alone and side by side; the drafter's context is that of
+    eager prefill.
+    """
     prompts = list(case.outputs)
     expected = run(case.engine(drafter, batch, capture=False, pipeline_depth=1), prompts, sampling)
     engine, recorder, eager = captured_engine(case, drafter, batch, pipeline_depth=1)
@@ -71,7 +79,9 @@ def test_captured_equals_eager_under_preemption(case: Case) -> None:
 
 
 def test_padding_writes_to_the_null_block_alone(case: Case) -> None:
-    """Catches rows past a chunk's end that overwrite another request's keys and values, or the request's own."""
+    """Catches rows past a chunk's end that overwrite another request's keys and values, or the
+    request's own.
+    """
     engine, _, _ = captured_engine(case, "dflash", 3)
     assert engine.runner.prefill_graphs is not None
     engine.add_request([3, 4, 5], SamplingParams(max_tokens=20))
@@ -90,7 +100,9 @@ def test_padding_writes_to_the_null_block_alone(case: Case) -> None:
     engine.runner.prefill_graphs.graphs[shape] = graph._replace(replay=watched)
     engine.step()
     first, second = request.block_ids[:2]
-    assert changed == [{(first, offset) for offset in range(4)} | {(second, 0)}] * len(engine.kv_cache.layers)
+    assert changed == [{(first, offset) for offset in range(4)} | {(second, 0)}] * len(
+        engine.kv_cache.layers
+    )
 
 
 def case_tokens(case: Case, prompt: list[int]) -> list[int]:
@@ -103,7 +115,9 @@ def case_tokens(case: Case, prompt: list[int]) -> list[int]:
 
 
 def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long chunks, many chunks, chunks whose padding has no room, and shapes beyond the most graphs."""
+    """Long chunks, many chunks, chunks whose padding has no room, and shapes beyond the most
+    graphs.
+    """
     engine, recorder, _ = captured_engine(case, "plain", 8)
     captured = engine.runner.prefill_graphs
     assert captured is not None
@@ -122,23 +136,33 @@ def test_what_is_left_to_packed_prefill(case: Case, monkeypatch: pytest.MonkeyPa
     assert shape(17) == PrefillShape(1, 32, bound) and shape(3, 17) == PrefillShape(2, 32, bound)
     assert shape(3, 3, 3) == shape(16, 3, 3, 3) == PrefillShape(4, 16, bound)
     assert shape(64) and shape(65) is None and shape(33, 3) is None and shape(3, 3, 3, 3, 3) is None
-    assert captured._shape([chunk(longest - 16, longest - 14)]) and captured._shape([chunk(longest - 15, longest - 14)]) is None
+    assert (
+        captured._shape([chunk(longest - 16, longest - 14)])
+        and captured._shape([chunk(longest - 15, longest - 14)]) is None
+    )
     assert captured.run([chunk(0, 65)]) is None, "too long"
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 0)
     assert captured.run([chunk(0, 3)]) is None and recorder.num_replays == 0, "too many graphs"
 
 
 def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding rows name the null block, padding requests the padding slot; positions stay within the model's length."""
+    """Padding rows name the null block, padding requests the padding slot; positions stay within
+    the model's length.
+    """
     engine, _, _ = captured_engine(case, "plain", 8)
     assert engine.runner.prefill_graphs is not None
     monkeypatch.setattr(engine.slots, "max_model_len", 9)
     requests = []
     for slot in range(3):
-        request = Request(slot, list(range(10, 40)), SamplingParams(), seed=0, max_total_len=64, slot=slot)
+        request = Request(
+            slot, list(range(10, 40)), SamplingParams(), seed=0, max_total_len=64, slot=slot
+        )
         request.block_ids = [3 * slot + 1, 3 * slot + 2, 3 * slot + 3]
         requests.append(request)
-    chunks = [Chunk(request, 4, 8 + index, last=False, admitted=False) for index, request in enumerate(requests)]
+    chunks = [
+        Chunk(request, 4, 8 + index, last=False, admitted=False)
+        for index, request in enumerate(requests)
+    ]
     inputs = engine.runner.prefill_graphs._inputs(chunks, PrefillShape(4, 16, 256))
     tokens, positions, places = inputs[:192].view(3, 4, 16).tolist()
     slots, logit_rows, seq_lens, row_counts, next_token_ids = inputs[192:].view(5, 4).tolist()
@@ -147,7 +171,9 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
         count = 4 + index
         assert tokens[index] == [*range(14, 14 + count)] + [0] * (16 - count)
         assert positions[index] == [4, 5, 6, 7] + [8] * 12
-        assert places[index] == [4 * (3 * index + 1 + p // 4) + p % 4 for p in range(4, 4 + count)] + [null] * (16 - count)
+        assert places[index] == [
+            4 * (3 * index + 1 + p // 4) + p % 4 for p in range(4, 4 + count)
+        ] + [null] * (16 - count)
     assert tokens[3] == positions[3] == [0] * 16 and places[3] == [null] * 16
     assert slots == [0, 1, 2, engine.slots.padding_slot]
     assert logit_rows == [3, 16 + 4, 32 + 5, 48] and seq_lens == [20, 20, 20, 16]
@@ -155,7 +181,9 @@ def test_inputs_of_a_replay(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_how_many_rows_pay(case: Case) -> None:
-    """The more weights a row reads, the fewer rows keep a device as long as their launches keep the host."""
+    """The more weights a row reads, the fewer rows keep a device as long as their launches keep the
+    host.
+    """
 
     def most(weight_bytes: int, max_num_seqs: int, experts: RoutedExperts | None = None) -> int:
         verifier: Any = SimpleNamespace(weight_bytes=weight_bytes, routed_experts=experts)
@@ -164,7 +192,9 @@ def test_how_many_rows_pay(case: Case) -> None:
     assert [most(3 * 10**8, count) for count in (1, 3, 100)] == [2048, 6144, 8192]
     assert [most(16 * 10**9, count) for count in (1, 100)] == [549, 549]
     assert most(10**13, 1) == 0
-    assert most(41 * 10**9, 1, RoutedExperts(32, 4, 38 * 10**9)) == 2**43 // (3 * 10**9 + 38 * 10**9 // 8)
+    assert most(41 * 10**9, 1, RoutedExperts(32, 4, 38 * 10**9)) == 2**43 // (
+        3 * 10**9 + 38 * 10**9 // 8
+    )
 
 
 def test_a_mixed_step_has_logits_of_those_that_end(case: Case) -> None:
@@ -190,5 +220,9 @@ def test_a_chunk_that_ends_no_prompt_has_no_logits(case: Case) -> None:
         while engine.has_work:
             engine.step()
     assert recorder.num_replays >= 3
-    assert requests[0].output_token_ids == requests[1].output_token_ids == case_tokens(case, prompt)[:3]
+    assert (
+        requests[0].output_token_ids
+        == requests[1].output_token_ids
+        == case_tokens(case, prompt)[:3]
+    )
     assert engine.slots.seq_lens[engine.slots.padding_slot] == 0

@@ -1,4 +1,6 @@
-"""Warm-up covers what a run launches: afterwards nothing is captured or compiled, and no request can tell."""
+"""Warm-up covers what a run launches: afterwards nothing is captured or compiled, and no request
+can tell.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -40,15 +42,29 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new_engine(case: Case, drafter: str, *, capture: bool, **changes: Any) -> SpecEngine:
     """For five requests of up to 72 tokens, with a stand-in for graphs or without."""
-    config = {"num_draft_tokens": None, "max_num_seqs": 5, "max_model_len": 72, "max_prefill_tokens": 24, "pipeline_depth": 1}
+    config = {
+        "num_draft_tokens": None,
+        "max_num_seqs": 5,
+        "max_model_len": 72,
+        "max_prefill_tokens": 24,
+        "pipeline_depth": 1,
+    }
     engine = SpecEngine(
-        case.verifier, DRAFTERS[drafter](case), EngineConfig(**{**config, **changes}, cache=CacheConfig(memory_bytes=2**22))
+        case.verifier,
+        DRAFTERS[drafter](case),
+        EngineConfig(**{**config, **changes}, cache=CacheConfig(memory_bytes=2**22)),
     )
     if capture:
         steady_len = case.verifier.attention.steady_len
-        engine.runner.graphs = StepGraphs(Recorder(), engine.slots, engine.runner.step_table, steady_len=steady_len)
+        engine.runner.graphs = StepGraphs(
+            Recorder(), engine.slots, engine.runner.step_table, steady_len=steady_len
+        )
         engine.runner.prefill_graphs = PrefillGraphs(
-            Recorder(), engine.slots, engine.runner.prefill_step, dtype=case.verifier.dtype, most_rows=64
+            Recorder(),
+            engine.slots,
+            engine.runner.prefill_step,
+            dtype=case.verifier.dtype,
+            most_rows=64,
         )
     return engine
 
@@ -90,7 +106,9 @@ def test_nothing_is_captured_afterwards(case: Case, drafter: str, changes: dict[
 
 @pytest.mark.slow
 def test_steady_steps_are_captured_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of requests that are all long enough, and those of others, at every bound where both occur."""
+    """Those of requests that are all long enough, and those of others, at every bound where both
+    occur.
+    """
     monkeypatch.setattr(case.verifier.attention, "steady_len", 21)
     engine = new_engine(case, "plain", capture=True, max_num_seqs=3)
     warm(engine)
@@ -99,7 +117,10 @@ def test_steady_steps_are_captured_apart(case: Case, monkeypatch: pytest.MonkeyP
     assert captured(engine) == before
     ran = new_engine(case, "plain", capture=True, max_num_seqs=3)
     run(ran, list(case.outputs))
-    assert ran.runner.graphs and {shape.min_seq_len for shape in ran.runner.graphs.graphs} == {0, 21}
+    assert ran.runner.graphs and {shape.min_seq_len for shape in ran.runner.graphs.graphs} == {
+        0,
+        21,
+    }
 
 
 @pytest.mark.slow
@@ -121,13 +142,21 @@ def test_sampling_is_part_of_a_shape(case: Case) -> None:
 
 @pytest.mark.parametrize("drafter", ["plain", "dflash"])
 def test_eager_steps_of_every_size(case: Case, drafter: str) -> None:
-    """Batch, k and length of every step of a run have been launched before, up to the bucket that they fall in."""
+    """Batch, k and length of every step of a run have been launched before, up to the bucket that
+    they fall in.
+    """
 
     def steps(engine: SpecEngine) -> set[tuple[int, int, int]]:
         found, launch = set(), engine.runner.step
 
         def noted(batch: DecodeBatch) -> Any:
-            found.add((batch_bucket(batch.num_reqs), batch.k, length_bucket(batch.max_seq_len, engine.slots.longest)))
+            found.add(
+                (
+                    batch_bucket(batch.num_reqs),
+                    batch.k,
+                    length_bucket(batch.max_seq_len, engine.slots.longest),
+                )
+            )
             return launch(batch)
 
         engine.runner.step = noted  # type: ignore[method-assign]
@@ -144,21 +173,35 @@ def test_eager_steps_of_every_size(case: Case, drafter: str) -> None:
         assert {k for _, k, _ in ran} > {engine.num_draft_tokens}, "last steps have fewer"
 
 
-def test_long_sequences_are_warmed_up_every_16k(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AITER compiles a kernel for each further 16,384 keys where steps are eager; a captured step has the bucket's."""
+def test_long_sequences_are_warmed_up_every_16k(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AITER compiles a kernel for each further 16,384 keys where steps are eager; a captured step
+    has the bucket's.
+    """
     monkeypatch.setattr("specdec.engine.capture.warmup.KEYS_PER_KERNEL", 20)
 
     def bounds(engine: SpecEngine) -> set[str]:
-        return {shape.title.split("up to ")[1] for shape in warm_up_shapes(engine) if shape.title.startswith("decode")}
+        return {
+            shape.title.split("up to ")[1]
+            for shape in warm_up_shapes(engine)
+            if shape.title.startswith("decode")
+        }
 
     longest = new_engine(case, "plain", capture=False).slots.longest
-    assert bounds(new_engine(case, "plain", capture=True)) == {f"{n} tokens" for n in (16, 32, 64, longest)}
-    assert bounds(new_engine(case, "plain", capture=False)) == {f"{n} tokens" for n in (16, 20, 32, 40, 60, 64, longest)}
+    assert bounds(new_engine(case, "plain", capture=True)) == {
+        f"{n} tokens" for n in (16, 32, 64, longest)
+    }
+    assert bounds(new_engine(case, "plain", capture=False)) == {
+        f"{n} tokens" for n in (16, 20, 32, 40, 60, 64, longest)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [RocmAiterFaBackend, RocmAiterFaShuffleBackend])
-def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: Any) -> None:
+def test_aiter_compiles_nothing_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: Any
+) -> None:
     """On the emulation, which knows what is compiled when."""
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     monkeypatch.setattr(rocm_aiter_fa, "DTYPES", (*rocm_aiter_fa.DTYPES, *_FLOAT32))
@@ -166,7 +209,11 @@ def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_
     verifier = paged_verifier(plain_model("llama", head_dim=64), block_size=16, backend=backend)
     drafter = random_dflash(verifier, head_dim=16, seed=1)
     config = EngineConfig(
-        max_num_seqs=5, max_prefill_tokens=24, max_model_len=72, num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)
+        max_num_seqs=5,
+        max_prefill_tokens=24,
+        max_model_len=72,
+        num_draft_tokens=None,
+        cache=CacheConfig(memory_bytes=2**22),
     )
     warmed = SpecEngine(verifier, drafter, config)
     warm(warmed)
@@ -174,7 +221,9 @@ def test_aiter_compiles_nothing_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_
     machine.compiled.clear()
     machine.calls.clear()
     for index, prompt in enumerate(random_prompts(8)):
-        warmed.add_request(prompt, SamplingParams(max_tokens=8 + 2 * index))  # so that batches of every size occur
+        warmed.add_request(
+            prompt, SamplingParams(max_tokens=8 + 2 * index)
+        )  # so that batches of every size occur
     while warmed.has_work:
         warmed.step()
     assert machine.compiled and machine.compiled <= compiled

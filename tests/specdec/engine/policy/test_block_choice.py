@@ -1,4 +1,6 @@
-"""Choosing k: it finds the fastest, gives drafting up when it does not pay and takes it up again, and never changes an output."""
+"""Choosing k: it finds the fastest, gives drafting up when it does not pay and takes it up again,
+and never changes an output.
+"""
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,7 +26,13 @@ from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.block_choice_world import ChainLength
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 
 MOST = 15
 MAX_TOKENS = 40
@@ -75,7 +83,9 @@ def speed(rate: Rate, cost: Cost, k: int) -> float:
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("rate", RATES)
 def test_converges_to_the_fastest_k(rate: str, cost: str, batch: int) -> None:
-    """After 150 steps it decodes within 5 % of the best fixed k, whatever that is, with everything it tries on the way."""
+    """After 150 steps it decodes within 5 % of the best fixed k, whatever that is, with everything
+    it tries on the way.
+    """
     best = max(speed(RATES[rate], COSTS[cost], k) for k in ladder(MOST))
     choice = ChainLength(MOST)
     simulate(choice, RATES[rate], COSTS[cost], steps=150, batch=batch)
@@ -85,7 +95,9 @@ def test_converges_to_the_fastest_k(rate: str, cost: str, batch: int) -> None:
 
 @pytest.mark.parametrize("rate", ["wrong", "fair"])
 def test_gives_up_drafts_that_cannot_pay(rate: str) -> None:
-    """Drafts that are always wrong, or a verification as dear as so many plain steps: nearly every step is plain."""
+    """Drafts that are always wrong, or a verification as dear as so many plain steps: nearly every
+    step is plain.
+    """
     cost = COSTS["usual"] if rate == "wrong" else lambda k: 1.0 + k
     chosen, tokens, seconds = simulate(ChainLength(MOST), RATES[rate], cost, steps=400)
     assert chosen[100:].count(0) > 0.85 * 300
@@ -93,7 +105,9 @@ def test_gives_up_drafts_that_cannot_pay(rate: str) -> None:
 
 
 def test_follows_acceptance_up_and_down() -> None:
-    """Drafts that become right are used within 50 steps of the change, and those that become wrong dropped within 250."""
+    """Drafts that become right are used within 50 steps of the change, and those that become wrong
+    dropped within 250.
+    """
     choice, cost = ChainLength(MOST), COSTS["usual"]
     chosen, _, _ = simulate(choice, RATES["wrong"], cost, steps=400)
     assert chosen[-50:].count(0) > 40
@@ -104,7 +118,9 @@ def test_follows_acceptance_up_and_down() -> None:
 
 
 def test_times_that_have_changed_are_noticed() -> None:
-    """A verification that becomes dear is given up, and taken up once it is cheap again, although nobody used it meanwhile."""
+    """A verification that becomes dear is given up, and taken up once it is cheap again, although
+    nobody used it meanwhile.
+    """
     choice = ChainLength(MOST)
     simulate(choice, RATES["fair"], COSTS["cheap"], steps=60)
     chosen, _, _ = simulate(choice, RATES["fair"], lambda k: 1.0 + 6 * (k > 0) + 0.1 * k, steps=200)
@@ -125,7 +141,9 @@ def test_the_first_step_of_a_kind_does_not_count() -> None:
 
 
 def test_a_disturbed_measurement_does_not_last() -> None:
-    """The machine is busy while plain decoding is measured first: drafts that never pay are given up all the same."""
+    """The machine is busy while plain decoding is measured first: drafts that never pay are given
+    up all the same.
+    """
     choice = ChainLength(MOST)
     simulate(choice, RATES["wrong"], lambda k: 20.0, steps=5)
     chosen, _, _ = simulate(choice, RATES["wrong"], COSTS["usual"], steps=200)
@@ -143,22 +161,37 @@ def test_every_batch_size_has_its_own_times() -> None:
 
 
 def test_what_is_not_measured_is_estimated_from_what_is() -> None:
-    """By rows, between steps that must be shorter and steps that must be longer; plain decoding at its lower bound."""
+    """By rows, between steps that must be shorter and steps that must be longer; plain decoding at
+    its lower bound.
+    """
     step = StepSize(2, BlockShape(3))  # 8 rows
-    small, large = {StepSize(1, BlockShape(3)): 1.0}, {StepSize(4, BlockShape(3)): 2.0}  # 4 and 16 rows
+    small, large = (
+        {StepSize(1, BlockShape(3)): 1.0},
+        {StepSize(4, BlockShape(3)): 2.0},
+    )  # 4 and 16 rows
     assert step.estimate(small | large) == pytest.approx(1 + 4 / 12)
     assert (step.estimate(small), step.estimate(large), step.estimate({})) == (1.0, 2.0, None)
-    assert step.estimate(small | {StepSize(1, BlockShape(7)): 1.5} | large) == pytest.approx(1.5), "the longest below"
-    assert step.estimate(small | {StepSize(3, BlockShape(3)): 1.6} | large) == pytest.approx(1 + 0.6 * 4 / 8), "the shortest above"
-    assert step.estimate({StepSize(64, BlockShape(0)): 9.0}) is None, "a plain step does not bound one with drafts"
-    assert step.estimate({StepSize(1, BlockShape(15)): 9.0}) is None, "more rows of fewer requests bound nothing"
+    assert step.estimate(small | {StepSize(1, BlockShape(7)): 1.5} | large) == pytest.approx(1.5), (
+        "the longest below"
+    )
+    assert step.estimate(small | {StepSize(3, BlockShape(3)): 1.6} | large) == pytest.approx(
+        1 + 0.6 * 4 / 8
+    ), "the shortest above"
+    assert step.estimate({StepSize(64, BlockShape(0)): 9.0}) is None, (
+        "a plain step does not bound one with drafts"
+    )
+    assert step.estimate({StepSize(1, BlockShape(15)): 9.0}) is None, (
+        "more rows of fewer requests bound nothing"
+    )
     plain = StepSize(2, BlockShape(0))
     assert plain.estimate({StepSize(1, BlockShape(0)): 1.0, StepSize(4, BlockShape(0)): 2.0}) == 1.0
     assert plain.estimate({StepSize(4, BlockShape(1)): 2.0}) == 2.0
 
 
 def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
-    """Between a dear k and a cheap one the time is a guess; a long run measures it, once that costs next to nothing."""
+    """Between a dear k and a cheap one the time is a guess; a long run measures it, once that costs
+    next to nothing.
+    """
     costs = {0: 1.0, 1: 1.4, 3: 1.5, 7: 1.6, 15: 9.0}
     choice = ChainLength(MOST)
     for k in (0, 15):
@@ -174,14 +207,18 @@ def test_what_an_estimate_makes_look_bad_is_tried_in_the_end() -> None:
 
 
 def decode_copies(*, told: bool) -> tuple[float, dict[bool, list[int]]]:
-    """Tokens per second where every other five steps copy; and the drafts of steps that do and of others, once some are known."""
+    """Tokens per second where every other five steps copy; and the drafts of steps that do and of
+    others, once some are known.
+    """
     rng, choice, tokens, seconds = random.Random(0), BlockChoice(shapes(31, trees=0)), 0, 0.0
     chosen: dict[bool, list[int]] = {False: [], True: []}
     for step in range(1200):
         copies = step // 5 % 2 == 0
         outlook = (14.0 if copies else 0.2) if told else 0.0
         k = choice.choose(1, outlook=outlook).drafts
-        accepted = next((place for place in range(k) if rng.random() > (0.98 if copies else 0.1)), k)
+        accepted = next(
+            (place for place in range(k) if rng.random() > (0.98 if copies else 0.1)), k
+        )
         choice.observe(1, BlockShape(k), [accepted], 1 + 0.1 * k, outlook=outlook)
         if step >= 200:
             chosen[copies].append(k)
@@ -190,15 +227,22 @@ def decode_copies(*, told: bool) -> tuple[float, dict[bool, list[int]]]:
 
 
 def test_a_sure_copy_gets_a_long_block_and_a_text_without_one_none() -> None:
-    """One who is not told of the outlook takes blocks that are too long for the one and too short for the other."""
+    """One who is not told of the outlook takes blocks that are too long for the one and too short
+    for the other.
+    """
     fast, chosen = decode_copies(told=True)
-    assert sorted(chosen[True])[len(chosen[True]) // 10] >= 15 and sum(chosen[False]) / len(chosen[False]) < 1
+    assert (
+        sorted(chosen[True])[len(chosen[True]) // 10] >= 15
+        and sum(chosen[False]) / len(chosen[False]) < 1
+    )
     slow, chosen = decode_copies(told=False)
     assert fast > 1.2 * slow and sum(chosen[False]) / len(chosen[False]) > 3
 
 
 def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
-    """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture, need not be tried."""
+    """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture,
+    need not be tried.
+    """
     choice, tried = ChainLength(MOST), set()
     ratios = []
     for drain in range(3):
@@ -206,9 +250,15 @@ def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
         for batch in sorted(BATCH_SIZES[:13], reverse=True):
 
             def cost(k: int, batch: int = batch) -> float:
-                return 0.6 + 0.003 * batch + (k > 0) * (0.3 + 0.002 * batch + 0.001 * max(0, batch * (k + 1) - 64))
+                return (
+                    0.6
+                    + 0.003 * batch
+                    + (k > 0) * (0.3 + 0.002 * batch + 0.001 * max(0, batch * (k + 1) - 64))
+                )
 
-            chosen, tokens, seconds = simulate(choice, RATES["fair"], cost, steps=8, batch=batch, seed=drain)
+            chosen, tokens, seconds = simulate(
+                choice, RATES["fair"], cost, steps=8, batch=batch, seed=drain
+            )
             tried |= {(batch, k) for k in chosen}
             took += seconds
             least += tokens / max(speed(RATES["fair"], cost, k) for k in ladder(MOST))
@@ -226,7 +276,9 @@ def recorded(engine: SpecEngine) -> Iterator[dict[tuple[int, int], list[int]]]:
 
     def kept(batch: DecodeBatch) -> DraftOutput:
         draft = propose(batch)
-        for slot, length, row in zip(batch.slots.tolist(), batch.seq_lens.tolist(), draft.token_ids.tolist(), strict=True):
+        for slot, length, row in zip(
+            batch.slots.tolist(), batch.seq_lens.tolist(), draft.token_ids.tolist(), strict=True
+        ):
             proposals[slot, length] = row
         return draft
 
@@ -246,10 +298,14 @@ class Case:
     def engine(self, drafter: Drafter | None, **changes: Any) -> SpecEngine:
         cache = CacheConfig(memory_bytes=2**22)
         return SpecEngine(
-            self.verifier, drafter, EngineConfig(max_num_seqs=3, cache=cache, **{"num_draft_tokens": None, **changes})
+            self.verifier,
+            drafter,
+            EngineConfig(max_num_seqs=3, cache=cache, **{"num_draft_tokens": None, **changes}),
         )
 
-    def run(self, engine: SpecEngine, prompts: list[list[int]] | None = None, **sampling: Any) -> list[Request]:
+    def run(
+        self, engine: SpecEngine, prompts: list[list[int]] | None = None, **sampling: Any
+    ) -> list[Request]:
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling)
         requests = [engine.add_request(prompt, params) for prompt in prompts or self.prompts]
         while engine.has_work:
@@ -264,7 +320,9 @@ def case() -> Case:
 
 @pytest.mark.parametrize("copies", [True, False], ids=["ngram", "scripted"])
 def test_the_outlook_comes_to_the_choice(case: Case, copies: bool) -> None:
-    """Before each step, and with its outcome; that of a drafter that has none is 0. No output changes."""
+    """Before each step, and with its outcome; that of a drafter that has none is 0. No output
+    changes.
+    """
     drafter = NGramDrafter() if copies else ScriptedDrafter(case.outputs, 3)
     engine = case.engine(drafter, num_draft_tokens="auto")
     assert engine.block_choice
@@ -276,7 +334,9 @@ def test_the_outlook_comes_to_the_choice(case: Case, copies: bool) -> None:
     for request, prompt in zip(requests, case.prompts, strict=True):
         expected = case.outputs[tuple(prompt)]  # up to a stop token
         assert request.output_token_ids[: len(expected)] == expected
-    told, learned = ([call.kwargs["outlook"] for call in mock.call_args_list] for mock in (choose, observe))
+    told, learned = (
+        [call.kwargs["outlook"] for call in mock.call_args_list] for mock in (choose, observe)
+    )
     assert told == learned and (max(told) > 1) is copies and min(told) == 0
 
 
@@ -301,11 +361,17 @@ class AnySchedule(BlockChoice):
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
 # Every pair of drafter, sampling and depth.
-SCHEDULED = [(drafter, sampling, (i + j) % 2) for i, drafter in enumerate(DRAFTERS) for j, sampling in enumerate(({}, SAMPLED))]
+SCHEDULED = [
+    (drafter, sampling, (i + j) % 2)
+    for i, drafter in enumerate(DRAFTERS)
+    for j, sampling in enumerate(({}, SAMPLED))
+]
 
 
 @pytest.mark.parametrize(("drafter", "sampling", "depth"), SCHEDULED)
-def test_no_schedule_of_k_changes_an_output(case: Case, drafter: str, sampling: dict[str, Any], depth: int) -> None:
+def test_no_schedule_of_k_changes_an_output(
+    case: Case, drafter: str, sampling: dict[str, Any], depth: int
+) -> None:
     """Any order of k, 0 among them, gives exactly the tokens of plain decoding."""
     plain = [request.output_token_ids for request in case.run(case.engine(None), **sampling)]
     for seed in range(3):
@@ -322,7 +388,14 @@ def test_surplus_steps_teach_nothing(case: Case) -> None:
     num_rows = 0
 
     class Listening(AnySchedule):
-        def observe(self, num_reqs: int, shape: BlockShape, num_accepted: Sequence[int], seconds: float | None, **_: Any) -> None:
+        def observe(
+            self,
+            num_reqs: int,
+            shape: BlockShape,
+            num_accepted: Sequence[int],
+            seconds: float | None,
+            **_: Any,
+        ) -> None:
             nonlocal num_rows
             num_rows += num_reqs
             taught.extend(num_accepted)
@@ -334,7 +407,9 @@ def test_surplus_steps_teach_nothing(case: Case) -> None:
 
 @pytest.mark.parametrize("drafter", ["ngram", "dflash"])
 def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None:
-    """After steps of k = 0 the drafter proposes what it would have proposed had it drafted all along."""
+    """After steps of k = 0 the drafter proposes what it would have proposed had it drafted all
+    along.
+    """
 
     def proposals(choose: Callable[[int], int]) -> dict[tuple[int, int], list[int]]:
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto")
@@ -344,7 +419,9 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
             case.run(engine)
         return found
 
-    plan = iter([0, 0, 0, 4, 4, 0, 4, 4, 0, 0] * 100)  # the first of two brings the context up to date
+    plan = iter(
+        [0, 0, 0, 4, 4, 0, 4, 4, 0, 0] * 100
+    )  # the first of two brings the context up to date
     always, sometimes = proposals(lambda num_reqs: 4), proposals(lambda num_reqs: next(plan))
     common = [key for key in sometimes if key in always and len(sometimes[key]) == len(always[key])]
     assert len(common) >= 10
@@ -352,7 +429,9 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
 
 
 def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
-    """Where DFlash drafts at a chosen k what it drafts at the largest, acceptance by position does not depend on the choices."""
+    """Where DFlash drafts at a chosen k what it drafts at the largest, acceptance by position does
+    not depend on the choices.
+    """
 
     def proposals(**changes: Any) -> tuple[dict[tuple[int, int], list[int]], SpecEngine]:
         drafter = random_dflash(case.verifier, block_size=MOST + 1)
@@ -397,13 +476,24 @@ class FakeClock:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(
-    ("wrong_at", "per_row", "mostly"), [({0}, 0.1, 0), (set(), 0.1, 8), ({1}, 9.0, 1), ({2}, 0.25, 3)], ids=str
+    ("wrong_at", "per_row", "mostly"),
+    [({0}, 0.1, 0), (set(), 0.1, 8), ({1}, 9.0, 1), ({2}, 0.25, 3)],
+    ids=str,
 )
 def test_engine_adapts(
-    case: Case, monkeypatch: pytest.MonkeyPatch, wrong_at: set[int], per_row: float, mostly: int, depth: int
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong_at: set[int],
+    per_row: float,
+    mostly: int,
+    depth: int,
 ) -> None:
-    """Wrong drafts, right ones, one right draft where rows are dear, two where they are not: outputs stay, k follows."""
-    engine = case.engine(ScriptedDrafter(case.outputs, 8, [wrong_at]), num_draft_tokens="auto", pipeline_depth=depth)
+    """Wrong drafts, right ones, one right draft where rows are dear, two where they are not:
+    outputs stay, k follows.
+    """
+    engine = case.engine(
+        ScriptedDrafter(case.outputs, 8, [wrong_at]), num_draft_tokens="auto", pipeline_depth=depth
+    )
     engine.clock = engine.results._clock = FakeClock(case.verifier, monkeypatch, per_row)  # type: ignore[assignment]
     for _ in range(8):
         for request in case.run(engine, case.prompts[:1]):
@@ -412,12 +502,20 @@ def test_engine_adapts(
     engine.timer.reset()
     requests = case.run(engine, case.prompts[:1])
     assert engine.timer.steps_by_shape.most_common(1)[0][0] == BlockShape(mostly)
-    assert sum(engine.timer.steps_by_shape.values()) == engine.timer.num_steps >= len(requests[0].num_drafted)
+    assert (
+        sum(engine.timer.steps_by_shape.values())
+        == engine.timer.num_steps
+        >= len(requests[0].num_drafted)
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_hosts_time_counts_between_steps(case: Case, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """Catches a k whose steps look short because the host's part is left out, and prefill that is taken for a step's time."""
+def test_the_hosts_time_counts_between_steps(
+    case: Case, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Catches a k whose steps look short because the host's part is left out, and prefill that is
+    taken for a step's time.
+    """
     engine = case.engine(None, pipeline_depth=depth)
     clock = FakeClock(case.verifier, monkeypatch, per_row=0.0)
     engine.clock = engine.results._clock = clock  # type: ignore[assignment]
@@ -463,7 +561,10 @@ def test_the_choice_is_shown(case: Case) -> None:
     engine = case.engine(ScriptedDrafter(case.outputs, 4), num_draft_tokens="auto")
     engine.block_choice = AnySchedule(4, seed=0)
     requests = case.run(engine)
-    counts = ", ".join(f"{shape} in {count:,} steps" for shape, count in sorted(engine.timer.steps_by_shape.items()))
+    counts = ", ".join(
+        f"{shape} in {count:,} steps"
+        for shape, count in sorted(engine.timer.steps_by_shape.items())
+    )
     assert f"drafts offered: {counts}" in generate_command.format_timing(engine.timer)
     stats = pooled(AcceptanceStats(r.num_drafted, r.num_accepted, r.num_emitted) for r in requests)
     histogram = stats.to_dict()["drafted_histogram"]

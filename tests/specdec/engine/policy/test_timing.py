@@ -20,7 +20,9 @@ class Event:
 
 
 def test_times_are_those_of_the_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the current device's: an event on its idle stream is done at once, and results would be read before they arrive."""
+    """Not the current device's: an event on its idle stream is done at once, and results would be
+    read before they arrive.
+    """
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))

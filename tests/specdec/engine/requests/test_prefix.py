@@ -1,4 +1,6 @@
-"""Reuse of what was computed before: the last answer of a chat, whoever drafted it; and what must never be reused."""
+"""Reuse of what was computed before: the last answer of a chat, whoever drafted it; and what must
+never be reused.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +28,13 @@ from specdec.model.core import Drafter, DraftOutput, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import toy_drafter
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import paged_verifier, plain_greedy, plain_model, random_dflash, random_prompts
+from tests.helpers.tiny_models import (
+    paged_verifier,
+    plain_greedy,
+    plain_model,
+    random_dflash,
+    random_prompts,
+)
 
 BLOCK = 4
 SAMPLED = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, top_p=0.9, seed=5)
@@ -44,7 +52,12 @@ MAKERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "pairs now and then": (toy_drafter, {"num_draft_tokens": "auto", "tree_nodes": 0}),
     "pairs in trees": (toy_drafter, {"num_draft_tokens": "auto", "tree_nodes": 24}),
     "tokens": (lambda verifier: toy_drafter(verifier, features=False), {}),
-    "composed": (lambda verifier: ComposedDrafter([SuffixDrafter(max_draft_tokens=4), toy_drafter(verifier)]), {}),
+    "composed": (
+        lambda verifier: ComposedDrafter(
+            [SuffixDrafter(max_draft_tokens=4), toy_drafter(verifier)]
+        ),
+        {},
+    ),
 }
 
 
@@ -54,16 +67,29 @@ def verifier() -> Verifier:
 
 
 @contextmanager
-def an_engine(verifier: Verifier, name: str = "plain", *, caching: bool = True, **changes: Any) -> Iterator[SpecEngine]:
-    """An engine with one of `MAKERS`; every other draft of a chain is what the target chooses, so that some are accepted."""
+def an_engine(
+    verifier: Verifier, name: str = "plain", *, caching: bool = True, **changes: Any
+) -> Iterator[SpecEngine]:
+    """An engine with one of `MAKERS`; every other draft of a chain is what the target chooses, so
+    that some are accepted.
+    """
     make, own = MAKERS[name]
     cache = CacheConfig(memory_bytes=changes.pop("memory", 2**22), prefix_caching=caching)
-    options = {"max_num_seqs": 3, "max_prefill_tokens": 13, "num_draft_tokens": None, "cache": cache, **own, **changes}
+    options = {
+        "max_num_seqs": 3,
+        "max_prefill_tokens": 13,
+        "num_draft_tokens": None,
+        "cache": cache,
+        **own,
+        **changes,
+    }
     engine = SpecEngine(verifier, make(verifier), EngineConfig(**options))
     with pytest.MonkeyPatch.context() as patch:
         if name.endswith("now and then"):
             drafts = cycle(PATTERN)
-            patch.setattr(engine.block_choice, "choose", lambda *args, **options: BlockShape(next(drafts)))
+            patch.setattr(
+                engine.block_choice, "choose", lambda *args, **options: BlockShape(next(drafts))
+            )
         yield engine
 
 
@@ -74,7 +100,9 @@ def finish(engine: SpecEngine, *requests: Request) -> list[list[int]]:
 
 
 def help_out(engine: SpecEngine, texts: list[list[int]]) -> None:
-    """Makes the first drafts of a chain right, up to a depth that changes with the position, where a text is known."""
+    """Makes the first drafts of a chain right, up to a depth that changes with the position, where
+    a text is known.
+    """
     bound = engine.runner.drafter
     if bound is None or engine.config.tree_nodes:
         return
@@ -84,7 +112,9 @@ def help_out(engine: SpecEngine, texts: list[list[int]]) -> None:
     def helped(batch: DecodeBatch) -> DraftOutput:
         draft = propose(batch)
         owners = {request.slot: request.prompt_token_ids for request in engine.scheduler.working}
-        for row, (slot, start) in enumerate(zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)):
+        for row, (slot, start) in enumerate(
+            zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)
+        ):
             known = next((text for text in texts if text[: len(owners[slot])] == owners[slot]), [])
             right = known[start + 1 : start + 1 + min(batch.k, start % 6)]
             draft.token_ids[row, : len(right)] = torch.tensor(right, dtype=torch.int64)
@@ -95,15 +125,30 @@ def help_out(engine: SpecEngine, texts: list[list[int]]) -> None:
 
 def kept_of(engine: SpecEngine, block: int) -> list[Tensor]:
     """What target and drafter have of a block's tokens."""
-    return [side[block].clone() for layer in engine.kv_cache.layers for side in layer if side.numel()]
+    return [
+        side[block].clone() for layer in engine.kv_cache.layers for side in layer if side.numel()
+    ]
 
 
-@pytest.mark.parametrize(("name", "depth"), [*((name, i % 2) for i, name in enumerate(MAKERS)), ("dflash", 0)])
-def test_what_is_offered_is_what_a_prefill_writes(verifier: Verifier, name: str, depth: int) -> None:
-    """Of target and drafter, from the moment on that a block is offered; nothing is left out but the end of each text."""
+@pytest.mark.parametrize(
+    ("name", "depth"), [*((name, i % 2) for i, name in enumerate(MAKERS)), ("dflash", 0)]
+)
+def test_what_is_offered_is_what_a_prefill_writes(
+    verifier: Verifier, name: str, depth: int
+) -> None:
+    """Of target and drafter, from the moment on that a block is offered; nothing is left out but
+    the end of each text.
+    """
     prompts = random_prompts(3, seed=1)
     with an_engine(verifier, caching=False) as plain:
-        texts = [p + o for p, o in zip(prompts, finish(plain, *(plain.add_request(p, GREEDY) for p in prompts)), strict=True)]
+        texts = [
+            p + o
+            for p, o in zip(
+                prompts,
+                finish(plain, *(plain.add_request(p, GREEDY) for p in prompts)),
+                strict=True,
+            )
+        ]
     offered: dict[bytes, tuple[int, list[Tensor]]] = {}
     with an_engine(verifier, name, pipeline_depth=depth) as engine:
         help_out(engine, texts)
@@ -115,7 +160,9 @@ def test_what_is_offered_is_what_a_prefill_writes(verifier: Verifier, name: str,
 
         engine.pool.publish = noting  # type: ignore[method-assign]
         requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
-        assert finish(engine, *requests) == [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+        assert finish(engine, *requests) == [
+            text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)
+        ]
         accepted = sum(sum(request.num_accepted) for request in requests)
         assert engine.runner.drafter is None or accepted > (0 if engine.config.tree_nodes else 5)
     ahead = engine.scheduler.prefix._ahead
@@ -129,12 +176,16 @@ def test_what_is_offered_is_what_a_prefill_writes(verifier: Verifier, name: str,
             for block, digest in zip(again.block_ids, digests, strict=False):
                 if digest in offered:
                     where, first = offered[digest]
-                    for then, now, right in zip(first, kept_of(engine, where), kept_of(fresh, block), strict=True):
+                    for then, now, right in zip(
+                        first, kept_of(engine, where), kept_of(fresh, block), strict=True
+                    ):
                         torch.testing.assert_close(then, right, rtol=1e-4, atol=1e-4)
                         assert torch.equal(then, now)
             fresh.abort(again)
     # The last block may be full but for the context of the last step.
-    assert missing <= len(texts) * (1 + 2 * (engine.scheduler.prefix._late or "now and then" in name))
+    assert missing <= len(texts) * (
+        1 + 2 * (engine.scheduler.prefix._late or "now and then" in name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +205,9 @@ def test_the_next_turn_of_a_chat(verifier: Verifier, name: str, sampling: Sampli
 
     def chat(caching: bool) -> tuple[list[list[int]], list[int], SpecEngine]:
         said, cached, text = list[list[int]](), list[int](), list[int]()
-        with an_engine(verifier, name, caching=caching, pipeline_depth=int(name == "dflash")) as engine:
+        with an_engine(
+            verifier, name, caching=caching, pipeline_depth=int(name == "dflash")
+        ) as engine:
             for words in news:
                 request = engine.add_request(text + words, sampling)
                 text = text + words + finish(engine, request)[0]
@@ -169,7 +222,9 @@ def test_the_next_turn_of_a_chat(verifier: Verifier, name: str, sampling: Sampli
         assert before - BLOCK - 6 * engine.scheduler.prefix._late <= found <= before
         before += len(words) + len(output)
     assert engine.prefix_counts.found == sum(cached) > 40
-    assert engine.prefix_counts.queried == sum(sum(map(len, [*news[: i + 1], *said[:i]])) for i in range(3))
+    assert engine.prefix_counts.queried == sum(
+        sum(map(len, [*news[: i + 1], *said[:i]])) for i in range(3)
+    )
 
 
 @cache
@@ -189,9 +244,15 @@ def in_turn(engine: SpecEngine, prompts: list[list[int]]) -> list[Request]:
 
 
 @pytest.mark.parametrize(("drafts", "depth"), [("plain", 1), ("dflash", 0)])
-@pytest.mark.parametrize(("chunk", "counts"), [(512, [0, 0, 60, 60, 60]), (32, [0, 32, 60, 60, 60]), (50, [0, 48, 48, 48, 48])])
-def test_states_where_prompts_part(chunk: int, counts: list[int], drafts: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second request that begins as another did keeps them for all that come after, however long chunks are.
+@pytest.mark.parametrize(
+    ("chunk", "counts"),
+    [(512, [0, 0, 60, 60, 60]), (32, [0, 32, 60, 60, 60]), (50, [0, 48, 48, 48, 48])],
+)
+def test_states_where_prompts_part(
+    chunk: int, counts: list[int], drafts: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request that begins as another did keeps them for all that come after, however
+    long chunks are.
 
     Where the last chunk's are near, a step more would not pay.
     """
@@ -212,35 +273,49 @@ def test_states_where_a_prompt_parts_from_one_at_work(monkeypatch: pytest.Monkey
     with an_engine(hybrid()[1], max_prefill_tokens=512) as engine:
         requests = []
         for i in range(3):
-            requests.append(engine.add_request([*system, 9 + i, *range(20, 30)], SamplingParams(max_tokens=30)))
+            requests.append(
+                engine.add_request([*system, 9 + i, *range(20, 30)], SamplingParams(max_tokens=30))
+            )
             engine.step()
             engine.step()
         assert [request.num_cached_tokens for request in requests] == [0, 0, 60]
         texts = finish(engine, *requests)
-    assert texts == [plain_greedy(hybrid()[0], request.prompt_token_ids, 30) for request in requests]
+    assert texts == [
+        plain_greedy(hybrid()[0], request.prompt_token_ids, 30) for request in requests
+    ]
 
 
 @pytest.mark.parametrize("chunk", [512, 64, 32])
-def test_a_long_prompt_takes_few_states_of_others(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three chats, then a prompt of many chunks by somebody else: the chats' next turns find what they have said."""
+def test_a_long_prompt_takes_few_states_of_others(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chats, then a prompt of many chunks by somebody else: the chats' next turns find what
+    they have said.
+    """
     monkeypatch.setattr(build, "SNAPSHOT_TOKENS", 16)
     chats = [[3 + (31 * i + 7 * j) % 90 for j in range(40)] for i in range(3)]
     with an_engine(hybrid()[1], max_prefill_tokens=chunk, max_num_seqs=4) as engine:
         answers = [request.output_token_ids for request in in_turn(engine, chats)]
         in_turn(engine, [[3 + j * 13 % 90 for j in range(256)]])
-        turns = in_turn(engine, [[*chat, *answer, 9, 10] for chat, answer in zip(chats, answers, strict=True)])
+        turns = in_turn(
+            engine, [[*chat, *answer, 9, 10] for chat, answer in zip(chats, answers, strict=True)]
+        )
         assert [turn.num_cached_tokens for turn in turns] == [40] * 3
 
 
 def test_preempted_requests_take_back_what_they_had(verifier: Verifier) -> None:
-    """With too few blocks for all, and outputs as without; what a request finds again of itself counts nowhere."""
+    """With too few blocks for all, and outputs as without; what a request finds again of itself
+    counts nowhere.
+    """
     prompts, expected = random_prompts(6, seed=3), []
     for prompt in prompts:
         with an_engine(verifier, caching=False) as engine:
             expected += finish(engine, engine.add_request(prompt, GREEDY))
     bytes_per_token = sum(spec.bytes_per_token(torch.float32) for spec in verifier.kv_specs)
     for depth in (0, 1):
-        with an_engine(verifier, "dflash", memory=2 * 22 * BLOCK * bytes_per_token, pipeline_depth=depth) as engine:
+        with an_engine(
+            verifier, "dflash", memory=2 * 22 * BLOCK * bytes_per_token, pipeline_depth=depth
+        ) as engine:
             requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
             assert finish(engine, *requests) == expected
             assert engine.scheduler.num_preemptions > 0
@@ -248,9 +323,15 @@ def test_preempted_requests_take_back_what_they_had(verifier: Verifier) -> None:
             assert engine.pool.num_used == 0
 
 
-@pytest.mark.parametrize(("drafts", "depth"), [("plain", 0), ("plain", 1), ("dflash", 0), ("dflash", 1), ("pairs", 1)])
-def test_states_of_generated_tokens(drafts: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recurrent layers go on in the midst of the last answer, from states with tokens pending; catches states of another place."""
+@pytest.mark.parametrize(
+    ("drafts", "depth"), [("plain", 0), ("plain", 1), ("dflash", 0), ("dflash", 1), ("pairs", 1)]
+)
+def test_states_of_generated_tokens(
+    drafts: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent layers go on in the midst of the last answer, from states with tokens pending;
+    catches states of another place.
+    """
     monkeypatch.setattr(module, "SNAPSHOT_SPACING", 2 * BLOCK)
     verifier = paged_verifier(plain_model("qwen3_5", 0), BLOCK)
     monkeypatch.setitem(MAKERS, "dflash", (lambda v: random_dflash(v, taps=(0, 1, 2)), {}))
@@ -269,7 +350,10 @@ def test_states_of_generated_tokens(drafts: str, depth: int, monkeypatch: pytest
                 requests.append(engine.add_request([*text, *tail], GREEDY))
                 finish(engine)
                 snapshot = requests[-1].snapshot
-                assert snapshot is not None and (requests[-1].num_cached_tokens or 0) >= len(prompt) + 2 * BLOCK
+                assert (
+                    snapshot is not None
+                    and (requests[-1].num_cached_tokens or 0) >= len(prompt) + 2 * BLOCK
+                )
                 pendings.add(snapshot.pending)
             assert [request.output_token_ids for request in requests] == expected
             assert len(engine.pool._free_rows) + len(engine.pool._snapshot_of) == 3
@@ -285,10 +369,14 @@ def test_an_output_that_is_cut_within_a_step(verifier: Verifier, stop: int) -> N
         whole = finish(plain, plain.add_request(prompt, GREEDY))[0]
     config = EngineConfig(num_draft_tokens=12, cache=CacheConfig(memory_bytes=2**22))
     engine = SpecEngine(verifier, ScriptedDrafter({tuple(prompt): whole}, 12), config)
-    request = engine.add_request(prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(whole[stop],)))
+    request = engine.add_request(
+        prompt, SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(whole[stop],))
+    )
     finish(engine, request)
     assert request.finish_reason == "stop"
-    assert len(engine.pool.match(prefix_hashes(prompt + whole, BLOCK))) == request.num_tokens // BLOCK
+    assert (
+        len(engine.pool.match(prefix_hashes(prompt + whole, BLOCK))) == request.num_tokens // BLOCK
+    )
 
 
 def test_who_shares_with_whom(verifier: Verifier) -> None:
@@ -302,7 +390,9 @@ def test_who_shares_with_whom(verifier: Verifier) -> None:
 
     with an_engine(verifier) as engine:
         assert [cached(engine, cache_salt=salt) for salt in ("a", "b", None)] == [0, 0, 0]
-        assert [cached(engine, cache_salt=salt) for salt in ("b", None, "a", "c")] == [4 * BLOCK] * 3 + [0]
+        assert [cached(engine, cache_salt=salt) for salt in ("b", None, "a", "c")] == [
+            4 * BLOCK
+        ] * 3 + [0]
         counts = engine.prefix_counts.queried, engine.prefix_counts.found
         assert counts == (7 * len(prompt), 12 * BLOCK)
         assert cached(engine, cache_salt="d", read_prefix_cache=False) == 0
@@ -310,7 +400,10 @@ def test_who_shares_with_whom(verifier: Verifier) -> None:
         assert (engine.prefix_counts.queried, engine.prefix_counts.found) == counts
         assert cached(engine, cache_salt="d") == 4 * BLOCK
     for salt in ("", 7):
-        with pytest.raises(InvalidInputError, match=r"cache_salt is .*; it must be a string that is not empty, or be left out"):
+        with pytest.raises(
+            InvalidInputError,
+            match=r"cache_salt is .*; it must be a string that is not empty, or be left out",
+        ):
             SamplingParams(cache_salt=salt)  # type: ignore[arg-type]
 
 
@@ -328,7 +421,9 @@ def test_nothing_of_a_request_that_ended_with_nan_is_offered(
         output = forward(rows, caches, aux)
         selected = rows.position_ids >= bad
         selected = selected if rows.logit_rows is None else selected[rows.logit_rows]
-        return VerifyOutput(output.logits.masked_fill(selected[:, None], torch.nan), output.aux_hidden)
+        return VerifyOutput(
+            output.logits.masked_fill(selected[:, None], torch.nan), output.aux_hidden
+        )
 
     with an_engine(verifier, "dflash", pipeline_depth=depth) as engine:
         with monkeypatch.context() as patch:
@@ -341,7 +436,9 @@ def test_nothing_of_a_request_that_ended_with_nan_is_offered(
 
 
 def test_what_nobody_can_find_is_handed_out_first() -> None:
-    """A free block that was never offered goes before those that were, however long ago these were freed."""
+    """A free block that was never offered goes before those that were, however long ago these were
+    freed.
+    """
     pool = BlockPool(7)
     digests = prefix_hashes(range(6), 2)
     offered = pool.allocate(3)

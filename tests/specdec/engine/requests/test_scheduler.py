@@ -1,4 +1,6 @@
-"""Continuous batching under pressure: arrivals, cancellations, preemption, shared prefixes, late results."""
+"""Continuous batching under pressure: arrivals, cancellations, preemption, shared prefixes, late
+results.
+"""
 
 import random
 from typing import Any
@@ -30,16 +32,25 @@ def verifier() -> Verifier:
     return paged_verifier(plain_model("llama"), BLOCK)
 
 
-def cache_of(verifier: Verifier, num_blocks: int, drafter: Drafter | None = None, **changes: object) -> EngineConfig:
+def cache_of(
+    verifier: Verifier, num_blocks: int, drafter: Drafter | None = None, **changes: object
+) -> EngineConfig:
     """A config whose cache has exactly `num_blocks` blocks, the null block included."""
     specs = [*verifier.kv_specs, *(drafter.kv_specs if drafter else [])]
     block_bytes = BLOCK * sum(spec.bytes_per_token(verifier.dtype) for spec in specs)
-    return EngineConfig(cache=CacheConfig(memory_bytes=num_blocks * block_bytes), **{"num_draft_tokens": None, **changes})  # type: ignore[arg-type]
+    return EngineConfig(
+        cache=CacheConfig(memory_bytes=num_blocks * block_bytes),
+        **{"num_draft_tokens": None, **changes},  # type: ignore[arg-type]
+    )
 
 
 def alone(verifier: Verifier, prompt: list[int], sampling: SamplingParams) -> list[int]:
     """Output of a request that has an engine to itself, without a drafter."""
-    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22)))
+    engine = SpecEngine(
+        verifier,
+        None,
+        EngineConfig(num_draft_tokens=None, max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22)),
+    )
     request = engine.add_request(prompt, sampling)
     while engine.has_work:
         engine.step()
@@ -49,7 +60,9 @@ def alone(verifier: Verifier, prompt: list[int], sampling: SamplingParams) -> li
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.slow
 def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: Verifier, depth: int) -> None:
-    """Random arrivals, lengths, sampling and cancellations; every output equals its single-request output, the pool ends empty."""
+    """Random arrivals, lengths, sampling and cancellations; every output equals its single-request
+    output, the pool ends empty.
+    """
     rng = random.Random(depth)
     stems = [[rng.randrange(3, VOCAB) for _ in range(12)] for _ in range(3)]
     cases = []
@@ -58,10 +71,18 @@ def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: Verifier, depth:
         prompt = stem + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))]
         warm = {"temperature": 0.9, "top_k": 30} if i % 3 == 0 else {}
         penalty = {"repetition_penalty": 1.2} if i % 7 == 0 else {}
-        cases.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 24), seed=i, **warm, **penalty)))  # type: ignore[arg-type]
+        cases.append(
+            (prompt, SamplingParams(max_tokens=rng.randrange(1, 24), seed=i, **warm, **penalty))  # type: ignore[arg-type]
+        )
     expected = [alone(verifier, prompt, sampling) for prompt, sampling in cases]
-    script = ScriptedDrafter({tuple(p): e for (p, _), e in zip(cases, expected, strict=True)}, 3, [set(), {0}, {1}, {2}])
-    engine = SpecEngine(verifier, script, cache_of(verifier, 22, max_num_seqs=6, max_prefill_tokens=9, pipeline_depth=depth))
+    script = ScriptedDrafter(
+        {tuple(p): e for (p, _), e in zip(cases, expected, strict=True)}, 3, [set(), {0}, {1}, {2}]
+    )
+    engine = SpecEngine(
+        verifier,
+        script,
+        cache_of(verifier, 22, max_num_seqs=6, max_prefill_tokens=9, pipeline_depth=depth),
+    )
     requests: list[Request] = []
     cancelled: set[int] = set()
     pending = list(cases)
@@ -92,22 +113,32 @@ ROWS = 16
 
 
 def rows_of_drafting(engine: SpecEngine, batch: DecodeBatch) -> set[int]:
-    """Cache slots that drafting may write: `ROWS` positions from L on, in blocks that are the request's and nobody else's."""
+    """Cache slots that drafting may write: `ROWS` positions from L on, in blocks that are the
+    request's and nobody else's.
+    """
     requests = {request.slot: request for request in engine.scheduler.working}
     held = [block for request in requests.values() for block in request.block_ids]
     allowed: set[int] = set()
-    for slot, start, table in zip(batch.slots.tolist(), batch.seq_lens.tolist(), batch.block_table.tolist(), strict=True):
+    for slot, start, table in zip(
+        batch.slots.tolist(), batch.seq_lens.tolist(), batch.block_table.tolist(), strict=True
+    ):
         blocks, end = requests[slot].block_ids, start + ROWS
         assert len(blocks) * BLOCK >= end, "the request's blocks end before what drafting writes"
         assert table[: len(blocks)] == blocks
         assert batch.max_seq_len >= end
-        assert all(held.count(block) == 1 for block in blocks[start // BLOCK : blocks_for(end, BLOCK)]), "a shared block"
-        allowed |= {blocks[position // BLOCK] * BLOCK + position % BLOCK for position in range(start, end)}
+        assert all(
+            held.count(block) == 1 for block in blocks[start // BLOCK : blocks_for(end, BLOCK)]
+        ), "a shared block"
+        allowed |= {
+            blocks[position // BLOCK] * BLOCK + position % BLOCK for position in range(start, end)
+        }
     return allowed
 
 
 def watch(engine: SpecEngine, outputs: dict[tuple[int, ...], list[int]]) -> list[int]:
-    """Compares both caches before and after every proposal, makes some proposals right, and counts the requests of each step."""
+    """Compares both caches before and after every proposal, makes some proposals right, and counts
+    the requests of each step.
+    """
     assert engine.runner.drafter is not None
     propose = engine.runner.drafter.propose
     batch_sizes: list[int] = []
@@ -116,10 +147,17 @@ def watch(engine: SpecEngine, outputs: dict[tuple[int, ...], list[int]]) -> list
         allowed = rows_of_drafting(engine, batch)
         before = [side.clone() for layer in engine.kv_cache.layers for side in layer]
         draft = propose(batch)
-        for old, new in zip(before, (side for layer in engine.kv_cache.layers for side in layer), strict=True):
-            assert set((new != old).flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist()) <= allowed
+        for old, new in zip(
+            before, (side for layer in engine.kv_cache.layers for side in layer), strict=True
+        ):
+            assert (
+                set((new != old).flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist())
+                <= allowed
+            )
         prompts = {request.slot: request.prompt_token_ids for request in engine.scheduler.working}
-        for row, (slot, start) in enumerate(zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)):
+        for row, (slot, start) in enumerate(
+            zip(batch.slots.tolist(), batch.seq_lens.tolist(), strict=True)
+        ):
             right = (prompts[slot] + outputs[tuple(prompts[slot])])[start + 1 : start + 1 + batch.k]
             if start % 3 == 0 and len(right) == batch.k:
                 draft.token_ids[row] = torch.tensor(right)
@@ -131,15 +169,23 @@ def watch(engine: SpecEngine, outputs: dict[tuple[int, ...], list[int]]) -> list
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(("k", "spare_blocks", "num_requests"), [(1, 0, 1), (3, 0, 1), (1, 6, 8), (3, 6, 8)])
-def test_drafting_writes_far_more_rows_than_k(verifier: Verifier, k: int, spare_blocks: int, num_requests: int, depth: int) -> None:
-    """A pool for one request up to the model's length, or for a bit more: every write is in its request's own blocks.
+@pytest.mark.parametrize(
+    ("k", "spare_blocks", "num_requests"), [(1, 0, 1), (3, 0, 1), (1, 6, 8), (3, 6, 8)]
+)
+def test_drafting_writes_far_more_rows_than_k(
+    verifier: Verifier, k: int, spare_blocks: int, num_requests: int, depth: int
+) -> None:
+    """A pool for one request up to the model's length, or for a bit more: every write is in its
+    request's own blocks.
 
     Outputs equal plain decoding, nobody waits for ever, and a pool with one block less is refused.
     """
     longest, rng = 48, random.Random(k)
     stem = [rng.randrange(3, VOCAB) for _ in range(9)]
-    prompts = [stem[: 3 * (i % 4)] + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 14))] for i in range(num_requests)]
+    prompts = [
+        stem[: 3 * (i % 4)] + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 14))]
+        for i in range(num_requests)
+    ]
     sampling = SamplingParams(max_tokens=longest, ignore_eos=True)
     plain = SpecEngine(verifier, None, cache_of(verifier, 200, max_model_len=longest))
     expected = [plain.add_request(prompt, sampling) for prompt in prompts]
@@ -147,13 +193,22 @@ def test_drafting_writes_far_more_rows_than_k(verifier: Verifier, k: int, spare_
         plain.step()
     outputs = {tuple(request.prompt_token_ids): request.output_token_ids for request in expected}
 
-    limits = {"max_num_seqs": 3, "max_model_len": longest, "num_draft_tokens": k, "pipeline_depth": depth}
+    limits = {
+        "max_num_seqs": 3,
+        "max_model_len": longest,
+        "num_draft_tokens": k,
+        "pipeline_depth": depth,
+    }
     drafter = random_dflash(verifier, block_size=ROWS)
     needed = blocks_for(longest + depth * (k + 1) + ROWS, BLOCK)
     engine = SpecEngine(verifier, drafter, cache_of(verifier, needed, drafter, **limits))
-    with pytest.raises(CapacityError, match=f"need {needed} cache blocks and the cache has {needed - 1};"):
+    with pytest.raises(
+        CapacityError, match=f"need {needed} cache blocks and the cache has {needed - 1};"
+    ):
         engine.add_request(prompts[0], sampling)
-    engine = SpecEngine(verifier, drafter, cache_of(verifier, 1 + needed + spare_blocks, drafter, **limits))
+    engine = SpecEngine(
+        verifier, drafter, cache_of(verifier, 1 + needed + spare_blocks, drafter, **limits)
+    )
     batch_sizes = watch(engine, outputs)
     requests = [engine.add_request(prompt, sampling) for prompt in prompts]
     for _ in range(100 * num_requests):
@@ -172,16 +227,24 @@ def test_a_newcomer_gets_the_rows_of_its_first_step(verifier: Verifier) -> None:
         limits: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 2, "max_prefill_tokens": 64}
         scheduler = Scheduler(pool, **limits, num_lookahead_tokens=ROWS)
         for request_id in range(2):
-            scheduler.add(Request(request_id, [5] * BLOCK, SamplingParams(), seed=0, max_total_len=40))
+            scheduler.add(
+                Request(request_id, [5] * BLOCK, SamplingParams(), seed=0, max_total_len=40)
+            )
         work = scheduler.schedule([], 1)
         assert work is not None and len(work.prefill) == admitted
 
 
-def test_shared_prefix_is_computed_once(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second request with the same beginning takes over its full blocks, and its output does not change."""
+def test_shared_prefix_is_computed_once(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second request with the same beginning takes over its full blocks, and its output does not
+    change.
+    """
     stem, tails = list(range(10, 10 + 5 * BLOCK)), ([60, 61], [70, 71, 72])
     sampling = SamplingParams(max_tokens=6)
-    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)))
+    engine = SpecEngine(
+        verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22))
+    )
     prefilled: list[int] = []
     original = engine._prefill
 
@@ -203,7 +266,9 @@ def test_shared_prefix_is_computed_once(verifier: Verifier, monkeypatch: pytest.
 def test_whole_prompt_in_the_cache_still_computes_its_last_token(verifier: Verifier) -> None:
     """A prompt that is cached to the last token yields the same first token again."""
     prompt = list(range(20, 20 + 2 * BLOCK))
-    engine = SpecEngine(verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22)))
+    engine = SpecEngine(
+        verifier, None, EngineConfig(num_draft_tokens=None, cache=CacheConfig(memory_bytes=2**22))
+    )
     outputs = []
     for _ in range(3):
         request = engine.add_request(prompt, SamplingParams(max_tokens=5))
@@ -214,7 +279,9 @@ def test_whole_prompt_in_the_cache_still_computes_its_last_token(verifier: Verif
 
 
 def test_requests_that_can_never_fit_are_refused(verifier: Verifier) -> None:
-    """Too long for the model, too long for the cache, empty, or with foreign token ids: one line each, and nothing is queued."""
+    """Too long for the model, too long for the cache, empty, or with foreign token ids: one line
+    each, and nothing is queued.
+    """
     engine = SpecEngine(verifier, None, cache_of(verifier, 10, max_model_len=200))
     with pytest.raises(CapacityError, match=r"prompt has 200 tokens and the limit is 200"):
         engine.add_request([5] * 200)
@@ -232,7 +299,12 @@ def test_prefill_does_not_stall_decoding(verifier: Verifier) -> None:
     engine = SpecEngine(
         verifier,
         None,
-        EngineConfig(num_draft_tokens=None, max_num_seqs=2, max_prefill_tokens=8, cache=CacheConfig(memory_bytes=2**22)),
+        EngineConfig(
+            num_draft_tokens=None,
+            max_num_seqs=2,
+            max_prefill_tokens=8,
+            cache=CacheConfig(memory_bytes=2**22),
+        ),
     )
     first = engine.add_request([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
     engine.step()
@@ -244,7 +316,9 @@ def test_prefill_does_not_stall_decoding(verifier: Verifier) -> None:
 
 
 def test_pool_counts_references_and_reuses_by_content() -> None:
-    """A block comes back only when its last owner releases it; published content survives until the block is handed out."""
+    """A block comes back only when its last owner releases it; published content survives until the
+    block is handed out.
+    """
     pool = BlockPool(5)
     digests = prefix_hashes([1, 2, 3, 4], 2)
     mine = pool.allocate(2)
@@ -265,9 +339,16 @@ def test_pool_counts_references_and_reuses_by_content() -> None:
 
 
 def test_no_step_drafts_more_than_anyone_has_left(verifier: Verifier) -> None:
-    """Drafts past the end of every output would be paid for and thrown away; one request with room is enough to draft them all."""
-    engine = SpecEngine(verifier, ScriptedDrafter({}, 8), cache_of(verifier, 50, num_draft_tokens=8))
-    requests = [Request(i, [5, 6], SamplingParams(), seed=0, max_total_len=total) for i, total in enumerate((4, 5))]
+    """Drafts past the end of every output would be paid for and thrown away; one request with room
+    is enough to draft them all.
+    """
+    engine = SpecEngine(
+        verifier, ScriptedDrafter({}, 8), cache_of(verifier, 50, num_draft_tokens=8)
+    )
+    requests = [
+        Request(i, [5, 6], SamplingParams(), seed=0, max_total_len=total)
+        for i, total in enumerate((4, 5))
+    ]
     more = Request(9, [5, 6], SamplingParams(), seed=0, max_total_len=99)
     assert engine._shape(Selection(requests)) == BlockShape(3)
     assert engine._shape(Selection(requests[:1])) == BlockShape(2)
@@ -275,7 +356,9 @@ def test_no_step_drafts_more_than_anyone_has_left(verifier: Verifier) -> None:
 
 
 def test_results_are_read_before_anyone_is_preempted() -> None:
-    """Without free blocks and with unread results the scheduler decides nothing; once all is read, the last to arrive goes."""
+    """Without free blocks and with unread results the scheduler decides nothing; once all is read,
+    the last to arrive goes.
+    """
     pool = BlockPool(6)
     scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=64)
     requests = [Request(i, [5] * 6, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
@@ -317,7 +400,9 @@ def test_chunks_are_smaller_beside_requests_that_decode() -> None:
 
 
 def test_generated_tokens_are_prefilled_by_themselves() -> None:
-    """After a preemption: a backend may round prompts, and must not round what decoding has computed unrounded."""
+    """After a preemption: a backend may round prompts, and must not round what decoding has
+    computed unrounded.
+    """
     pool = BlockPool(60)
     scheduler = Scheduler(pool, block_size=BLOCK, max_num_seqs=2, max_prefill_tokens=20)
     requests = [Request(i, [5] * 13, SamplingParams(), seed=0, max_total_len=40) for i in range(2)]
@@ -328,7 +413,12 @@ def test_generated_tokens_are_prefilled_by_themselves() -> None:
     while scheduler.waiting or any(request.status is Status.PREFILLING for request in requests):
         work = scheduler.schedule([], 0)
         assert work is not None
-        steps.append([(requests.index(chunk.request), chunk.start, chunk.end, chunk.last) for chunk in work.prefill])
+        steps.append(
+            [
+                (requests.index(chunk.request), chunk.start, chunk.end, chunk.last)
+                for chunk in work.prefill
+            ]
+        )
         for chunk in work.prefill:
             scheduler.prefilled(chunk)
     assert steps == [[(0, 0, 13, False), (1, 0, 7, False)], [(0, 13, 17, True), (1, 7, 13, True)]]

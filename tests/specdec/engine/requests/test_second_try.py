@@ -1,4 +1,6 @@
-"""What is not finite concerns who asked for it: rejected drafts, and what was left in a block, spoil no sound request."""
+"""What is not finite concerns who asked for it: rejected drafts, and what was left in a block,
+spoil no sound request.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +36,9 @@ Outputs = dict[tuple[int, ...], list[int]]
 
 
 class Case(NamedTuple):
-    """A target, what `generate` makes of some prompts, and a token in none of them, whose row of the embeddings is NaN."""
+    """A target, what `generate` makes of some prompts, and a token in none of them, whose row of
+    the embeddings is NaN.
+    """
 
     verifier: Verifier
     outputs: Outputs
@@ -44,7 +48,10 @@ class Case(NamedTuple):
 @cache
 def case(name: str) -> Case:
     model = plain_model(name)
-    outputs = {tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS) for prompt in random_prompts(4, seed=7, longest=21)}
+    outputs = {
+        tuple(prompt): plain_greedy(model, prompt, MAX_TOKENS)
+        for prompt in random_prompts(4, seed=7, longest=21)
+    }
     used = {token for prompt, output in outputs.items() for token in (*prompt, *output)}
     damaged = next(token for token in range(3, VOCAB) if token not in used)
     assert not model.config.tie_word_embeddings
@@ -54,8 +61,14 @@ def case(name: str) -> Case:
 
 
 def engine_of(verifier: Verifier, drafter: Drafter | None, **changes: Any) -> SpecEngine:
-    cache = CacheConfig(memory_bytes=2**22, prefix_caching=bool(changes.pop("prefix_caching", True)))
-    return SpecEngine(verifier, drafter, EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **changes))
+    cache = CacheConfig(
+        memory_bytes=2**22, prefix_caching=bool(changes.pop("prefix_caching", True))
+    )
+    return SpecEngine(
+        verifier,
+        drafter,
+        EngineConfig(max_num_seqs=3, max_prefill_tokens=13, cache=cache, **changes),
+    )
 
 
 def finished(engine: SpecEngine, prompts: list[list[int]], **sampling: Any) -> list[Request]:
@@ -89,22 +102,38 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-WAYS = [(name, shape, place) for name in FAMILIES for shape in SHAPES for place in range(K) if (name, shape) != (HYBRID, "tree")]
+WAYS = [
+    (name, shape, place)
+    for name in FAMILIES
+    for shape in SHAPES
+    for place in range(K)
+    if (name, shape) != (HYBRID, "tree")
+]
 
 
 @pytest.mark.parametrize(("name", "shape", "place"), WAYS[::5])
 def test_a_rejected_row_that_is_nan_ends_nobody(name: str, shape: str, place: int) -> None:
-    """Wherever in a chain or a tree, with and without the prefix cache, steps in flight or none: tokens are those of `generate`."""
+    """Wherever in a chain or a tree, with and without the prefix cache, steps in flight or none:
+    tokens are those of `generate`.
+    """
     verifier, outputs, damaged = case(name)
-    drafter = ScriptedDrafter(outputs, K) if shape == "chain" else random_dflash(verifier, block_size=K + 1, taps=(0, 1, 2))
-    engine = engine_of(verifier, drafter, pipeline_depth=place % 2, prefix_caching=place < 2, **SHAPES[shape])
+    drafter = (
+        ScriptedDrafter(outputs, K)
+        if shape == "chain"
+        else random_dflash(verifier, block_size=K + 1, taps=(0, 1, 2))
+    )
+    engine = engine_of(
+        verifier, drafter, pipeline_depth=place % 2, prefix_caching=place < 2, **SHAPES[shape]
+    )
     draft_the_damaged(engine, damaged, place)
     requests = finished(engine, [list(prompt) for prompt in outputs])
     assert [request.output_token_ids for request in requests] == list(outputs.values())
     assert {request.finish_reason for request in requests} <= {"length", "stop"}
     if shape != "auto":  # which may find that drafts do not pay before any does harm
         assert any(request.num_tries for request in requests), "the test needs a row that does harm"
-        assert sum(request.num_tries for request in requests) <= 4 * len(requests), "tries are far apart"
+        assert sum(request.num_tries for request in requests) <= 4 * len(requests), (
+            "tries are far apart"
+        )
 
 
 LOGPROBS = ("top_logprobs", "prompt_logprobs")
@@ -116,7 +145,14 @@ DRAFTERS: dict[str, Callable[[Verifier], Drafter | None]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter"), [("llama", "plain"), ("llama", "dflash"), ("deepseek_v3", "dflash"), (HYBRID, "plain"), (HYBRID, "eagle3")]
+    ("name", "drafter"),
+    [
+        ("llama", "plain"),
+        ("llama", "dflash"),
+        ("deepseek_v3", "dflash"),
+        (HYBRID, "plain"),
+        (HYBRID, "eagle3"),
+    ],
 )
 def test_what_was_left_in_blocks_spoils_no_request(name: str, drafter: str) -> None:
     """As after a request whose last rows nobody looked at; scored prompts are scored again."""
@@ -124,7 +160,11 @@ def test_what_was_left_in_blocks_spoils_no_request(name: str, drafter: str) -> N
     prompts = [list(prompt) for prompt in outputs]
     scores = []
     for value in (0.0, torch.nan):
-        engine = engine_of(verifier, DRAFTERS[drafter](verifier), num_draft_tokens=None if drafter != "plain" else 0)
+        engine = engine_of(
+            verifier,
+            DRAFTERS[drafter](verifier),
+            num_draft_tokens=None if drafter != "plain" else 0,
+        )
         for layer in engine.kv_cache.layers:
             for tensor in layer:
                 if tensor.is_floating_point():
@@ -137,11 +177,19 @@ def test_what_was_left_in_blocks_spoils_no_request(name: str, drafter: str) -> N
         torch.testing.assert_close(torch.tensor(other), torch.tensor(one), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("drafter", "logprobs"), [*((name, "") for name in DRAFTERS), *(("plain", n) for n in LOGPROBS)])
+@pytest.mark.parametrize(
+    ("drafter", "logprobs"), [*((name, "") for name in DRAFTERS), *(("plain", n) for n in LOGPROBS)]
+)
 def test_a_request_that_is_nan_itself_ends_alone(drafter: str, logprobs: str) -> None:
-    """It is tried once more from where it is, and its neighbors keep their outputs; streams have no empty chunks."""
+    """It is tried once more from where it is, and its neighbors keep their outputs; streams have no
+    empty chunks.
+    """
     verifier, outputs, damaged = case("llama")
-    config = EngineConfig(max_num_seqs=3, num_draft_tokens=None if drafter != "plain" else 0, cache=CacheConfig(memory_bytes=2**22))
+    config = EngineConfig(
+        max_num_seqs=3,
+        num_draft_tokens=None if drafter != "plain" else 0,
+        cache=CacheConfig(memory_bytes=2**22),
+    )
     decoder = SpecDecoder(verifier, tiny_tokenizer(), DRAFTERS[drafter](verifier), config)
     prompts = [list(prompt) for prompt in outputs]
     asked = [*prompts[:2], [5, damaged, 6], *prompts[2:]]

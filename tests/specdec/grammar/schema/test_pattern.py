@@ -1,4 +1,6 @@
-"""Regular expressions: what is let through is what Python matches, also within JSON; the rest is refused by name."""
+"""Regular expressions: what is let through is what Python matches, also within JSON; the rest is
+refused by name.
+"""
 
 import json
 import random
@@ -38,8 +40,12 @@ CHARACTERS = [
     ".",
 ]
 
-_ATOMS = r"a b 1 - A / é 日 😀 \/ \\ \n \t \. \$ \^ \{ } _ \u0061 \x41 \u00e9 \- \d \w \s \D \W \S ."
-_CLASSES = r"[ab-] [^a] [^\d] [\w-] [\s\S] [^\W_] [é-ü] [\n\"] [^\\] [.$/] [a\-z] [-a] [\]x] [^\s\"]"
+_ATOMS = (
+    r"a b 1 - A / é 日 😀 \/ \\ \n \t \. \$ \^ \{ } _ \u0061 \x41 \u00e9 \- \d \w \s \D \W \S ."
+)
+_CLASSES = (
+    r"[ab-] [^a] [^\d] [\w-] [\s\S] [^\W_] [é-ü] [\n\"] [^\\] [.$/] [a\-z] [-a] [\]x] [^\s\"]"
+)
 ATOMS = f"{_ATOMS} {_CLASSES}".split(" ")
 
 HELD = [
@@ -66,14 +72,19 @@ HELD = [
     (r"^(?!admin$)[a-z]+$", ["adm", "admins"], ["admin"]),
     (r"^(?!^[-+.]*$)[+-]?\d*\.?\d*$", ["-1.5", "0"], ["", "+.", "-"]),
     (r"^x(?=.*1)", ["xa1", "x1\n"], ["x", "ax1"]),
-    (r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+D)?(T(?=\d)(\d+H)?(\d+M)?)?)$", ["P2W", "P1D", "PT5M"], ["P", "PT", "P1D2W"]),
+    (
+        r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+D)?(T(?=\d)(\d+H)?(\d+M)?)?)$",
+        ["P2W", "P1D", "PT5M"],
+        ["P", "PT", "P1D2W"],
+    ),
     (
         r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
         ["a@b.co", "a.b'c@d-.ee"],
         [".a@b.co", "a..b@c.de", "a'@b.co"],
     ),
 ]
-"""Patterns, texts that they match as a whole (or anywhere, where nothing else would), and others."""
+"""Patterns, texts that they match as a whole (or anywhere, where nothing else would), and others.
+"""
 
 REFUSED = [
     ("(?<=a)b", "a lookbehind at character 0"),
@@ -134,18 +145,27 @@ def test_held_to(pattern: str, right: list[str], wrong: list[str]) -> None:
 @pytest.mark.parametrize(("pattern", "reason"), REFUSED)
 def test_refused_by_name(pattern: str, reason: str) -> None:
     """In one line, alone and in each place of a schema."""
-    within = [{"pattern": pattern}, {"propertyNames": {"pattern": pattern}}, {"patternProperties": {pattern: {}}}]
+    within = [
+        {"pattern": pattern},
+        {"propertyNames": {"pattern": pattern}},
+        {"patternProperties": {pattern: {}}},
+    ]
     types = ("string", "object", "object")
     for make in [
         lambda: Grammar.regex(pattern),
-        *(lambda one=one, kind=kind: Grammar.json_schema({"type": kind, **one}) for one, kind in zip(within, types, strict=True)),
+        *(
+            lambda one=one, kind=kind: Grammar.json_schema({"type": kind, **one})
+            for one, kind in zip(within, types, strict=True)
+        ),
     ]:
         with pytest.raises(InvalidInputError, match=reason) as caught:
             make()
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("pattern", [r"^(?=.*[0-9])(yes|no)$", r"^(?!a)a$", r"^(?=b)(?=a)", r"(?=.{5})[ab]{2}$"])
+@pytest.mark.parametrize(
+    "pattern", [r"^(?=.*[0-9])(yes|no)$", r"^(?!a)a$", r"^(?=b)(?=a)", r"(?=.{5})[ab]{2}$"]
+)
 def test_what_nothing_matches_is_refused_when_it_is_compiled(pattern: str) -> None:
     with pytest.raises(InvalidInputError, match="no text meets"):
         writes(schema_of(pattern), "a")
@@ -171,7 +191,9 @@ def texts(draw: random.Random) -> Iterator[str]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_patterns_let_through_what_python_matches(seed: int) -> None:
-    """All that it matches by its rules for ASCII, but for a few characters that ECMA-262 reads otherwise."""
+    """All that it matches by its rules for ASCII, but for a few characters that ECMA-262 reads
+    otherwise.
+    """
     draw = random.Random(seed)
     for _ in range(15):
         pattern = patterns(draw)
@@ -181,6 +203,11 @@ def test_random_patterns_let_through_what_python_matches(seed: int) -> None:
             loose, strict = re.compile(pattern), re.compile(pattern, re.ASCII)
         for text in texts(draw):
             fits = bool(loose.fullmatch(text))
-            certain = fits and bool(strict.fullmatch(text)) and not set(text) & set("\u2028\x01\u0663é日")
-            for found in (writes(regex, text), writes(schema, json.dumps(text, ensure_ascii=False))):
+            certain = (
+                fits and bool(strict.fullmatch(text)) and not set(text) & set("\u2028\x01\u0663é日")
+            )
+            for found in (
+                writes(regex, text),
+                writes(schema, json.dumps(text, ensure_ascii=False)),
+            ):
                 assert found <= fits and found >= certain, (pattern, text)

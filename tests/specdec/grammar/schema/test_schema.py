@@ -1,4 +1,6 @@
-"""What is refused of JSON schemas: all that xgrammar lets pass though it is not valid, and nothing that it holds to."""
+"""What is refused of JSON schemas: all that xgrammar lets pass though it is not valid, and nothing
+that it holds to.
+"""
 
 import json
 import random
@@ -27,20 +29,49 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"type": "integer", "multipleOf": 3, "minimum": 4}, 7, "multipleOf"),
     ({"$ref": "#/x", "x": {"type": "integer", "not": {"const": 3}}}, 3, "not at #/x"),
     ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1], "uniqueItems"),
-    ({"type": "object", "properties": INTEGERS, "dependentRequired": {"a": ["b"]}}, {"a": 1}, "dependentRequired"),
-    ({"type": "object", "properties": INTEGERS, "dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}, "dependentSchemas"),
-    ({"type": "object", "properties": INTEGERS, "if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"a": 1}, "if"),
+    (
+        {"type": "object", "properties": INTEGERS, "dependentRequired": {"a": ["b"]}},
+        {"a": 1},
+        "dependentRequired",
+    ),
+    (
+        {"type": "object", "properties": INTEGERS, "dependentSchemas": {"a": {"required": ["b"]}}},
+        {"a": 1},
+        "dependentSchemas",
+    ),
+    (
+        {
+            "type": "object",
+            "properties": INTEGERS,
+            "if": {"required": ["a"]},
+            "then": {"required": ["b"]},
+        },
+        {"a": 1},
+        "if",
+    ),
     ({"type": "integer", "not": {"const": 3}}, 3, "not"),
-    ({"type": "object", "properties": INTEGERS, "anyOf": [{"required": ["a"]}]}, {}, "beside anyOf"),
+    (
+        {"type": "object", "properties": INTEGERS, "anyOf": [{"required": ["a"]}]},
+        {},
+        "beside anyOf",
+    ),
     ({"oneOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 5}]}, 4, "oneOf"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 2, "oneOf"),
     ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, 6, "allOf"),
-    ({"$defs": {"p": {"type": "integer"}}, "$ref": "#/$defs/p", "minimum": 3}, 2, r"minimum beside \$ref"),
+    (
+        {"$defs": {"p": {"type": "integer"}}, "$ref": "#/$defs/p", "minimum": 3},
+        2,
+        r"minimum beside \$ref",
+    ),
     ({"type": "string", "enum": [1, "a"]}, 1, "1 in enum"),
     ({"type": "string", "const": 1}, 1, "1 in const"),
     ({"minimum": 3}, 1, "minimum without a type"),
     ({"minLength": 3}, "a", "minLength without a type"),
-    ({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b"]}, {"a": 1}, "required property 'b'"),
+    (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b"]},
+        {"a": 1},
+        "required property 'b'",
+    ),
 ]
 """Schemas, documents that they exclude and xgrammar would write, and what is said."""
 
@@ -54,15 +85,31 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "format": "email"}, ["a.b@c.de"], ["a..b@c.de", "@b.c", '"a"@b.cd']),
     ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["256.1.1.1", "1.2.3"]),
     ({"type": "string", "format": "json-pointer"}, ["", '/a"b'], ["a", "/~2"]),
-    ({"type": "string", "format": "email", "minLength": 1, "maxLength": 7}, ["a@bc.de"], ["ab@cd.ef"]),
-    ({"type": "string", "format": "date-time", "pattern": "^2.*Z$"}, ["2024-02-29T01:02:03.5Z"], ["1999-01-01T00:00:00Z"]),
+    (
+        {"type": "string", "format": "email", "minLength": 1, "maxLength": 7},
+        ["a@bc.de"],
+        ["ab@cd.ef"],
+    ),
+    (
+        {"type": "string", "format": "date-time", "pattern": "^2.*Z$"},
+        ["2024-02-29T01:02:03.5Z"],
+        ["1999-01-01T00:00:00Z"],
+    ),
     (
         {"type": "string", "format": "uuid", "pattern": "^.{14}4"},
         [f"{0:08}-0000-4000-8000-{0:012}"],
         [f"{0:08}-0000-1000-8000-{0:012}"],
     ),
-    ({"type": "string", "format": "ipv6", "pattern": "5$", "maxLength": 5}, ["::5", "1::25"], ["|::5", "::51", "1::255"]),
-    ({"type": "string", "pattern": "^a+$", "minLength": 2, "maxLength": 3}, ["aa", "aaa"], ["a", "aaaa"]),
+    (
+        {"type": "string", "format": "ipv6", "pattern": "5$", "maxLength": 5},
+        ["::5", "1::25"],
+        ["|::5", "::51", "1::255"],
+    ),
+    (
+        {"type": "string", "pattern": "^a+$", "minLength": 2, "maxLength": 3},
+        ["aa", "aaa"],
+        ["a", "aaaa"],
+    ),
     ({"type": "integer", "format": "int64", "pattern": "^x$", "minLength": 9}, [3], ["x"]),
     ({"type": ["string", "null"], "maxLength": 1}, [None, "a"], ["ab"]),
     ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 2.5}, [1, 2], [0, 3]),
@@ -72,28 +119,63 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$ref": "#/$defs/p", "type": "number", "$defs": {"p": {"type": "integer"}}}, [1], ["a"]),
     ({"anyOf": [{"type": "integer"}, {"const": 0.5}], "type": "number"}, [1, 0.5], ["a"]),
     ({"$ref": "#/components/a~1b", "components": {"a/b": {"type": "null"}}}, [None], [1]),
-    ({"type": "object", "propertyNames": {"$ref": "#/$defs/c"}, "$defs": {"c": {"enum": ["x", "y"]}}}, [{"x": 1}], [{"z": 1}]),
-    ({"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": False}, [{}], [{"a": 1}]),
-    ({"type": "object", "propertyNames": {"maxLength": 2}, "unevaluatedProperties": False}, [{}], [{"a": 1}]),
+    (
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/c"},
+            "$defs": {"c": {"enum": ["x", "y"]}},
+        },
+        [{"x": 1}],
+        [{"z": 1}],
+    ),
+    (
+        {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": False},
+        [{}],
+        [{"a": 1}],
+    ),
+    (
+        {"type": "object", "propertyNames": {"maxLength": 2}, "unevaluatedProperties": False},
+        [{}],
+        [{"a": 1}],
+    ),
     ({"minItems": 1}, [[1]], [[]]),
     ({"anyOf": [{"const": None}, {"enum": [1, "a"]}]}, [None, 1, "a"], [2, "null"]),
     ({"allOf": [{"const": 3}]}, [3], [None]),
     ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
     ({"type": "array", "items": {"maxItems": 1}}, [[[]], [[1]]], [[[1, 2]]]),
     ({"maxProperties": 1, "maxItems": 1}, [{}, {"a": 1}, [1]], [[1, 2], {"a": 1, "b": 2}]),
-    ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "object"}}}, [None, {}], [1]),
+    (
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "object"}}},
+        [None, {}],
+        [1],
+    ),
     ({"oneOf": [{"const": number} for number in range(3000)]}, [0, 2999], [3000]),
     (
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "additionalProperties": {"type": "string"},
+        },
         [{"a": 1, "b": ""}],
         [{"a": ""}],
     ),
     (
         {
             "$defs": {
-                "A": {"type": "object", "properties": {"k": {"const": "a"}, "x": {"type": "integer"}}, "required": ["k", "x"]},
-                "B": {"type": "object", "properties": {"k": {"enum": ["b", "c"]}, "y": {"type": "string"}}, "required": ["k"]},
-                "C": {"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "discriminator": {"propertyName": "k"}},
+                "A": {
+                    "type": "object",
+                    "properties": {"k": {"const": "a"}, "x": {"type": "integer"}},
+                    "required": ["k", "x"],
+                },
+                "B": {
+                    "type": "object",
+                    "properties": {"k": {"enum": ["b", "c"]}, "y": {"type": "string"}},
+                    "required": ["k"],
+                },
+                "C": {
+                    "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+                    "discriminator": {"propertyName": "k"},
+                },
             },
             "oneOf": [{"$ref": "#/$defs/C"}, {"type": "null"}],
         },
@@ -101,23 +183,59 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
         [{"k": "a", "y": "s"}, {"k": "d"}, {"x": 1}],
     ),
     ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["x"]),
-    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),
-    ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}, [[1, "a"]], [["a"], [1, "a", 2]]),
+    (
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+        [[1], [1, 2]],
+        [[], [1, 2, 3], ["a"]],
+    ),
+    (
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
+        [[1, "a"]],
+        [["a"], [1, "a", 2]],
+    ),
     ({"type": "object", "properties": INTEGERS, "minProperties": 1}, [{"a": 1}], [{}]),
-    ({"type": "object", "properties": INTEGERS, "required": ["b"], "maxProperties": 1}, [{"b": 1}], [{"a": 1}, {"a": 1, "b": 1}]),
-    ({"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": {"type": "integer"}}, [{"x": 1}], [{"yyy": 1}]),
-    ({"type": "object", "patternProperties": {"^x$": {"type": "integer"}}, "additionalProperties": False}, [{"x": 1}], [{"y": 1}]),
+    (
+        {"type": "object", "properties": INTEGERS, "required": ["b"], "maxProperties": 1},
+        [{"b": 1}],
+        [{"a": 1}, {"a": 1, "b": 1}],
+    ),
+    (
+        {
+            "type": "object",
+            "propertyNames": {"maxLength": 2},
+            "additionalProperties": {"type": "integer"},
+        },
+        [{"x": 1}],
+        [{"yyy": 1}],
+    ),
+    (
+        {
+            "type": "object",
+            "patternProperties": {"^x$": {"type": "integer"}},
+            "additionalProperties": False,
+        },
+        [{"x": 1}],
+        [{"y": 1}],
+    ),
     ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, [3, "a"], [None]),
     ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [3, "a"], [None]),
     ({"allOf": [{"type": "integer"}]}, [3], ["a"]),
-    ({"$defs": {"p": {"type": "integer"}}, "type": "array", "items": {"$ref": "#/$defs/p"}}, [[1]], [["a"]]),
+    (
+        {"$defs": {"p": {"type": "integer"}}, "type": "array", "items": {"$ref": "#/$defs/p"}},
+        [[1]],
+        [["a"]],
+    ),
     ({"type": "object", "properties": {"c": {"$ref": "#"}}}, [{"c": {}}], [{"c": 1}]),
     ({"enum": [1, "a", None]}, [1, "a", None], [2]),
     ({"type": ["integer", "null"], "minimum": 3}, [None, 4], [1, "a"]),
     (
         {
             "oneOf": [
-                {"type": "object", "properties": {"k": {"const": "x"}, "a": {"type": "integer"}}, "required": ["k"]},
+                {
+                    "type": "object",
+                    "properties": {"k": {"const": "x"}, "a": {"type": "integer"}},
+                    "required": ["k"],
+                },
                 {"type": "object", "properties": {"k": {"const": "y"}}, "required": ["k"]},
             ]
         },
@@ -156,7 +274,12 @@ SAMPLED: list[Any] = [
     {"type": "string", "pattern": '^(?=.*[0-9])(?=.*").{3,5}$'},
     {"type": "string", "minLength": 1, "maxLength": 2, "pattern": '^["\\\\n]*$'},
     {"type": ["string", "null", "integer"], "pattern": "^a?$", "minimum": 3},
-    {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}]},
+    {
+        "anyOf": [
+            {"type": "string", "maxLength": 1},
+            {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
+        ]
+    },
 ]
 
 _WRONG_TYPES: list[Any] = ["str", {}, [], None, ["string", "any"]]
@@ -165,7 +288,11 @@ _WRONG_ITEMS: list[Any] = [[{}], 3]
 MALFORMED: list[Any] = [
     *({"type": wrong} for wrong in _WRONG_TYPES),
     *({"type": "object", "properties": wrong} for wrong in _WRONG_PARTS),
-    *({keyword: wrong} for keyword in ("anyOf", "oneOf", "allOf", "enum", "prefixItems", "required") for wrong in (None, 5, "a")),
+    *(
+        {keyword: wrong}
+        for keyword in ("anyOf", "oneOf", "allOf", "enum", "prefixItems", "required")
+        for wrong in (None, 5, "a")
+    ),
     *({"type": "string", "minLength": wrong} for wrong in ("1", -1, 1.5, True)),
     *({"type": "integer", "minimum": wrong} for wrong in ("1", True, 2**70, 10**400)),
     *({"type": "array", "items": wrong} for wrong in _WRONG_ITEMS),
@@ -183,7 +310,10 @@ MALFORMED: list[Any] = [
     {"properties": {"\ud800": {}}},
     {"const": "\0"},
     {"$ref": "#"},
-    {"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}}},
+    {
+        "$ref": "#/$defs/A",
+        "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}},
+    },
     {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     {"type": "object", "properties": {"a": {"type": "object", "$id": "x"}}},
@@ -198,7 +328,9 @@ MALFORMED: list[Any] = [
 @pytest.fixture(scope="module")
 def compiler() -> Any:
     characters = [*map(chr, range(32, 127)), "</s>"]
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(characters, stop_token_ids=[len(characters) - 1]))
+    return xgrammar.GrammarCompiler(
+        xgrammar.TokenizerInfo(characters, stop_token_ids=[len(characters) - 1])
+    )
 
 
 @pytest.mark.parametrize(("schema", "document", "reason"), REFUSED)
@@ -218,14 +350,21 @@ def test_held_to(schema: Any, right: list[Any], wrong: list[Any]) -> None:
     assert [document for document in [*right, *wrong] if writes_json(grammar, document)] == right
     validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     assert all(validator.is_valid(document) for document in right)
-    assert not any(validator.is_valid(document) for document in wrong if schema.get("format") not in LOOSE_FORMATS)
+    assert not any(
+        validator.is_valid(document)
+        for document in wrong
+        if schema.get("format") not in LOOSE_FORMATS
+    )
 
 
 @pytest.mark.parametrize(
     ("schema", "note"),
     [
         ({"type": "string", "format": "byte"}, "format byte at # is taken for an annotation"),
-        ({"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}, "maxLength 2083 beside format uri at #"),
+        (
+            {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083},
+            "maxLength 2083 beside format uri at #",
+        ),
         ({"type": "string", "format": "uuid", "maxLength": 100}, ""),
         ({"type": "integer", "format": "uint32"}, ""),
     ],
@@ -234,10 +373,14 @@ def test_what_is_let_be_is_said(schema: Any, note: str, caplog: pytest.LogCaptur
     grammar = Grammar.json_schema(schema)
     assert len(grammar.notes) == bool(note) and note in "".join(grammar.notes)
     pieces = [*CHARACTERS, "</s>"]
-    model = models.BPE(vocab={piece: token for token, piece in enumerate(pieces)}, merges=[], unk_token="</s>")
+    model = models.BPE(
+        vocab={piece: token for token, piece in enumerate(pieces)}, merges=[], unk_token="</s>"
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>")
     GrammarCompiler(tokenizer, len(pieces), [len(pieces) - 1]).compiled(grammar).result()
-    assert [record.getMessage().rpartition("held to: ")[2] for record in caplog.records] == grammar.notes
+    assert [
+        record.getMessage().rpartition("held to: ")[2] for record in caplog.records
+    ] == grammar.notes
 
 
 def test_a_format_gives_way_to_a_pattern_with_which_it_takes_too_much(
@@ -248,12 +391,19 @@ def test_a_format_gives_way_to_a_pattern_with_which_it_takes_too_much(
     assert writes_json(grammar, "1:2") and not writes_json(grammar, "a::b")
     assert "a format beside the pattern ^[0-9:]*$" in caplog.messages[0]
     with pytest.raises(InvalidInputError, match="more than 20 states"):
-        writes_json(Grammar.json_schema({"type": "string", "format": "ipv6", "maxLength": 30}), "::1")
+        writes_json(
+            Grammar.json_schema({"type": "string", "format": "ipv6", "maxLength": 30}), "::1"
+        )
 
 
 def test_a_name_is_not_written_twice_in_another_spelling() -> None:
     grammar = Grammar.json_schema(
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": {"type": "string"}}
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": {"type": "string"},
+        }
     )
     assert writes(grammar, '{"a": 1, "b": "x"}')
     assert not any(writes(grammar, f'{{"a": 1, "{name}": "x"}}') for name in ("a", "\\u0061"))
@@ -262,7 +412,9 @@ def test_a_name_is_not_written_twice_in_another_spelling() -> None:
 @pytest.mark.parametrize("schema", SAMPLED, ids=lambda schema: json.dumps(schema)[:60])
 def test_whatever_comes_out_is_valid(schema: Any) -> None:
     draw, grammar = random.Random(5), Grammar.json_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date", "ipv4", "ipv6", "email"]))
+    validator = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.FormatChecker(["date", "ipv4", "ipv6", "email"])
+    )
     found = [text for _ in range(15) if (text := sample(grammar, draw)) is not None]
     assert len(found) > 3 and all(validator.is_valid(json.loads(text)) for text in found), found
 
@@ -285,7 +437,10 @@ def test_malformed_schemas_are_refused_in_one_line(schema: Any) -> None:
             "which JSON escapes, beside names that are free",
         ),
         ({"type": "object", "minProperties": 2, "additionalProperties": True}, "twice"),
-        ({"type": "object", "properties": {"p": {"items": {"uniqueItems": True}}}}, "uniqueItems at #/properties/p/items"),
+        (
+            {"type": "object", "properties": {"p": {"items": {"uniqueItems": True}}}},
+            "uniqueItems at #/properties/p/items",
+        ),
         ({"$ref": "https://example.com/schema"}, "another document"),
         ({"not": {}, "if": True}, "not at #; if at #"),
         (False, "allows nothing"),
@@ -311,13 +466,23 @@ def test_refused_by_name(schema: Any, reason: str) -> None:
     ],
     ids=str,
 )
-def test_characters_that_json_does_not_have_in_a_string(strings: Any, right: str, wrong: str) -> None:
-    """As they are, in names of properties too. With a length xgrammar itself would let a tab pass."""
+def test_characters_that_json_does_not_have_in_a_string(
+    strings: Any, right: str, wrong: str
+) -> None:
+    """As they are, in names of properties too.
+    With a length xgrammar itself would let a tab pass.
+    """
     pieces = ["</s>", *map(chr, [*range(1, 128), 0xE9])]
-    model = models.BPE(vocab={piece: token for token, piece in enumerate(pieces)}, merges=[], unk_token="</s>")
+    model = models.BPE(
+        vocab={piece: token for token, piece in enumerate(pieces)}, merges=[], unk_token="</s>"
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>")
     compiler = GrammarCompiler(tokenizer, len(pieces), [0])
-    named = {"type": "object", "propertyNames": strings, "additionalProperties": {"type": "integer"}}
+    named = {
+        "type": "object",
+        "propertyNames": strings,
+        "additionalProperties": {"type": "integer"},
+    }
     for schema, before in (({"type": "string", **strings}, '"'), (named, '{"')):
         for character in right + wrong:
             progress = compiler.start(Grammar.json_schema(schema))

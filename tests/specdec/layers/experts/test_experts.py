@@ -17,32 +17,53 @@ HIDDEN, WIDTH, EXPERTS, TOP_K = 24, 20, 9, 4
 _SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K}
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH}, "silu"),
-    "qwen2_moe": ("Qwen2Moe", {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "hidden_act": "gelu"}, "gelu"),
-    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "hidden_act": "relu"}, "relu"),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "hidden_act": "gelu"},
+        "gelu",
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "hidden_act": "relu"},
+        "relu",
+    ),
     "deepseek_v3": (
         "DeepseekV3",
-        {"n_routed_experts": EXPERTS, "moe_intermediate_size": WIDTH, "hidden_act": "gelu_pytorch_tanh"},
+        {
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": WIDTH,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
         "gelu_tanh",
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "intermediate_size": WIDTH}, "swiglu_oai"),
 }
-"""Folder and prefix of transformers' names, numbers of the config, and our name of the activation."""
+"""Folder and prefix of transformers' names, numbers of the config, and our name of the activation.
+"""
 
 
 def module_of(family: str) -> Any:
-    """Experts of transformers with random weights, some activations of which are beyond gpt-oss's bounds."""
+    """Experts of transformers with random weights, some activations of which are beyond gpt-oss's
+    bounds.
+    """
     prefix, numbers, _ = FAMILIES[family]
     home = f"transformers.models.{family}"
-    config: Any = getattr(import_module(f"{home}.configuration_{family}"), f"{prefix}Config")(**_SIZES, **numbers)
+    config: Any = getattr(import_module(f"{home}.configuration_{family}"), f"{prefix}Config")(
+        **_SIZES, **numbers
+    )
     config._experts_implementation = "eager"
-    module: nn.Module = getattr(import_module(f"{home}.modeling_{family}"), f"{prefix}Experts")(config)
+    module: nn.Module = getattr(import_module(f"{home}.modeling_{family}"), f"{prefix}Experts")(
+        config
+    )
     for parameter in module.parameters():
         parameter.data = torch.randn_like(parameter)
     return module
 
 
 def ours(module: Any, family: str) -> Experts:
-    """The same weights as we hold them: gpt-oss keeps its own transposed, gate and up interleaved."""
+    """The same weights as we hold them: gpt-oss keeps its own transposed,
+    gate and up interleaved.
+    """
     activation = FAMILIES[family][2]
     if family != "gpt_oss":
         return Experts(module.gate_up_proj, module.down_proj, activation)
@@ -50,13 +71,20 @@ def ours(module: Any, family: str) -> Experts:
     def apart(joined: Tensor) -> Tensor:
         return torch.cat([joined[:, ::2], joined[:, 1::2]], dim=1).contiguous()
 
-    first, second = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2).contiguous()
-    return Experts(apart(first), second, activation, apart(module.gate_up_proj_bias), module.down_proj_bias)
+    first, second = (
+        module.gate_up_proj.transpose(1, 2),
+        module.down_proj.transpose(1, 2).contiguous(),
+    )
+    return Experts(
+        apart(first), second, activation, apart(module.gate_up_proj_bias), module.down_proj_bias
+    )
 
 
 def routed(rows: int) -> tuple[Tensor, Tensor]:
     """Random weights and ids; experts 2 and 7 go unused."""
-    ids = torch.stack([torch.tensor([0, 1, 3, 4, 5, 6, 8])[torch.randperm(7)[:TOP_K]] for _ in range(rows)])
+    ids = torch.stack(
+        [torch.tensor([0, 1, 3, 4, 5, 6, 8])[torch.randperm(7)[:TOP_K]] for _ in range(rows)]
+    )
     return torch.rand(rows, TOP_K), ids
 
 
@@ -72,7 +100,9 @@ def test_equal_to_transformers(family: str) -> None:
 
 
 def test_the_sum_has_the_rows_own_order() -> None:
-    """Experts that return huge numbers in turn: what is left of their sum tells in which order it was taken."""
+    """Experts that return huge numbers in turn: what is left of their sum tells in which order it
+    was taken.
+    """
     large = 2.0**24
     outputs = torch.tensor([large, 1.0, -large])
     down = torch.zeros(3, 1, 1)
@@ -90,7 +120,9 @@ def test_half_precision_sums_in_float32() -> None:
     wide = half.to(torch.float32)
     x, (weights, ids) = torch.randn(30, HIDDEN).bfloat16(), routed(30)
     got = apply_experts(x, weights, ids, half)
-    parts = torch.stack([apply_experts(x, torch.ones(30, 1), ids[:, [k]], half).float() for k in range(TOP_K)], 1)
+    parts = torch.stack(
+        [apply_experts(x, torch.ones(30, 1), ids[:, [k]], half).float() for k in range(TOP_K)], 1
+    )
     total = torch.zeros(30, HIDDEN)
     for k in range(TOP_K):
         total += parts[:, k] * weights[:, [k]]
@@ -101,13 +133,20 @@ def test_half_precision_sums_in_float32() -> None:
 def test_expected_experts() -> None:
     """As counted in random choices; one row has exactly its own."""
     torch.manual_seed(0)
-    counts = torch.tensor([len({*torch.rand(8, 32).topk(4).indices.flatten().tolist()}) for _ in range(400)]).float()
+    counts = torch.tensor(
+        [len({*torch.rand(8, 32).topk(4).indices.flatten().tolist()}) for _ in range(400)]
+    ).float()
     expected = RoutedExperts(32, 4, 0).expected(8)
     assert abs(float(counts.mean()) - expected) < 4 * float(counts.std()) / 400**0.5
-    assert RoutedExperts(32, 4, 0).expected(1) == pytest.approx(4) and RoutedExperts(32, 32, 0).expected(3) == 32
+    assert (
+        RoutedExperts(32, 4, 0).expected(1) == pytest.approx(4)
+        and RoutedExperts(32, 32, 0).expected(3) == 32
+    )
 
 
 def test_sizes() -> None:
     """Numbers of a layer, and its bytes with biases."""
-    layer = Experts(torch.zeros(3, 10, 4), torch.zeros(3, 4, 5), "silu", torch.zeros(3, 10), torch.zeros(3, 4))
+    layer = Experts(
+        torch.zeros(3, 10, 4), torch.zeros(3, 4, 5), "silu", torch.zeros(3, 10), torch.zeros(3, 4)
+    )
     assert (layer.num_experts, layer.width, layer.nbytes) == (3, 5, 4 * (120 + 60 + 30 + 12))

@@ -35,27 +35,51 @@ from verifiers.config.families import describe
 from verifiers.weights.weights import Weights
 
 HIDDEN, EXPERTS = 12, 32
-_COMMON: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5}
+_COMMON: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 2.5,
+}
 _SIGMOID: dict[str, Any] = {**_COMMON, "n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2}
 
 ROUTER_KINDS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "v2_greedy": (DeepseekV2TopkRouter, lambda: _v2(topk_method="greedy")),
-    "v2_groups": (DeepseekV2TopkRouter, lambda: _v2(topk_method="group_limited_greedy", n_group=8, topk_group=3)),
+    "v2_groups": (
+        DeepseekV2TopkRouter,
+        lambda: _v2(topk_method="group_limited_greedy", n_group=8, topk_group=3),
+    ),
     "v3": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**_SIGMOID)),
-    "v3_ungrouped": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**{**_SIGMOID, "n_group": 1, "topk_group": 1})),
+    "v3_ungrouped": (
+        DeepseekV3TopkRouter,
+        lambda: DeepseekV3Config(**{**_SIGMOID, "n_group": 1, "topk_group": 1}),
+    ),
     "v32": (DeepseekV32TopkRouter, lambda: DeepseekV32Config(**_SIGMOID)),
     "glm4": (Glm4MoeTopkRouter, lambda: Glm4MoeConfig(**_SIGMOID)),
     "glm4_lite": (Glm4MoeLiteTopkRouter, lambda: Glm4MoeLiteConfig(**_SIGMOID)),
     "glm_dsa": (GlmMoeDsaTopkRouter, lambda: GlmMoeDsaConfig(**_SIGMOID)),
-    "v3_not_normalized": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**_SIGMOID, norm_topk_prob=False)),
-    "v3_16_groups": (DeepseekV3TopkRouter, lambda: DeepseekV3Config(**{**_SIGMOID, "n_group": 16, "topk_group": 5})),
+    "v3_not_normalized": (
+        DeepseekV3TopkRouter,
+        lambda: DeepseekV3Config(**_SIGMOID, norm_topk_prob=False),
+    ),
+    "v3_16_groups": (
+        DeepseekV3TopkRouter,
+        lambda: DeepseekV3Config(**{**_SIGMOID, "n_group": 16, "topk_group": 5}),
+    ),
 }
 PLAIN = ("v3_not_normalized", "v3_16_groups")
 """What AITER's kernels do not have."""
 
 
 def _v2(**changes: Any) -> DeepseekV2Config:
-    return DeepseekV2Config(**{**_COMMON, "n_routed_experts": EXPERTS, "norm_topk_prob": True, "num_attention_heads": 4, **changes})
+    return DeepseekV2Config(
+        **{
+            **_COMMON,
+            "n_routed_experts": EXPERTS,
+            "norm_topk_prob": True,
+            "num_attention_heads": 4,
+            **changes,
+        }
+    )
 
 
 def hf_router(kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -65,7 +89,9 @@ def hf_router(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     router = make(config())
     router.weight.data = torch.randn(EXPERTS, HIDDEN).to(dtype)
     if hasattr(router, "e_score_correction_bias"):
-        router.e_score_correction_bias = torch.randn(EXPERTS) * 0.2 - 1.5  # all choices negative: masking with 0 would show
+        router.e_score_correction_bias = (
+            torch.randn(EXPERTS) * 0.2 - 1.5
+        )  # all choices negative: masking with 0 would show
     return router
 
 
@@ -79,7 +105,11 @@ def description_of(kind: str) -> Description:
 def our_router(kind: str, source: Any) -> Router:
     """What the decoder stack makes of a router of transformers."""
     names = ("weight", "e_score_correction_bias")
-    tensors = {f"gate.{name}": getattr(source, name).detach().clone() for name in names if hasattr(source, name)}
+    tensors = {
+        f"gate.{name}": getattr(source, name).detach().clone()
+        for name in names
+        if hasattr(source, name)
+    }
     return mixture.router(Weights(tensors), description_of(kind))
 
 
@@ -92,7 +122,9 @@ def in_order(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def check_equal(router: Any, hidden: Tensor, got: tuple[Tensor, Tensor]) -> None:
     """The same sets of experts as transformers, with weights as exact."""
     runs = got, router(hidden)[1:], in_float64(router, hidden.double())[1:]
-    (ids, weights), (plain_ids, plain), (_, exact) = (in_order(ids, weights) for weights, ids in runs)
+    (ids, weights), (plain_ids, plain), (_, exact) = (
+        in_order(ids, weights) for weights, ids in runs
+    )
     assert ids.dtype == torch.int64 and ids.equal(plain_ids)
     assert_as_exact(weights, plain, exact)
 
@@ -110,12 +142,16 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machi
 
 @pytest.mark.parametrize("kind", ROUTER_KINDS)
 def test_formulas_equal_transformers(kind: str) -> None:
-    """Group strength, masking, bias in the choice but not in the weights, normalization, scaling."""
+    """Group strength, masking, bias in the choice but not in the weights, normalization,
+    scaling.
+    """
     router, hidden = hf_router(kind), torch.randn(200, HIDDEN)
     logits = hidden @ router.weight.t()
     routing = description_of(kind).routing
     assert routing is not None
-    check_equal(router, hidden, route(logits, routing, getattr(router, "e_score_correction_bias", None)))
+    check_equal(
+        router, hidden, route(logits, routing, getattr(router, "e_score_correction_bias", None))
+    )
 
 
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 6}
@@ -148,12 +184,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Routing]] = {
         {"hidden_size": HIDDEN, "moe_k": 6, "moe_num_experts": EXPERTS},
         Routing(EXPERTS, 6, biased=True),
     ),
-    "minimax_m2": ("MiniMaxM2TopKRouter", "MiniMaxM2Config", _LOCAL, Routing(EXPERTS, 6, scores="sigmoid", biased=True)),
+    "minimax_m2": (
+        "MiniMaxM2TopKRouter",
+        "MiniMaxM2Config",
+        _LOCAL,
+        Routing(EXPERTS, 6, scores="sigmoid", biased=True),
+    ),
     "dots1": (
         "Dots1TopkRouter",
         "Dots1Config",
         {**_SIGMOID, "norm_topk_prob": True},
-        Routing(EXPERTS, 6, scores="sigmoid", biased=True, num_groups=4, topk_groups=2, scaling=2.5),
+        Routing(
+            EXPERTS, 6, scores="sigmoid", biased=True, num_groups=4, topk_groups=2, scaling=2.5
+        ),
     ),
 }
 """Folder, router and config of transformers, numbers of the config, and our description."""
@@ -172,12 +215,18 @@ def router_of(family: str) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_description_covers_every_family(family: str) -> None:
-    """The same experts as transformers' module, with weights as exact; a bias of the gate joins the logits."""
+    """The same experts as transformers' module, with weights as exact; a bias of the gate joins the
+    logits.
+    """
     torch.manual_seed(0)
     router, routing, hidden = router_of(family), FAMILIES[family][-1], torch.randn(200, HIDDEN)
     for parameter in router.parameters():
         parameter.data = torch.randn_like(parameter)
-    shift = torch.randn(EXPERTS) * (0.02 if family == "ernie4_5_moe" else 0.2) if routing.biased else None
+    shift = (
+        torch.randn(EXPERTS) * (0.02 if family == "ernie4_5_moe" else 0.2)
+        if routing.biased
+        else None
+    )
     others: tuple[Tensor, ...] = ()
     if family == "minimax_m2":
         others = (shift,)  # type: ignore[assignment]
@@ -185,12 +234,23 @@ def test_one_description_covers_every_family(family: str) -> None:
         router.moe_statics.e_score_correction_bias.data = shift[None]  # type: ignore[index]
     elif shift is not None:
         router.e_score_correction_bias = shift
-    logits = F.linear(hidden, (router.wg if family == "hunyuan_v1_moe" else router).weight, getattr(router, "bias", None))
-    theirs: Any = router(hidden, *others), in_float64(router, hidden.double(), *(x.double() for x in others))
-    if family == "granitemoe" and not theirs[0][0].is_floating_point():  # older Transformers name experts first
+    logits = F.linear(
+        hidden,
+        (router.wg if family == "hunyuan_v1_moe" else router).weight,
+        getattr(router, "bias", None),
+    )
+    theirs: Any = (
+        router(hidden, *others),
+        in_float64(router, hidden.double(), *(x.double() for x in others)),
+    )
+    if (
+        family == "granitemoe" and not theirs[0][0].is_floating_point()
+    ):  # older Transformers name experts first
         theirs = tuple((logits, weights, ids) for ids, weights, logits in theirs)
     runs = route(logits, routing, shift), theirs[0][1:], theirs[1][1:]
-    (ids, weights), (plain_ids, plain), (exact_ids, right) = (in_order(ids, weights) for weights, ids in runs)
+    (ids, weights), (plain_ids, plain), (exact_ids, right) = (
+        in_order(ids, weights) for weights, ids in runs
+    )
     assert ids.equal(plain_ids) and ids.equal(exact_ids)
     assert_as_exact(weights, plain, right)
 
@@ -214,7 +274,9 @@ def test_the_lower_of_equal_experts(routing: Routing) -> None:
     assert (ids.diff(dim=-1)[chosen.diff(dim=-1) == 0] > 0).all(), "equal ones in their order"
     for row, few in zip(logits, ids, strict=True):
         if routing.grouped:
-            best = row.unflatten(0, (4, -1)).topk(2 if routing.biased else 1).values.sum(-1).tolist()
+            best = (
+                row.unflatten(0, (4, -1)).topk(2 if routing.biased else 1).values.sum(-1).tolist()
+            )
             groups = sorted(range(4), key=lambda group: (-best[group], group))[:2]
         else:
             groups = list(range(4))
@@ -226,8 +288,14 @@ def test_the_lower_of_equal_experts(routing: Routing) -> None:
     ("numbers", "message"),
     [
         ({"num_groups": 5}, "32 experts do not divide into 5 groups"),
-        ({"num_groups": 4, "topk_groups": 5}, "5 of 4 groups of experts cannot be chosen; take 1 to 4"),
-        ({"num_groups": 8, "topk_groups": 1}, "6 experts per token, of 4 that may be chosen; take 1 to 4"),
+        (
+            {"num_groups": 4, "topk_groups": 5},
+            "5 of 4 groups of experts cannot be chosen; take 1 to 4",
+        ),
+        (
+            {"num_groups": 8, "topk_groups": 1},
+            "6 experts per token, of 4 that may be chosen; take 1 to 4",
+        ),
         ({"num_groups": 32, "topk_groups": 8, "scores": "sigmoid"}, "take at most 16 groups"),
     ],
 )
@@ -240,14 +308,18 @@ def test_numbers_that_do_not_go_together(numbers: dict[str, Any], message: str) 
 @pytest.mark.parametrize("version", ["0.1.15", "0.1.20"])
 @pytest.mark.parametrize("kind", ROUTER_KINDS)
 def test_aiter_equals_transformers(rocm: Callable[..., Machine], kind: str, version: str) -> None:
-    """AITER's kernels, where they have the case; otherwise plain torch; nothing waits either way."""
+    """AITER's kernels, where they have the case; otherwise plain torch;
+    nothing waits either way.
+    """
     machine = rocm(version=version, allow_float32=True)
     router, hidden = hf_router(kind), torch.randn(180, HIDDEN)
     ours = our_router(kind, router)
     with no_host_sync():
         got = ours(hidden)
     check_equal(router, hidden, got)
-    used = {"v2_greedy": "topk_softmax", "v2_groups": "grouped_topk"}.get(kind, "biased_grouped_topk")
+    used = {"v2_greedy": "topk_softmax", "v2_groups": "grouped_topk"}.get(
+        kind, "biased_grouped_topk"
+    )
     assert machine.names() == (set() if kind in PLAIN else {used})
 
 
@@ -255,13 +327,17 @@ def test_aiter_equals_transformers(rocm: Callable[..., Machine], kind: str, vers
 def test_d1_logits_and_bias_have_the_type_of_the_gate(
     rocm: Callable[..., Machine], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bfloat16 all the way into the kernel, the bias cast once and not per call: a second cast would make a new tensor."""
+    """bfloat16 all the way into the kernel, the bias cast once and not per call: a second cast
+    would make a new tensor.
+    """
     machine = rocm()
     ours = our_router(kind, hf_router(kind, torch.bfloat16))
     seen: list[tuple[Tensor, Tensor | None]] = []
     inner = ops_router.route_with_aiter
 
-    def spied(ops: Any, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def spied(
+        ops: Any, logits: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         seen.append((logits, bias))
         return inner(ops, logits, routing, bias)
 
@@ -284,7 +360,9 @@ def test_whatever_a_kernel_says_of_nan_is_an_expert(
     rocm()
     ours = our_router(kind, hf_router(kind, torch.float32))
     assert ours.aiter is not None
-    name = {"v2_greedy": "topk_softmax", "v2_groups": "grouped_topk"}.get(kind, "biased_grouped_topk")
+    name = {"v2_greedy": "topk_softmax", "v2_groups": "grouped_topk"}.get(
+        kind, "biased_grouped_topk"
+    )
     kernel = getattr(ours.aiter, name)
 
     def lost(**arguments: Any) -> None:
@@ -302,7 +380,9 @@ def test_whatever_a_kernel_says_of_nan_is_an_expert(
 
 @pytest.mark.parametrize("kind", ["v2_greedy", "v2_groups", "v3"])
 def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind: str) -> None:
-    """On the same bfloat16 logits and bias both choose the same, so only the type of the logits tells them apart."""
+    """On the same bfloat16 logits and bias both choose the same, so only the type of the logits
+    tells them apart.
+    """
     rocm()
     ours = our_router(kind, hf_router(kind, torch.bfloat16))
     hidden = torch.randn(200, HIDDEN, dtype=torch.bfloat16)
@@ -311,22 +391,35 @@ def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind:
     with Float64():
         exact, exact_ids = route(logits, ours.routing, ours.bias)
     choice = logits.float().sigmoid() + (0 if ours.bias is None else ours.bias.float())
-    distinct = torch.tensor([len(row.unique()) == EXPERTS for row in choice])  # equal choices may fall either way
+    distinct = torch.tensor(
+        [len(row.unique()) == EXPERTS for row in choice]
+    )  # equal choices may fall either way
     assert distinct.sum() > 20
-    (ids, weights), (plain_ids, plain), (_, exact) = in_order(ids, weights), in_order(plain_ids, plain), in_order(exact_ids, exact)
+    (ids, weights), (plain_ids, plain), (_, exact) = (
+        in_order(ids, weights),
+        in_order(plain_ids, plain),
+        in_order(exact_ids, exact),
+    )
     assert ids[distinct].equal(plain_ids[distinct])
     assert_as_exact(weights[distinct], plain[distinct], exact[distinct])
 
 
-def test_what_aiter_lacks_is_said_once(rocm: Callable[..., Machine], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_aiter_lacks_is_said_once(
+    rocm: Callable[..., Machine], caplog: pytest.LogCaptureFixture
+) -> None:
     """On AMD GPUs only, and not for every layer."""
     mixture._say_once.cache_clear()
     caplog.set_level("INFO")
     assert our_router("v3", hf_router("v3")).aiter is None
     rocm()
     assert our_router("v3", hf_router("v3")).aiter is not None and not caplog.records
-    assert all(our_router("v3_16_groups", hf_router("v3_16_groups")).aiter is None for _ in range(2))
-    assert len(caplog.records) == 1 and "16 groups of experts (the kernels take 1, 2, 4, 8)" in caplog.text
+    assert all(
+        our_router("v3_16_groups", hf_router("v3_16_groups")).aiter is None for _ in range(2)
+    )
+    assert (
+        len(caplog.records) == 1
+        and "16 groups of experts (the kernels take 1, 2, 4, 8)" in caplog.text
+    )
 
 
 def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,9 +432,11 @@ def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
     assert "not normalized" in aiter_reasons(replace(biased, renormalized=False), device)[0]
     assert aiter_reasons(Routing(32, 4, renormalized=False), device) == []
     assert aiter_reasons(Routing(32, 4, biased=True), device) == ["softmax scores with a bias"]
-    assert aiter_reasons(Routing(32, 4, scores="sigmoid"), device) == ["sigmoid scores without a bias"]
+    assert aiter_reasons(Routing(32, 4, scores="sigmoid"), device) == [
+        "sigmoid scores without a bias"
+    ]
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx1100")
     monkeypatch.setattr(ops_router.aiter, "unavailable_reasons", lambda family: ["missing"])
-    assert aiter_reasons(Routing(32, 4), device)[0].startswith("architecture gfx1100") and "missing" in aiter_reasons(
-        Routing(32, 4), device
-    )
+    assert aiter_reasons(Routing(32, 4), device)[0].startswith(
+        "architecture gfx1100"
+    ) and "missing" in aiter_reasons(Routing(32, 4), device)

@@ -10,7 +10,8 @@ from specdec.layers.ops.activation import gated
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("relu", "relu")]
+    ("kind", "name"),
+    [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("relu", "relu")],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_named_as_in_transformers(kind: str, name: str, dtype: torch.dtype) -> None:

@@ -18,7 +18,9 @@ def weight_of(kind: str, outputs: int = 20, inputs: int = 768, *experts: int) ->
 
 @pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_numbers(kind: str) -> None:
-    """Those of the package to the bit, from bytes that may say anything; as kernels read them, too, in as many bytes."""
+    """Those of the package to the bit, from bytes that may say anything; as kernels read them, too,
+    in as many bytes.
+    """
     weight = weight_of(kind)
     numbers = numbers_of(weight.parts[0].raw, kind)
     assert weight.dequantized().equal(numbers) and weight.shape == (20, 768)
@@ -85,7 +87,10 @@ def test_what_is_no_block_is_refused() -> None:
 
 
 def test_no_form_is_joined_with_another() -> None:
-    weights: list[Any] = [weight_of("Q8_0", 8, 96), packed("int8", (8, 96), 32, dtype=torch.float32)]
+    weights: list[Any] = [
+        weight_of("Q8_0", 8, 96),
+        packed("int8", (8, 96), 32, dtype=torch.float32),
+    ]
     assert not alike(weights) and alike(weights[1:] * 2)
     assert joined(weights[1:] * 2).shape == (16, 96)
 

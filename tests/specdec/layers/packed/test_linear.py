@@ -18,7 +18,9 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def test_values_of_codes() -> None:
-    """Every code of 4 bits, low half first, times scales of groups, of which the last has fewer inputs."""
+    """Every code of 4 bits, low half first, times scales of groups, of which the last has fewer
+    inputs.
+    """
     codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
     scale = torch.tensor([[1.0, 2.0, -0.5]])
     floats = PackedWeight(codes, scale, None, 6, "e2m1", torch.float32)
@@ -28,10 +30,22 @@ def test_values_of_codes() -> None:
     ints = PackedWeight(codes, scale, torch.tensor([[8.0, 0.0, 2.5]]), 6, "int4", torch.float32)
     zeros = torch.tensor([8.0] * 6 + [0.0] * 6 + [2.5] * 4)
     assert ints.dequantized().equal(((torch.arange(16) - zeros) * factors)[None])
-    signed = PackedWeight(torch.tensor([[-128, 127, 3]], dtype=torch.int8), scale[:, :1], None, 3, "int8", torch.float32)
+    signed = PackedWeight(
+        torch.tensor([[-128, 127, 3]], dtype=torch.int8),
+        scale[:, :1],
+        None,
+        3,
+        "int8",
+        torch.float32,
+    )
     assert signed.dequantized().tolist() == [[-128, 127, 3]]
     eight = PackedWeight(
-        torch.tensor([[-448.0, 2**-9, 1.125]]).to(torch.float8_e4m3fn), scale[:, 1:2], None, 3, "e4m3", torch.float32
+        torch.tensor([[-448.0, 2**-9, 1.125]]).to(torch.float8_e4m3fn),
+        scale[:, 1:2],
+        None,
+        3,
+        "e4m3",
+        torch.float32,
     )
     assert eight.dequantized().tolist() == [[-896, 2**-8, 2.25]]
 
@@ -40,13 +54,19 @@ def test_values_of_codes() -> None:
 @pytest.mark.parametrize("group", [16, 32, 48, 128, 300])
 @pytest.mark.parametrize("experts", [(), (3,)])
 def test_arranged(code: Code, group: int, experts: tuple[int, ...]) -> None:
-    """The same numbers, in runs of one group, padded; no wider a scale than needed, and a zero that all share is a number."""
+    """The same numbers, in runs of one group, padded; no wider a scale than needed, and a zero that
+    all share is a number.
+    """
     weight = packed(code, (*experts, 20, 300), group, zero=8.0 if code == "int4" else None)
     ours = weight.arranged()
     assert ours.dequantized(torch.float32).equal(weight.dequantized(torch.float32))
     assert ours.run == run_of(group, 300, weight.halves) and ours.in_features == 300
     assert ours.codes.shape[-1] * (1 + ours.halves) % (ours.run * (4 if ours.halves else 2)) == 0
-    assert ours.scale.dtype == torch.bfloat16 and ours.zero is None and ours.middle == (8 if code == "int4" else 0)
+    assert (
+        ours.scale.dtype == torch.bfloat16
+        and ours.zero is None
+        and ours.middle == (8 if code == "int4" else 0)
+    )
     again = ours.arranged()
     assert (
         again.codes.view(torch.uint8).equal(ours.codes.view(torch.uint8))
@@ -61,15 +81,25 @@ def test_arranged_keeps_what_differs() -> None:
     weight = packed("int4", (20, 300), 20, zero=zero)
     weight.scale[3, 4] = 1 + 2**-20
     ours = weight.arranged()
-    assert ours.run == 1 and ours.scale.dtype == torch.float32 and ours.zero is not None and ours.zero.equal(zero)
+    assert (
+        ours.run == 1
+        and ours.scale.dtype == torch.float32
+        and ours.zero is not None
+        and ours.zero.equal(zero)
+    )
     assert ours.dequantized(torch.float64).equal(weight.dequantized(torch.float64))
 
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("arranged", [False, True])
 def test_rows_are_chosen_and_joined(code: Code, arranged: bool) -> None:
-    """As those of the numbers would be, of one weight or of experts; a part without zeros has zeros that are 0."""
-    first, second = packed(code, (3, 20, 96), 32, zero=torch.rand(3, 20, 3)), packed(code, (3, 8, 96), 32)
+    """As those of the numbers would be, of one weight or of experts; a part without zeros has zeros
+    that are 0.
+    """
+    first, second = (
+        packed(code, (3, 20, 96), 32, zero=torch.rand(3, 20, 3)),
+        packed(code, (3, 8, 96), 32),
+    )
     if arranged:
         first, second = first.arranged(), second.arranged()
     numbers, others = first.dequantized(torch.float32), second.dequantized(torch.float32)
@@ -78,7 +108,10 @@ def test_rows_are_chosen_and_joined(code: Code, arranged: bool) -> None:
     assert first.rows(2, 7).dequantized(torch.float32).equal(numbers[:, 2:7])
     assert first.expert(1).dequantized(torch.float32).equal(numbers[1])
     joined = PackedWeight.joined([first, second])
-    assert joined.dequantized(torch.float32).equal(torch.cat([numbers, others], dim=1)) and joined.out_features == 28
+    assert (
+        joined.dequantized(torch.float32).equal(torch.cat([numbers, others], dim=1))
+        and joined.out_features == 28
+    )
     stacked = PackedWeight.stacked([second.expert(number) for number in (2, 0)])
     assert stacked.dequantized(torch.float32).equal(others[[2, 0]])
     assert not PackedWeight.alike([first, packed(code, (3, 8, 96), 48)])
@@ -96,7 +129,10 @@ def test_bytes_and_places() -> None:
     """Codes, scales and zeros count; a type is that of rows, and codes stay."""
     weight = packed("int4", (20, 96), 32, zero=torch.rand(20, 3))
     assert weight.nbytes == 20 * 48 + 2 * 20 * 3 * 4
-    assert weight.to(torch.float64).dtype == torch.float64 and weight.to(torch.float64).codes is weight.codes
+    assert (
+        weight.to(torch.float64).dtype == torch.float64
+        and weight.to(torch.float64).codes is weight.codes
+    )
     assert weight.to(torch.device("meta")).device.type == "meta"
 
 
@@ -112,7 +148,11 @@ def test_linear(code: Code) -> None:
     kept = PackedLinear(weight.to(torch.float32), bias)
     torch.testing.assert_close(kept(x, residual), whole(x, residual))
     assert (kept.in_features, kept.out_features, kept.dtype) == (96, 20, torch.float32)
-    assert kept.prefetchable is None and kept.few_rows(x[0]) is None and kept.nbytes < weight.nbytes * 1.4
+    assert (
+        kept.prefetchable is None
+        and kept.few_rows(x[0]) is None
+        and kept.nbytes < weight.nbytes * 1.4
+    )
 
 
 def test_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +174,21 @@ def test_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("code", CODES)
 def test_experts(code: Code) -> None:
-    """Expert by expert, also those that nobody chose; their bytes are those of codes, scales and biases."""
-    gate_up, down, biases = packed(code, (5, 96, 64), 32), packed(code, (5, 64, 48), 16), (torch.randn(5, 96), torch.randn(5, 64))
+    """Expert by expert, also those that nobody chose; their bytes are those of codes, scales and
+    biases.
+    """
+    gate_up, down, biases = (
+        packed(code, (5, 96, 64), 32),
+        packed(code, (5, 64, 48), 16),
+        (torch.randn(5, 96), torch.randn(5, 64)),
+    )
     layer = Experts(gate_up, down, "silu", *biases).to(torch.float32)
-    plain = Experts(gate_up.dequantized(torch.float32), down.dequantized(torch.float32), "silu", *biases)
+    plain = Experts(
+        gate_up.dequantized(torch.float32), down.dequantized(torch.float32), "silu", *biases
+    )
     x, weights, ids = torch.randn(3, 64), torch.rand(3, 2), torch.tensor([[0, 3], [3, 1], [1, 0]])
-    torch.testing.assert_close(apply_experts(x, weights, ids, layer), apply_experts(x, weights, ids, plain))
+    torch.testing.assert_close(
+        apply_experts(x, weights, ids, layer), apply_experts(x, weights, ids, plain)
+    )
     assert (layer.num_experts, layer.width) == (5, 48) and isinstance(layer.gate_up, PackedWeight)
     assert layer.nbytes < sum(part.nbytes for part in (gate_up, down, *biases)) * 1.2

@@ -1,4 +1,6 @@
-"""The recurrence of linear attention: what steps leave in a state is what one token after another would have left."""
+"""The recurrence of linear attention: what steps leave in a state is what one token after another
+would have left.
+"""
 
 import random
 from itertools import pairwise
@@ -45,16 +47,28 @@ def random_recurrence(kind: Kind, dtype: torch.dtype, *, seed: int = 0) -> Recur
 
 def state_cache(one: Recurrence, dtype: torch.dtype, num_slots: int) -> StateCache:
     """A cache in which others have left values that are no numbers."""
-    spec = StateLayerSpec(one.width, one.taps, one.num_value_heads, one.key_dim, one.value_dim, dtype)
+    spec = StateLayerSpec(
+        one.width, one.taps, one.num_value_heads, one.key_dim, one.value_dim, dtype
+    )
     cache = spec.allocate_slots(MOST_ROWS, torch.full((num_slots,), 5))
     cache.state.fill_(float("nan"))
     cache.inputs.fill_(float("nan"))
     return cache
 
 
-def rows_of(slots: list[int], starts: list[int], counts: list[int], *, final: bool, pending: int = MOST_ROWS) -> RecurrentRows:
+def rows_of(
+    slots: list[int], starts: list[int], counts: list[int], *, final: bool, pending: int = MOST_ROWS
+) -> RecurrentRows:
     first = torch.tensor([0, *counts]).cumsum(0).int()
-    return RecurrentRows(torch.tensor(slots), torch.tensor(starts), torch.tensor(counts), first, max(counts), pending, final)
+    return RecurrentRows(
+        torch.tensor(slots),
+        torch.tensor(starts),
+        torch.tensor(counts),
+        first,
+        max(counts),
+        pending,
+        final,
+    )
 
 
 def run(x: Tensor, one: Recurrence, cache: StateCache, rows: RecurrentRows) -> Tensor:
@@ -66,7 +80,9 @@ def run(x: Tensor, one: Recurrence, cache: StateCache, rows: RecurrentRows) -> T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["delta", "keys", "plain"])
 def test_steps_equal_tokens_one_by_one_to_the_bit(kind: Kind, dtype: torch.dtype) -> None:
-    """Outputs and states over steps of 0 to 7 drafts of two requests, of which any number is rejected."""
+    """Outputs and states over steps of 0 to 7 drafts of two requests, of which any number is
+    rejected.
+    """
     one, length, chance = random_recurrence(kind, dtype), 60, random.Random(1)
     texts = torch.randn(2, length, one.width + 3).to(dtype)
     alone = state_cache(one, dtype, 2)
@@ -89,9 +105,13 @@ def test_steps_equal_tokens_one_by_one_to_the_bit(kind: Kind, dtype: torch.dtype
             piece = texts[text, start : start + k + 1].clone()
             piece[kept + 1 :] = float("inf")  # rejected rows
             pieces.append(piece)
-        out = run(torch.cat(pieces), one, cache, rows_of(slots, lengths, [k + 1] * 2, final=k == 0)).view(2, k + 1, -1)
+        out = run(
+            torch.cat(pieces), one, cache, rows_of(slots, lengths, [k + 1] * 2, final=k == 0)
+        ).view(2, k + 1, -1)
         for text, (slot, start, kept) in enumerate(zip(slots, lengths, accepted, strict=True)):
-            assert torch.equal(out[text, : kept + 1], torch.stack(expected[text][start : start + kept + 1]))
+            assert torch.equal(
+                out[text, : kept + 1], torch.stack(expected[text][start : start + kept + 1])
+            )
             taken = start + 1 if k == 0 else start
             assert cache.lengths[slot] == taken
             assert torch.equal(cache.state[slot], states[text][taken - 1])
@@ -100,7 +120,9 @@ def test_steps_equal_tokens_one_by_one_to_the_bit(kind: Kind, dtype: torch.dtype
 
 @pytest.mark.parametrize("kind", ["delta", "keys", "plain"])
 def test_prompts_in_pieces(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, and cut anywhere, beside each other, in chunks: as exact as one token after another in float32 is."""
+    """Whole, and cut anywhere, beside each other, in chunks: as exact as one token after another in
+    float32 is.
+    """
     monkeypatch.setattr(module, "CHUNK", 16)
     one, length = random_recurrence(kind, torch.float32), 150
     text = torch.randn(length, one.width)
@@ -124,7 +146,9 @@ def test_prompts_in_pieces(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
         for start, stop in pairwise(cuts):
             beside = torch.randn(37, one.width)
             rows = rows_of([1, 2], [start, 0], [stop - start, 37], final=True, pending=0)
-            outputs.append(run(torch.cat([text[start:stop], beside]), one, cache, rows)[: stop - start])
+            outputs.append(
+                run(torch.cat([text[start:stop], beside]), one, cache, rows)[: stop - start]
+            )
         got = torch.cat(outputs).view(exact.shape)
         for actual, reference, truth in ((got, plain, exact), (cache.state[1:2], plain_end, end)):
             error, allowed = (actual - truth).abs().max(), (reference - truth).abs().max()
@@ -136,10 +160,17 @@ def test_rows_that_pad_change_nothing() -> None:
     one = random_recurrence("delta", torch.float32)
     text = torch.randn(2, 40, one.width)
     text[0, 25:] = float("nan")
-    rows = rows_of([0, 1], [0, 0], [40, 40], final=True, pending=0)._replace(counts=torch.tensor([25, 40]))
+    rows = rows_of([0, 1], [0, 0], [40, 40], final=True, pending=0)._replace(
+        counts=torch.tensor([25, 40])
+    )
     padded, exact = state_cache(one, torch.float32, 2), state_cache(one, torch.float32, 2)
     out = run(text.flatten(0, 1), one, padded, rows)
-    expected = run(torch.cat([text[0, :25], text[1]]), one, exact, rows_of([0, 1], [0, 0], [25, 40], final=True, pending=0))
+    expected = run(
+        torch.cat([text[0, :25], text[1]]),
+        one,
+        exact,
+        rows_of([0, 1], [0, 0], [25, 40], final=True, pending=0),
+    )
     torch.testing.assert_close(torch.cat([out[:25], out[40:]]), expected)
     torch.testing.assert_close(padded.state, exact.state)
     assert padded.lengths.tolist() == [25, 40]

@@ -1,4 +1,6 @@
-"""Candidates of drafted positions in plain torch: their order, their log-probabilities, and whose noise they see."""
+"""Candidates of drafted positions in plain torch: their order, their log-probabilities, and whose
+noise they see.
+"""
 
 import pytest
 import torch
@@ -19,14 +21,24 @@ PARAMS = [
 ]
 
 
-def case(params: list[SamplingParams], width: int = 3, vocab_size: int = 211) -> tuple[Tensor, SamplingTensors, Tensor]:
+def case(
+    params: list[SamplingParams], width: int = 3, vocab_size: int = 211
+) -> tuple[Tensor, SamplingTensors, Tensor]:
     """Logits, requests seeded by their numbers, and positions."""
-    logits = 3 * torch.randn(len(params), width, vocab_size, generator=torch.Generator().manual_seed(0))
-    return logits, SamplingTensors.of(params, range(len(params))), torch.arange(width).expand(len(params), width) + 77
+    logits = 3 * torch.randn(
+        len(params), width, vocab_size, generator=torch.Generator().manual_seed(0)
+    )
+    return (
+        logits,
+        SamplingTensors.of(params, range(len(params))),
+        torch.arange(width).expand(len(params), width) + 77,
+    )
 
 
 def test_one_candidate_is_what_would_be_drawn() -> None:
-    """Bit for bit the token of `sample` from the drafter's logits, so that a chain is a tree of one candidate."""
+    """Bit for bit the token of `sample` from the drafter's logits, so that a chain is a tree of one
+    candidate.
+    """
     logits, sampling, positions = case(PARAMS * 8)
     ones = torch.ones(2, *positions.shape)
     for weights in (None, ones):
@@ -55,7 +67,9 @@ def test_noise_belongs_to_the_target_s_tokens() -> None:
     """A drafter of fewer tokens guesses those that the target would choose among them."""
     logits, sampling, positions = case(PARAMS)
     target_ids = torch.arange(5, 211, 3)
-    token_ids, logprobs = candidates(logits[..., target_ids], sampling, positions, 4, target_ids=target_ids)
+    token_ids, logprobs = candidates(
+        logits[..., target_ids], sampling, positions, 4, target_ids=target_ids
+    )
     masked = torch.full_like(logits, -torch.inf).index_copy(-1, target_ids, logits[..., target_ids])
     expected = candidates(masked, sampling, positions, 4)
     assert torch.equal(token_ids[[0, 1]], expected[0][[0, 1]])  # filters see other vocabularies
@@ -63,7 +77,9 @@ def test_noise_belongs_to_the_target_s_tokens() -> None:
 
 
 def test_equal_scores_come_in_the_order_of_their_tokens() -> None:
-    """Also zeros of either sign, and tokens that nothing distinguishes any more: all of them -inf."""
+    """Also zeros of either sign, and tokens that nothing distinguishes any more:
+    all of them -inf.
+    """
     logits = torch.tensor([[[-1.0, 0.0, 2.0, -0.0, 2.0, 0.0, -torch.inf, -torch.inf]]])
     greedy = SamplingTensors.neutral(1, torch.device("cpu"))
     token_ids, logprobs = candidates(logits, greedy, torch.zeros(1, 1, dtype=torch.long), 8)
@@ -79,13 +95,17 @@ def test_rows_that_are_not_finite(value: float) -> None:
     logits[:, 1] = value
     token_ids, logprobs = candidates(logits, sampling, positions, 4)
     assert ((token_ids >= 0) & (token_ids < 211)).all() and logprobs[:, 1].isneginf().all()
-    assert torch.equal(token_ids[:, ::2], usual[0][:, ::2]) and torch.equal(logprobs[:, ::2], usual[1][:, ::2])
+    assert torch.equal(token_ids[:, ::2], usual[0][:, ::2]) and torch.equal(
+        logprobs[:, ::2], usual[1][:, ::2]
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [97, 128, 49155, 50257, 128167])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_nan_of_either_sign_leads_to_columns_that_exist(vocab_size: int, sign: int) -> None:
-    """Catches columns beyond a vocabulary that is no multiple of 64: as bits a NaN may come before what pads it."""
+    """Catches columns beyond a vocabulary that is no multiple of 64: as bits a NaN may come before
+    what pads it.
+    """
     scores = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1))
     nan = torch.tensor(0x7FC00000 if sign > 0 else -0x400000, dtype=torch.int32).view(torch.float32)
     scores[0], scores[1, [7, vocab_size - 1]], scores[2, :-3], scores[3] = nan, nan, nan, -torch.inf
@@ -94,16 +114,26 @@ def test_nan_of_either_sign_leads_to_columns_that_exist(vocab_size: int, sign: i
         assert ((found >= 0) & (found < vocab_size)).all()
         assert all(len(row.unique()) == count for row in found)
         assert torch.equal(found[4], scores[4].topk(count).indices)
-        assert found[1, :2].tolist() == [7, vocab_size - 1][:count], "as for torch a NaN is above all"
+        assert found[1, :2].tolist() == [7, vocab_size - 1][:count], (
+            "as for torch a NaN is above all"
+        )
 
 
 @pytest.mark.parametrize("vocab_size", [7, 64, 65, 1000])
 def test_of_equal_ones_the_first_wherever_they_lie(vocab_size: int) -> None:
-    """Catches a tie between groups of columns, or with what pads the last one, that goes to a later column."""
-    scores = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)).mul(2).round()
+    """Catches a tie between groups of columns, or with what pads the last one, that goes to a later
+    column.
+    """
+    scores = (
+        torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        .mul(2)
+        .round()
+    )
     scores[1], scores[2, ::2], scores[3, : vocab_size // 2] = 0.0, -0.0, -1e9
     for count in (2, 7, min(vocab_size, 64)):
         sampling = SamplingTensors.neutral(4, torch.device("cpu"))
-        found, _ = candidates(scores[:, None], sampling, torch.zeros(4, 1, dtype=torch.int64), count)
+        found, _ = candidates(
+            scores[:, None], sampling, torch.zeros(4, 1, dtype=torch.int64), count
+        )
         expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
         assert found[:, 0].equal(expected)

@@ -5,13 +5,23 @@ import torch
 
 from specdec.sampling.trees.trees import best_chain, best_first, walk
 from tests.helpers.guards import no_host_sync
-from tests.helpers.tree_case import SHAPES, Shape, assert_as_heap, assert_walked, chain_by_hand, choices, scores_of
+from tests.helpers.tree_case import (
+    SHAPES,
+    Shape,
+    assert_as_heap,
+    assert_walked,
+    chain_by_hand,
+    choices,
+    scores_of,
+)
 from tests.helpers.tree_oracle import heap_tree, walk_tree
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_ddtree(shape: Shape) -> None:
-    """The same nodes in the same order, also where sums are equal, and the same tokens accepted, step for step."""
+    """The same nodes in the same order, also where sums are equal, and the same tokens accepted,
+    step for step.
+    """
     scores, num_nodes = scores_of(shape)
     with no_host_sync():
         best = best_first(scores, num_nodes)
@@ -43,10 +53,15 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one() -> None:
     token_ids, target_ids = choices(large, 0)
     num_drafts = torch.tensor([24, 0, 64, 1])
     path, num_accepted = walk(token_ids, large.tree, target_ids, 15, num_drafts)
-    nodes = [heap_tree(table, 64)[:count] for table, count in zip(scores.tolist(), num_drafts.tolist(), strict=True)]
+    nodes = [
+        heap_tree(table, 64)[:count]
+        for table, count in zip(scores.tolist(), num_drafts.tolist(), strict=True)
+    ]
     for i, request in enumerate(nodes):
         rows = walk_tree(request, token_ids[i, : len(request)].tolist(), target_ids[i].tolist())
-        assert path[i].tolist() == [0, *rows, *range(len(rows) + 1, 16)] and num_accepted[i] == len(rows)
+        assert path[i].tolist() == [0, *rows, *range(len(rows) + 1, 16)] and num_accepted[i] == len(
+            rows
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 40), (2, 3), (1, 1), (3, 2, 2)], ids=str)
@@ -61,15 +76,25 @@ def test_a_tree_of_more_drafts_than_there_are_paths(shape: tuple[int, ...]) -> N
     whole = best_first(scores, paths)
     for name in ("parents", "depths", "ancestors", "ranks"):
         assert torch.equal(getattr(best.tree, name)[:, :paths], getattr(whole.tree, name))
-    assert torch.equal(best.scores[:, :paths], whole.scores) and best.scores[:, paths:].isneginf().all()
-    assert ((best.places >= 0) & (best.places < depth * count)).all() and (best.tree.parents[:, paths:] == 0).all()
+    assert (
+        torch.equal(best.scores[:, :paths], whole.scores)
+        and best.scores[:, paths:].isneginf().all()
+    )
+    assert ((best.places >= 0) & (best.places < depth * count)).all() and (
+        best.tree.parents[:, paths:] == 0
+    ).all()
     right = torch.full((2, 65), best.places[0, 0].item())
     assert walk(best.places, best.tree, right, depth, best.num_drafts)[1].max() <= depth
 
 
 def test_the_sum_of_probabilities_is_the_best_there_is() -> None:
     """No other tree of as many drafts promises more: by enumeration."""
-    scores = (2 * torch.randn(1, 3, 3, generator=torch.Generator().manual_seed(1))).log_softmax(-1).sort(descending=True).values
+    scores = (
+        (2 * torch.randn(1, 3, 3, generator=torch.Generator().manual_seed(1)))
+        .log_softmax(-1)
+        .sort(descending=True)
+        .values
+    )
     first, second, third = scores[0].exp()
     products = [first, first[:, None] * second, first[:, None, None] * second[:, None] * third]
     every = torch.cat([product.flatten() for product in products]).sort(descending=True).values

@@ -16,9 +16,16 @@ def test_tries(seed: int, num_nodes: int, keep: float) -> None:
     with no_host_sync():
         drafts = trie(continuations, lengths, weights, num_nodes, keep=keep)
     for i in range(4):
-        tokens = [row[:length] for row, length in zip(continuations[i].tolist(), lengths[i].tolist(), strict=True)]
+        tokens = [
+            row[:length]
+            for row, length in zip(continuations[i].tolist(), lengths[i].tolist(), strict=True)
+        ]
         assert_best(drafts, i, shares(tokens, weights[i].tolist(), keep))
-    assert drafts.num_drafts[3] == 0 and drafts.tree.parents[3].eq(0).all() and drafts.tree.depths[3].eq(1).all()
+    assert (
+        drafts.num_drafts[3] == 0
+        and drafts.tree.parents[3].eq(0).all()
+        and drafts.tree.depths[3].eq(1).all()
+    )
 
 
 def test_one_occurrence_is_a_chain() -> None:
@@ -26,7 +33,9 @@ def test_one_occurrence_is_a_chain() -> None:
     continuations = torch.tensor([[[7, 7, 5, 9], [1, 2, 3, 4]]])
     drafts = trie(continuations, torch.tensor([[3, 0]]), torch.ones(1, 2), 5)
     assert list(paths_of(drafts, 0)) == [(7,), (7, 7), (7, 7, 5)]
-    path, num_accepted = walk(drafts.token_ids, drafts.tree, torch.tensor([[7, 7, 4, 0, 0, 0]]), 4, drafts.num_drafts)
+    path, num_accepted = walk(
+        drafts.token_ids, drafts.tree, torch.tensor([[7, 7, 4, 0, 0, 0]]), 4, drafts.num_drafts
+    )
     assert path.tolist() == [[0, 1, 2, 3, 4]] and num_accepted.tolist() == [2]
 
 
@@ -39,8 +48,15 @@ def test_equal_paths_do_not_overtake_their_beginnings() -> None:
 
 
 def test_unions() -> None:
-    """What a drafter and earlier text propose: the best paths of both, the common ones once; the host never waits."""
-    scores = (2 * torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4))).log_softmax(-1).sort(descending=True).values
+    """What a drafter and earlier text propose: the best paths of both, the common ones once; the
+    host never waits.
+    """
+    scores = (
+        (2 * torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(4)))
+        .log_softmax(-1)
+        .sort(descending=True)
+        .values
+    )
     best = best_first(scores, 12)
     one = ScoredDrafts(best.tree, best.tree.ranks, best.scores, torch.full((4,), 12))
     other = trie(*case(5), 10, keep=0.7)

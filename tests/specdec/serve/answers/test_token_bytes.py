@@ -19,7 +19,11 @@ TEXT = "a 日本é😀 b"
 def byte_level(size: int | None = None) -> PreTrainedTokenizerFast:
     alphabet = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda sign: sign != "a")]
     alphabet = alphabet[:20] + alphabet[-(size - 20) :] if size else alphabet
-    made = Tokenizer(models.BPE(vocab={sign: token for token, sign in enumerate(alphabet)}, merges=[], unk_token="</s>"))
+    made = Tokenizer(
+        models.BPE(
+            vocab={sign: token for token, sign in enumerate(alphabet)}, merges=[], unk_token="</s>"
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
@@ -28,14 +32,23 @@ def byte_level(size: int | None = None) -> PreTrainedTokenizerFast:
 def byte_fallback() -> PreTrainedTokenizerFast:
     pieces = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abé", "\u2581b"]
     vocab = {piece: token for token, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[("\u2581", "b")], unk_token="</s>", byte_fallback=True))
+    made = Tokenizer(
+        models.BPE(vocab=vocab, merges=[("\u2581", "b")], unk_token="</s>", byte_fallback=True)
+    )
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     made.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"])
+@pytest.mark.parametrize(
+    "tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "byte fallback"]
+)
 def test_bytes_join_to_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     pieces = TokenBytes(tokenizer)
@@ -45,23 +58,39 @@ def test_bytes_join_to_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_an_answer_tells_them() -> None:
-    """Random weights choose parts of characters; likely tokens are told apart although they read alike."""
+    """Random weights choose parts of characters; likely tokens are told apart although they read
+    alike.
+    """
     verifier = paged_verifier(plain_model("llama"), 4)
     tokenizer = byte_level(verifier.vocab_size)
     tokenizer.chat_template = "{{ messages[0].content }}"
     pieces = TokenBytes(tokenizer)
     engine = EngineConfig(max_num_seqs=2, cache=CacheConfig(memory_bytes=2**22))
-    body = {"max_tokens": 12, "temperature": 1.5, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "max_tokens": 12,
+        "temperature": 1.5,
+        "seed": 3,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     with live_server(SpecDecoder(verifier, tokenizer, None, engine)) as live:
-        answer = httpx.post(live.url + "/v1/completions", json={"prompt": [5], "logprobs": 5, **body}).json()
+        answer = httpx.post(
+            live.url + "/v1/completions", json={"prompt": [5], "logprobs": 5, **body}
+        ).json()
         (choice,) = answer["choices"]
         tokens, told = choice["token_ids"], choice["logprobs"]
         assert b"".join(map(pieces.of, tokens)).decode(errors="replace") == choice["text"]
         assert told["tokens"] == [pieces.name(token) for token in tokens]
         assert sum(name.startswith("bytes:") for name in told["tokens"]) > 2, "or nothing is tried"
         assert all(5 <= len(top) <= 6 for top in told["top_logprobs"])
-        assert told["text_offset"] == sorted(told["text_offset"]) and told["text_offset"][-1] <= len(choice["text"])
+        assert told["text_offset"] == sorted(told["text_offset"]) and told["text_offset"][
+            -1
+        ] <= len(choice["text"])
         chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
-        (choice,) = httpx.post(live.url + "/v1/chat/completions", json={**chat, **body}).json()["choices"]
+        (choice,) = httpx.post(live.url + "/v1/chat/completions", json={**chat, **body}).json()[
+            "choices"
+        ]
         found = choice["logprobs"]["content"]
-        assert bytes(byte for entry in found for byte in entry["bytes"]) == b"".join(map(pieces.of, choice["token_ids"]))
+        assert bytes(byte for entry in found for byte in entry["bytes"]) == b"".join(
+            map(pieces.of, choice["token_ids"])
+        )

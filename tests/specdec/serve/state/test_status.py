@@ -33,7 +33,9 @@ def decoder() -> SpecDecoder:
 
 
 def get(server: Live, path: str, **headers: str) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(server.url + path, headers=headers), timeout=HANG) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(server.url + path, headers=headers), timeout=HANG
+    ) as reply:
         body: bytes = reply.read()
     return body
 
@@ -41,7 +43,9 @@ def get(server: Live, path: str, **headers: str) -> bytes:
 def complete(server: Live, prompt: str, **options: Any) -> dict[str, Any]:
     asked = {"prompt": prompt, "temperature": 0, "ignore_eos": True, **options}
     body, headers = json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(server.url + "/v1/completions", body, headers), timeout=HANG) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(server.url + "/v1/completions", body, headers), timeout=HANG
+    ) as reply:
         answer: dict[str, Any] = json.load(reply)
     return answer
 
@@ -51,7 +55,11 @@ def test_numbers_are_those_of_the_answers() -> None:
     with live_server(decoder(), drafter="ngram") as server:
         answers: list[dict[str, Any]] = []
         threads = [
-            threading.Thread(target=lambda prompt=prompt: answers.append(complete(server, prompt, max_tokens=150)))
+            threading.Thread(
+                target=lambda prompt=prompt: answers.append(
+                    complete(server, prompt, max_tokens=150)
+                )
+            )
             for prompt in PROMPTS
         ]
         seen = []
@@ -74,9 +82,15 @@ def test_numbers_are_those_of_the_answers() -> None:
     assert sum(last["accepted"]) == sum(one["spec_accept_token_num"] for one in meta) > 0
     assert sum(last["offered"]) == sum(one["spec_draft_token_num"] for one in meta)
     under_way = [one for one in seen if one["running"] == 2]
-    assert under_way and all(one["blocks_used"] > 0 for one in under_way) and any(one["waiting"] == 1 for one in under_way)
+    assert (
+        under_way
+        and all(one["blocks_used"] > 0 for one in under_way)
+        and any(one["waiting"] == 1 for one in under_way)
+    )
     unfinished = [one for one in under_way if one["finished"] == 0]
-    assert len({one["output_tokens"] for one in unfinished}) > 1 and any(one["steps"] > 0 for one in unfinished)
+    assert len({one["output_tokens"] for one in unfinished}) > 1 and any(
+        one["steps"] > 0 for one in unfinished
+    )
     for name in ("seconds", "output_tokens", "steps", "step_tokens", "finished"):
         values = [one[name] for one in [*seen, last]]
         assert values == sorted(values), f"{name} falls"
@@ -109,7 +123,12 @@ def test_the_page_needs_no_network_and_reads_what_there_is() -> None:
     assert not re.search(r"https?:|//[a-z]|@import|url\(", PAGE), "an address in the page"
     with live_server(decoder()) as server:
         given = json.loads(get(server, "/status"))
-    read = set(re.findall(r"\bsample\.(\w+)|\blast\.(\w+)|of\(\"(\w+)\"\)|differences\(last, first, \"(\w+)\"\)", PAGE))
+    read = set(
+        re.findall(
+            r"\bsample\.(\w+)|\blast\.(\w+)|of\(\"(\w+)\"\)|differences\(last, first, \"(\w+)\"\)",
+            PAGE,
+        )
+    )
     names = {name for groups in read for name in groups if name}
     assert names == set(given), "the page and the server disagree about names"
 
@@ -117,13 +136,23 @@ def test_the_page_needs_no_network_and_reads_what_there_is() -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium is not installed")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_it_shows_itself(width: int, tmp_path: Path) -> None:
-    """In a browser, at the width of a phone and of a desk: numbers, bars, and nothing beyond the right edge."""
+    """In a browser, at the width of a phone and of a desk: numbers, bars, and nothing beyond the
+    right edge.
+    """
     with live_server(decoder(), drafter="ngram") as server:
         complete(server, PROMPTS[0], max_tokens=150)
         # Scripts cannot be put into the page, so the browser tells what it has made of it.
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+        command = [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+        ]
         options = [f"--window-size={width},900", "--virtual-time-budget=3000", "--dump-dom"]
-        done = subprocess.run([*command, *options, server.url], capture_output=True, text=True, timeout=HANG)
+        done = subprocess.run(
+            [*command, *options, server.url], capture_output=True, text=True, timeout=HANG
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     text = re.sub(r"<(script|style)>.*?</\1>", "", done.stdout, flags=re.DOTALL)
     assert "tiny, drafts by ngram" in text and ">live<" in text
