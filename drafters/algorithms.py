@@ -81,9 +81,8 @@ def stated_algorithm(raw: Mapping[str, Any]) -> str:
     projector = own.get("projector_type") or raw.get("projector_type")
     name = raw.get("speculators_model_type") or section(raw, "speculators_config").get("algorithm")
     if name is None:
-        kinds = ["dspark"] * (
-            raw.get("model_type") == "k3_dspark"
-        )  # whose published config names no architecture
+        # whose published config names no architecture
+        kinds = ["dspark"] * (raw.get("model_type") == "k3_dspark")
         kinds += ["dflash"] * bool(own) + ["medusa"] * ("medusa_num_heads" in raw)
         name = architecture_of(raw) or next(iter(kinds), None)
         require(

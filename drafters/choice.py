@@ -101,10 +101,8 @@ def guess(
     sampling, count = batch.sampling, min(count, logits.shape[-1])
     end = first + (1 if alike else logits.shape[1])
     if draft_sampling == "greedy":
-        sampling, weights = (
-            replace(sampling, plan=SamplingPlan.of([])),
-            None,
-        )  # as of greedy requests
+        # as of greedy requests
+        sampling, weights = replace(sampling, plan=SamplingPlan.of([])), None
     if weights is not None:
         weights = weights[..., first:end].contiguous()
     positions = batch.positions(batch.shape.depth + 1)[:, first + 1 : end + 1]

@@ -183,14 +183,11 @@ def fit_of(raw: Mapping[str, Any], target: TargetShape) -> Fit:
         return Fit(algorithm, problems=(unsupported(algorithm).partition(";")[0],))
     if algorithm == "mtp":
         return _prediction(raw, target)
-    of_eagle3, shape = (
-        algorithm in ("eagle3", "peagle"),
-        cast(Verifier, target),
-    )  # of which it looks at the shape alone
+    # of which it looks at the shape alone
+    of_eagle3, shape = algorithm in ("eagle3", "peagle"), cast(Verifier, target)
     if not of_eagle3 and algorithm not in ALGORITHMS:
-        return Fit(
-            algorithm
-        )  # one that was registered: what its config has to say, its loader knows
+        # one that was registered: what its config has to say, its loader knows
+        return Fit(algorithm)
     try:
         resolve(PARTS, "quantization", "part")(raw)
         if of_eagle3:

@@ -416,10 +416,8 @@ def decoder_of(tokenizer: Any) -> SpecDecoder:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (
-            "{{ raise_exception('no system\nhere') }}",
-            "no system here",
-        ),  # the template's own, of models that know no system message
+        # the template's own, of models that know no system message
+        ("{{ raise_exception('no system\nhere') }}", "no system here"),
         ("{{ 1/0 }}", "division by zero"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         ("{{ 1e400 | int }}", "inf"),

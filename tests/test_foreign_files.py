@@ -111,9 +111,8 @@ def loaded(folder: Path) -> tuple[Verifier, Any]:
 @pytest.mark.parametrize("file", FILES)
 def test_a_target(file: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (load, needs):
-        monkeypatch.setattr(
-            module, "blamed", lambda *_: ""
-        )  # which takes a while, and has a test of its own
+        # which takes a while, and has a test of its own
+        monkeypatch.setattr(module, "blamed", lambda *_: "")
     monkeypatch.setattr(needs, "divisions", lambda *_, **__: {1: 1})
     expected, lines = answer(SpecDecoder(*loaded(target), None, ENGINE)), 0
     for name, entries in changed(json.loads((target / file).read_text()), *FILES[file]):

@@ -119,9 +119,8 @@ def test_captured_compositions_equal_eager_ones() -> None:
             num_draft_tokens=None, tree_nodes=tree_nodes, max_num_seqs=8, graphs=graphs, cache=cache
         )
         engine = guarded(SpecEngine(verifier, drafter, config))
-        prompts = [
-            prompt * 8 for prompt in random_prompts(20, longest=9)
-        ]  # of which there is much to copy
+        # of which there is much to copy
+        prompts = [prompt * 8 for prompt in random_prompts(20, longest=9)]
         requests = [
             engine.add_request(prompt, SamplingParams(max_tokens=24 + 5 * i))
             for i, prompt in enumerate(prompts)

@@ -103,9 +103,8 @@ def guarded_run(
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        *itertools.product(
-            ["llama"], SAMPLINGS
-        ),  # which begin where a model ends: one each of the others
+        # which begin where a model ends: one each of the others
+        *itertools.product(["llama"], SAMPLINGS),
         pytest.param("gemma3", "penalized", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "filtered", marks=pytest.mark.slow),
         ("deepseek_v2", "greedy"),

@@ -68,9 +68,8 @@ class OperationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:
-            parts = func.decompose(
-                *args, **(kwargs or {})
-            )  # an accelerator sees what an operation is made of
+            # an accelerator sees what an operation is made of
+            parts = func.decompose(*args, **(kwargs or {}))
         if parts is not NotImplemented:
             return parts
         name = func.overloadpacket.__name__
@@ -159,11 +158,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> OperationCounter:
         (3, {}, 58),  # positions of the block, and of fewer verified rows
         (0, {}, 30),
         (15, {"temperature": 0.8}, 50),
-        (
-            15,
-            {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
-            54,
-        ),  # what is dropped, of the drafts as well
+        # what is dropped, of the drafts as well
+        (15, {"temperature": 0.8, "top_k": 20, "top_p": 0.95}, 54),
         (0, {"temperature": 0.8}, 33),
         (15, {"repetition_penalty": 1.3}, 66),
     ],

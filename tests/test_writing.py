@@ -50,15 +50,11 @@ OF_MODULES = {"copy": "shutil", "move": "shutil", "remove": "os", "replace": "os
 
 ALLOWED = {
     "evals/peers/vllm.py": {"symlink_to"},  # in a temporary folder
-    "specdec/base/journal.py": {
-        "truncate"
-    },  # half a line at its end, of a file that `specdec.base.writing` has locked
+    # half a line at its end, of a file that `specdec.base.writing` has locked
+    "specdec/base/journal.py": {"truncate"},
     "specdec/engine/guided.py": {"replace"},  # of a step
-    "specdec/parallel/meeting.py": {
-        "rmtree",
-        "open",
-        "rename",
-    },  # in a temporary folder, where ranks meet
+    # in a temporary folder, where ranks meet
+    "specdec/parallel/meeting.py": {"rmtree", "open", "rename"},
     "verifiers/decoder.py": {"rename"},  # of weights
     "verifiers/prediction.py": {"rename"},
     "specdec/base/checkpoint/hub.py": {"loads"},  # with a hook
@@ -116,10 +112,8 @@ def around(root: Path) -> list[str]:
             continue
         for call, called, owner, handed in calls(ast.parse(path.read_text())):
             place = f"{name}:{call.lineno}: "
-            own = owner or called not in (
-                "write_text",
-                "remove",
-            )  # else they are those of specdec.base.writing
+            # else they are those of specdec.base.writing
+            own = owner or called not in ("write_text", "remove")
             if (
                 own
                 and writes(call, called, owner)

@@ -103,9 +103,8 @@ def random_model(
         model: PreTrainedModel = found._from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    wide = tuple(
-        getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    )  # as reading a checkpoint would keep them
+    # as reading a checkpoint would keep them
+    wide = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if any(part in name for part in wide):
             tensor.data = tensor.data.float()
@@ -320,9 +319,8 @@ def experts_met(model: PreTrainedModel, rows: int, *, context: int = 8) -> float
     chosen: list[int] = []
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        chosen.append(
-            inputs[1].view(rows, context, -1)[:, -1].unique().numel()
-        )  # of hidden states, indices and weights
+        # of hidden states, indices and weights
+        chosen.append(inputs[1].view(rows, context, -1)[:, -1].unique().numel())
 
     layers = [module for name, module in model.named_modules() if name.endswith(".experts")]
     hooks = [layer.register_forward_pre_hook(count) for layer in layers]

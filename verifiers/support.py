@@ -23,9 +23,8 @@ from verifiers.formats.method import format_of, stated_quantization
 from verifiers.formats.settings import SettingError
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-INDEXED_LAYER_TYPES = frozenset(
-    {"indexed_attention", "deepseek_sparse_attention"}
-)  # one thing, in two releases of transformers
+# one thing, in two releases of transformers
+INDEXED_LAYER_TYPES = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 
 PECULIAR = {
     "diffllama": "each of its layers attends twice",
@@ -79,9 +78,8 @@ def unsupported_reasons(config: PreTrainedConfig) -> list[str]:
     text = text_config(config)
     model_class = text_class(text)
     described = describe(text) is not None
-    if model_class is None and (
-        described or is_composite(config)
-    ):  # its tensors are all that our own layers need
+    # its tensors are all that our own layers need
+    if model_class is None and (described or is_composite(config)):
         model_class = bare_class(text)
     return [
         *_whole_reasons(config),

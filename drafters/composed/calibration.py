@@ -48,9 +48,8 @@ class Calibration:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._on_triton = KERNEL.runs_on(device)
-        self._sums = torch.zeros(
-            2, 2, count * _BUCKETS, device=device
-        )  # of chains and of trees, errors and observations
+        # of chains and of trees, errors and observations
+        self._sums = torch.zeros(2, 2, count * _BUCKETS, device=device)
 
     def correct(self, told: Tensor, *, of_trees: bool) -> Forecasts:
         """Puts forecasts float32 [P, num_reqs] right."""
@@ -116,9 +115,8 @@ def _observe(
     right = agreed.to(forecasts.told.dtype)
     observed = torch.where(agreed <= num_accepted, right, torch.maximum(right, forecasts.corrected))
     errors = observed - forecasts.told
-    seen = torch.where(
-        errors.abs() < torch.inf, counts, 0.0
-    )  # one that is no number says nothing, and would never be forgotten
+    # one that is no number says nothing, and would never be forgotten
+    seen = torch.where(errors.abs() < torch.inf, counts, 0.0)
     errors = torch.where(seen > 0, errors, 0.0)
     news = torch.stack([errors, seen]).flatten(1)
     late = torch.zeros_like(sums).index_add_(1, _buckets(forecasts.told).flatten(), news)

@@ -34,9 +34,8 @@ class Context:
             self._mixture = torch.softmax(model.layer_fusion_weights.float(), dim=-1).to(
                 weight.dtype
             )
-            self._layers = weight.view(
-                len(model.layers), -1, weight.shape[1]
-            ).mT  # [layers, H_target, 2 * kv]
+            # [layers, H_target, 2 * kv]
+            self._layers = weight.view(len(model.layers), -1, weight.shape[1]).mT
             self._bias = None if bias is None else bias.view(len(model.layers), 1, -1)
 
     def rows(self, features: Tensor) -> Tensor:
@@ -66,9 +65,8 @@ class Context:
             ]
             features = torch.cat(normed, dim=1)
         if self._layers is not None and self._mixture is not None:
-            mixed = self._mixture @ features.view(
-                len(features), -1, config.tap_width
-            )  # [T, layers, H_target]
+            # [T, layers, H_target]
+            mixed = self._mixture @ features.view(len(features), -1, config.tap_width)
             normed_rows = (
                 ops.norm(mixed.flatten(0, 1), self._norm).view(mixed.shape).transpose(0, 1)
             )

@@ -131,9 +131,8 @@ class CouplingTable:
         """float32 [2, num_reqs, slots], a and b of the first `slots` at each request's
         `temperature` float32 [num_reqs].
         """
-        shares = ((temperature[:, None] - self._starts) / self._widths).clamp(
-            0, 1
-        )  # of each change, [num_reqs, T - 1]
+        # of each change, [num_reqs, T - 1]
+        shares = ((temperature[:, None] - self._starts) / self._widths).clamp(0, 1)
         return self._first[..., :slots] + (
             shares[..., None] * self._changes[:, None, :, :slots]
         ).sum(dim=2)

@@ -172,9 +172,8 @@ class BoundDFlash(BoundDrafter):
         draft_sampling: DraftSampling,
     ) -> None:
         self.drafter, self.caches = drafter, list(caches)
-        self._block: tuple[Tensor, dict[Rope, Angles]] | None = (
-            None  # position ids of the block, and their angles
-        )
+        # position ids of the block, and their angles
+        self._block: tuple[Tensor, dict[Rope, Angles]] | None = None
         target, device = drafter.verifier, drafter.verifier.device
         coupling = drafter.config.coupling
         table = None if coupling is None else CouplingTable(coupling, device)
@@ -288,9 +287,8 @@ class BoundDFlash(BoundDrafter):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V or draft_vocab_size] of hidden states [..., H]."""
         drafter, head = self.drafter, self.drafter.network.head
-        rows = hidden.reshape(
-            -1, hidden.shape[-1]
-        )  # torch multiplies a slice of three axes an order of magnitude slower
+        # torch multiplies a slice of three axes an order of magnitude slower
+        rows = hidden.reshape(-1, hidden.shape[-1])
         logits = drafter.verifier.head(rows) if head is None else head(rows)
         logits = logits.view(*hidden.shape[:-1], -1)
         if drafter.config.output_multiplier != 1:
@@ -306,10 +304,8 @@ class BoundDFlash(BoundDrafter):
     ) -> None:
         assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
         network = self.drafter.network
-        block, self._block = (
-            self._block,
-            None,
-        )  # nothing outlives a step, for its memory may be a graph's
+        # nothing outlives a step, for its memory may be a graph's
+        block, self._block = self._block, None
         # The context of a step lies where its block was, when both have as many rows.
         angles = (
             block[1]

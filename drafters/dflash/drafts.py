@@ -148,9 +148,8 @@ class Drafts:
         only candidates are.
         """
         batch, draws = block.batch, self.draft_sampling == "probabilistic" and block.sees_noise
-        block = block._replace(
-            sees_noise=block.sees_noise and not draws
-        )  # it takes no part in which candidates may be drawn
+        # it takes no part in which candidates may be drawn
+        block = block._replace(sees_noise=block.sees_noise and not draws)
         candidate_ids, scores, edges = self._edges(block, head, count)
         if draws:
             edges = edges / batch.sampling.temperature[:, None, None, None].clamp(min=COLDEST)
@@ -177,9 +176,8 @@ class Drafts:
         depend on those before it.
         """
         batch = block.batch
-        count = min(
-            MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k
-        )  # one position has no more paths than tokens
+        # one position has no more paths than tokens
+        count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)
         if self._head is None:
             token_ids, scores = self._candidates(block, count)
         else:
@@ -205,9 +203,8 @@ class Drafts:
             temperature = batch.sampling.temperature[:, None]
             trust = torch.ones_like(scores[..., 0]) if block.weights is None else block.weights[0]
             scale = torch.where(temperature > 0, trust / temperature.clamp(min=COLDEST), 1.0)
-            if (
-                head.compares_candidates
-            ):  # those it was trained on; the noise makes candidates of others
+            # those it was trained on; the noise makes candidates of others
+            if head.compares_candidates:
                 assert head.num_candidates is not None
                 likeliest = self._candidates(block._replace(sees_noise=False), head.num_candidates)
                 compared = Guesses(self._columns_of(likeliest.token_ids), likeliest.scores)

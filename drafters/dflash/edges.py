@@ -142,9 +142,8 @@ def check_edges(device: torch.device) -> Deviation:
     from drafters.dflash import triton_edges
 
     generator, found = torch.Generator().manual_seed(0), []
-    half = (
-        torch.float16 if device.type == "cpu" else torch.bfloat16
-    )  # of which Triton's interpreter has no products
+    # of which Triton's interpreter has no products
+    half = torch.float16 if device.type == "cpu" else torch.bfloat16
     for count, rank, first_slot in ((16, 128, 0), (5, 40, 1), (20, 16, 2)):
         left, right = (
             torch.randn(2, 6, count, rank, generator=generator),

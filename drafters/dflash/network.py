@@ -99,9 +99,8 @@ class DFlashNetwork:
         rows, turn = self._context.rows(features), angles[self._rope]
         if isinstance(self._attention, MlaBackend):
             compressed, key_rope = split_latents(rows, self._config)
-            rotated = rotate(
-                key_rope, *turn.doubled
-            )  # the same for all layers, which stand where heads do
+            # the same for all layers, which stand where heads do
+            rotated = rotate(key_rope, *turn.doubled)
             for index, (cache, norm) in enumerate(zip(caches, self._norms, strict=True)):
                 part = self._ops.norm(compressed[:, index].contiguous(), norm)
                 self._attention.write(cache, part, rotated[:, index], slot_mapping)
@@ -136,10 +135,11 @@ class DFlashNetwork:
             _join(mlp.down_proj),
             "gelu_tanh" if gemma else "silu",
         )
+        # as Gemma has them
         if (
             layer.pre_feedforward_layernorm is not None
             and layer.post_feedforward_layernorm is not None
-        ):  # as Gemma has them
+        ):
             return DecoderLayer(
                 **shared,
                 attention_norm=norm_of(layer.post_attention_layernorm, gemma),

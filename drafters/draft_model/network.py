@@ -61,9 +61,8 @@ class DraftModelNetwork(SequentialNetwork):
         """
         token_ids = rows.token_ids
         if self.target_ids is not None:
-            token_ids = token_ids.where(
-                token_ids < self.num_tokens, 0
-            )  # of a token that it lacks it learns the place alone
+            # of a token that it lacks it learns the place alone
+            token_ids = token_ids.where(token_ids < self.num_tokens, 0)
         position_ids, stored, held = rows.position_ids, iter(caches), list[Any]()
         if rows.metadata.max_seq_len > self.model.context.extended:
             position_ids = position_ids.clamp(max=self.model.context.extended - 1)

@@ -65,9 +65,8 @@ def _layers(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     }
     rope = dict(config.layers.rope_parameters)
     if (part := rope.get("partial_rotary_factor")) and rope["rope_type"] != "proportional":
-        rope["rope_dim"] = int(
-            part * config.layers.head_dim
-        )  # without which the factor would be taken for the target's
+        # without which the factor would be taken for the target's
+        rope["rope_dim"] = int(part * config.layers.head_dim)
     scaling = rope if rope["rope_type"] != "default" else None
     return stated | {
         "dtype": dtype,

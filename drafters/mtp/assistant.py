@@ -77,9 +77,8 @@ class BoundAssistant(TokenByToken):
         """Drafts a chain or a tree, one token after another."""
         metadata = AttentionMetadata.uniform(
             1,
-            batch.seq_lens.clamp(
-                min=1
-            ).int(),  # requests that only pad the batch may have read nothing
+            # requests that only pad the batch may have read nothing
+            batch.seq_lens.clamp(min=1).int(),
             batch.block_table,
             torch.zeros_like(batch.slots),
             max_seq_len=batch.max_seq_len,

@@ -145,9 +145,8 @@ class BoundSequential(TokenByToken):
         """
         rows, starts = batch.forward, batch.forward.metadata.query_start_loc
         counts = starts.diff() if rows.row_counts is None else rows.row_counts
-        last = (
-            starts[:-1] + counts.clamp(min=1) - 1
-        ).long()  # a request that only pads has no rows
+        # a request that only pads has no rows
+        last = (starts[:-1] + counts.clamp(min=1) - 1).long()
         token_ids, features = rows.token_ids, None
         if self._ahead:
             token_ids = token_ids.roll(-1).index_copy_(0, last, batch.next_token_ids)

@@ -45,9 +45,8 @@ class TokenByToken(BoundDrafter):
         network, choose = self.network, self._guess if batch.shape.is_tree else self._choose
         choices = [choose(batch, hidden, 0, count)]
         for draft, (position_ids, metadata) in enumerate(single_rows, start=1):
-            newest = choices[-1].token_ids.view(batch.num_reqs, -1)[
-                :, 0
-            ]  # the likeliest, where there are several
+            # the likeliest, where there are several
+            newest = choices[-1].token_ids.view(batch.num_reqs, -1)[:, 0]
             rows = Rows(newest, network.next_features(hidden), position_ids, metadata)
             hidden = network.forward(rows, self.caches, None)
             choices.append(choose(batch, hidden, draft, 1))

@@ -66,9 +66,8 @@ def best_chain(continuations: Tensor, lengths: Tensor, longest: int) -> Chain:
         tokens = continuations[:, 0]
         scores = torch.minimum(lengths[:, 0].clamp(max=longest), (tokens >= 0).sum(dim=1)).float()
     else:
-        levels = torch.arange(longest, 0, -1, device=lengths.device)[
-            :, None
-        ]  # m, the longest first
+        # m, the longest first
+        levels = torch.arange(longest, 0, -1, device=lengths.device)[:, None]
         counts = lengths[:, None] >= levels  # [num_reqs, M, C]
         agreed = (
             torch.minimum(common_prefixes(continuations)[:, None], levels[..., None])
@@ -94,6 +93,5 @@ def weigh(continuations: Tensor, lengths: Tensor) -> Weighed:
     weights = BY_LENGTH**shorter * BY_AGE ** torch.arange(
         lengths.shape[1], dtype=lengths.dtype, device=lengths.device
     )
-    return Weighed(
-        tokens, weights, lengths / (lengths + 1)
-    )  # so a match is expected to go on for as many tokens as it has
+    # so a match is expected to go on for as many tokens as it has
+    return Weighed(tokens, weights, lengths / (lengths + 1))

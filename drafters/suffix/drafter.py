@@ -124,9 +124,8 @@ class BoundSuffix(BoundDrafter):
     def __init__(self, drafter: SuffixDrafter, history: Tensor) -> None:
         self._drafter, self.history = drafter, history
         self.pool = TextPool(drafter.pool_tokens, history.device) if drafter.pool_tokens else None
-        self._spans = torch.zeros(
-            2, len(history), dtype=torch.int64, device=history.device
-        )  # of what is to go to the pool
+        # of what is to go to the pool
+        self._spans = torch.zeros(2, len(history), dtype=torch.int64, device=history.device)
         self._found: Found | None = None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:

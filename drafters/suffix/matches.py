@@ -162,9 +162,8 @@ def continued(texts: Tensor, first: int, last: Tensor, ends: Tensor, count: int)
         ends: int64 [num_reqs, C], of the matches.
         count: tokens.
     """
-    steps = (
-        torch.arange(count, device=texts.device) % (last - ends).clamp(min=1)[..., None]
-    )  # a past text ends before that
+    # a past text ends before that
+    steps = torch.arange(count, device=texts.device) % (last - ends).clamp(min=1)[..., None]
     places = ends[..., None] + 1 + steps
     tokens = texts.gather(1, places.clamp(max=texts.shape[1] - 1).flatten(1)).view_as(places).long()
     return torch.where(tokens.cummin(dim=2).values < 0, NOTHING, tokens) if first else tokens

@@ -130,9 +130,8 @@ def _best_matches_kernel(
     )
     found = key >= 0
     length = tl.where(found, key // width, 0)
-    end = tl.where(
-        found, key % width, first + last - 1
-    )  # without a match the text's last token follows
+    # without a match the text's last token follows
+    end = tl.where(found, key % width, first + last - 1)
     if LONGEST > COMPARED:
         more = COMPARED + tl.arange(0, triton.next_power_of_2(LONGEST - COMPARED))
         wanted = tl.load(

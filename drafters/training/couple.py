@@ -116,9 +116,8 @@ def run(args: argparse.Namespace) -> int:
         )
     temperatures = tuple(sorted(set(config.temperatures)))
     ones = ((1.0,) * shape.max_draft_tokens,) * len(temperatures)
-    replace(
-        shape, coupling=Coupling(temperatures, ones, ones)
-    )  # what could not be written must not wait for the answers
+    # what could not be written must not wait for the answers
+    replace(shape, coupling=Coupling(temperatures, ones, ones))
     texts = _prompts(config)
     decoder = load_decoder(args, None, EngineConfig(max_num_seqs=config.max_num_seqs))
     check_fit(shape, decoder.verifier, borrows=True)

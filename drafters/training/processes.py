@@ -30,9 +30,8 @@ def termination() -> Iterator[list[int]]:
         received.append(number)
         os.write(2, b"\ntrain: ends behind this step and saves; another Ctrl-C ends it at once\n")
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # under Ray Train, which tells its workers otherwise
+    # under Ray Train, which tells its workers otherwise
+    if threading.current_thread() is not threading.main_thread():
         yield received
         return
     previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -55,7 +54,9 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    if not joined:  # one that has no answers left to write waits for the others, and torchrun ends all where one fails
+    # one that has no answers left to write waits for the others, and torchrun ends all where one
+    # fails
+    if not joined:
         with rank_sockets():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1)

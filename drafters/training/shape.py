@@ -212,8 +212,6 @@ def _rope(target: Mapping[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor"
     ) in (None, 1)
     if "rope_theta" not in target:
-        return {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-        }  # several kinds of layers, each with its own base
+        # several kinds of layers, each with its own base
+        return {"rope_type": "default", "rope_theta": 1e6}
     return dict(target) if plain else {"rope_type": "default", "rope_theta": target["rope_theta"]}

@@ -82,9 +82,8 @@ class PlainForward:
         for layer_id in self._layer_ids:
             layers[layer_id].register_forward_hook(partial(self._keep, layer_id))
         for layer in layers if compile else ():
-            layer.forward = torch.compile(
-                layer.forward, dynamic=True
-            )  # outside the hooks, and one layer's code serves all
+            # outside the hooks, and one layer's code serves all
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
         """See `Target.features`."""
@@ -126,9 +125,8 @@ class PackedForward:
             device=batch.token_ids.device,
             num_slots=num_seqs,
         )
-        sequences = torch.repeat_interleave(
-            batch.lengths, output_size=sum(batch.lengths_host)
-        )  # of every row
+        # of every row
+        sequences = torch.repeat_interleave(batch.lengths, output_size=sum(batch.lengths_host))
         ends = batch.lengths.cumsum(0)
         positions = (
             torch.arange(len(sequences), device=ends.device) - (ends - batch.lengths)[sequences]

@@ -332,9 +332,8 @@ class SpecdecLM(TemplateLM):
         max_tokens, seed = given.pop("max_gen_toks"), given.pop("seed", seed)
         values = sampling_of(given)
         ends = values.pop("stop_token_ids", ())
-        special = [
-            stop for stop in stops if stop in self.tokenizer.all_special_tokens
-        ]  # these never show in the text
+        # these never show in the text
+        special = [stop for stop in stops if stop in self.tokenizer.all_special_tokens]
         return SamplingParams(
             max_tokens=max_tokens,
             seed=seed,

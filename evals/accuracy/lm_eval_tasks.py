@@ -23,9 +23,8 @@ from specdec.base.files import read_jsonl
 from specdec.base.writing import write_text
 from specdec.session.provenance import commit
 
-evaluator.get_git_commit_hash = (
-    commit  # lm-eval's own asks git about the current folder, and git complains to the user
-)
+# lm-eval's own asks git about the current folder, and git complains to the user
+evaluator.get_git_commit_hash = commit
 
 
 class Tasks:

@@ -186,9 +186,8 @@ class Bench:
             for side in sides
         ]
         drawn = next((index for index, counts in enumerate(sizes) if counts), None)
-        if (
-            drawn is not None and concurrency == config.concurrencies[0]
-        ):  # one tree shows what they are like
+        # one tree shows what they are like
+        if drawn is not None and concurrency == config.concurrencies[0]:
             drafter, ((num_nodes, _),) = (
                 self.drafters[sides[drawn].drafter],
                 sizes[drawn].most_common(1),

@@ -44,9 +44,8 @@ def import_vllm(peer: str) -> Any:
     Raises:
         InvalidInputError: not installed.
     """
-    os.environ.setdefault(
-        "VLLM_LOGGING_STREAM", "ext://sys.stderr"
-    )  # standard output is for the report
+    # standard output is for the report
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     library = require("vllm", "vllm", peer)
     for part in ("inputs", "sampling_params"):
         import_module(f"vllm.{part}")

@@ -91,9 +91,8 @@ class VllmSteps:
             for name in [
                 name for name in os.environ if name in OF_A_RANK or name.startswith("TORCHELASTIC_")
             ]:
-                del os.environ[
-                    name
-                ]  # our group has met; its processes would take them for their own
+                # our group has met; its processes would take them for their own
+                del os.environ[name]
             os.environ |= WITHOUT_MULTICAST | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         self._library = library_for(device)
         self.version: str = self._library.__version__
@@ -190,8 +189,7 @@ def _options(config: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if "text_config" in config:
         options["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # text alone, without a tower
-    if (
-        find_spec("flashinfer") is None
-    ):  # which it takes for Gated DeltaNet on Hopper without looking
+    # which it takes for Gated DeltaNet on Hopper without looking
+    if find_spec("flashinfer") is None:
         options["additional_config"] = {"gdn_prefill_backend": "triton"}
     return options

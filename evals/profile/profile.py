@@ -96,9 +96,8 @@ def profile_steps(
         )
     check_writable(trace)
     window = _measure(decoder, prompts, steps, warmup)
-    while (
-        window.num_captures
-    ):  # every pass knows more graphs, so that in the end none is left to capture
+    # every pass knows more graphs, so that in the end none is left to capture
+    while window.num_captures:
         window = _measure(decoder, prompts, steps, warmup)
     if trace is not None:
         write_atomically(trace, lambda path: window.profiler.export_chrome_trace(str(path)))

@@ -109,9 +109,8 @@ def _bench_plots(report: Report) -> list[str]:
                 ("Where the time goes", charts.time_by_part(first)),
             ]
         )
-        lines += [
-            _tree(row) for row in first if row.get("tree_step")
-        ]  # reports of before trees have none
+        # reports of before trees have none
+        lines += [_tree(row) for row in first if row.get("tree_step")]
     return lines
 
 

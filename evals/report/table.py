@@ -113,9 +113,8 @@ def _shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
         title = part_title(
             row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]
         )
-        if (
-            row["k"] == "auto" and "steps_by_shape" in row["acceptance"]
-        ):  # reports of before trees have none
+        # reports of before trees have none
+        if row["k"] == "auto" and "steps_by_shape" in row["acceptance"]:
             shapes.append((f"  {title}:", steps_of_shapes(row["acceptance"]["steps_by_shape"])))
         if row["acceptance"] and row["acceptance"].get("share_by_rank"):
             ranks.append((f"  {title}:", _shares(row["acceptance"]["share_by_rank"])))

@@ -11,12 +11,8 @@ from typing import Any
 
 _FONT = 13
 _ADVANCE = 0.62 * _FONT  # of a character of a monospaced font, rounded up
-_PAD, _GAP, _HEIGHT, _LINE = (
-    5,
-    22,
-    22,
-    28,
-)  # of a box: around its text, to the next one, its height, to the one below
+# of a box: around its text, to the next one, its height, to the one below
+_PAD, _GAP, _HEIGHT, _LINE = 5, 22, 22, 28
 _LONGEST = 14  # characters of a token that are shown
 
 STYLE = f"""
@@ -103,9 +99,8 @@ def draw_tree(step: Mapping[str, Any]) -> str:
             f'<text x="{x + _PAD:.0f}" y="{y + 4.5:.1f}"'
             f' xml:space="preserve">{escape(node.label)}{note}</text></g>'
         )
-    lines = [
-        line for _, line in sorted(edges, key=lambda edge: edge[0])
-    ]  # the way that was taken lies on top
+    # the way that was taken lies on top
+    lines = [line for _, line in sorted(edges, key=lambda edge: edge[0])]
     label = f"tree of {len(step['parents'])} drafts, {len(step['accepted'])} accepted"
     return "\n".join(
         [

@@ -29,10 +29,8 @@ class HeadShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    chunk: int | None = (
-        # tokens within which rows attend, see `specdec.attention.chunks`; None for no such bounds
-        None
-    )
+    # tokens within which rows attend, see `specdec.attention.chunks`; None for no such bounds
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +95,8 @@ class TreeRows(NamedTuple):
     its anchor, and has zeros.
     """
 
-    ancestors: (
-        Tensor  # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
-    )
+    # int64 [num_tokens], of row `i` the bit `i - 1` and those of the drafts above it
+    ancestors: Tensor
     depths: Tensor  # int64 [num_tokens], positions after the anchor
 
     def seen(self, width: int, window: int | None) -> Tensor:

@@ -34,12 +34,10 @@ class Phase(NamedTuple):
 
 PHASES = (
     Phase([40, 17], [40, 17], known=True),  # prompts
-    Phase(
-        [90, 21, 40], [30, 1, 40], known=True
-    ),  # chunks behind a context, a single row and a prompt beside them
-    Phase(
-        [150, 200, 40], [150, 130, 40], known=True
-    ),  # the same, as many rows as have kernels of their own
+    # chunks behind a context, a single row and a prompt beside them
+    Phase([90, 21, 40], [30, 1, 40], known=True),
+    # the same, as many rows as have kernels of their own
+    Phase([150, 200, 40], [150, 130, 40], known=True),
     Phase([700, 21, 64], [1, 1, 1]),  # decoding
     Phase([700, 21, 64], [1, 1, 1], window=30),
     Phase([700, 21, 64], [5, 5, 5]),  # verification

@@ -23,9 +23,8 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     """
     lse, part_lse = (torch.where(x == math.inf, -math.inf, x) for x in (lse, part_lse))
     total = torch.logaddexp(lse, part_lse)
-    finite = total.clamp(
-        min=torch.finfo(total.dtype).min
-    )  # minus infinity less itself would be NaN
+    # minus infinity less itself would be NaN
+    finite = total.clamp(min=torch.finfo(total.dtype).min)
     weights, part_weights = ((x - finite).exp().t()[..., None] for x in (lse, part_lse))
     return _weighted(out, weights) + _weighted(part, part_weights), total
 

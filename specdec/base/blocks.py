@@ -13,10 +13,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import (
-        Tensor,
-        device,
-    )  # the command line reads this file, too, and starts without torch
+    # the command line reads this file, too, and starts without torch
+    from torch import Tensor, device
 
 MOST_NODES = 64
 """Drafts of a tree at most: each has a bit in a word of 64."""

@@ -60,9 +60,8 @@ class LoadConfig:
     def __post_init__(self) -> None:
         for name in ("device", "dtype", "attention"):
             value = getattr(self, name)
-            right = (
-                isinstance(value, str) or type(value).__module__ == "torch"
-            )  # torch's devices and types say their names
+            # torch's devices and types say their names
+            right = isinstance(value, str) or type(value).__module__ == "torch"
             require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
         integers(self, "block_size", "tensor_parallel")

@@ -53,9 +53,8 @@ def read_lines(path: Path, *, what: str, way_out: str) -> list[tuple[str, str]]:
         InvalidInputError: the file cannot be read, is not UTF-8, or holds blank lines alone.
     """
     try:
-        text = io.TextIOWrapper(
-            io.BytesIO(_content(path, way_out)), encoding="utf-8-sig"
-        ).read()  # any end of line
+        # any end of line
+        text = io.TextIOWrapper(io.BytesIO(_content(path, way_out)), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise InvalidInputError(
             f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it"

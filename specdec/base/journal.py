@@ -33,9 +33,8 @@ class Journal:
         self, path: Path | None, settings: dict[str, Any], *, command: str = "eval"
     ) -> None:
         self._path, self._settings, self._command = path, settings, command
-        self._records: dict[
-            str, tuple[int, dict[str, Any]]
-        ] = {}  # with the lines of the file, 0 for records of this run
+        # with the lines of the file, 0 for records of this run
+        self._records: dict[str, tuple[int, dict[str, Any]]] = {}
         self._head = json.dumps({"schema": _schema(command), "settings": settings}) + "\n"
         if path is not None:
             check_writable(path)

@@ -401,9 +401,8 @@ def _fill(file: FileIO, content: bytes) -> None:
 def _send(place: Place, content: bytes) -> None:
     """Writes to a device, or to an open file of this process where that stands."""
     if place.descriptor is None:
-        number = os.open(
-            place.path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
-        )  # a line that is down would wait
+        # a line that is down would wait
+        number = os.open(place.path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
         os.set_blocking(number, True)
     else:
         for printed in (sys.stdout, sys.stderr):

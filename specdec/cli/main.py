@@ -55,9 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     _show_notes()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal that lacks a character shows "?", not a traceback
+        # a terminal that lacks a character shows "?", not a traceback
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()
@@ -198,9 +197,8 @@ def _dispatch(arguments: list[str]) -> int:
         return EXIT_OK
     if getattr(namespace, "revision", None) is not None:
         _pin(namespace)
-    if hasattr(namespace, "tensor_parallel") and not getattr(
-        namespace, "dummy_weights", None
-    ):  # whose ranks all measure
+    # whose ranks all measure
+    if hasattr(namespace, "tensor_parallel") and not getattr(namespace, "dummy_weights", None):
         _join_torchrun(namespace)
     status: int = home.run(namespace)
     return status

@@ -64,9 +64,9 @@ class Engine:
         if self._refused is not None:
             return {"answer": [refusal_to_json(self._refused) for _ in batch["row"]]}
         call = asyncio.current_task()
-        self._calls.add(
-            call
-        )  # neither Ray nor the loop holds a task that waits, and what it waits for is held by it alone
+        # neither Ray nor the loop holds a task that waits, and what it waits for is held by it
+        # alone
+        self._calls.add(call)
         try:
             rows = [Row.from_json(str(text)) for text in batch["row"]]
             answers = await asyncio.gather(*(self._answer(row) for row in rows))
@@ -87,9 +87,8 @@ class Engine:
         alone = verdict is Verdict.ALONE
         async with self._place(alone=alone):
             if self._broken:
-                os._exit(
-                    1
-                )  # before this row has begun, so that the next engine takes it among others
+                # before this row has begun, so that the next engine takes it among others
+                os._exit(1)
             await self._ledger.begin.remote(row.key, alone=alone)
             try:
                 results = await self._converse(row)

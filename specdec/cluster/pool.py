@@ -55,9 +55,8 @@ def connect(address: str) -> None:
             raise SpecDecError(
                 f"no Ray cluster answers at {address or 'this machine'!r}: {named_line(error)}"
             ) from error
-    logging.getLogger("ray.data").setLevel(
-        logging.CRITICAL
-    )  # what goes wrong is told in one line below
+    # what goes wrong is told in one line below
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.enable_operator_progress_bars = (
         context.print_on_execution_start
@@ -137,9 +136,8 @@ class Pool:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ledger = ray.remote(Ledger).options(num_cpus=0, scheduling_strategy=here).remote()
         per_call = min(MOST_ROWS, ceil(len(rows) / MOST_BLOCKS))
-        calls = ceil(
-            2 * self.spec.engine.max_num_seqs / per_call
-        )  # enough that no engine waits for rows
+        # enough that no engine waits for rows
+        calls = ceil(2 * self.spec.engine.max_num_seqs / per_call)
         waiting = {row.key for row in rows}
         assert len(waiting) == len(rows), "keys are unique"
         with _ray_errors():
@@ -157,9 +155,8 @@ class Pool:
                 ),
                 **self._resources,
             )
-            with closing(
-                iter(data.iter_rows())
-            ) as texts:  # else its threads outlive an error, which holds this frame
+            # else its threads outlive an error, which holds this frame
+            with closing(iter(data.iter_rows())) as texts:
                 for text in texts:
                     answer = Answer.from_json(text["answer"])
                     check_same(expected or {}, answer.origin, answer.node)
@@ -190,9 +187,8 @@ def _ray_errors() -> Iterator[None]:
     except RayError as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, SpecDecError) and not isinstance(
-                cause, RayError
-            ):  # Ray makes an error that is both
+            # Ray makes an error that is both
+            if isinstance(cause, SpecDecError) and not isinstance(cause, RayError):
                 raise cause from error
             cause = getattr(cause, "cause", None) or cause.__cause__
         raise SpecDecError(

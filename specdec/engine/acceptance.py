@@ -313,9 +313,8 @@ def _block_verification(
     ratio = probs[:, :k].gather(-1, drafts[..., None]).squeeze(-1) / q.gather(
         -1, drafts[..., None]
     ).squeeze(-1)
-    ratio = torch.where(
-        ratio >= 0, ratio, 0.0
-    )  # behind a row that is not finite nothing is looked at
+    # behind a row that is not finite nothing is looked at
+    ratio = torch.where(ratio >= 0, ratio, 0.0)
     # The paper's p_i: how far the first i drafts are as likely for the target as for their drafter,
     # from 1 for none of them.
     trust = [torch.ones_like(ratio[:, 0])]

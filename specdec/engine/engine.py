@@ -260,13 +260,11 @@ class SpecEngine:
         ):
             return shape  # what reaches too far is cut off
         k = shape.depth
-        if not any(
-            request.num_left >= k for request in requests
-        ):  # the first one has, nearly always
+        # the first one has, nearly always
+        if not any(request.num_left >= k for request in requests):
             k = max((request.num_left for request in requests), default=0)
-        if (
-            self.block_choice or self.runner.graphs
-        ):  # few values, so that each is measured and captured
+        # few values, so that each is measured and captured
+        if self.block_choice or self.runner.graphs:
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
         return BlockShape(k)
 
@@ -334,9 +332,8 @@ class SpecEngine:
             if step.scored:
                 step.scored.take_over()
                 for request, _ in step.scored.requests:
-                    if (
-                        request.error and request.status is Status.PREFILLING
-                    ):  # others are in a batch, see `take_over`
+                    # others are in a batch, see `take_over`
+                    if request.error and request.status is Status.PREFILLING:
                         self._finish(request, "error")
             outcome = take_over(step)
             self._touched.update(dict.fromkeys(outcome.requests))

@@ -109,9 +109,8 @@ class GuidedStep:
 
     def verify(self) -> None:
         """The second part."""
-        self._verified = self._parts.verify(
-            replace(self._batch), self._block
-        )  # what is derived is derived anew in each part
+        # what is derived is derived anew in each part
+        self._verified = self._parts.verify(replace(self._batch), self._block)
 
     def accept(self) -> None:
         """The last part."""

@@ -89,9 +89,8 @@ class _RankEngine(SpecEngine):
     def __init__(self, mirror: Mirror, *about: Any) -> None:
         super().__init__(*about)
         self._mirror = mirror
-        self._cuts: dict[
-            tuple[int, int], int
-        ] = {}  # where outputs end at stop strings, by `_place`
+        # where outputs end at stop strings, by `_place`
+        self._cuts: dict[tuple[int, int], int] = {}
 
 
 class LeadingEngine(_RankEngine):
@@ -255,9 +254,8 @@ def _told(request: Request) -> list[Any]:
     """A request that is new, for `_request`."""
     asks = request.on_tokens is not None
     numbers = [request.request_id, request.seed, request.max_total_len, request.rope_len]
-    prompt = b64encode(
-        array("i", request.prompt_token_ids).tobytes()
-    ).decode()  # long ones would take JSON milliseconds
+    # long ones would take JSON milliseconds
+    prompt = b64encode(array("i", request.prompt_token_ids).tobytes()).decode()
     return [numbers, prompt, sorted(request.stop_ids), request.sampling, asks]
 
 

@@ -110,9 +110,8 @@ class SlotState:
                         self.num_slots, self.vocab_size, dtype=torch.int32, device=self.device
                     )
                 self.sampling.counts[request.slot] = 0
-                known = self.tensor(
-                    request.output_token_ids[:-1]
-                )  # after a preemption; the last one is the anchor
+                # after a preemption; the last one is the anchor
+                known = self.tensor(request.output_token_ids[:-1])
                 self.sampling.counts[request.slot].index_add_(
                     0, known, torch.ones_like(known, dtype=torch.int32)
                 )

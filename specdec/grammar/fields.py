@@ -113,10 +113,8 @@ def _is_given(value: Any) -> bool:
 
 def _made(kind: str, value: Any, name: str) -> Grammar:
     if kind == "json" and isinstance(value, Mapping) and value and value.keys() <= SCHEMA_WORDS:
-        name, value = (
-            f"{name}.schema",
-            value.get("schema"),
-        )  # OpenAI puts it into an object that has a name as well
+        # OpenAI puts it into an object that has a name as well
+        name, value = f"{name}.schema", value.get("schema")
     if not isinstance(value, TYPES.get(kind, (str,))):
         raise InvalidInputError(
             f"{name} is {reprlib.repr(value)}, which has the wrong type for a grammar of kind"

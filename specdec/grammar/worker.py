@@ -179,10 +179,8 @@ def _limit(seconds: float) -> None:
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends it by SIGPROF
-    with (
-        suppress(FileNotFoundError),
-        open("/proc/self/statm") as file,
-    ):  # other systems have no such limit
+    # other systems have no such limit
+    with suppress(FileNotFoundError), open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 

@@ -83,9 +83,8 @@ def _drop_amd_options() -> None:
     """
     for name, module in list(sys.modules.items()):
         for kernel in list(vars(module).values()) if name.startswith(_KERNELS) else ():
-            while hasattr(
-                getattr(kernel, "fn", None), "run"
-            ):  # an autotuner passes its configurations to the kernel inside
+            # an autotuner passes its configurations to the kernel inside
+            while hasattr(getattr(kernel, "fn", None), "run"):
                 kernel = kernel.fn
             if (
                 hasattr(kernel, "arg_names")

@@ -17,9 +17,8 @@ from specdec.kernels.triton_overlap import await_previous
 SLICE = 4096
 """Logits per program; in half precision a thread loads 16 bytes four times."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INFINITY = tl.constexpr(
-    0x7F800000
-)  # as the bits of a float32; those of a NaN, without its sign, are higher
+# as the bits of a float32; those of a NaN, without its sign, are higher
+_INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _LEAST = tl.constexpr(-(2**63))
 

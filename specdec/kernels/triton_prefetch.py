@@ -40,9 +40,8 @@ def send_hints(ahead: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) ->
     """Asks for this program's share of the bytes from `ahead` on, a piece per thread, if it is the
     first along other axes.
     """
-    THREADS: tl.constexpr = (
-        tl.extra.cuda.num_threads()
-    )  # as many elements as threads, or threads would repeat each other's hints
+    # as many elements as threads, or threads would repeat each other's hints
+    THREADS: tl.constexpr = tl.extra.cuda.num_threads()
     start = (program * THREADS + tl.arange(0, THREADS)) * _PIECE
     wanted = (start < NUM_BYTES) & (tl.program_id(1) == 0)
     size = tl.where(wanted, tl.minimum(NUM_BYTES - start, _PIECE), 0)

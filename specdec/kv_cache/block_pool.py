@@ -57,18 +57,17 @@ class BlockPool:
         """Takes all blocks back and forgets what they hold."""
         num_blocks = self.num_blocks
         self._ref_counts = [0] * num_blocks
+        # free ones
         self._unpublished: OrderedDict[int, None] = OrderedDict(
             (block, None) for block in range(1, num_blocks)
-        )  # free ones
-        self._published: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # free ones, the least recently freed first
+        )
+        # free ones, the least recently freed first
+        self._published: OrderedDict[int, None] = OrderedDict()
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._free_rows = list(self._snapshots or ())
-        self._snapshot_of: OrderedDict[int, Snapshot] = (
-            OrderedDict()
-        )  # by block, the least recently used first
+        # by block, the least recently used first
+        self._snapshot_of: OrderedDict[int, Snapshot] = OrderedDict()
 
     @property
     def num_free(self) -> int:

@@ -196,9 +196,8 @@ class PagedKVCache:
         for layer in self.layers:
             # A state is never read by another request: every sequence begins with nothing.
             for tensor in () if isinstance(layer, StateCache) else layer:
-                tensor.view(torch.uint8).index_fill_(
-                    0, index, 0
-                )  # as bytes, since 8-bit floats have no index_fill_
+                # as bytes, since 8-bit floats have no index_fill_
+                tensor.view(torch.uint8).index_fill_(0, index, 0)
 
 
 class Memory:

@@ -133,9 +133,8 @@ class PredictionLayers:
         joined = ops.project(self.projection, torch.cat([embeddings, hidden], dim=-1))
         plans = {backend: backend.plan(metadata) for backend in dict.fromkeys(self.backends)}
         held = [None if place is None else caches[place] for place in self.places]
-        drops = (
-            wanted is not None and decoder.layers[-1].attention is not None
-        )  # rows before the last feed-forward sublayer
+        # rows before the last feed-forward sublayer
+        drops = wanted is not None and decoder.layers[-1].attention is not None
 
         def keep(rows: Tensor) -> Tensor:
             assert wanted is not None

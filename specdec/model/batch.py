@@ -58,9 +58,8 @@ class PrefillBatch:
 
     forward: ForwardInput
     slots: Tensor  # int64 [num_reqs]
-    next_token_ids: (
-        Tensor  # int64 [num_reqs], tokens after the chunks; 0 where it is yet to be chosen
-    )
+    # int64 [num_reqs], tokens after the chunks; 0 where it is yet to be chosen
+    next_token_ids: Tensor
 
 
 Context = Literal["now", "later", "all"]

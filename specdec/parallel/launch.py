@@ -134,9 +134,8 @@ class Started(Ranks):
         """See `Ranks.end`."""
         self._siblings.end(kill=kill)
         torch.set_num_threads(self._threads)
-        if (
-            dist.get_backend() == "gloo"
-        ):  # NCCL would wait for captured graphs, which refer to its communicator
+        # NCCL would wait for captured graphs, which refer to its communicator
+        if dist.get_backend() == "gloo":
             dist.destroy_process_group()
             self._folder.remove()
 
@@ -253,9 +252,10 @@ def _leave(mirror: Mirror) -> None:
     """
     mirror.end()
     if mirror.failed and torch.cuda.is_initialized():
+        # with status 1
         faulthandler.dump_traceback_later(
             PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY)
-        )  # with status 1
+        )
 
 
 def _watch(mirror: Mirror, processes: Sequence[int]) -> None:
@@ -279,9 +279,8 @@ def _lost(mirror: Mirror, line: str) -> None:
     mirror.lose(line)
     group = mirror.group.device_group
     if mirror.busy and dist.get_backend(group) == "nccl":
-        threading.Thread(
-            target=group.abort, daemon=True
-        ).start()  # frees a host that waits for the device
+        # frees a host that waits for the device
+        threading.Thread(target=group.abort, daemon=True).start()
     limit = time.monotonic() + PATIENCE
     while mirror.busy and time.monotonic() < limit:
         time.sleep(0.05)

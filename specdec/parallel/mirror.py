@@ -159,9 +159,8 @@ class Mirror:
             except Unsendable:
                 raise
             except BaseException as error:
-                self._ended = (
-                    self._ended or _INTERRUPTED
-                )  # first, for another interrupt may come from here on
+                # first, for another interrupt may come from here on
+                self._ended = self._ended or _INTERRUPTED
                 self._fail(error)
                 raise
             finally:

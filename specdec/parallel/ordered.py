@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name up to torch 2.12
+# its name up to torch 2.12
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gathered(x: Tensor, size: int, process_group: Any) -> Tensor:

@@ -23,9 +23,8 @@ _HEAD = struct.Struct(f"<{NUMBERS}q")
 _SEAL = 16  # bytes
 _MOST = 2**31  # bytes of a payload
 
-_FOREVER = timedelta(
-    days=365
-)  # an idle engine says nothing; that a rank has ended is told by its connection
+# an idle engine says nothing; that a rank has ended is told by its connection
+_FOREVER = timedelta(days=365)
 
 
 class Message(NamedTuple):

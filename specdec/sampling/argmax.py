@@ -18,10 +18,8 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not KERNEL.runs_on(logits.device):
         best = logits.max(dim=-1)  # on a CPU faster than argmax
-        return (
-            best.indices,
-            best.values.abs() < torch.inf,
-        )  # what isfinite gives, in two operations instead of four
+        # what isfinite gives, in two operations instead of four
+        return best.indices, best.values.abs() < torch.inf
     from specdec.kernels import triton_argmax  # it imports Triton
 
     return triton_argmax.argmax(logits)

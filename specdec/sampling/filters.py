@@ -72,9 +72,8 @@ def _filter_top_p(scores: Tensor, sampling: SamplingTensors) -> Tensor:
     the same for every batch shape and device.
     """
     mass = (scores.softmax(dim=-1).double() * _UNIT).long()
-    spare = ((1 - sampling.top_p).double() * _UNIT).long()[
-        :, None, None
-    ]  # the least likely tokens up to this much go
+    # the least likely tokens up to this much go
+    spare = ((1 - sampling.top_p).double() * _UNIT).long()[:, None, None]
     spare = torch.minimum(spare, mass.sum(dim=-1, keepdim=True) - 1)  # never all of them
     search = _below_by_sorting if scores.shape[-1] <= SORTED_VOCABULARY else _below_by_digits
     return scores.masked_fill(search(scores, mass, spare), -torch.inf)
@@ -100,9 +99,8 @@ def _below_by_digits(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
     that begin alike.
     """
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    order = (
-        bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ).long() + 2**31  # in [0, 2**32), ascending as the scores do
+    # in [0, 2**32), ascending as the scores do
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31
     edge, below = torch.zeros_like(spare), torch.zeros_like(spare)
     for shift in (22, 11, 0):
         alike = torch.where(order >> (shift + 11) == edge, mass, 0)
@@ -110,9 +108,8 @@ def _below_by_digits(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
             -1, (order >> shift) & 2047, alike
         )
         cumulative = below + sums.cumsum(dim=-1)
-        first = (
-            (cumulative <= spare).sum(dim=-1, keepdim=True).clamp(max=2047)
-        )  # of the groups that stay, at least in part
+        # of the groups that stay, at least in part
+        first = (cumulative <= spare).sum(dim=-1, keepdim=True).clamp(max=2047)
         below = (cumulative - sums).gather(-1, first)
         edge = edge << 11 | first
     return order < edge

@@ -84,10 +84,8 @@ def _of_rows(logits: Tensor, token_ids: Tensor, top: int) -> Logprobs:
         min(top, scores.shape[-1]),
     )
     best = highest_columns(scores, some) if top else token_ids[:, None][:, :0]
-    missing = (
-        0,
-        top - some,
-    )  # nobody may ask for more than there are, but numbers of columns are powers of two
+    # nobody may ask for more than there are, but numbers of columns are powers of two
+    missing = (0, top - some)
     return Logprobs(values, F.pad(best, missing), F.pad(scores.gather(-1, best) - total, missing))
 
 

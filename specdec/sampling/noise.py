@@ -41,9 +41,8 @@ _LARGEST = 1 - 2.0**-24  # float32 below 1
 REMEMBERED = 2**22
 """How many variables a CPU keeps, about 16 MiB, of small vocabularies fewer; 0 keeps none."""
 _MOST_ROWS = 256
-_remembered: OrderedDict[tuple[int, int], Tensor] = (
-    OrderedDict()
-)  # float32 [V] by bits and V, the oldest first
+# float32 [V] by bits and V, the oldest first
+_remembered: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
 _lock = Lock()
 
 
@@ -124,9 +123,8 @@ def gumbel(bits: Tensor, tokens: int | Tensor) -> Tensor:
         _token_bits(tokens, bits.device) if isinstance(tokens, int) else tokens.int() * _TOKEN_STEP
     )
     x = of_tokens + bits.int()[..., None]
-    shifted = torch.empty_like(
-        x
-    )  # every operation in place: on a CPU fetching memory takes longer than computing
+    # every operation in place: on a CPU fetching memory takes longer than computing
+    shifted = torch.empty_like(x)
 
     def fold(count: int) -> Tensor:
         torch.bitwise_right_shift(x, count, out=shifted)

@@ -64,9 +64,8 @@ class Connections:
 
     def __init__(self, config: ServeConfig, state: ServerState) -> None:
         self._config, self._state = config, state
-        self._seen: dict[
-            Any, tuple[Phase, Any, float]
-        ] = {}  # of each its phase, which request it is in, and since when
+        # of each its phase, which request it is in, and since when
+        self._seen: dict[Any, tuple[Phase, Any, float]] = {}
         self._most = min(config.max_connections, max(_FEWEST, _files() - _OTHER_FILES))
         if self._most < config.max_connections:
             logger.warning(

@@ -243,13 +243,11 @@ class Outputs(Stream):
         self._handles: list[Handle] = []
         self._waiting: deque[tuple[list[int], SamplingParams]] = deque()
         seats = front.engine.facts.max_num_seqs
-        self._share = seats + max(
-            1, seats // 4
-        )  # in the engine at once, and its queue: others come between the rest
+        # in the engine at once, and its queue: others come between the rest
+        self._share = seats + max(1, seats // 4)
         self._arrived = time.perf_counter()
-        self._first: dict[
-            int, tuple[float, int]
-        ] = {}  # when the first chunk of an output came, and its tokens
+        # when the first chunk of an output came, and its tokens
+        self._first: dict[int, tuple[float, int]] = {}
         self._last: dict[int, float] = {}  # when the last one did
         self._counted: set[int] = set()  # outputs that have ended and are in the totals
         self._tokens: Counter[int] = Counter()  # of each output, those in the totals

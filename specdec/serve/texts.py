@@ -164,9 +164,8 @@ class Texts:
                 )
 
     def _count(self, piece: str) -> int:
-        text = piece.encode(
-            errors="replace"
-        ).decode()  # a lone surrogate is told of with its place, once all is looked at
+        # a lone surrogate is told of with its place, once all is looked at
+        text = piece.encode(errors="replace").decode()
         return len(self._reader.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _too_long(self, what: str, most: int) -> CapacityError:

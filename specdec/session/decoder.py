@@ -323,9 +323,8 @@ class SpecDecoder:
                     raise
                 yield StreamChunk(index, "", [], GenerationResult.refused(error))
         prepared = ((token_ids, samplings[index]) for index, token_ids in served)
-        with closing(
-            self.session.map(prepared, incremental=incremental)
-        ) as chunks:  # early, if this one is closed early
+        # early, if this one is closed early
+        with closing(self.session.map(prepared, incremental=incremental)) as chunks:
             for chunk in chunks:
                 chunk.index = served[chunk.index][0]
                 yield chunk

@@ -138,9 +138,8 @@ class Stream:
     def _notify(self) -> None:
         wakes, self._wakes = self._wakes, []
         for wake in wakes:
-            with suppress(
-                RuntimeError
-            ):  # its event loop is closed, and nobody waits there any more
+            # its event loop is closed, and nobody waits there any more
+            with suppress(RuntimeError):
                 wake()
 
 

@@ -100,8 +100,7 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     blob = path.resolve().name
     if _SHA256.fullmatch(blob):
-        return (
-            blob  # the hub's cache names large files by their hash, which saves reading them again
-        )
+        # the hub's cache names large files by their hash, which saves reading them again
+        return blob
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -74,9 +74,8 @@ class Session:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.watch: Callable[[list[Request]], None] | None = None
-        self._unsound: BaseException | None = (
-            None  # a step is under way, or has failed and the engine has to begin anew
-        )
+        # a step is under way, or has failed and the engine has to begin anew
+        self._unsound: BaseException | None = None
         tell_of_forks(self)
         tell_of_exit(self)
 
@@ -301,9 +300,8 @@ class Session:
         handle = Handle(self, stream, request, index, decoder, whole)
         self._new.append(request)
         stream.open()
-        self._callers.add(
-            handle, listens=incremental
-        )  # last: what is new and has no caller was interrupted here
+        # last: what is new and has no caller was interrupted here
+        self._callers.add(handle, listens=incremental)
         self._arrived.notify()
         return handle
 

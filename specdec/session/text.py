@@ -158,9 +158,8 @@ class IncrementalDecoder:
         self._node = self._searched = 0  # where the search is, and how much of `_text` it has seen
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # the context, then the pending tokens
-        self._num_context = (
-            0  # tokens whose text is settled, kept for what they do to the next ones
-        )
+        # tokens whose text is settled, kept for what they do to the next ones
+        self._num_context = 0
         self._context_length = 0  # characters of the context alone
         # characters of the window that are settled, some of a pending token's perhaps among them
         self._num_settled = 0

@@ -31,9 +31,8 @@ class Turns:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._waiting: dict[
-            threading.Lock, Callable[[], bool]
-        ] = {}  # callers, and what each waits for
+        # callers, and what each waits for
+        self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
         self._owner: tuple[int, FrameType] | None = None  # a thread, and the call in it
         self._ending = self._parked = False
 
@@ -86,9 +85,8 @@ class Turns:
         self.check()
         if self._ending:
             self.park()
-        told = (
-            threading.Lock()
-        )  # no event, which is Python's own code and can be interrupted with its lock held
+        # no event, which is Python's own code and can be interrupted with its lock held
+        told = threading.Lock()
         told.acquire()
         with self._lock:
             if (self._owner is None or self._owner[0] == threading.get_ident()) and self.claim(

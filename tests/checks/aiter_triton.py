@@ -127,10 +127,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = torch.device(args.device)
     interpreted = device.type == "cpu"
-    needed = {
-        "TRITON_F32_DEFAULT": "ieee",
-        **(INTERPRETER if interpreted else {}),
-    }  # float32 products in float32, not in TF32
+    # float32 products in float32, not in TF32
+    needed = {"TRITON_F32_DEFAULT": "ieee", **(INTERPRETER if interpreted else {})}
     if any(os.environ.get(name) != value for name, value in needed.items()):
         os.execve(
             sys.executable,

@@ -107,9 +107,8 @@ class Setting:
 def calls(setting: Setting) -> Iterator[Call]:
     """All of them, the same in every process."""
     device = setting.device
-    half = (
-        torch.float16 if device.type == "cpu" else torch.bfloat16
-    )  # the interpreter multiplies the bits of bfloat16
+    # the interpreter multiplies the bits of bfloat16
+    half = torch.float16 if device.type == "cpu" else torch.bfloat16
     plain = itertools.product(
         [torch.float32, half], [(4, 2), (9, 3)], [1, 4, 16], [True, False], [None, 9, 40]
     )
@@ -317,9 +316,8 @@ def _rope(device: torch.device, layout: Layout, many: bool) -> Call:
     it, several heads at a time.
     """
     num_rows, heads, kv_heads, dim, size = 5, 8, 2, 64, 16
-    dtype = (
-        torch.float32 if device.type == "cpu" else torch.bfloat16
-    )  # of which the interpreter multiplies the bits
+    # of which the interpreter multiplies the bits
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def run() -> Outcome:
         home: Any = import_module("aiter.ops.triton.fusions.fused_kv_cache")

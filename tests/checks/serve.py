@@ -78,9 +78,8 @@ async def ask(
     report: Report,
 ) -> None:
     """One request, to its end or not."""
-    leave_at = (
-        rng.randrange(12) if rng.random() < 1 / 3 else None
-    )  # events until the client leaves, of streams
+    # events until the client leaves, of streams
+    leave_at = rng.randrange(12) if rng.random() < 1 / 3 else None
     if rng.random() < 0.5:
         try:
             answer = await client.post(

@@ -251,9 +251,8 @@ def test_tied_tables_are_written_whole(layout: str, tmp_path: Path) -> None:
     and tables of another target.
     """
     source = shipped_drafter_path()
-    assert (
-        convert(source, tmp_path / "made", layout) is None
-    )  # nothing to say of readers or license
+    # nothing to say of readers or license
+    assert convert(source, tmp_path / "made", layout) is None
     (own, tied), (config, whole) = read_checkpoint(source), read_checkpoint(tmp_path / "made")
     assert config == replace(own, tied_tables=False)
     target, _ = load_verifier("embedded", device=torch.device("cpu"), dtype=torch.bfloat16)

@@ -76,9 +76,8 @@ def tiny_tensors(config: DFlashConfig = TINY, seed: int = 1) -> dict[str, Tensor
         random = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.3 * random if "norm" in name else 0.3 * random
     if config.draft_vocab_size is not None:
-        tensors["d2t"] = torch.arange(
-            config.draft_vocab_size
-        )  # draft token i is target token 2 * i
+        # draft token i is target token 2 * i
+        tensors["d2t"] = torch.arange(config.draft_vocab_size)
     return tensors
 
 

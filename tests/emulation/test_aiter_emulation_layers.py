@@ -172,9 +172,8 @@ def test_rope(load: Load, layout: str) -> None:
         )
     assert torch.equal(stored[0], expected[0]) and torch.equal(stored[1], expected[1])
     narrow = case(aiter, pos=pos)[0]
-    assert (narrow != query).any() and (
-        narrow.float() - query.float()
-    ).abs().max() < 0.1  # every operation rounds
+    # every operation rounds
+    assert (narrow != query).any() and (narrow.float() - query.float()).abs().max() < 0.1
 
 
 def norms(**changes: Any) -> Attempt:

@@ -598,26 +598,23 @@ def test_which_code_objects_exist() -> None:
     assert code_object(new["gfx950"], "bf16", 16, 16, causal=False, **persistent) == "32p4+open"
     assert code_object(new["gfx950"], "fp8", 64, 2, causal=False, **persistent) == "32p4+open"
     assert code_object(new["gfx950"], "fp8", 16, 2, causal=False, **persistent) is None
-    assert (
-        code_object(new["gfx942"], "bf16", 16, 1, causal=False, **persistent) == "16p4"
-    )  # one query: nothing to mask
+    # one query: nothing to mask
+    assert code_object(new["gfx942"], "bf16", 16, 1, causal=False, **persistent) == "16p4"
     old = {
         version: Machine(version=version, architecture="gfx950")
         for version in ("0.1.15", "0.1.16.post6", "0.1.17", "0.1.18")
     }
     assert code_object(old["0.1.15"], "fp8", 64, 2, **persistent) == "32p4"
-    assert (
-        code_object(old["0.1.16.post6"], "bf16", 16, 2, **persistent) == "16p4"
-    )  # 32 rows: one kernel, then the other
+    # 32 rows: one kernel, then the other
+    assert code_object(old["0.1.16.post6"], "bf16", 16, 2, **persistent) == "16p4"
     assert code_object(old["0.1.17"], "bf16", 16, 2, **persistent) == "64p1"
     assert code_object(old["0.1.16.post6"], "fp8", 32, 1, **persistent) is None
     assert code_object(old["0.1.17"], "fp8", 32, 1, **persistent) == "32p1"
     assert code_object(old["0.1.17"], "fp8", 16, 5, **persistent) is None
     assert code_object(old["0.1.18"], "fp8", 16, 5, **persistent) == "32p4"
     single = {"persistent": False, "lse": True}
-    assert (
-        code_object(old["0.1.18"], "bf16", 64, 1, **single) == "64n1+lse"
-    )  # later ones ignore that it was asked for
+    # later ones ignore that it was asked for
+    assert code_object(old["0.1.18"], "bf16", 64, 1, **single) == "64n1+lse"
     assert (
         code_object(Machine(version="0.1.19.post2", architecture="gfx950"), "bf16", 64, 1, **single)
         == "64n1"
@@ -694,9 +691,8 @@ def test_one_family_does_not_break_another(load: Load, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(home, "mla_decode_fwd", lambda q, o: None, raising=False)
     assert "takes no qo_indptr" in families.unavailable_reasons(families.AiterMla)[0]
-    monkeypatch.setattr(
-        home, "mla_decode_fwd", lambda *args, **kwargs: None
-    )  # a wrapper that hides its arguments
+    # a wrapper that hides its arguments
+    monkeypatch.setattr(home, "mla_decode_fwd", lambda *args, **kwargs: None)
     monkeypatch.delattr(aiter, "mla_prefill_ps_asm_fwd")
     mla = families.load(families.AiterMla)
     assert mla.mla_prefill_ps_asm_fwd is None

@@ -179,11 +179,8 @@ def test_the_prefill_plan_by_hand(load: Load) -> None:
     assert plan["reduce_final_map"].tolist() == [[256, 300], [0, 0]]
     assert plan["work_metadata_ptrs"].view(torch.int64).tolist() == [77, 77]
     aiter, _ = load(num_compute_units=2, **GFX950)
-    assert Prefill([600], [0], heads=2).plan(aiter)["work_info"][:3, 2].tolist() == [
-        0,
-        512,
-        256,
-    ]  # from the head and the tail
+    # from the head and the tail
+    assert Prefill([600], [0], heads=2).plan(aiter)["work_info"][:3, 2].tolist() == [0, 512, 256]
 
 
 def _prefill(batch: dict[str, Any] | None = None, **changes: Any) -> Attempt:

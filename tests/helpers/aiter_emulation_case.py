@@ -86,6 +86,5 @@ def assert_rounded_once(got: Tensor, exact: Tensor) -> None:
     found, rounding = (
         float((x.double() - exact).square().mean().sqrt()) for x in (got, exact.to(got.dtype))
     )
-    assert found <= 1.1 * rounding, (
-        f"off by {found:.3e}, where rounding is off by {rounding:.3e}"
-    )  # false for NaN, too
+    # false for NaN, too
+    assert found <= 1.1 * rounding, f"off by {found:.3e}, where rounding is off by {rounding:.3e}"

@@ -153,9 +153,8 @@ def real_aiter(
                 "get_device_properties",
                 lambda device: SimpleNamespace(multi_processor_count=COMPUTE_UNITS),
             )
-        stack.enter_context(
-            mock.patch.dict(os.environ, AITER_TRITON_ONLY="1")
-        )  # CDNA would otherwise load the full tier
+        # CDNA would otherwise load the full tier
+        stack.enter_context(mock.patch.dict(os.environ, AITER_TRITON_ONLY="1"))
         patch(rocm_aiter_fa, "DTYPES", (torch.float32, *rocm_aiter_fa.DTYPES))
         load = aiter_triton_only.load
 

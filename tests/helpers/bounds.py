@@ -123,8 +123,7 @@ def in_float64(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wide = copy.deepcopy(model).double()
     config: Any = getattr(wide, "config", None)
     if config is not None:
-        config._experts_implementation = (
-            "eager"  # its products of several experts at once have no float64
-        )
+        # its products of several experts at once have no float64
+        config._experts_implementation = "eager"
     with Float64():
         return wide(*args, **kwargs)

@@ -71,9 +71,8 @@ def _begin(folder: Path, plan: dict[str, Any], prompt: list[int]) -> None:
         keys = {
             plan["prompts"].index(prompt) for pid, prompt in begun(folder) if pid == os.getpid()
         }
-        wait_until(
-            lambda: len(keys - _kept(folder)) <= 2
-        )  # its own, and the other slot's may be unfinished
+        # its own, and the other slot's may be unfinished
+        wait_until(lambda: len(keys - _kept(folder)) <= 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

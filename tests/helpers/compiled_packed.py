@@ -39,9 +39,8 @@ def packed_kernels(
             )
         if target.follows or target.is_cdna or target.assembly == "ptx":
             yield "product of 256 rows in int8", product(target, "int8", 4096, 256)
-            rows = (
-                64 if target.assembly == "ptx" else 8
-            )  # of 8 it takes a compiler for NVIDIA's long
+            # of 8 it takes a compiler for NVIDIA's long
+            rows = 64 if target.assembly == "ptx" else 8
             yield (
                 f"product of {rows} rows in int4",
                 product(target, "int4", 128, rows, gated=True, zeros=True),

@@ -190,9 +190,8 @@ def chunk_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Iterat
             }
         )
         constants: dict[str, Any] = sizes | {"KEYS": 128, "OVERLAP": target.overlaps}
-        if (
-            dtype == "fp32" and target.overlaps and not every_shape
-        ):  # CDNA has them at full size, in less memory
+        # CDNA has them at full size, in less memory
+        if dtype == "fp32" and target.overlaps and not every_shape:
             constants |= {"KEY_DIM": 32, "VALUE_DIM": 32, "KEYS": 32}
         if sizes is BY_KEY:
             within = {name: value for name, value in constants.items() if name != "DELTA"}

@@ -73,9 +73,8 @@ def check_steps(
         ([1, 70], None),
     ]:
         kept = accepted or counts
-        x = torch.full(
-            (sum(counts) + 2 * padding, 3 * WIDTH), NAN, dtype=dtype, device=device
-        )  # so are rejected rows
+        # so are rejected rows
+        x = torch.full((sum(counts) + 2 * padding, 3 * WIDTH), NAN, dtype=dtype, device=device)
         rows = forward_rows(
             slots,
             done,

@@ -129,9 +129,8 @@ class Case:
         counts = [blocks_for(n, spec.block_size) for n in lengths]
         tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
         self.num_blocks = sum(counts) + 1
-        self.table = torch.zeros(len(lengths), max(counts) + 5, dtype=torch.int32)[
-            :, :-3
-        ]  # rows further apart than long
+        # rows further apart than long
+        self.table = torch.zeros(len(lengths), max(counts) + 5, dtype=torch.int32)[:, :-3]
         for i, blocks in enumerate(tables):
             self.table[i, : counts[i]] = blocks.int()
         self._made = [self._layer(exact) for _ in range(num_layers)]

@@ -94,9 +94,8 @@ _LFM2: dict[str, Any] = {
 def hybrid_configs(common: Mapping[str, Any]) -> dict[str, Callable[[], PreTrainedConfig]]:
     """One factory per family and feature; `common` is what all tiny models have."""
     whole = dict(common)
-    plain = {
-        name: value for name, value in whole.items() if name != "head_dim"
-    }  # of which the heads' width follows
+    # of which the heads' width follows
+    plain = {name: value for name, value in whole.items() if name != "head_dim"}
     return {
         "bamba": lambda: BambaConfig(
             **plain,

@@ -340,9 +340,8 @@ def plain_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 ("router.scale", "per_expert_scale", "e_score_correction_bias")
             ):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            if parameter_name.endswith(
-                "A_log"
-            ):  # by default a state forgets all within a token or two
+            # by default a state forgets all within a token or two
+            if parameter_name.endswith("A_log"):
                 parameter.uniform_(-2, 0)
             if parameter_name.endswith(("dt_bias", ".D")):
                 parameter.normal_()

@@ -86,9 +86,8 @@ def test_weights_have_a_sensible_scale_and_their_own_type(name: str) -> None:
             and "bias" not in key
             and not (name == "nemotron_h" and key.endswith("out_proj.weight"))
         ):
-            assert 0.7 < float(tensor.float().std()) / config.initializer_range < 2.5, (
-                key
-            )  # one family's embeddings have twice
+            # one family's embeddings have twice
+            assert 0.7 < float(tensor.float().std()) / config.initializer_range < 2.5, key
     for key, tensor in model.named_buffers():
         if key.endswith(("inv_freq", "e_score_correction_bias")) and name != "kimi_linear":
             assert tensor.dtype == torch.float32, key

@@ -78,9 +78,8 @@ def changed(entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def test_any_value_at_any_entry_ends_in_one_line(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        needs, "blamed", lambda entries, judge, error: ""
-    )  # which takes a while, and is tested below
+    # which takes a while, and is tested below
+    monkeypatch.setattr(needs, "blamed", lambda entries, judge, error: "")
     monkeypatch.setattr(needs, "divisions", lambda config, *_, **__: {1: 1})
     if family != "llama":
         monkeypatch.setattr(needs, "weight_bytes", lambda *_, **__: 1)

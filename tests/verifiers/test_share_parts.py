@@ -68,9 +68,8 @@ def test_a_rank_reads_its_slices_and_nothing_else(
     for rank in range(2):
         taken, share = 0, share_of(config, rank)
         parts = read(tmp_path, config, share)
-        tables = [
-            part for part in parts.values() if len(part) == -(-VOCAB // 2)
-        ]  # of an odd vocabulary; the last has a row more
+        # of an odd vocabulary; the last has a row more
+        tables = [part for part in parts.values() if len(part) == -(-VOCAB // 2)]
         kept = sum(part.nbytes for part in parts.values()) - rank * sum(
             table[0].nbytes for table in tables
         )

@@ -85,9 +85,8 @@ def _joined(weights: Weights, *names: str) -> Linear:
 def delta_net(weights: Weights, config: Any) -> LinearAttention:
     """The Gated DeltaNet layer (arXiv 2412.06464) whose tensors these are."""
     sizes = sizes_of(config)
-    if weights.has(
-        "in_proj_qkvz.weight"
-    ):  # the heads that share a key lie together, as Qwen3-Next has them
+    # the heads that share a key lie together, as Qwen3-Next has them
+    if weights.has("in_proj_qkvz.weight"):
         heads, shared = sizes.key_heads, sizes.value_heads // sizes.key_heads
         query, key, value, gate = _places(
             heads,
@@ -188,9 +187,8 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
         return GroupNorm(weight, ZAMBA_EPSILON, width, gate_first=True)
     if not hasattr(config, "mamba_norm_before_gate"):
         return GroupNorm(weight, norm_epsilon(config), width, gate_first=True)
-    weight = weight.to(
-        torch.promote_types(weight.dtype, torch.float32)
-    )  # Falcon-H1 rounds only once
+    # Falcon-H1 rounds only once
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return GroupNorm(
         weight, norm_epsilon(config), width, gate_first=not config.mamba_norm_before_gate
     )

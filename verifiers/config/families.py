@@ -309,9 +309,8 @@ def _llama4(config: Any, common: Mapping[str, Any]) -> Description | None:
 
 
 def _mimo_v2_flash(config: Any, common: Mapping[str, Any]) -> Description:
-    ropes = [
-        {"partial_rotary_factor": 0.334, **rope} for rope in common["ropes"]
-    ]  # which transformers takes for granted
+    # which transformers takes for granted
+    ropes = [{"partial_rotary_factor": 0.334, **rope} for rope in common["ropes"]]
     scale = config.attention_value_scale
     return Description(
         **{**common, "ropes": ropes},
@@ -392,9 +391,8 @@ FAMILIES: dict[str, Family] = {
 def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:
     """RoPE parameters of each layer."""
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    rotated = (
-        declared(config, "no_rope_layers") or [True] * config.num_hidden_layers
-    )  # 0 where a layer has no RoPE
+    # 0 where a layer has no RoPE
+    rotated = declared(config, "no_rope_layers") or [True] * config.num_hidden_layers
     parameters: dict[Any, Any] = getattr(config, "rope_parameters", None) or {}
     if not parameters or parameters.get("rope_theta", 0) is None:
         return [None] * config.num_hidden_layers

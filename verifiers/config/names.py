@@ -23,10 +23,8 @@ bitsandbytes.
 """
 
 RENAMED = (
-    (
-        re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"),
-        "model.",
-    ),  # of composites, old and new
+    # of composites, old and new
+    (re.compile(r"^(model\.)?language_model\.(model\.)?(?!lm_head)"), "model."),
     (re.compile(r"^(model\.)?language_model\.lm_head"), "lm_head"),
     (re.compile(r"^thinker\.(?=model\.|lm_head)"), ""),
     (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),  # saved without a head
@@ -116,9 +114,9 @@ class Place(NamedTuple):
     """What a tensor is."""
 
     module: str  # the linear layer, or the joined experts, that it is a part of
-    part: (
-        str | None
-    )  # one of `PARTS`, those of joined experts with "weight_" before them; None for a tensor of its own
+    # one of `PARTS`, those of joined experts with "weight_" before them; None for a tensor of its
+    # own
+    part: str | None
 
 
 def name_of(name: str, config: Any, ignored: Sequence[str] = ()) -> str | None:

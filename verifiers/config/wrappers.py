@@ -207,9 +207,8 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
     found: Any = own or bare_class(config)
     with torch.device("meta"):
         model: nn.Module = found(config)
-    tensors: dict[
-        int, tuple[str, Tensor]
-    ] = {}  # those that layers share once, under the first name
+    # those that layers share once, under the first name
+    tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), (name, tensor))
     shapes = {name if own else f"model.{name}": tensor.shape for name, tensor in tensors.values()}

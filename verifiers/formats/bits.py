@@ -43,9 +43,8 @@ def unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
     if bits == 4:
         return halves(packed)[..., :count]
     missing = -packed.shape[-1] % bits
-    eights = torch.nn.functional.pad(packed, (0, missing)).unflatten(
-        -1, (-1, bits)
-    )  # as many bytes hold eight codes
+    # as many bytes hold eight codes
+    eights = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, bits))
     kind = torch.int32 if bits < 4 else torch.int64
     joined = torch.zeros(eights.shape[:-1], dtype=kind, device=packed.device)
     for place in range(bits):

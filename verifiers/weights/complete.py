@@ -74,9 +74,8 @@ def check_shapes(
         weight = weights.get(name)
         if weight is None or tuple(weight.shape) == tuple(shape):
             continue
-        packed_experts = (
-            isinstance(weight, Quantized) and len(shape) == 3
-        )  # which are never transposed
+        # which are never transposed
+        packed_experts = isinstance(weight, Quantized) and len(shape) == 3
         if not packed_experts or sorted(weight.shape) != sorted(shape):
             raise CheckpointError(
                 f"{name!r} is {list(weight.shape)} and the config asks for {list(shape)}; fetch the"

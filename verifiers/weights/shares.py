@@ -288,10 +288,8 @@ def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:
     yield r"linear_attn\.conv1d\.weight", _Rule(-3, channels)
     yield r"linear_attn\.conv1d\.bias", _Rule(-1, channels)
     yield r"linear_attn\.[qkv]_conv1d\.weight", _Rule(-3)
-    yield (
-        r"linear_attn\.A_log",
-        _Rule(-2 if hasattr(config, "linear_num_heads") else -1),
-    )  # Kimi's is [1, 1, heads, 1]
+    # Kimi's is [1, 1, heads, 1]
+    yield r"linear_attn\.A_log", _Rule(-2 if hasattr(config, "linear_num_heads") else -1)
     yield r"linear_attn\.(?:dt_bias|D)", _Rule()
 
 
@@ -303,9 +301,8 @@ def _recurrent_outputs(config: Any) -> list[tuple[str, tuple[int, ...]]]:
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
     if sizes.gates == 1:
         return [(r"linear_attn\.in_proj", (values, values, keys, keys, sizes.value_heads))]
-    if hasattr(
-        config, "linear_num_heads"
-    ):  # the few numbers of decays and gates are the same on every rank
+    # the few numbers of decays and gates are the same on every rank
+    if hasattr(config, "linear_num_heads"):
         return [(r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_b|a_proj|z_proj)", (1,))]
     return [
         (r"linear_attn\.in_proj_qkv", (keys, keys, values)),

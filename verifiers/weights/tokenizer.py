@@ -85,9 +85,8 @@ def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         return tokenizer
     config = read_config(str(folder))
-    config.name_or_path = unpinned(name).partition(":")[
-        0
-    ]  # by which transformers knows whose entries are wrong
+    # by which transformers knows whose entries are wrong
+    config.name_or_path = unpinned(name).partition(":")[0]
     tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, **NO_FOREIGN_CODE)
     return tokenizer
 

@@ -65,9 +65,8 @@ class Weights:
         if isinstance(tensor, Quantized):
             return tensor.dequantized()
         taken = tensor.detach()
-        tensor.data = taken.new_empty(
-            0
-        )  # whoever else holds the parameter does not keep its memory
+        # whoever else holds the parameter does not keep its memory
+        tensor.data = taken.new_empty(0)
         return taken
 
     def check_all_taken(self) -> None:

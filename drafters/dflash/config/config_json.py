@@ -47,9 +47,8 @@ def _layer_section(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     )
     rope = dict(config.rope_parameters)
     if partial := rope.get("partial_rotary_factor"):
-        rope["rope_dim"] = int(
-            partial * config.head_dim
-        )  # without which the factor would be taken for the target's
+        # without which the factor would be taken for the target's
+        rope["rope_dim"] = int(partial * config.head_dim)
     section: dict[str, Any] = {
         "model_type": "qwen3",
         "dtype": dtype,
@@ -137,9 +136,8 @@ def _to_zlab(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     }
     top: dict[str, Any] = {}
     if config.algorithm == "dspark" and not config.tied_tables:
-        top = head | {
-            "sample_from_anchor": config.sample_from_anchor
-        }  # where vLLM 0.33 looks for a head
+        # where vLLM 0.33 looks for a head
+        top = head | {"sample_from_anchor": config.sample_from_anchor}
     return (
         result
         | {name: value for name, value in optional.items() if value is not None}

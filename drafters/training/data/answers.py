@@ -231,9 +231,8 @@ class _Writer:
             return list(prompt.token_ids)
         if job.said:
             return tokenized(self.source, job.messages)
-        if (
-            self._last is None or self._last[0] is not prompt
-        ):  # a prompt's answers come one after the other
+        # a prompt's answers come one after the other
+        if self._last is None or self._last[0] is not prompt:
             text = self._few_shot_text(prompt) if prompt.few_shot else None
             self._last = (
                 prompt,

@@ -196,9 +196,8 @@ def fit_weights(choices: Choices, num_slots: int) -> Fitted:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        far = (weights.diff() / NEIGHBORS).square().sum() + (
-            weights - 1
-        ).square().sum()  # and somewhere near 1
+        # and somewhere near 1
+        far = (weights.diff() / NEIGHBORS).square().sum() + (weights - 1).square().sum()
         value = far / 2 / len(choices.slots) - likelihood(weights)
         value.backward()
         return value

@@ -166,18 +166,16 @@ def _in_order(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     groups = q.shape[1] // k.shape[1]
-    if (
-        groups > 1
-    ):  # with a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads
+    # with a mask, the memory-efficient CUDA kernel takes only as many key heads as query heads
+    if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     global _compiled_flex
-    if (
-        q.device.type != "cuda"
-    ):  # the kernel proper exists only there; this runs the same predicate through the same interface
+    # the kernel proper exists only there; this runs the same predicate through the same interface
+    if q.device.type != "cuda":
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     if _compiled_flex is None:
         # One compilation per padded length; past the limit torch would silently run the uncompiled,

@@ -196,9 +196,8 @@ class RocmAiterFaBackend(AttentionBackend):
             Rows(query.contiguous(), key, value),
             Layer(cache, scale, window, softcap, sinks),
         )
-        if any(
-            group.phase != "decode" for group in plan.groups
-        ):  # which read rows, where decoding reads the cache alone
+        # which read rows, where decoding reads the cache alone
+        if any(group.phase != "decode" for group in plan.groups):
             rows = Rows(rows.query, key.contiguous(), value.contiguous())
 
         def attend(group: Group, rows: Rows) -> Tensor:

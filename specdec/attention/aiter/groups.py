@@ -57,9 +57,8 @@ class Group:
     """Requests of one phase. Their rows are packed in the order of the requests."""
 
     phase: Phase
-    rows: (
-        slice | Tensor
-    )  # where their rows lie among those of the forward; int64 [num_tokens] when scattered
+    # where their rows lie among those of the forward; int64 [num_tokens] when scattered
+    rows: slice | Tensor
     causal: bool
     num_reqs: int
     max_query_len: int

@@ -152,9 +152,8 @@ class LatentKernels:
         )
         work = {}
         for name, (shape, dtype) in zip(WORK, sizes, strict=True):
-            signed = (
-                torch.int64 if dtype == torch.uint64 else dtype
-            )  # few operations know unsigned types
+            # few operations know unsigned types
+            signed = torch.int64 if dtype == torch.uint64 else dtype
             work[name] = torch.zeros(shape, dtype=signed, device=self.spec.device).view(dtype)
         return work
 

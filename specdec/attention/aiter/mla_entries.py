@@ -119,9 +119,8 @@ def _of_tree(group: Group, tree: TreeRows, entries: Tensor, places: Tensor) -> T
     """
     width = group.max_query_len
     rows = torch.arange(width, dtype=torch.int32, device=places.device)
-    seen = (
-        rows.where(tree.seen(width, None), width).sort(dim=-1).values.flatten(0, 1)
-    )  # [num_tokens, width], those first
+    # [num_tokens, width], those first
+    seen = rows.where(tree.seen(width, None), width).sort(dim=-1).values.flatten(0, 1)
     starts = (group.seq_lens - width).index_select(0, entries // width)
     chosen = seen[entries, (places - starts).clamp(0, width - 1)]
     return torch.where(places < starts, places, starts + chosen)

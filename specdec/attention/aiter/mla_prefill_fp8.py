@@ -80,9 +80,8 @@ class Fp8Prefill:
         for part in fields(Schedule):
             staged = torch.from_numpy(getattr(lists, part.name))
             if self.spec.device.type == "cuda":
-                staged = (
-                    staged.pin_memory()
-                )  # new every time: the copy of the last plan may still be reading its own
+                # new every time: the copy of the last plan may still be reading its own
+                staged = staged.pin_memory()
             work[part.name] = buffers[part.name][: len(staged)].copy_(staged, non_blocking=True)
         return Fp8PrefillPlan(
             qo_indptr=group.query_start_loc,

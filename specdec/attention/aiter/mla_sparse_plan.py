@@ -57,9 +57,8 @@ class SparsePlan:
     serial: int  # of the buffers' content
     positions: Tensor  # int64 [num_tokens]
     chunks: list[IndexChunk] | None  # None when only the device knows the lengths
-    scores: Tensor | None = (
-        None  # float32 [num_tokens, keys], shared by the layers of a decoding forward
-    )
+    # float32 [num_tokens, keys], shared by the layers of a decoding forward
+    scores: Tensor | None = None
     selected: Tensor | None = None  # what the index list was last made of
 
     def entries(self) -> Entries:
@@ -118,9 +117,8 @@ class SparseBuffers:
     device: torch.device
     request_ids: Tensor = field(init=False)  # int64 [capacity]
     qo_indptr: Tensor = field(init=False)  # int32 [capacity + 1]
-    kv_indices: Tensor = field(
-        init=False
-    )  # int32 [capacity * topk + 1]; the last place takes what is not selected
+    # int32 [capacity * topk + 1]; the last place takes what is not selected
+    kv_indices: Tensor = field(init=False)
     last_page_lens: Tensor = field(init=False)  # int32 [capacity]
     serial: int = 0
     used: int = 0  # tokens whose entries may be other than zero
@@ -151,9 +149,8 @@ class SparseBuffers:
         forwards left behind them.
         """
         count = len(request_ids)
-        used = (
-            self.capacity if capturing else self.used
-        )  # a graph replays after forwards that nobody knows yet
+        # a graph replays after forwards that nobody knows yet
+        used = self.capacity if capturing else self.used
         self.captured |= capturing
         if count < used:
             self.request_ids[count:used].zero_()
@@ -173,7 +170,9 @@ class SparseBuffers:
         positions = selected.clamp(min=0)
         blocks = block_table[self.request_ids[:count, None], positions // block_size]
         slots = blocks * block_size + positions % block_size
-        if plan.full:  # only what pads the batch has fewer positions than its list is long; any cache has the slot 0
+        # only what pads the batch has fewer positions than its list is long; any cache has the slot
+        # 0
+        if plan.full:
             self.kv_indices[: slots.numel()].copy_(torch.where(valid, slots, 0).view(-1))
             return
         places = plan.kv_indptr[:count, None] + valid.cumsum(1) - 1
@@ -252,10 +251,8 @@ class SparsePlanner:
         last one.
         """
         key = None if capturing else self._key(metadata)
-        index = (
-            buffers.capacity,
-            key is not None,
-        )  # plans of lengths that the host knows share no memory with others
+        # plans of lengths that the host knows share no memory with others
+        index = buffers.capacity, key is not None
         if index not in self._work_plans:
             work = self.kernels.work(buffers.capacity, 1, is_sparse=True)
             self._work_plans[index] = WorkPlan(self._zeros(buffers.capacity + 1), work)

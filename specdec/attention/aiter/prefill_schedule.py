@@ -127,9 +127,8 @@ def _tiles(lengths: Integers) -> _Tiles:
     prompt = np.repeat(np.arange(len(lengths)), counts)
     turn = np.arange(len(prompt)) - (np.cumsum(counts) - counts)[prompt]
     place = np.where(turn % 2 == 0, turn // 2, counts[prompt] - 1 - turn // 2)
-    end = np.minimum(
-        (place + 1) * QUERY_TILE, lengths[prompt]
-    )  # of the rows, and of the keys that the last of them sees
+    # of the rows, and of the keys that the last of them sees
+    end = np.minimum((place + 1) * QUERY_TILE, lengths[prompt])
     num_units = -(-end // KEY_TILE)
     first = (np.cumsum(lengths) - lengths)[prompt]
     return _Tiles(prompt, first + place * QUERY_TILE, first + end, np.cumsum(num_units), num_units)

@@ -43,9 +43,8 @@ class _Segment:
     seq_lens: Tensor  # [num_reqs, 1]
     blocks: Tensor  # int32 [num_reqs * blocks per request]
     visibility: Visibility
-    rows: (
-        slice | Tensor
-    )  # packed rows of the queries; a tensor int64 [num_reqs * width] names row 0 for padding
+    # packed rows of the queries; a tensor int64 [num_reqs * width] names row 0 for padding
+    rows: slice | Tensor
     tree: TreeRows | None = None
     kept: Tensor | None = None  # int64, places in `rows` that are not padding; None when none is
     masks: dict[int | None, Tensor] = field(default_factory=dict)
@@ -76,9 +75,8 @@ class _Segment:
                 if self.visibility == "full":
                     seen = seen & (keys - queries < window)
                 if self.kept is not None:
-                    seen = seen | (
-                        queries >= self.seq_lens[:, :, None]
-                    )  # padding has to see something, or it yields NaN
+                    # padding has to see something, or it yields NaN
+                    seen = seen | (queries >= self.seq_lens[:, :, None])
             mask = torch.zeros(
                 len(seen), self.width, self.num_keys, dtype=dtype, device=device
             ).masked_fill_(~seen, -torch.inf)
@@ -87,9 +85,8 @@ class _Segment:
 
     def _of_tree(self, tree: TreeRows, keys: Tensor, window: int | None) -> Tensor:
         """bool [num_reqs, width, num_keys]: what rows see, each from where its depth places it."""
-        row = (keys - (self.seq_lens - self.widths))[
-            :, None
-        ]  # of the request, below 0 in its context
+        # of the request, below 0 in its context
+        row = (keys - (self.seq_lens - self.widths))[:, None]
         places = row.clamp(0, self.width - 1).expand(-1, self.width, -1)
         of_rows = tree.seen(self.width, window).gather(2, places) & (row >= 0) & (row < self.width)
         distance = tree.depths.view(-1, self.width, 1) - row
@@ -348,9 +345,8 @@ def _weigh(
     head by head.
     """
     k, v = k.float(), v.float()
-    scores = (
-        q.float() @ k.transpose(-1, -2) * scale
-    )  # [num_reqs, kv_heads, groups * width, num_keys]
+    # [num_reqs, kv_heads, groups * width, num_keys]
+    scores = q.float() @ k.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + mask.float()

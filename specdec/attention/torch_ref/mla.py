@@ -75,9 +75,8 @@ class TorchRefMlaBackend(SparseMlaBackend):
             if num_keys <= topk:
                 chosen = torch.arange(num_keys, device=seen.device).where(seen, -1)
             else:
-                query = (
-                    rows.query[segment.rows].unflatten(0, (-1, width)).float()
-                )  # [num_reqs, width, heads, head_dim]
+                # [num_reqs, width, heads, head_dim]
+                query = rows.query[segment.rows].unflatten(0, (-1, width)).float()
                 weights = rows.weights[segment.rows].unflatten(0, (-1, width))
                 key = _gather(keys, segment.blocks, len(seen))[:, :num_keys].float()
                 scores = (
@@ -85,9 +84,8 @@ class TorchRefMlaBackend(SparseMlaBackend):
                     .relu()
                     .unflatten(1, query.shape[1:3])
                 )
-                scores = (weights[:, :, None] @ scores)[:, :, 0].masked_fill(
-                    ~seen, -torch.inf
-                )  # [num_reqs, width, num_keys]
+                # [num_reqs, width, num_keys]
+                scores = (weights[:, :, None] @ scores)[:, :, 0].masked_fill(~seen, -torch.inf)
                 best = scores.topk(topk, dim=-1)
                 chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
             _put(
@@ -119,14 +117,12 @@ class TorchRefMlaBackend(SparseMlaBackend):
         """See `MlaBackend.run`."""
         rank, num_heads = self.spec.kv_lora_rank, self.spec.num_heads
         self.write(cache, rows.compressed, rows.key_rope, plan.slot_mapping)
-        query = torch.cat(
-            [_per_head(rows.query_nope, up.key), rows.query_rope], dim=-1
-        )  # [num_tokens, heads, latent_dim]
+        # [num_tokens, heads, latent_dim]
+        query = torch.cat([_per_head(rows.query_nope, up.key), rows.query_rope], dim=-1)
         attended = query.new_empty(len(query), num_heads, rank)
         for segment in plan.segments:
-            q = (
-                query[segment.rows].unflatten(0, (-1, segment.width)).transpose(1, 2)
-            )  # [num_reqs, heads, width, latent_dim]
+            # [num_reqs, heads, width, latent_dim]
+            q = query[segment.rows].unflatten(0, (-1, segment.width)).transpose(1, 2)
             keys = _gather(cache.latent, segment.blocks, len(q))[:, : segment.num_keys]
             scores = (q.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, q.shape[1:3]) * scale
             scores = scores + segment.mask(None, query.dtype, 1)

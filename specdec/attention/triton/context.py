@@ -194,9 +194,8 @@ def _parts(request: int, num_rows: int, end: int) -> list[_Part]:
     start = end - num_rows
     if start % PIECE == 0:
         return _squares(request, start, end)
-    first = (
-        start if start >= PIECE else start + PIECE
-    )  # the first piece without a context has no rectangle
+    # the first piece without a context has no rectangle
+    first = start if start >= PIECE else start + PIECE
     firsts = range(first, end - PIECE + 1, PIECE)
     if not firsts:
         return [_Part(request, num_rows, end, 0)]

@@ -249,9 +249,8 @@ class TritonFaBackend(AttentionBackend):
 
         It follows from host counts alone, so it is the same whenever the same graph is captured.
         """
-        resident = (
-            4 if tile.block_m <= SMALL_TILE and tile.num_warps > 2 else 2
-        )  # two warps' keys fill the memory
+        # two warps' keys fill the memory
+        resident = 4 if tile.block_m <= SMALL_TILE and tile.num_warps > 2 else 2
         wanted = (
             resident
             * self.num_processors

@@ -180,9 +180,8 @@ def _attention_kernel(
             if ancestors is not None:
                 key_row = key_position - (seq_len - query_len)  # below 0 in the context
                 bit = tl.minimum(tl.maximum(key_row - 1, 0), 63)
-                half = tl.where(
-                    (bit < 32)[None, :], low[:, None], high[:, None]
-                )  # shifts of 64 bits are many instructions
+                # shifts of 64 bits are many instructions
+                half = tl.where((bit < 32)[None, :], low[:, None], high[:, None])
                 seen = seen & ((key_row <= 0)[None, :] | ((half >> (bit & 31)[None, :]) & 1 != 0))
             elif CAUSAL:
                 seen = seen & (key_position[None, :] <= position[:, None])
@@ -194,9 +193,8 @@ def _attention_kernel(
                     seen = seen & (key_position[None, :] - position[:, None] < WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(
-            new_peak == float("-inf"), 0.0, new_peak
-        )  # a row that has seen nothing yet
+        # a row that has seen nothing yet
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(peak - shift)
         total = total * rescale + tl.sum(weights, 1)
@@ -248,9 +246,8 @@ def tile_for(
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
     most_stages, num_warps = 3, 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
-    if (
-        block_m == 16 and block_d == 128 and dtype.itemsize == 2
-    ):  # two warps with as much under way as the memory holds
+    # two warps with as much under way as the memory holds
+    if block_m == 16 and block_d == 128 and dtype.itemsize == 2:
         most_stages, num_warps = 5, 2
     elif (
         block_d > 64 and block_m <= 64

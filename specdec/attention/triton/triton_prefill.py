@@ -187,9 +187,8 @@ def _prefill_kernel(
             new_peak = tl.maximum(peak, tl.max(scores, 1) * exponent_scale)
             shift = new_peak
             if part != 1:
-                shift = tl.where(
-                    new_peak == float("-inf"), 0.0, new_peak
-                )  # a row that has seen nothing yet
+                # a row that has seen nothing yet
+                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weights = tl.exp2(scores * exponent_scale - shift[:, None])
             rescale = tl.exp2(peak - shift)
             total = total * rescale + tl.sum(weights, 1)

@@ -32,9 +32,8 @@ def _merge_kernel(
     dim = tl.arange(0, BLOCK_D)
     place = row[:, None] * SPLITS + split[None, :]
     log_sum = tl.load(log_sums + place, mask=(row < num_rows)[:, None], other=0.0)
-    weight = tl.exp2(
-        log_sum - tl.max(log_sum, 1)[:, None]
-    )  # every row sees itself, so the maximum is finite
+    # every row sees itself, so the maximum is finite
+    weight = tl.exp2(log_sum - tl.max(log_sum, 1)[:, None])
     weight = weight / tl.sum(weight, 1)[:, None]
     exists = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     part = tl.load(
@@ -73,8 +72,7 @@ def merge_splits(parts: Tensor, log_sums: Tensor, output: Tensor, block_d: int) 
         SPLITS=splits,
         ROWS=together,
         BLOCK_D=block_d,
-        num_warps=4
-        if crowded
-        else 1,  # one warp adds up without a barrier, if its registers suffice
+        # one warp adds up without a barrier, if its registers suffice
+        num_warps=4 if crowded else 1,
         **overlap_options(output.device),
     )

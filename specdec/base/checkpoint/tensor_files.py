@@ -224,9 +224,8 @@ def read_pickle(path: Path) -> Any:
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
-            return torch.load(
-                path, map_location="cpu", weights_only=True
-            )  # written by torch before 1.6
+            # written by torch before 1.6
+            return torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # a damaged file ends in any kind of error

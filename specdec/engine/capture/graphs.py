@@ -142,9 +142,8 @@ class StepShape(NamedTuple):
     block: BlockShape
     max_seq_len: int
     plan: SamplingPlan
-    min_seq_len: int = (
-        0  # of the requests, not of those that pad; see `AttentionBackend.steady_len`
-    )
+    # of the requests, not of those that pad; see `AttentionBackend.steady_len`
+    min_seq_len: int = 0
     context: Context = "now"
 
 

@@ -55,9 +55,8 @@ SPARE_GRAPHS = 384
 that want something rare.
 """
 
-_ids = count(
-    -1, -1
-)  # apart from those of real requests, and never twice: a batch is known by its requests
+# apart from those of real requests, and never twice: a batch is known by its requests
+_ids = count(-1, -1)
 
 
 BROAD = SamplingParams(temperature=1.0, top_k=64, top_p=0.9, min_p=0.01)
@@ -318,9 +317,8 @@ def _steps(
         engine.verifier.attention.steady_len,
     )
     sizes, blocks = batches(most), engine.shapes
-    if (
-        not engine.block_choice and not blocks[0].is_tree
-    ):  # the last steps of an output offer as many as there is room for
+    # the last steps of an output offer as many as there is room for
+    if not engine.block_choice and not blocks[0].is_tree:
         blocks = tuple(
             map(
                 BlockShape,

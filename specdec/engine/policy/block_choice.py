@@ -44,13 +44,10 @@ MOST_TREE_ROWS = 1024
 and the likeliest few in a chain take least."""
 
 _RUNGS = (0, 1, 3, 7, 15, 31, 63)
-_FIRST_TREE, _FEW = (
-    7,
-    3,
-)  # drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
-_FIRST_REQUESTS = (
-    16  # of so many requests they are then looked at, over as many steps as that takes
-)
+# drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
+_FIRST_TREE, _FEW = 7, 3
+# of so many requests they are then looked at, over as many steps as that takes
+_FIRST_REQUESTS = 16
 _DEAR = 2  # times as long as a plain step, for which fewer are looked at
 # steps that a shape is kept for longer when too few of its times are known yet, or it does better
 # than expected
@@ -181,18 +178,14 @@ class BlockChoice:
     ) -> None:
         self.rungs = tuple(rungs)
         self._likeliest_first, self._forward_for_each = likeliest_first, forward_for_each
-        self._acceptance: dict[
-            tuple[bool, int], BlockAcceptance
-        ] = {}  # by whether a request samples, and the outlook
-        self._untaught = {
-            False,
-            True,
-        }  # whether of requests that sample, too little is known of what they accept
+        # by whether a request samples, and the outlook
+        self._acceptance: dict[tuple[bool, int], BlockAcceptance] = {}
+        # whether of requests that sample, too little is known of what they accept
+        self._untaught = {False, True}
         self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
-        self._estimates: dict[
-            Situation, dict[BlockShape, float]
-        ] = {}  # until something new is measured
+        # until something new is measured
+        self._estimates: dict[Situation, dict[BlockShape, float]] = {}
         self._runs: dict[Situation, Run] = {}  # by outlook, of the batch at work
         self._spare = 0.0  # seconds that may go into probing
         self._debt = 0.0  # seconds that were lost lately

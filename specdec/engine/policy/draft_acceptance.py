@@ -19,10 +19,8 @@ _LATE = 8  # the same, of what tells whether acceptance has changed
 FIRST_GUESS = 0.9
 """Of the first position before anything is known; high, so that drafting is tried."""
 _GUESS_WEIGHT = 0.5  # in observations
-_HOPE = {
-    False: 0.1,
-    True: 0.25,
-}  # of a chain's accepted drafts so many more with each doubling of a tree's rows; by sampled
+# of a chain's accepted drafts so many more with each doubling of a tree's rows; by sampled
+_HOPE = {False: 0.1, True: 0.25}
 _FADES = 0.5  # of what one doubling gives more, the next one does, until there has been one
 _GROWTH_WEIGHT = 4.0  # accepted drafts that outweigh these guesses
 _LONG = 512  # steps after which what they taught about trees beside each other weighs 1/e
@@ -184,9 +182,8 @@ class BlockAcceptance:
         if not shape.is_tree or not num_accepted:
             return
         none = [0] * (len(num_accepted) - len(paths))
-        tried = [
-            tree for tree in self._trees if tree.drafts <= shape.drafts
-        ]  # the first rows are the smaller tree
+        # the first rows are the smaller tree
+        tried = [tree for tree in self._trees if tree.drafts <= shape.drafts]
         kept = {
             tree: [sum(row <= tree.drafts for row in path.rows[: tree.depth]) for path in paths]
             for tree in tried

@@ -31,9 +31,8 @@ class StepTimes:
         }
         self._quartiles: dict[BlockShape, float] = {}  # of these, where there are enough
         self._measured_at = dict.fromkeys(rungs, 0)
-        self._before: dict[
-            BlockShape, float
-        ] = {}  # what was forgotten, until there is something new to compare it with
+        # what was forgotten, until there is something new to compare it with
+        self._before: dict[BlockShape, float] = {}
         self._cold = set(rungs)
         self._num_steps = 0
 

@@ -81,9 +81,8 @@ class StepClock:
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(
-            torch.cuda.current_stream(self._device)
-        )  # by default it would be the current device's, maybe another one
+        # by default it would be the current device's, maybe another one
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait(self, stamp: Any) -> None:

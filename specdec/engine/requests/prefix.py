@@ -34,14 +34,12 @@ class _Sequence:
     """What is known of one request."""
 
     root: bytes
-    digests: list[bytes] = field(
-        default_factory=list
-    )  # of full blocks, also before it is admitted and after a preemption
+    # of full blocks, also before it is admitted and after a preemption
+    digests: list[bytes] = field(default_factory=list)
     num_offered: int = 0  # blocks that came from the cache or were offered to it
     # For recurrent layers:
-    num_in_state: int = (
-        0  # tokens that the states have taken in after the last step whose result was read
-    )
+    # tokens that the states have taken in after the last step whose result was read
+    num_in_state: int = 0
     last_end: int = 0  # where the last snapshot was taken, or the prefill ended
     last_chunk: int | None = None  # block that has the snapshot of the last chunk of the prefill
     kept: int | None = None  # block that has the last snapshot of generated tokens
@@ -97,9 +95,8 @@ class PrefixCache:
         # The last token is always computed: its logits choose the first output token. So are all
         # whose logits are asked for.
         most = request.num_scored if request.num_to_score else len(tokens) - 1
-        reads = (
-            params.read_prefix_cache and not request.num_tries
-        )  # what it found may be what was wrong
+        # what it found may be what was wrong
+        reads = params.read_prefix_cache and not request.num_tries
         return self.pool.match(digests[: most // self.block_size]) if reads else []
 
     def admit(self, request: Request, cached: Sequence[int], num_tokens: int) -> None:
@@ -185,7 +182,9 @@ class PrefixCache:
         for request in requests:
             sequence = self._sequences[request.request_id]
             in_state = sequence.num_in_state
-            if request.num_in_flight:  # that step has taken in what the one before it committed, and its own where it has no drafts
+            # that step has taken in what the one before it committed, and its own where it has no
+            # drafts
+            if request.num_in_flight:
                 in_state = request.num_kv_tokens + (request.num_in_flight == 1)
             end = -(-in_state // self.block_size) * self.block_size
             may_hold = (

@@ -63,42 +63,35 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Top] = field(default_factory=list)  # one per output token
-    prompt_logprobs: list[float] = field(
-        default_factory=list
-    )  # from the second prompt token on, as the next
+    # from the second prompt token on, as the next
+    prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[Top] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     bad_input: bool = False  # the error is who asked's
-    steps: list[int] = field(
-        default_factory=list
-    )  # five numbers per verify step, those of `num_drafted` and what follows it
-    num_by_rank: Counter[int] = field(
-        default_factory=Counter
-    )  # drafts of trees that were kept, by their rank
+    # five numbers per verify step, those of `num_drafted` and what follows it
+    steps: list[int] = field(default_factory=list)
+    # drafts of trees that were kept, by their rank
+    num_by_rank: Counter[int] = field(default_factory=Counter)
 
     status: Status = Status.WAITING
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
-    num_scored: int = (
-        0  # prompt rows whose log-probabilities are launched; these need not be computed again
-    )
+    # prompt rows whose log-probabilities are launched; these need not be computed again
+    num_scored: int = 0
     num_prefilled: int = 0  # tokens whose KV the prefill has written or found in the cache
     snapshot: Snapshot | None = None  # recurrent states that its prefill goes on from
     # tokens that it has in common with what was computed before, though no states were kept there
     parts_at: int = 0
-    num_cached_tokens: int | None = (
-        None  # of those, the tokens found in the cache when it was first admitted
-    )
+    # of those, the tokens found in the cache when it was first admitted
+    num_cached_tokens: int | None = None
     num_deferred: int = 0  # last steps whose context the drafter has put off
-    offers_from: int = (
-        0  # L from which on a block may be full that is not yet offered to other requests
-    )
+    # L from which on a block may be full that is not yet offered to other requests
+    offers_from: int = 0
     num_kv_tokens: int = 0  # L, as far as results have been read
     num_in_flight: int = 0  # tokens that launched steps whose results are unread add at most
-    num_tries: int = (
-        0  # after logits that were not finite, see `specdec.engine.requests.second_try`
-    )
+    # after logits that were not finite, see `specdec.engine.requests.second_try`
+    num_tries: int = 0
     tried_at: int = -1  # output tokens that were known at the last of them
     # launches whose result is unread, each of at least one token: the prefill's last one, and steps
     num_unread: int = 0

@@ -164,9 +164,8 @@ class Scheduler:
         decode = self._grow(decoding, k)
         if decode is None:
             return None
-        admit = (
-            self.num_preemptions == preemptions
-        )  # else the victim would take back what was just freed
+        # else the victim would take back what was just freed
+        admit = self.num_preemptions == preemptions
         budget = self.max_tokens_beside if decode else self.max_prefill_tokens
         return Schedule(prefill=self._prefill_chunks(budget, admit=admit), decode=decode)
 
@@ -261,9 +260,8 @@ class Scheduler:
         if start + self._snapshot_tokens <= request.parts_at < end:
             return request.parts_at
         least = self._snapshot_tokens if end == total else 1
-        boundary = (
-            (end - (end == total)) // self.block_size * self.block_size
-        )  # the last token is computed after it
+        # the last token is computed after it
+        boundary = (end - (end == total)) // self.block_size * self.block_size
         return boundary if boundary - start >= least else end
 
     def _admit(self, request: Request) -> bool:

@@ -166,9 +166,8 @@ class _Reader:
             self._refuse(f"oneOf whose options no type or constant property tells apart at {path}")
         if choice == "allOf" and len(parts) > 1:
             self._refuse(f"allOf with several options at {path}")
-        if all(
-            part.keys() <= {"const", "enum"} and part for part in parts
-        ):  # as one list they compile much sooner
+        # as one list they compile much sooner
+        if all(part.keys() <= {"const", "enum"} and part for part in parts):
             return {
                 "enum": [value for part in parts for value in part.get("enum", [part.get("const")])]
             }

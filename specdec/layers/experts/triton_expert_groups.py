@@ -55,9 +55,8 @@ def _count_kernel(
     for start in range(0, CHUNK, TILE):
         pair = chunk * CHUNK + start + tl.arange(0, TILE)
         total += tl.histogram(tl.load(ids + pair, mask=pair < num_pairs, other=0), BINS)
-    missing = tl.maximum(
-        (chunk + 1) * CHUNK - num_pairs, 0
-    )  # which were counted as the first expert's
+    # which were counted as the first expert's
+    missing = tl.maximum((chunk + 1) * CHUNK - num_pairs, 0)
     total -= tl.where(tl.arange(0, BINS) == 0, missing, 0)
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), total)
 

@@ -62,9 +62,8 @@ def few_rows_kernel(
         pairs = row[:, None] * TOP_K + rank[None, :]
         own = (row < num_rows)[:, None] & (rank < TOP_K)[None, :]
         own = own & (tl.load(ids + pairs, mask=own, other=-1, cache_modifier=".cg") == expert)
-        chosen = tl.max(
-            tl.where(own, pairs, -1), 1
-        )  # the pair of each row that has the expert; -1 without one
+        # the pair of each row that has the expert; -1 without one
+        chosen = tl.max(tl.where(own, pairs, -1), 1)
         has = chosen >= 0
         count = tl.sum(has.to(tl.int32), 0)
         first = slot if BY_EXPERT else tl.min(tl.where(has, chosen, ROWS * TOP_K), 0)

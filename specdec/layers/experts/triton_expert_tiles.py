@@ -121,9 +121,8 @@ def multiply(
     """
     FIRST: tl.constexpr = ACTIVATION is not None  # of the two products
     GATED: tl.constexpr = FIRST and ACTIVATION != "relu2"
-    ROWS_FIRST: tl.constexpr = (
-        DESCRIBED and not GATED
-    )  # in the matrix instructions; which is faster was measured
+    # in the matrix instructions; which is faster was measured
+    ROWS_FIRST: tl.constexpr = DESCRIBED and not GATED
     SIDES: tl.constexpr = 2 if GATED else 1
     ROWS: tl.constexpr = pair.shape[0]
     CUT: tl.constexpr = WIDTH % COLUMNS != 0

@@ -225,9 +225,8 @@ def _many_rows(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Tenso
         _many_rows_tile(x, weight, pairs, gated)
         for weight, gated in ((layer.gate_up, layer.gated), (layer.down, False))
     )
-    first, second = (
-        tile._replace(rows=min(first.rows, second.rows)) for tile in (first, second)
-    )  # which share their blocks
+    # which share their blocks
+    first, second = (tile._replace(rows=min(first.rows, second.rows)) for tile in (first, second))
     groups = group_by_expert(ids, layer.num_experts, first.rows)
     multiply_groups(
         x, layer.gate_up, layer.gate_up_bias, None, middle, groups, top_k, first, layer.activation

@@ -31,9 +31,8 @@ def _strongest(
     if BEST_TWO:
         second = tl.max(tl.where(key == best, _LEAST, key), 1, keep_dims=True)
         strength += tl.sum(tl.where(key == second, choice, 0.0), 1, keep_dims=True)
-    order = tl.where(
-        best == _LEAST, _LEAST, token_key(strength, group)
-    )  # _LEAST: no group, for their number is padded
+    # _LEAST: no group, for their number is padded
+    order = tl.where(best == _LEAST, _LEAST, token_key(strength, group))
     kept = tl.zeros_like(order) > 0
     for _ in tl.static_range(COUNT):
         highest = tl.max(order, 0, keep_dims=True)

@@ -57,13 +57,12 @@ def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
 
     both(torch.zeros(1, rows.width, device=device, dtype=rows.dtype), 0)
     torch.cuda.synchronize(device)
-    group.least(
-        0
-    )  # kernels are compiled on all ranks, which takes one longer than another, before any waits for others
+    # kernels are compiled on all ranks, which takes one longer than another, before any waits for
+    # others
+    group.least(0)
     pairs = []
     for count in (8, 1, 3, 1, 8):
         part = torch.randn(count, rows.width, device=device, generator=generator).to(rows.dtype)
-        pairs += both(
-            part, MOST_TRIES
-        )  # all of them, since the other ranks go through them all as well
+        # all of them, since the other ranks go through them all as well
+        pairs += both(part, MOST_TRIES)
     return all(torch.equal(one, other) for one, other in pairs)

@@ -49,9 +49,8 @@ def mix_rows(x: Tensor, dynamic: Tensor, base: Tensor, width: int, side: Side) -
     """
     wide, hidden = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
     dynamic = dynamic.unflatten(-1, (2, base.shape[1], -1))[..., side, :, :].to(wide)
-    kernels = base[side].to(wide) + dynamic.repeat_interleave(
-        hidden // dynamic.shape[-1], dim=-1
-    )  # [..., rows, taps, H]
+    # [..., rows, taps, H]
+    kernels = base[side].to(wide) + dynamic.repeat_interleave(hidden // dynamic.shape[-1], dim=-1)
     blocks = x.to(wide).unflatten(-2, (-1, width))
     # Tap i sees block rows shifted down by i; what comes from before the block is zero.
     earlier = [F.pad(blocks, (0, 0, tap, 0))[..., :width, :] for tap in range(base.shape[1])]

@@ -80,9 +80,8 @@ class TritonOps(TorchOps):
         self._convolves = convolves and fused.GROUPED_CONVOLUTION.runs_on(device, dtype)
         self._mixes = mixes and experts.KERNEL.runs_on(device, dtype)
         self._recurs = recurs and recurrence_check.KERNEL.runs_on(device, dtype)
-        self._suited: dict[
-            int, bool
-        ] = {}  # whether the kernels have these experts, by the object that they are
+        # whether the kernels have these experts, by the object that they are
+        self._suited: dict[int, bool] = {}
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         return (
@@ -161,9 +160,8 @@ class TritonOps(TorchOps):
         return route(self._logits(router.gate, hidden), router.routing, router.bias)
 
     def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
-        if (
-            not self._mixes or len(hidden) > FEW_ROWS
-        ):  # many rows are better multiplied with what is shared by themselves
+        # many rows are better multiplied with what is shared by themselves
+        if not self._mixes or len(hidden) > FEW_ROWS:
             return None
         logits, count = self._logits(joined.gate, hidden), joined.shared.count
         weights, ids = route(

@@ -54,10 +54,8 @@ class PackedLinear(Linear):
     def prefetchable(self) -> Tensor | None:
         if not self._has_kernels:
             return None
-        from specdec.kernels.triton_prefetch import (
-            beginning,
-            worth_prefetching,
-        )  # it imports Triton
+        # it imports Triton
+        from specdec.kernels.triton_prefetch import beginning, worth_prefetching
 
         # Products of half-byte codes compute about as long as they read, so a large weight's
         # beginning is worth it, too.

@@ -57,9 +57,11 @@ class Tile(NamedTuple):
     depth: int  # inputs of a lane per iteration, as far as the weight's runs allow
     stages: int = 4  # most iterations under way at once
     splits: int = 1  # programs among which the inputs are divided, where the caller can add up
-    # codes come straight to registers, see `specdec.layers.packed.triton_packed_lanes`; depth is
-    # the most at once
-    direct: bool = False
+    direct: bool = (
+        # codes come straight to registers, see `specdec.layers.packed.triton_packed_lanes`; depth
+        # is the most at once
+        False
+    )
     medium: Wide | None = None  # if direct, for 9 to `MEDIUM_ROWS` rows
     wide: Wide | None = None  # if direct, for more
 

@@ -157,9 +157,8 @@ def _ask(
             for i in tl.static_range(COUNT // ALIKE):
                 group = (start + (piece * COUNT + i * ALIKE) * RUN) // GROUP
                 if UNEVEN:
-                    group = tl.minimum(
-                        group, GROUPS - 1
-                    )  # what is behind the last is padding, of no weight
+                    # what is behind the last is padding, of no weight
+                    group = tl.minimum(group, GROUPS - 1)
                 for side in tl.static_range(1 + GATED):
                     scales += (tl.load(scale + (group + side * SIDE * GROUPS)),)
                     if zero is not None:

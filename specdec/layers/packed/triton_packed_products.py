@@ -92,9 +92,8 @@ def _add_piece(
     ALIKE: tl.constexpr = COUNT if GROUP % SPAN == 0 else (GROUP // RUN if SPAN % GROUP == 0 else 1)
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     dtype: tl.constexpr = inputs.dtype.element_ty
-    within = tl.expand_dims(
-        begin + tl.zeros([1], tl.int32) < ROW_WORDS * COUNT, -1
-    )  # a whole piece is, or none of it
+    # a whole piece is, or none of it
+    within = tl.expand_dims(begin + tl.zeros([1], tl.int32) < ROW_WORDS * COUNT, -1)
     above = None if high is None else _high(high, within, high_bits(CODE), RUN, UNEVEN)
     numbers = numbers_of(_words(words, within, UNEVEN), above, CODE, MIDDLE, dtype, ASSEMBLY)
     up_numbers = numbers
@@ -127,9 +126,8 @@ def _add_piece(
             if zero is not None:
                 sums = tl.dot(ones, values, sums)
             if i % ALIKE == ALIKE - 1:
-                place = tl.minimum(
-                    (begin + i * RUN) // GROUP, GROUPS - 1
-                )  # what is behind the last is padding, of no weight
+                # what is behind the last is padding, of no weight
+                place = tl.minimum((begin + i * RUN) // GROUP, GROUPS - 1)
                 total = _scaled(total, part, sums, scale, zero, outer, place, GROUP, MINIMA)
                 if GATED:
                     side = place + SIDE * GROUPS

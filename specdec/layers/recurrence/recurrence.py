@@ -38,9 +38,8 @@ class RecurrentRows(NamedTuple):
     slots: Tensor  # int64 [num_reqs]
     # int64 [num_reqs], position of the first row; a sequence that starts at 0 begins with nothing
     starts: Tensor
-    counts: (
-        Tensor  # int64 [num_reqs], rows of the request itself; more up to the next request only pad
-    )
+    # int64 [num_reqs], rows of the request itself; more up to the next request only pad
+    counts: Tensor
     first_rows: Tensor  # int32 [num_reqs + 1], first row of each request, and the end
     max_rows: int  # host bound on the rows of a request, padding included
     max_pending: int  # host bound on accepted rows that a state has not taken in
@@ -296,16 +295,14 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
         query, key, value, decay, beta = (
             part[:, start : start + size].transpose(1, 2) for part in taken
         )
-        total = decay.cumsum(
-            -2
-        )  # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
+        # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
+        total = decay.cumsum(-2)
         told = value
         if rule == "delta":
             told = value - (key * total.exp()) @ state
         told = told * beta[..., None]
-        if (
-            rule == "delta"
-        ):  # what a row tells the state depends on what the rows before it in the chunk have told
+        # what a row tells the state depends on what the rows before it in the chunk have told
+        if rule == "delta":
             system = _meetings(key, key, total) * beta[..., None]
             told = torch.linalg.solve_triangular(system, told, upper=False, unitriangular=True)
         out = (query * total.exp()) @ state + _meetings(query, key, total) @ told

@@ -149,9 +149,8 @@ def _serial_kernel(
         + values[None, :]
     )
     exists = (keys < KEY_DIM)[:, None] & (values < VALUE_DIM)[None, :]
-    held = tl.load(
-        places, mask=exists & (start > 0), other=0.0
-    )  # a sequence begins with nothing, whatever lies there
+    # a sequence begins with nothing, whatever lies there
+    held = tl.load(places, mask=exists & (start > 0), other=0.0)
     skipped = 0.0
     if skip is not None:
         skipped = tl.load(skip + head).to(tl.float32)

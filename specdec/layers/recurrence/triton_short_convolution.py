@@ -77,9 +77,8 @@ def _convolution_kernel(
         )
         weight = tl.load(kernel + channel * TAPS + tap, mask=is_channel, other=0.0)
         mixed += product.to(tl.float32) * weight.to(tl.float32)
-    after = tl.load(line + WIDTH, mask=exists, other=0.0).to(
-        tl.float32
-    )  # rows that only pad become zeros
+    # rows that only pad become zeros
+    after = tl.load(line + WIDTH, mask=exists, other=0.0).to(tl.float32)
     out_places = (first_row + row) * WIDTH + channel
     tl.store(
         output + out_places,

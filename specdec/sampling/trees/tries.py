@@ -153,9 +153,8 @@ def _paths(drafts: ScoredDrafts, depth: int) -> Tensor:
         torch.arange(drafts.token_ids.shape[1], device=drafts.token_ids.device),
     )
     above = (tree.ancestors[:, :, None] >> nodes) & 1 == 1  # [num_reqs, draft, one on its path]
-    at = tree.depths[:, :, None] == torch.arange(
-        1, depth + 1, device=nodes.device
-    )  # [num_reqs, that one, its depth]
+    # [num_reqs, that one, its depth]
+    at = tree.depths[:, :, None] == torch.arange(1, depth + 1, device=nodes.device)
     tokens = torch.where(
         above[..., None] & at[:, None], drafts.token_ids[:, None, :, None], -1
     ).amax(dim=2)

@@ -243,9 +243,8 @@ def _union_kernel(
     # draft were wrong, and no output.
     same = (path[:, None] == other_path[None, :]) & exists[:, None] & other_exists[None, :]
     score = tl.maximum(score, tl.max(tl.where(same, other_score[None, :], -float("inf")), 1))
-    twin = tl.max(
-        tl.where(same, node[:, None] + 1, 0), 0
-    )  # of the other tree's drafts, those of the first count from 1 on
+    # of the other tree's drafts, those of the first count from 1 on
+    twin = tl.max(tl.where(same, node[:, None] + 1, 0), 0)
     row = tl.where(twin > 0, twin, FIRST + node + 1)
     other_parent = tl.where(other_parent > 0, tl.gather(row, tl.maximum(other_parent - 1, 0), 0), 0)
     key = tl.where(exists, token_key(score, (depth << 16) | node), _LEAST)

@@ -35,9 +35,8 @@ class TokenBytes:
         text = self.text(token)
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
         if "\ufffd" not in text:
-            spaced = piece.startswith("\u2581") and not text.startswith(
-                " "
-            )  # lost by a token that is decoded alone
+            # lost by a token that is decoded alone
+            spaced = piece.startswith("\u2581") and not text.startswith(" ")
             return f"{' ' * spaced}{text}".encode(errors="replace")
         if "ByteFallback" in self._decoders and (match := _FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])

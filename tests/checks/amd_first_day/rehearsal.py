@@ -71,9 +71,8 @@ def _child(arguments: tuple[str, ...], environ: Mapping[str, str], log: Path) ->
     """Runs `python -m` with these arguments on the pretended machine, and ends with its status."""
     os.chdir(ROOT)
     os.environ.update(environ)
-    os.environ["SPECDEC_CACHE"] = str(
-        log.parent / "cache"
-    )  # nothing of a pretended machine stays behind
+    # nothing of a pretended machine stays behind
+    os.environ["SPECDEC_CACHE"] = str(log.parent / "cache")
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())

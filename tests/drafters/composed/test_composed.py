@@ -147,9 +147,8 @@ def test_promises_are_put_right() -> None:
         assert draft.part is not None
         turns.append(int(draft.part[0]))
         assert draft.part.tolist() == [turns[-1]] * 2
-        right = torch.tensor(
-            [[1, 7, 8, 20]] * 2
-        )  # of which the chosen drafts are accepted as far as they go
+        # of which the chosen drafts are accepted as far as they go
+        right = torch.tensor([[1, 7, 8, 20]] * 2)
         taken = torch.tensor([2, 2]) if turns[-1] else torch.tensor([0, 0])
         output = right[:, 1:]
         accept = type("Accept", (), {"token_ids": output, "num_accepted": taken})()
@@ -195,9 +194,8 @@ def test_calibration_against_running_means() -> None:
     """
     calibration = Calibration(2, torch.device("cpu"))
     forecasts = torch.tensor([[2.0, 2.0, 9.0], [2.0, 0.0, 0.5]])
-    none = Forecasts(
-        *torch.full((3, 2, 1), torch.nan)
-    )  # what a model may make of rows that only pad a batch
+    # what a model may make of rows that only pad a batch
+    none = Forecasts(*torch.full((3, 2, 1), torch.nan))
     agreed, num_accepted = torch.tensor([[1, 4, 0], [3, 1, 5]]), torch.tensor([9, 9, 9])
     told, counts = Forecasts(forecasts, forecasts, forecasts), torch.tensor([1.0, 1.0, 0.0])
     with no_host_sync():
@@ -206,9 +204,10 @@ def test_calibration_against_running_means() -> None:
             calibration.observe(
                 none, agreed[:, :1], num_accepted[:1], torch.zeros(1), of_trees=False
             )
+            # or a head that overflows
             calibration.observe(
                 none, agreed[:, :1], num_accepted[:1], torch.ones(1), of_trees=False
-            )  # or a head that overflows
+            )
         found, shifts = calibration.correct(forecasts, of_trees=False)[1:]
     kept = 1 - 1 / MEMORY
 

@@ -152,10 +152,8 @@ def test_coupled_drafts(kind: str, tmp_path: Path) -> None:
     """What the target would choose with its noise if it had the corrected logits, both weighted: of
     all tokens or candidates.
     """
-    trust, believed = (
-        torch.linspace(0.1, 1.1, 7),
-        torch.linspace(1.2, 0.3, 7),
-    )  # of log q and of the noise, by slot
+    # of log q and of the noise, by slot
+    trust, believed = torch.linspace(0.1, 1.1, 7), torch.linspace(1.2, 0.3, 7)
     coupling = Coupling((1.0,), (tuple(trust.tolist()),), (tuple(believed.tolist()),))
     temperature, config = 12.0, with_head(HEADS[kind], coupling=coupling)
     drafter, rig = headed(tmp_path / "drafter", config, draft_sampling="coupled")

@@ -133,9 +133,8 @@ def test_vllm_finds_the_head(layout: Layout, from_anchor: bool) -> None:
     raw = config_json(config, layout, dtype="float32")
     assert vllm_head(raw) == (4, config.mask_token_id, from_anchor)
     if layout == "z-lab":
-        assert (
-            raw["architectures"] == ["DSparkDraftModel"] and raw["model_type"] == "qwen3"
-        )  # by which it knows the kind
+        # by which it knows the kind
+        assert raw["architectures"] == ["DSparkDraftModel"] and raw["model_type"] == "qwen3"
     assert parse_config(raw).head == config.head
 
 

@@ -58,15 +58,8 @@ KINDS: dict[str, DFlashConfig] = {
         TINY, output_multiplier=2.0, final_logit_softcapping=3.0, input_embedding_scale=1.5
     ),
 }
-ROUNDS = [
-    (7, 3, 0),
-    (7, 0, 7),
-    (3, 3, 1),
-    (7, 7, 2),
-    (1, 1, 0),
-    (7, 2, 5),
-    (7, 5, 6),
-]  # k, accepted of either request
+# k, accepted of either request
+ROUNDS = [(7, 3, 0), (7, 0, 7), (3, 3, 1), (7, 7, 2), (1, 1, 0), (7, 2, 5), (7, 5, 6)]
 
 
 class ReferenceRequest:

@@ -276,9 +276,8 @@ def rotated(kind: str, x: Tensor, positions: Tensor) -> Tensor:
             .to(x.dtype)
         )
         return torch.cat([part, x[..., width:]], -1)
-    if (
-        kind == "gemma"
-    ):  # pairs lie half a head apart, and of their frequencies the highest quarter is not zero
+    # pairs lie half a head apart, and of their frequencies the highest quarter is not zero
+    if kind == "gemma":
         pairs = WIDTH // 8
         order = [*range(pairs), *range(WIDTH // 2, WIDTH // 2 + pairs)]
         out = x.clone()
@@ -387,9 +386,8 @@ def test_hidden_states(kind: str, tmp_path: Path) -> None:
     pieces and longer than a window.
     """
     verifier, tensors = FakeVerifier(), random_tensors(kind)
-    verifier.embedding_scale = (
-        HIDDEN**0.5 if kind in ("gemma", "muse") else 1.0
-    )  # which Muse's drafter does not want
+    # which Muse's drafter does not want
+    verifier.embedding_scale = HIDDEN**0.5 if kind in ("gemma", "muse") else 1.0
     drafter: Any = load_drafter(write(tmp_path / "drafter", kind, tensors), verifier=verifier)
     rig = Rig(drafter, verifier)
     assert isinstance(rig.bound, BoundDFlash)

@@ -48,9 +48,8 @@ def test_probabilities_are_the_authors(tmp_path: Path, monkeypatch: pytest.Monke
     batch = rig.batch(ANCHORS, LENGTHS, K, temperature=40.0)
     draft, hidden = drafter.propose(batch), drafter.draft_hidden(batch)
     assert draft.probs is not None and draft.candidate_ids is not None
-    _, candidates = torch.topk(
-        lm_head(hidden), 6, dim=-1, sorted=False
-    )  # as the public selector finds them
+    # as the public selector finds them
+    _, candidates = torch.topk(lm_head(hidden), 6, dim=-1, sorted=False)
     ours = (candidates == draft.token_ids[..., None]).long().argmax(-1)
     slots = iter(range(K))
     monkeypatch.setattr(reference, "_sample_probs", lambda q: ours[:, next(slots)])

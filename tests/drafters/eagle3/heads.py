@@ -68,9 +68,8 @@ def head_tensors(
         random = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.3 * random if "norm" in name else 0.3 * random
     if config.draft_vocab_size is not None:
-        tensors["d2t"] = torch.arange(
-            config.draft_vocab_size
-        )  # draft token i is target token 2 * i
+        # draft token i is target token 2 * i
+        tensors["d2t"] = torch.arange(config.draft_vocab_size)
     return tensors
 
 

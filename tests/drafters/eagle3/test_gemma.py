@@ -99,9 +99,8 @@ def test_its_formulas(changes: dict[str, Any], tmp_path: Path) -> None:
         ("embed_tokens.weight", "lm_head.weight"), (raw["vocab_size"], raw["hidden_size"])
     )
     tensors = head_tensors(raw, table)
-    tensors["embed_tokens.weight"] *= (
-        0.003  # so small that the norm's epsilon tells whether they are scaled
-    )
+    # so small that the norm's epsilon tells whether they are scaled
+    tensors["embed_tokens.weight"] *= 0.003
     model, _, noted = run(write_head(tmp_path / "head", raw, tensors))
 
     def expected(text: list[int], features: Tensor, drafts: list[int]) -> Tensor:

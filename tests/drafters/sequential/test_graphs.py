@@ -70,8 +70,7 @@ def test_captured_equals_eager(
     assert recorder.num_replays >= 7 and not packed
     written = slice(1, None)  # without the null block, where padding goes
     for found, right in zip(cached(engine, written), cached(eager, written), strict=True):
-        rows = right.flatten(2).any(
-            2
-        )  # a captured step may have more drafts than there is room for, and more rows then
+        # a captured step may have more drafts than there is room for, and more rows then
+        rows = right.flatten(2).any(2)
         assert rows.sum() > 100
         torch.testing.assert_close(found[rows], right[rows], rtol=1e-4, atol=1e-4)

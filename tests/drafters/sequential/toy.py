@@ -212,9 +212,8 @@ def noted_run(
     }
     engine = SpecEngine(verifier, drafter, EngineConfig(**{**options, **changes}))
     noted: list[Noted] = []
-    bound: Any = getattr(engine.runner.drafter, "parts", [engine.runner.drafter])[
-        0
-    ]  # of a composition the first
+    # of a composition the first
+    bound: Any = getattr(engine.runner.drafter, "parts", [engine.runner.drafter])[0]
     propose, choose, guess = bound.propose, bound._choose, getattr(bound, "_guess", None)
     chosen = list[tuple[Tensor, Tensor]]()  # tokens, and the logits that they were chosen by
 

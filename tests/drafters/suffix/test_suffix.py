@@ -178,9 +178,8 @@ def test_frequency_beats_recency_and_length_what_is_trusted() -> None:
     text = [1, 2, 7, 7, 9, 1, 2, 7, 7, 8, 1, 2, 5, 5, 1, 2]
     draft = propose(rig_of([text], []), [text], BlockShape(4))
     assert draft.token_ids.tolist() == [[7, 7, 8, 1]] and draft.forecast is not None
-    assert draft.forecast.item() == pytest.approx(
-        2 * 2 / 3
-    )  # two tokens are trusted, and two of three went on so
+    # two tokens are trusted, and two of three went on so
+    assert draft.forecast.item() == pytest.approx(2 * 2 / 3)
     longer = [6, 1, 2, 3, 4, 5, 0, 1, 2, 9, 1, 2, 9, 6, 1, 2]
     draft = propose(rig_of([longer], []), [longer], BlockShape(3))
     assert (
@@ -289,9 +288,8 @@ def test_what_an_outlook_found_serves_the_drafts(shape: BlockShape) -> None:
     """Drafts are those without; only a step of other requests, or one that needs more occurrences,
     searches again.
     """
-    many = torch.randint(
-        1, 6, (99,), generator=torch.Generator().manual_seed(0)
-    ).tolist()  # more occurrences than any shape takes
+    # more occurrences than any shape takes
+    many = torch.randint(1, 6, (99,), generator=torch.Generator().manual_seed(0)).tolist()
     texts, past = [many, [3, 1, 3, 1, 3], [0]], [[1, 2, 2, 3, 1], [3, 1, 2, 3, 3]]
     alone = propose(rig_of(texts, past, occurrences=16), texts, shape)
     rig = rig_of(texts, past, occurrences=16)

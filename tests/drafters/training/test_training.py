@@ -123,9 +123,8 @@ def test_a_run_ends_with_a_drafter_that_does_in_the_engine_what_training_said(to
     assert list(drafts) == ["7", "tree 16", "sampled tree 16"]
     for figures in drafts.values():
         assert figures["tau_engine"] == pytest.approx(figures["tau_replayed"], rel=0.02)
-    assert (
-        len({figures["tau_engine"] for figures in drafts.values()}) > 1
-    )  # two may be the same by chance, in so few steps
+    # two may be the same by chance, in so few steps
+    assert len({figures["tau_engine"] for figures in drafts.values()}) > 1
 
 
 def test_both_layouts_hold_the_same_drafter(toy: Path) -> None:
@@ -323,10 +322,8 @@ def test_a_step_is_the_same_however_it_is_split(toy: Path, short: Path, answered
         "answers",
         "train",
     ]
-    same = {
-        "model": str(toy / "target"),
-        "prompts": (str(toy / "prompts.txt"),),
-    }  # of which the answers are
+    # of which the answers are
+    same = {"model": str(toy / "target"), "prompts": (str(toy / "prompts.txt"),)}
     command += as_flags(toy_config(processes, max_steps=40, **same))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(

@@ -182,9 +182,8 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(
     log: list[Any] = []
     monkeypatch.setattr(dummy_engine, "time", Clock(log))
     verifier = tiny_target()
-    own = OwnSteps(
-        verifier, Room.of(verifier, 3, 300, 5), shape=shape
-    )  # more tokens than one step prefills
+    # more tokens than one step prefills
+    own = OwnSteps(verifier, Room.of(verifier, 3, 300, 5), shape=shape)
     runner = own.engine.runner
     prefill, decode = runner.prefill, runner.decode
 
@@ -252,9 +251,8 @@ def test_timed_steps_of_vllm_have_all_rows_and_nothing_else(vllm: FakeVllm) -> N
     )
     assert vllm.started["config"] == {"vocab_size": 9}
     assert "limit_mm_per_prompt" not in vllm.started
-    assert vllm.started["gpu_memory_utilization"] == pytest.approx(
-        0.5
-    )  # 100 GiB free, 28 to spare and 2 for neither, of 140
+    # 100 GiB free, 28 to spare and 2 for neither, of 140
+    assert vllm.started["gpu_memory_utilization"] == pytest.approx(0.5)
     prompts = prompts_of(3)
     assert side.steps(prompts, 5, 2) == 5 * 3
     assert side.prefill(prompts) == 300
@@ -358,11 +356,8 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
     ]
     assert [row["theirs"] for row in verifying] == [None] * 3
     plain = [row for row in report["rows"] if row["work"] == "plain step"]
-    assert [row["theirs"]["values"] for row in plain] == [
-        [1000.0] * 2,
-        [2000.0] * 2,
-        [1000.0] * 2,
-    ]  # ms
+    # ms
+    assert [row["theirs"]["values"] for row in plain] == [[1000.0] * 2, [2000.0] * 2, [1000.0] * 2]
     for row in plain:
         assert row["ratio"] == pytest.approx(row["ours"]["median"] / row["theirs"]["median"])
         assert row["roofline"]["ms"] == pytest.approx(row["roofline"]["bytes"] / 1e9 * 1e3)
@@ -370,14 +365,12 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
             row["roofline"]["ms"] / row["ours"]["median"]
         )
     prefill = [row for row in report["rows"] if row["work"] == "prefill"]
-    assert [row["theirs"]["median"] for row in prefill] == pytest.approx(
-        [0.1, 0.1, 0.2]
-    )  # prompt tokens per second
+    # prompt tokens per second
+    assert [row["theirs"]["median"] for row in prefill] == pytest.approx([0.1, 0.1, 0.2])
     remaining = list(asked)
     for prompt in vllm.prompts:
-        remaining.remove(
-            prompt
-        )  # what is left over are the verifying steps, which the peer does not take
+        # what is left over are the verifying steps, which the peer does not take
+        remaining.remove(prompt)
     assert {len(prompt) for prompt in vllm.prompts} == {10, 20}
     assert sum(title.endswith("warm-up") for title in titles) == 3 * 3
     experts = report["experts"]

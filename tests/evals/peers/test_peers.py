@@ -355,9 +355,8 @@ def test_vllm_gets_the_weights_that_transformers_reads(
     assert (given / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     del peer
     assert not given.exists()
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(
-        "{}"
-    )  # with it vLLM chooses as Transformers does
+    # with it vLLM chooses as Transformers does
+    (tmp_path / "model" / "model.safetensors.index.json").write_text("{}")
     load_peer("vllm", gpu_verifier(tmp_path / "model")).generate(
         [[1]], [SamplingParams()], concurrency=1
     )

@@ -134,9 +134,8 @@ def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None
         assert figure["marks"] > 5
         assert figure["outside"] == 0, "text sticks out of its plot"
         assert figure["smallest"] >= 9, "text too small to read"
-    assert (
-        len(result["nodes"]) > 2 * 2
-    )  # at least an anchor, a draft and the target's token in each of two trees
+    # at least an anchor, a draft and the target's token in each of two trees
+    assert len(result["nodes"]) > 2 * 2
     assert all(node["fits"] and node["height"] == 22 for node in result["nodes"]), (
         "a token sticks out of its box, or is scaled"
     )

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-_TOLIST = (
-    torch.Tensor.tolist
-)  # kept before any test guards them: kernels may look at values, the host may not
+# kept before any test guards them: kernels may look at values, the host may not
+_TOLIST = torch.Tensor.tolist
 _TENSOR = torch.tensor
 
 

@@ -34,9 +34,8 @@ def test_rows_see_their_own_chunk_alone(
     """With the table of a request that ends within a chunk, and behind whose blocks are others."""
     case = Case(spec(**SHAPE), lengths, widths, uniform=uniform)
     seen = copy.copy(case)
-    with (
-        no_host_sync() if uniform else nullcontext()
-    ):  # a step's; what the host knows of a prompt it has to copy
+    # a step's; what the host knows of a prompt it has to copy
+    with no_host_sync() if uniform else nullcontext():
         seen.metadata = in_chunks(case.metadata, CHUNK, 4)
     case.check(seen.attend(TorchRefBackend(case.spec), scale=0.3), scale=0.3, chunk=CHUNK)
 

@@ -45,10 +45,8 @@ def test_a_run_killed_within_its_first_line_starts_anew(tmp_path: Path) -> None:
     [
         ('{"schema": "specdec-eval-journal", "settings": {"k": 2}}\n', "was begun with k 2, not 1"),
         ('{"question": "a"}\n', "was not written by specdec eval"),
-        (
-            '{"question": "a"}',
-            "was not written by specdec eval",
-        ),  # without an end of line, as of a killed run
+        # without an end of line, as of a killed run
+        ('{"question": "a"}', "was not written by specdec eval"),
         ("a letter\nof two lines\n", "was not written by specdec eval; choose another place"),
         ("\ufeff" + HEAD, "was not written by specdec eval; choose another place"),
         (

@@ -209,9 +209,8 @@ def test_a_device_a_link_and_a_mounted_file_are_written_and_stay(
 def test_a_pipe_is_told_what_a_file_would_hold(option: str, tmp_path: Path) -> None:
     """As `--out /dev/stdout | ...` and `--out >(...)`; of a report, the complete one alone."""
     with (tmp_path / "told").open("w+") as file:
-        parts = (
-            [] if option == "generate --out" else ["--temperature", "0", "1"]
-        )  # a file is written after each
+        # a file is written after each
+        parts = [] if option == "generate --out" else ["--temperature", "0", "1"]
         assert main([*FILES[option](f"/dev/fd/{file.fileno()}", tmp_path), *parts]) == 0
     told = json.loads((tmp_path / "told").read_text())
     assert told["results" if option == "generate --out" else "rows"]

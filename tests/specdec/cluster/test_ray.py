@@ -185,9 +185,8 @@ def killed_driver(address: str, alone: SpecDecoder, folder: Path) -> None:
 
     shown = io.StringIO()
     with redirect_stdout(shown):
-        assert (
-            main([*command[3:], "--engines", "1"]) == 0
-        )  # a run may go on with another number of them
+        # a run may go on with another number of them
+        assert main([*command[3:], "--engines", "1"]) == 0
     records = [json.loads(line) for line in kept.read_text().splitlines()]
     assert records[: len(whole)] == whole, "what was kept stays"
     assert len({record["key"] for record in records[1:]}) == len(records) - 1 == len(PROMPTS)

@@ -122,9 +122,8 @@ def decode(
         draft = propose(form, anchors, positions, sampling.seeds, k, num_drafts)
         tokens = torch.cat([anchors[:, None], draft.token_ids], 1)
         result = accept(tokens, TARGET[tokens], draft, sampling, positions[:, None] + width)
-        output.scatter_(
-            1, length[:, None] + width, result.token_ids
-        )  # the next step overwrites the surplus
+        # the next step overwrites the surplus
+        output.scatter_(1, length[:, None] + width, result.token_ids)
         length += result.num_accepted + 1
         anchors = result.next_anchors
     return output, length
@@ -145,9 +144,8 @@ def p_value(output: Tensor, params: SamplingParams, num_tokens: int) -> float:
         return 0.0
     expected, order = (joint[joint > 0] * len(output)).sort()
     observed = observed[joint > 0][order]
-    rare = (
-        int((expected < 5).sum()) + 1
-    )  # pooled with the least likely cell that is not rare, to keep the approximation good
+    # pooled with the least likely cell that is not rare, to keep the approximation good
+    rare = int((expected < 5).sum()) + 1
     expected, observed = (torch.cat([x[:rare].sum()[None], x[rare:]]) for x in (expected, observed))
     return (
         float(stats.chisquare(observed.numpy(), expected.numpy()).pvalue)
@@ -486,9 +484,8 @@ def test_repetition_penalty_counts_the_drafts_at_each_position(temperature: floa
     expected = []
     for i in range(K + 1):
         probs = transformers_probs(params, history, TARGET[history[:, -1]])
-        draw = sampling_for(
-            [SamplingParams(temperature=1.0)], count
-        )  # what is drawn from these logits once they are processed
+        # what is drawn from these logits once they are processed
+        draw = sampling_for([SamplingParams(temperature=1.0)], count)
         scores = probs.log()[:, None] if temperature else probs[:, None]
         expected.append(
             sample(

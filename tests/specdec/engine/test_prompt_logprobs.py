@@ -174,9 +174,8 @@ def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for result in results:
         check(result, 1)
-    assert max(rows) <= 5 + 2 and sum(rows) == sum(
-        len(p) - 1 for p in PROMPTS
-    )  # a newcomer has one row in any case
+    # a newcomer has one row in any case
+    assert max(rows) <= 5 + 2 and sum(rows) == sum(len(p) - 1 for p in PROMPTS)
 
 
 def test_beside_captured_prefills(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,9 +124,8 @@ def test_a_crash_is_of_one_grammar(compiler: GrammarCompiler) -> None:
     """The compiling process, then the one that begins it."""
     with ThreadPoolExecutor() as threads, lanes().process.open(compiler._vocabulary) as link:
         asked = threads.submit(ask, link, compiler._vocabulary, long("a"), 600)
-        wait_until(
-            lambda: any(os.getpriority(os.PRIO_PROCESS, one) for one in compiling())
-        )  # it has read its text
+        # it has read its text
+        wait_until(lambda: any(os.getpriority(os.PRIO_PROCESS, one) for one in compiling()))
         os.kill(compiling()[0], signal.SIGKILL)
         with pytest.raises(InvalidInputError, match="ended the process"):
             asked.result(HANG)

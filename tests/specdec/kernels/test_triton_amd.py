@@ -272,9 +272,8 @@ def test_auto_takes_everything_that_passes(
         "fused_layers-float32",
         f"captured_step-{attention}",
     }
-    assert (
-        verdicts() == checked
-    )  # float32 has no product of few rows; what comes behind the choice is not asked
+    # float32 has no product of few rows; what comes behind the choice is not asked
+    assert verdicts() == checked
     monkeypatch.setattr(
         self_check, "run", lambda check: pytest.fail("a second start checks nothing")
     )

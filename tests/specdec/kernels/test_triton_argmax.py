@@ -146,9 +146,8 @@ def test_acceptance_reports_what_it_would_with_torch(monkeypatch: pytest.MonkeyP
     logits = torch.randn(NUM_REQS, 4, 97)
     request, row = torch.arange(NUM_REQS), torch.arange(4)
     drafts = logits[:, :3].argmax(-1)
-    drafts[request, request % 3] = (
-        drafts[request, request % 3] + request % 2
-    ) % 97  # every second request has a wrong one
+    # every second request has a wrong one
+    drafts[request, request % 3] = (drafts[request, request % 3] + request % 2) % 97
     for i, bad in enumerate((NAN, INF, -INF)):
         logits[12 * i + row, row, 5] = bad
         logits[12 * i + 4 + row, row] = bad

@@ -56,9 +56,8 @@ def scenario(
     counts = [blocks_for(length, wanted.block_size) for length, _ in requests]
     blocks = torch.randperm(sum(counts)) + 1
     bound = max(length for length, _ in requests) + 9
-    table = torch.randint(
-        0, sum(counts) + 1, (len(requests), blocks_for(bound, wanted.block_size))
-    )  # past its own: any valid one
+    # past its own: any valid one
+    table = torch.randint(0, sum(counts) + 1, (len(requests), blocks_for(bound, wanted.block_size)))
     slots = []
     for i, (length, width) in enumerate(requests):
         mine, blocks = blocks[: counts[i]], blocks[counts[i] :]

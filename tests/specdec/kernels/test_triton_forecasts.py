@@ -75,9 +75,8 @@ def test_calibration(num_reqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
         theirs = Calibration(3, torch.device("cpu"))
     generator = torch.Generator().manual_seed(num_reqs)
     for step in range(12):
-        told = (
-            torch.randint(1, 40, (3, num_reqs), generator=generator) / 4 + 0.1
-        )  # away from the borders of buckets
+        # away from the borders of buckets
+        told = torch.randint(1, 40, (3, num_reqs), generator=generator) / 4 + 0.1
         agreed, num_accepted = (
             torch.randint(9, (3, num_reqs), generator=generator),
             torch.randint(9, (num_reqs,), generator=generator),

@@ -163,9 +163,8 @@ def test_norm_rounds_as_transformers() -> None:
     )
     normed, added = add_rms_norm(x, residual, weight, 1e-6)
     assert added.equal(x + residual)
-    assert (
-        normed == transformers_norm(added, weight, 1e-6)
-    ).float().mean() > 0.995  # a sum in another order may round elsewhere
+    # a sum in another order may round elsewhere
+    assert (normed == transformers_norm(added, weight, 1e-6)).float().mean() > 0.995
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -486,9 +485,8 @@ def generate(
                 return launch(batch)
 
         engine.runner.step = guarded_launch  # type: ignore[method-assign]
-    params = SamplingParams(
-        max_tokens=3, ignore_eos=True, **sampling
-    )  # two steps with drafts at least
+    # two steps with drafts at least
+    params = SamplingParams(max_tokens=3, ignore_eos=True, **sampling)
     requests = [engine.add_request(prompt, params) for prompt in random_prompts(2, longest=9)]
     while engine.has_work:
         engine.step()

@@ -227,9 +227,8 @@ def test_long_contexts_through_a_library(monkeypatch: pytest.MonkeyPatch, extra:
     monkeypatch.setattr(triton_fa, "PREFILL_ROWS", 16)
     monkeypatch.setattr(triton_prefill, "prefill_tile", lambda *args: SMALL)
     torch.manual_seed(0)
-    wanted = spec(
-        head_dim=16, dtype=torch.float16 if DEVICE.type == "cuda" else torch.float32
-    )  # cuDNN has no float32
+    # cuDNN has no float32
+    wanted = spec(head_dim=16, dtype=torch.float16 if DEVICE.type == "cuda" else torch.float32)
     backend = TritonFaBackend(wanted)
     shapes: list[tuple[int, int, bool]] = []
 
@@ -247,9 +246,8 @@ def test_long_contexts_through_a_library(monkeypatch: pytest.MonkeyPatch, extra:
         for heads in (4, 2, 2)
     )
     options: dict[str, Any] = {
-        "sinks": 4 * torch.randn(4).to(DEVICE) + 4
-        if extra == "sinks"
-        else None,  # above and below what the keys add up to
+        # above and below what the keys add up to
+        "sinks": 4 * torch.randn(4).to(DEVICE) + 4 if extra == "sinks" else None,
         "window": 50 if extra == "window" else None,
         "softcap": 0.7 if extra == "softcap" else None,
     }

@@ -126,9 +126,8 @@ def test_ragged_prompts_behind_drafts(name: str, chunked: list[str]) -> None:
     world.step([4, 4, 4], [4, 1, 2])
     world.step([0, 4, 33])
     assert chunked.count("take_in_chunks") == 3 and world.done == [40, 110, 40]
-    check(
-        one, inputs[0], torch.cat(world.outputs[0]), at_once(one, inputs[0])[1]
-    )  # its last four wait
+    # its last four wait
+    check(one, inputs[0], torch.cat(world.outputs[0]), at_once(one, inputs[0])[1])
     for i in (1, 2):
         check(one, inputs[i], torch.cat(world.outputs[i]), world.cache.state[world.slots[i]])
 

@@ -22,9 +22,8 @@ def test_tries(seed: int, num_nodes: int, keep: float) -> None:
     """The best beginnings of what followed, equal ones together; no draft without occurrences."""
     assert KERNEL.runs_on(DEVICE)
     continuations, lengths, weights = case(seed)
-    wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(
-        1, 2, 1
-    )  # of which some columns are read, in strides
+    # of which some columns are read, in strides
+    wide = torch.cat([continuations, continuations.flip(2)], dim=2).repeat(1, 2, 1)
     lengths, weights = lengths.repeat(1, 2), torch.cat([weights, weights / 3], dim=1)
     drafts = trie(
         wide.to(DEVICE)[:, :, :5], lengths.to(DEVICE), weights.to(DEVICE), num_nodes, keep=keep

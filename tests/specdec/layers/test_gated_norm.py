@@ -62,7 +62,6 @@ def test_gated_norm(kind: str, dtype: torch.dtype) -> None:
         exact = module(x.double().view(shapes), gate.double().reshape(shapes)).view(x.shape)
     assert got.dtype == dtype
     assert_as_exact(got, plain, exact)
-    if dtype == torch.bfloat16 and not kind.startswith(
-        "rounded once"
-    ):  # here it is rounded before the weight, too
+    # here it is rounded before the weight, too
+    if dtype == torch.bfloat16 and not kind.startswith("rounded once"):
         assert (got == plain).float().mean() > 0.98

@@ -256,9 +256,8 @@ def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
         find_drafter(ready)(two.verifier)
     with pytest.raises(SpecDecError, match="the other ranks cannot be told of this call"):
         everywhere(two.verifier, lambda: None)
-    if (
-        fork := os.fork()
-    ) == 0:  # a child that ends as programs do, and would end the group of its parent
+    # a child that ends as programs do, and would end the group of its parent
+    if (fork := os.fork()) == 0:
         try:
             current().end()  # type: ignore[union-attr]
         finally:

@@ -193,9 +193,8 @@ def test_the_benchmark_of_dflash(
     )
     questions = ["abcabcabcabc", "one two one two one two", "What is 2 + 2?"]
     dataset = [{"turns": [question]} for question in questions]
-    monkeypatch.setattr(
-        benchmark, "load_and_process_dataset", lambda name: dataset
-    )  # the real one asks a hub
+    # the real one asks a hub
+    monkeypatch.setattr(benchmark, "load_and_process_dataset", lambda name: dataset)
     options = {
         "model": "tiny",
         "max_new_tokens": 40,

@@ -81,9 +81,8 @@ class Interrupts:
                 raise KeyboardInterrupt
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # in `__del__`, where Python drops it
+# in `__del__`, where Python drops it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("second", [1, 2, 3, 5, 8, 12, 20, 40])
 def test_two_interrupts_at_any_two_places(
     decoder: SpecDecoder, second: int, monkeypatch: pytest.MonkeyPatch

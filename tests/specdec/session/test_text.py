@@ -78,9 +78,8 @@ TOKENIZERS = {
     "metaspace": metaspace_tokenizer,
 }
 each_tokenizer = pytest.mark.parametrize("kind", TOKENIZERS)
-both_ways = pytest.mark.parametrize(
-    "skip", [True, False], ids=["hidden", "shown"]
-)  # special tokens
+# special tokens
+both_ways = pytest.mark.parametrize("skip", [True, False], ids=["hidden", "shown"])
 quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 

@@ -162,10 +162,8 @@ def test_a_composite_gives_its_text_part(name: str, tmp_path: Path) -> None:
         ("model.layers.1.self_attn.rotary_emb.inv_freq", None),
         ("model.layers.3.post_mlp_layernorm.weight", "model.layers.3.post_mlp_layernorm.weight"),
         ("model.layers.4.mlp.gate.weight", None),  # the layer that drafts
-        (
-            "model.layers.5.mlp.gate.weight",
-            "model.layers.5.mlp.gate.weight",
-        ),  # nobody knows what that is
+        # nobody knows what that is
+        ("model.layers.5.mlp.gate.weight", "model.layers.5.mlp.gate.weight"),
         *(
             (f"{prefix}.x.weight", None)
             for prefix in ("mtp", "model.visual", "vision_tower", "model.vision_tower")

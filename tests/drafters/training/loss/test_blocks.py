@@ -514,9 +514,8 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
             model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
             optimizer.accumulate()
         norm = optimizer.step(torch.tensor(8.0), 0.5)
-    assert norm.item() == pytest.approx(
-        math.sqrt(4 * (2 / 8) ** 2)
-    )  # two backward passes of 1 each, over a weight of 8
+    # two backward passes of 1 each, over a weight of 8
+    assert norm.item() == pytest.approx(math.sqrt(4 * (2 / 8) ** 2))
     torch.testing.assert_close(
         optimizer.masters[0], torch.full((1, 4), 1 - 10 * 0.5e-3), rtol=0, atol=1e-5
     )
@@ -550,14 +549,12 @@ def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() 
         master - parameter.detach()
         for master, parameter in zip(one.masters, start.parameters(), strict=True)
     )
-    values = torch.linalg.svdvals(matrix) / (
-        1e-2 * 0.2 * math.sqrt(16)
-    )  # 1 each were the iteration exact
+    # 1 each were the iteration exact
+    values = torch.linalg.svdvals(matrix) / (1e-2 * 0.2 * math.sqrt(16))
     assert values.min() > 0.6
     assert values.max() < 1.3
-    torch.testing.assert_close(
-        vector, -1e-2 * gradients[0][1].sign(), rtol=1e-4, atol=0
-    )  # AdamW's first step
+    # AdamW's first step
+    torch.testing.assert_close(vector, -1e-2 * gradients[0][1].sign(), rtol=1e-4, atol=0)
     step(one, 1)
     again = optimizer_of()
     again.load_state_dict(copy.deepcopy(one.state_dict()))

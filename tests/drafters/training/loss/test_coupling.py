@@ -26,9 +26,8 @@ from specdec.cli.main import main
 from tests.drafters.tiny import TINY, tiny_tensors
 from tests.drafters.training.toy import MASK, VOCAB, one_thread, write_prompts, write_target  # noqa: F401
 
-TRUE = torch.tensor(
-    [[1.0, 0.9, 0.8], [0.7, 0.6, 0.5]], dtype=torch.float64
-)  # a and b of three slots
+# a and b of three slots
+TRUE = torch.tensor([[1.0, 0.9, 0.8], [0.7, 0.6, 0.5]], dtype=torch.float64)
 
 
 def drawn(count: int = 6000, tokens: int = 40) -> Choices:
@@ -118,9 +117,8 @@ def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -
         head, hidden, anchors, token_ids, token_ids, scores, torch.full((2, 4), 1 / temperature)
     )
     tables = logprobs_of(tables, scores)
-    ranks = tables[:, 0, 0].argmax(
-        -1
-    )  # along the best chain, which is where a recurrent state is exact
+    # along the best chain, which is where a recurrent state is exact
+    ranks = tables[:, 0, 0].argmax(-1)
     path, expected = [ranks], [tables[:, 0, 0]]
     for slot in range(1, 4):
         expected.append(tables[torch.arange(2), slot, path[-1]])

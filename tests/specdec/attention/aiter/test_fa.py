@@ -283,9 +283,8 @@ def test_layouts_read_back_what_was_written(rocm: Install) -> None:
         asked = spec(cache_dtype=FP8["gfx942"] if fp8 else None)
         case = Case(asked, [40], [40], uniform=False)
         cache, backend = case.cache(), BACKENDS[layout](asked)
-        new = {
-            name: torch.randn_like(rows) for name, rows in case.new.items()
-        }  # which 8 bits do not hold exactly
+        # which 8 bits do not hold exactly
+        new = {name: torch.randn_like(rows) for name, rows in case.new.items()}
         backend.write(cache, slot_mapping=case.metadata.slot_mapping, **new)
         rows = read_rows(cache, case.metadata.slot_mapping, backend.layout, torch.float32)
         blocks = read_blocks(cache, case.metadata.block_table[:, :3], backend.layout)

@@ -149,9 +149,8 @@ def test_a4_decoding_is_the_same_however_lengths_are_known(
     lengths, widths, _ = SHAPES["single"]
     asked = spec(dtype=torch.float32)
     unknown = Case(asked, lengths, widths, uniform=True)
-    known = Case(
-        asked, lengths[:1] + lengths[2:], [1, 1, 1], uniform=False
-    )  # a sequence of one token is a prefill
+    # a sequence of one token is a prefill
+    known = Case(asked, lengths[:1] + lengths[2:], [1, 1, 1], uniform=False)
     backend = BACKENDS[layout](asked)
     assert [group.phase for group in backend.plan(known.metadata).groups] == ["decode"]
     got = unknown.attend(backend, scale=0.2, window=window)
@@ -471,9 +470,8 @@ def test_e4_assembly_gets_only_what_it_is_built_for(
     assert_right(case, BACKENDS["shuffle"](asked), scale=scale)
     assert ("pa_fwd_asm" in machine.names()) == assembly
     assert ("paged_attention_rocm" in machine.names()) != assembly
-    assert (
-        "paged_attention_common" in machine.names()
-    ) == assembly  # which, before 0.1.12, sends other heads to assembly
+    # which, before 0.1.12, sends other heads to assembly
+    assert ("paged_attention_common" in machine.names()) == assembly
 
 
 def test_e5_a_name_is_enough(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,8 @@ def pretend_rocm(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Install:
         version: str = "0.1.20", architecture: str = "gfx942", tiny: bool = False, **options: Any
     ) -> Machine:
         monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
-        options.setdefault(
-            "num_compute_units", 8
-        )  # enough to split everything, few enough to be quick
+        # enough to split everything, few enough to be quick
+        options.setdefault("num_compute_units", 8)
         options.setdefault("any_shape", tiny)
         machine = Machine(version=version, architecture=architecture, allow_float32=tiny, **options)
         return install(monkeypatch, folder, machine)
@@ -355,9 +354,8 @@ def test_lists_of_entries(rocm: Install, width: int, causal: bool, rows: int) ->
     rocm(tiny=True)
     case = Case(tiny(), [40, 9, 33], [width] * 3, uniform=True, causal=causal)
     backend = RocmAiterMlaBackend(case.spec)
-    backend._planner.plan(
-        backend.plan(replace(case.metadata, max_seq_len=500)).groups[0]
-    )  # leaves longer lists behind
+    # leaves longer lists behind
+    backend._planner.plan(backend.plan(replace(case.metadata, max_seq_len=500)).groups[0])
     plan = backend.plan(case.metadata).decode
     assert plan is not None and plan.max_seqlen_q == rows
     ends = [

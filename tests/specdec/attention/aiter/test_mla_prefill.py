@@ -395,9 +395,8 @@ def test_c7_rounding_saturates_and_ignores_the_neighbors() -> None:
         return rounded.float() * factor
 
     alone = round_trip()
-    half = (
-        torch.finfo(dtype).eps / 2
-    )  # of a number's size, as its rounding is off at most; tiny ones have fixed steps
+    # of a number's size, as its rounding is off at most; tiny ones have fixed steps
+    half = torch.finfo(dtype).eps / 2
     assert ((alone - numbers.float()).abs() <= half * numbers.float().abs().clamp(min=2**-12)).all()
     normal = numbers.abs() > 0.05
     assert torch.equal(round_trip(100.0)[:1000][normal], alone[normal])

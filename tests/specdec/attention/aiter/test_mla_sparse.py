@@ -88,9 +88,8 @@ def rounded(x: Tensor, fp8: torch.dtype) -> Tensor:
     it fit.
     """
     most = torch.finfo(fp8).max
-    scale = torch.ldexp(
-        torch.ones(50, 1), torch.arange(-40, 10)[:, None]
-    )  # tried one by one, independent of logarithms
+    # tried one by one, independent of logarithms
+    scale = torch.ldexp(torch.ones(50, 1), torch.arange(-40, 10)[:, None])
     amplitude = x.abs().amax(-1).clamp(min=1e-4)
     fits = amplitude.flatten()[None] / scale <= most
     chosen = scale[fits.int().argmax(0)].view(*amplitude.shape, 1)

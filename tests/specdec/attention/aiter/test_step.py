@@ -339,8 +339,7 @@ def test_a_step_plans_once_and_neither_fills_nor_keeps_memory(
         width = blocks_for(metadata.max_seq_len, 256) * 256
         assert whole == []
         assert fresh == ([(metadata.num_tokens, width)] if name == "rocm_aiter_mla_sparse" else [])
-        most = {"rocm_aiter_mla_sparse": 2}.get(
-            name, 1
-        ) * NUM_LAYERS  # a layer's output, and with an indexer its selection
+        # a layer's output, and with an indexer its selection
+        most = {"rocm_aiter_mla_sparse": 2}.get(name, 1) * NUM_LAYERS
         assert len(memory.made) <= most, [tuple(t.shape) for t in memory.made]
         assert len(outputs) == NUM_LAYERS

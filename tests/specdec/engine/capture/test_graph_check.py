@@ -58,10 +58,8 @@ def test_prefills_are_captured_too(use: Any, monkeypatch: pytest.MonkeyPatch) ->
     error, bound = check_captured_step(SpecEngine, paged_verifier(plain_model("llama")))
     assert error == 0 < bound
     assert kinds.count(PrefillShape) == 2
-    assert {kind[0] for kind in kinds if kind is not PrefillShape} == {
-        True,
-        False,
-    }  # steps with drafts, and plain ones
+    # steps with drafts, and plain ones
+    assert {kind[0] for kind in kinds if kind is not PrefillShape} == {True, False}
 
 
 class Frozen(LaunchAgain):

@@ -225,9 +225,8 @@ def test_captured_equals_eager(case: Case, drafter: str, batch: int, sampling: s
     captured = run(engine, prompts, sampling)
     for one, other in zip(eager, captured, strict=True):
         assert one.output_token_ids == other.output_token_ids
-        assert (
-            one.num_accepted[:-1] == other.num_accepted[:-1]
-        )  # a last step may offer more drafts than there is room for
+        # a last step may offer more drafts than there is room for
+        assert one.num_accepted[:-1] == other.num_accepted[:-1]
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert [list(top) for top in one.top_logprobs] == [list(top) for top in other.top_logprobs]
     if sampling == "greedy":
@@ -266,9 +265,8 @@ def test_the_bound_of_a_shape_covers_what_drafting_writes(
     monkeypatch.setitem(
         DRAFTERS, "long_block", lambda case: random_dflash(case.verifier, block_size=16)
     )
-    monkeypatch.setattr(
-        graphs, "length_bucket", lambda length, longest: length
-    )  # rounding would hide a bound too small
+    # rounding would hide a bound too small
+    monkeypatch.setattr(graphs, "length_bucket", lambda length, longest: length)
     engine = case.engine("long_block", 1, capture=True, num_draft_tokens=1, pipeline_depth=1)
     captured = engine.runner.graphs
     assert captured is not None

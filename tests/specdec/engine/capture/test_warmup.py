@@ -221,9 +221,8 @@ def test_aiter_compiles_nothing_afterwards(
     machine.compiled.clear()
     machine.calls.clear()
     for index, prompt in enumerate(random_prompts(8)):
-        warmed.add_request(
-            prompt, SamplingParams(max_tokens=8 + 2 * index)
-        )  # so that batches of every size occur
+        # so that batches of every size occur
+        warmed.add_request(prompt, SamplingParams(max_tokens=8 + 2 * index))
     while warmed.has_work:
         warmed.step()
     assert machine.compiled and machine.compiled <= compiled

@@ -165,10 +165,8 @@ def test_what_is_not_measured_is_estimated_from_what_is() -> None:
     its lower bound.
     """
     step = StepSize(2, BlockShape(3))  # 8 rows
-    small, large = (
-        {StepSize(1, BlockShape(3)): 1.0},
-        {StepSize(4, BlockShape(3)): 2.0},
-    )  # 4 and 16 rows
+    # 4 and 16 rows
+    small, large = {StepSize(1, BlockShape(3)): 1.0}, {StepSize(4, BlockShape(3)): 2.0}
     assert step.estimate(small | large) == pytest.approx(1 + 4 / 12)
     assert (step.estimate(small), step.estimate(large), step.estimate({})) == (1.0, 2.0, None)
     assert step.estimate(small | {StepSize(1, BlockShape(7)): 1.5} | large) == pytest.approx(1.5), (
@@ -419,9 +417,8 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
             case.run(engine)
         return found
 
-    plan = iter(
-        [0, 0, 0, 4, 4, 0, 4, 4, 0, 0] * 100
-    )  # the first of two brings the context up to date
+    # the first of two brings the context up to date
+    plan = iter([0, 0, 0, 4, 4, 0, 4, 4, 0, 0] * 100)
     always, sometimes = proposals(lambda num_reqs: 4), proposals(lambda num_reqs: next(plan))
     common = [key for key in sometimes if key in always and len(sometimes[key]) == len(always[key])]
     assert len(common) >= 10

@@ -89,9 +89,8 @@ def hf_router(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     router = make(config())
     router.weight.data = torch.randn(EXPERTS, HIDDEN).to(dtype)
     if hasattr(router, "e_score_correction_bias"):
-        router.e_score_correction_bias = (
-            torch.randn(EXPERTS) * 0.2 - 1.5
-        )  # all choices negative: masking with 0 would show
+        # all choices negative: masking with 0 would show
+        router.e_score_correction_bias = torch.randn(EXPERTS) * 0.2 - 1.5
     return router
 
 
@@ -243,9 +242,8 @@ def test_one_description_covers_every_family(family: str) -> None:
         router(hidden, *others),
         in_float64(router, hidden.double(), *(x.double() for x in others)),
     )
-    if (
-        family == "granitemoe" and not theirs[0][0].is_floating_point()
-    ):  # older Transformers name experts first
+    # older Transformers name experts first
+    if family == "granitemoe" and not theirs[0][0].is_floating_point():
         theirs = tuple((logits, weights, ids) for ids, weights, logits in theirs)
     runs = route(logits, routing, shift), theirs[0][1:], theirs[1][1:]
     (ids, weights), (plain_ids, plain), (exact_ids, right) = (
@@ -391,9 +389,8 @@ def test_bfloat16_kernels_equal_the_formulas(rocm: Callable[..., Machine], kind:
     with Float64():
         exact, exact_ids = route(logits, ours.routing, ours.bias)
     choice = logits.float().sigmoid() + (0 if ours.bias is None else ours.bias.float())
-    distinct = torch.tensor(
-        [len(row.unique()) == EXPERTS for row in choice]
-    )  # equal choices may fall either way
+    # equal choices may fall either way
+    distinct = torch.tensor([len(row.unique()) == EXPERTS for row in choice])
     assert distinct.sum() > 20
     (ids, weights), (plain_ids, plain), (_, exact) = (
         in_order(ids, weights),
