@@ -720,7 +720,7 @@ void norm_rows(const uint16_t* x, int64_t stride, int count, int width, const ui
 
 // out [count][width] = silu(gate) * up of x [count][gate, up].
 void gate_rows(const uint16_t* x, int count, int width, uint16_t* out, int threads) {
-#pragma omp parallel for num_threads(threads) collapse(2) schedule(static) if (count * width > 32768)
+#pragma omp parallel for num_threads(threads) collapse(2) schedule(static) if ((int64_t)count * width > 32768)
     for (int r = 0; r < count; r++)
         for (int i = 0; i < width; i += LANES) {
             Floats gate = load_bf16(x + (int64_t)r * 2 * width + i), up = load_bf16(x + ((int64_t)r * 2 + 1) * width + i);

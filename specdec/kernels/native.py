@@ -4,11 +4,15 @@ import ctypes
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.base.files import cache_folder
@@ -17,6 +21,8 @@ from specdec.base.writing import write_atomically
 logger = logging.getLogger(__name__)
 
 NO_COMPILER = "no C++ compiler; install g++, or name one in CXX"
+MOST_SECONDS = 300
+"""That a compiler may take."""
 SOURCE = Path(__file__).with_name("cpu.cpp")
 OPTIONS = (
     *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
@@ -55,8 +61,8 @@ class Attention(ctypes.Structure):
 def native() -> ctypes.CDLL | None:
     """The compiled library; None, which is said once, where none can be made."""
     try:
-        return declared(ctypes.CDLL(str(_compiled())))
-    except (OSError, SpecDecError, subprocess.SubprocessError) as error:
+        return _library()
+    except (OSError, AttributeError, SpecDecError, subprocess.SubprocessError) as error:
         reason = one_line(error)
         logger.warning("plain torch computes on this CPU, more slowly: %s", reason)
         return None
@@ -77,31 +83,56 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def _compiled() -> Path:
-    """The library's file, made unless there is one of this source, compiler and CPU."""
+def _library() -> ctypes.CDLL:
+    """The one of this source, compiler and CPU: from the cache, or made and put there."""
     compiler = _compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True)
-    about = (SOURCE.read_text(), version.stdout, _processor(), *OPTIONS)
+    about = (SOURCE.read_bytes(), *compiler, _run(*compiler, "--version"), _processor(), *OPTIONS)
     path = cache_folder() / "compiled" / f"cpu-{sha256(repr(about).encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    logger.warning("compiling for this CPU, once: some 10 s")
+    with suppress(OSError, AttributeError):  # missing, not whole, or on a disk that runs nothing
+        return declared(ctypes.CDLL(str(path)))
+    logger.warning("compiling for this CPU, once: a few seconds")
+    with TemporaryDirectory(prefix="specdec-") as scratch:
+        made = Path(scratch, path.name)
+        _run(*compiler, *OPTIONS, str(SOURCE), "-o", str(made))
+        if not made.exists():
+            raise InvalidInputError(f"{shlex.join(compiler)} compiles nothing; is it a compiler?")
+        try:
+            write_atomically(path, lambda unfinished: unfinished.write_bytes(made.read_bytes()))
+            return declared(ctypes.CDLL(str(path)))
+        except (OSError, AttributeError, SpecDecError) as error:
+            logger.warning(
+                "compiled at every start, unless SPECDEC_CACHE names another folder: %s",
+                one_line(error),
+            )
+        return declared(ctypes.CDLL(str(made)))
 
-    def compile_to(unfinished: Path) -> None:
-        command = [compiler, *OPTIONS, str(SOURCE), "-o", str(unfinished)]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            said = run.stderr.strip().splitlines() or [f"it ended with {run.returncode}"]
-            raise InvalidInputError(f"{compiler} cannot compile {SOURCE.name}: {said[0]}")
 
-    write_atomically(path, compile_to)
-    return path
+def _run(*command: str) -> str:
+    """What a compiler prints, in English."""
+    given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": {**os.environ, "LC_ALL": "C"}}
+    run = subprocess.run(command, capture_output=True, timeout=MOST_SECONDS, **given)
+    if run.returncode:
+        said = run.stderr.decode(errors="replace").strip().splitlines()
+        reason = said[0] if said else f"it ended with {run.returncode}"
+        raise InvalidInputError(f"{command[0]} cannot compile {SOURCE.name}: {reason}")
+    return run.stdout.decode(errors="replace")
 
 
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
+def _compiler() -> list[str]:
+    """The command: `CXX`, options included, or the first that there is."""
+    if stated := os.environ.get("CXX"):
+        try:
+            command = [stated] if shutil.which(stated) else shlex.split(stated)
+        except ValueError as error:
+            raise InvalidInputError(f"CXX is {stated!r}: {one_line(error)}") from error
+        if not command or shutil.which(command[0]) is None:
+            raise InvalidInputError(
+                f"CXX is {stated!r}, which is no program; name one, or unset CXX"
+            )
+        return command
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
     raise InvalidInputError(NO_COMPILER)
 
 

@@ -12,6 +12,7 @@ from specdec.attention.torch_ref.fa import TorchRefBackend, TorchRefPlan
 from specdec.kernels.native import Attention
 from specdec.kv_cache import LayerCache
 from specdec.layers.linear import Linear
+from specdec.layers.ops.activation import activate
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Heads, Join, TorchOps
 from specdec.layers.rotary.rotary import Angles
@@ -42,9 +43,11 @@ class CpuOps(TorchOps):
         if activation != "silu" or width % LANES:
             return super().gated(linear, x, activation, ahead)
         joined = linear(x)
-        out = x.new_empty(len(x), width)
+        if not _plain(joined):
+            return activate(joined, activation)
+        out = joined.new_empty(len(joined), width)
         threads = torch.get_num_threads()
-        self._library.gate_rows(joined.data_ptr(), len(x), width, out.data_ptr(), threads)
+        self._library.gate_rows(joined.data_ptr(), len(out), width, out.data_ptr(), threads)
         return out
 
     def attend(
@@ -58,10 +61,12 @@ class CpuOps(TorchOps):
         ahead: Linear,
     ) -> Tensor:
         spec = backend.spec
-        suits = _suits(heads, qkv) and qkv.shape[1] == spec.num_heads + 2 * spec.num_kv_heads
+        suits = _suits(heads, angles, qkv)
+        suits &= qkv.shape[1] == spec.num_heads + 2 * spec.num_kv_heads
         call = _call(plan, backend) if suits and isinstance(backend, TorchRefBackend) else None
         if call is None:
             return super().attend(backend, qkv, heads, angles, cache, plan, ahead)
+        qkv = qkv.contiguous()  # it may be columns of a product that has gates, too
         out = qkv.new_empty(len(qkv), spec.num_heads * spec.head_dim)
         call.qkv, call.out, call.scale = qkv.data_ptr(), out.data_ptr(), heads.scale
         call.keys, call.values = cache.key.data_ptr(), cache.value.data_ptr()
@@ -79,7 +84,9 @@ class CpuOps(TorchOps):
         return residual if join.norm is None else self._normed(residual, join.norm), residual
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        if norm.weight.dtype != x.dtype or x.ndim != 2 or x.shape[1] % LANES or x.stride(1) != 1:
+        if not x.dtype == norm.weight.dtype == torch.bfloat16 or x.ndim != 2:
+            return super().norm(x, norm)
+        if x.shape[1] % LANES or x.stride(1) != 1:
             return super().norm(x, norm)
         out = x.new_empty(x.shape)
         count, width = x.shape
@@ -89,8 +96,15 @@ class CpuOps(TorchOps):
         return out
 
 
-def _suits(heads: Heads, qkv: Tensor) -> bool:
+def _plain(rows: Tensor) -> bool:
+    """Whether rows are what the library reads: bfloat16 [T, width], one after another."""
+    return rows.dtype == torch.bfloat16 and rows.ndim == 2 and rows.is_contiguous()
+
+
+def _suits(heads: Heads, angles: Angles | None, qkv: Tensor) -> bool:
     """Whether heads meet without window, softcap and sinks; norms are of queries and keys alike."""
+    if qkv.dtype != torch.bfloat16 or (angles is not None and not _plain(angles.cos)):
+        return False
     query, key = heads.query_norm, heads.key_norm
     if heads[1:4] != (None, None, None) or heads.value_norm is not None:
         return False

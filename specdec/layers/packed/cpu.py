@@ -51,9 +51,13 @@ class GgufLinear(Linear):
         return sum(tiles.nbytes for tiles in self._tiles)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        shape = (*x.shape[:-1], self.out_features)
+        _check(x, "rows are", (*x.shape[:-1], self.in_features), self.dtype)
+        if residual is not None:
+            _check(residual, "a residual is", shape, self.dtype)
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = x.new_empty(*x.shape[:-1], self.out_features)
+        out = x.new_empty(shape)
         residual = None if residual is None else residual.contiguous()
         self._library.multiply(
             *(self._parts, len(self._parts), rows.data_ptr(), rows.stride(0), len(rows)),
@@ -72,6 +76,11 @@ def multiplies(weight: GgufWeight) -> bool:
     """Whether this machine multiplies a weight as it is stored."""
     mine = weight.device.type == "cpu" and len(weight.shape) == 2
     return mine and all(kind in TYPES for kind in weight.kinds) and multiplies_in(weight.dtype)
+
+
+def _check(x: Tensor, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if x.dtype != dtype or x.shape != shape:
+        raise ValueError(f"{what} {dtype} {list(shape)}, not {x.dtype} {list(x.shape)}")
 
 
 def _laid_out(library: ctypes.CDLL, raw: Tensor, kind: int, inputs: int) -> Tensor:

@@ -65,8 +65,12 @@ def attended(
     width: int,
     visibility: Any,
     normed: bool = False,
+    beside: int = 0,
 ) -> Tensor:
-    """Rows of three requests, one of which has no context, and what they leave in the cache."""
+    """Rows of three requests, one of which has no context, and what they leave in the cache.
+
+    `beside` them are as many numbers of something else.
+    """
     lengths = torch.tensor([width + 37, width, width + 150], dtype=torch.int32)
     table = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(3)).view(3, 12).int()
     spec = AttentionSpec(torch.device("cpu"), dtype, HEADS, KV_HEADS, DIM, BLOCK)
@@ -84,6 +88,7 @@ def attended(
         tree = TreeRows(torch.tensor([0, *above]).repeat(3), torch.arange(width).repeat(3))
     metadata = replace(metadata, visibility=visibility, tree=tree)
     qkv = random(3 * width, HEADS + 2 * KV_HEADS, DIM).to(dtype)
+    qkv = torch.nn.functional.pad(qkv.flatten(1), (0, beside))[:, : qkv[0].numel()].view(qkv.shape)
     turns = torch.randn(3 * width, DIM // 2, generator=torch.Generator().manual_seed(9))
     angles = Angles(turns.cos().bfloat16().to(dtype), turns.sin().bfloat16().to(dtype))
     ahead = DenseLinear(torch.zeros(1, 1))
@@ -107,3 +112,18 @@ def test_bits_of_a_row_do_not_depend_on_rows_after_it() -> None:
     """A token that is verified among drafts is the token that is decoded alone."""
     one, many = (attended(ops(), torch.bfloat16, width, "causal") for width in (1, 6))
     assert one[: HEADS * DIM].equal(many[: HEADS * DIM])
+
+
+def test_attention_of_some_columns() -> None:
+    """Of a product that has gates of the heads, too."""
+    alone, some = (attended(ops(), torch.bfloat16, 6, "causal", beside=n) for n in (0, HEADS * DIM))
+    assert some.equal(alone)
+
+
+def test_other_types_are_left_to_torch() -> None:
+    """Rows in float32, as a head that is computed so has them."""
+    norm, x = Norm(random(96, seed=1).float(), 1e-5), random(3, 96).float()
+    assert ops().norm(x, norm).equal(TorchOps().norm(x, norm))
+    linear, ahead = DenseLinear(random(192, 96, seed=1).float()), DenseLinear(random(96, 96))
+    expected = TorchOps().gated(linear, x, "silu", ahead)
+    assert ops().gated(linear, x, "silu", ahead).equal(expected)

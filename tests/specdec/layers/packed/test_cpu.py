@@ -1,7 +1,6 @@
 """Products with weights in ggml's blocks on a CPU, by our own C++."""
 
 import ctypes
-import logging
 import platform
 import subprocess
 from pathlib import Path
@@ -96,24 +95,15 @@ def test_rows_that_are_not_finite() -> None:
     assert layer(torch.zeros_like(x)).abs().sum() == 0
 
 
-def test_no_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
-    """Weights become numbers, which one line says."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    library.native.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            layers = [linear(weight_of("Q4_K")) for _ in range(2)]
-        assert not any(isinstance(layer, GgufLinear) for layer in layers)
-        assert [record.getMessage() for record in caplog.records] == [
-            f"plain torch computes on this CPU, more slowly: {library.NO_COMPILER}"
-        ]
-    finally:
-        library.native.cache_clear()
+def test_rows_that_do_not_fit() -> None:
+    """Rows of another width or type, and residuals that would only broadcast, are refused."""
+    layer = linear(weight_of("Q4_K"))
+    for x in (random(4, 2 * IN), random(4, IN).float()):
+        with pytest.raises(ValueError, match=f"rows are .*{IN}.*, not"):
+            layer(x)
+    for residual in (random(1, OUT), random(4, OUT).float()):
+        with pytest.raises(ValueError, match="a residual is"):
+            layer(random(4, IN), residual)
 
 
 @pytest.mark.slow
