@@ -37,14 +37,12 @@ def run(
     drafter: Drafter | None,
     prompts: list[list[int]],
     config: EngineConfig,
-    **sampling: object,
+    **sampling: Any,
 ) -> list[list[int]]:
     """Output tokens of every prompt, all queued at once."""
     engine = SpecEngine(verifier, drafter, config)
-    requests = [
-        engine.add_request(p, SamplingParams(max_tokens=MAX_TOKENS, **sampling))
-        for p in prompts  # type: ignore[arg-type]
-    ]
+    params = SamplingParams(max_tokens=MAX_TOKENS, **sampling)
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
     while engine.has_work:
         engine.step()
     assert engine.pool.num_used == 0

@@ -120,15 +120,12 @@ def test_positions_that_few_steps_offered_are_left_out() -> None:
     )
     assert stats.num_offered == [10, 4, 4]
     speed = Speed([10], [1.0])
-    decoder = SimpleNamespace(
+    decoder: Any = SimpleNamespace(
         verifier=SimpleNamespace(name="m", device="cpu", dtype=torch.float32),
         engine=SimpleNamespace(shapes=(BlockShape(3),)),
     )
-    text = format_comparison(
-        Comparison(SamplingParams(), speed, speed, [stats], []),
-        decoder,
-        drafter="d",  # type: ignore[arg-type]
-    )
+    comparison = Comparison(SamplingParams(), speed, speed, [stats], [])
+    text = format_comparison(comparison, decoder, drafter="d")
     assert "drafts offered: 0 in 1 step, 1 in 6 steps, 3 in 4 steps" in text
     rows = [line.split() for line in text.partition("accepted, by position")[2].splitlines()[1:]]
     assert [(row[0], *row[-2:]) for row in rows if row[0].isdigit()] == [("1", "70.0%", "10")]
