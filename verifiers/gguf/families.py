@@ -3,127 +3,34 @@
 What a file does not say, llama.cpp takes for granted in its code for the family, and so do we.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from specdec.base.errors import CheckpointError, UnsupportedModelError
+from specdec.base.errors import UnsupportedModelError
+from verifiers.gguf.entries import (
+    BIAS,
+    BIASES,
+    COUNTS,
+    FULL,
+    LOCAL_COUNTS,
+    SIGMOID,
+    Family,
+    expert_width,
+    experts_of,
+    first_sparse,
+    mixture,
+    needed,
+    partial_rotation,
+    plain,
+    present,
+    windows,
+)
 from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries, numbers_of
-
-Family = Callable[[Facts, Entries], Entries]
-"""What a family adds: from a file, and the entries that all families have, its further entries."""
-
-EXPERTS = {
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-    "n_shared_experts": "expert_shared_count",
-    "first_k_dense_replace": "leading_dense_block_count",
-}
-"""Keys by entries of mixtures; a file may lack any."""
-
-_FULL = "full_attention"
-
-SIGMOID = 2
-"""How llama.cpp writes that experts are scored by a sigmoid."""
-
-_COUNTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-_LOCAL_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-_BIAS = {"attention_bias": "attn_q.bias"}
-_BIASES = {**_BIAS, "mlp_bias": "ffn_up.bias"}
-
-
-def _plain(
-    model_type: str,
-    *more: Family,
-    needs: Mapping[str, str] = {},
-    has: Mapping[str, str] = {},
-    **fixed: Any,
-) -> Family:
-    """A family that is told in a line.
-
-    Args:
-        model_type: in Transformers.
-        more: give some of its entries.
-        needs: keys by entry, which a file has to have.
-        has: tensors by entry, which is whether a file has them.
-        fixed: entries that llama.cpp takes for granted.
-    """
-
-    def family(facts: Facts, entries: Entries) -> Entries:
-        found: Entries = {"model_type": model_type}
-        for one in more:
-            found |= one(facts, entries)
-        return found | _needed(facts, needs) | _present(facts, has) | fixed
-
-    return family
-
-
-def _needed(facts: Facts, keys: Mapping[str, str]) -> Entries:
-    """Values that the file has to have, by entry."""
-    return {entry: facts.need(key) for entry, key in keys.items()}
-
-
-def _present(facts: Facts, tensors: Mapping[str, str]) -> Entries:
-    """Whether the file has tensors, by entry."""
-    return {entry: facts.has(name) for entry, name in tensors.items()}
-
-
-def _partial(facts: Facts, entries: Entries) -> Entries:
-    """RoPE of a part of each head."""
-    share = facts("rope.dimension_count", entries["head_dim"]) / entries["head_dim"]
-    return {"rope_parameters": {**entries["rope_parameters"], "partial_rotary_factor": share}}
-
-
-def _windows(facts: Facts, period: int) -> list[str]:
-    """Kinds of layers: those in the list, or all but every last one of `period` slide."""
-    layers = range(facts.layers)
-    pattern = facts.each("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        slides = [bool(one) for one in pattern]
-    else:
-        period = pattern if isinstance(pattern, int) and pattern else period
-        slides = [(layer + 1) % period != 0 for layer in layers]
-    return ["sliding_attention" if slides[layer] else _FULL for layer in layers]
-
-
-def _experts(facts: Facts, entries: Entries) -> Entries:
-    """Entries of a mixture."""
-    return {entry: value for entry, key in EXPERTS.items() if (value := facts(key)) is not None}
-
-
-def _expert_width(facts: Facts, entries: Entries) -> Entries:
-    """Of families whose configs say it as others say that of a dense MLP."""
-    width = facts("expert_feed_forward_length", entries.get("intermediate_size"))
-    return {"intermediate_size": width}
-
-
-def _moe(facts: Facts, entries: Entries) -> Entries:
-    """Of Qwen's mixtures, whose sizes older files do not say."""
-    sparse = facts.layers_with("ffn_gate_exps.weight")
-    shape = facts.files.shape(f"blk.{_sparse(facts)}.ffn_gate_exps.weight")
-    return {
-        **_needed(facts, _COUNTS),
-        "moe_intermediate_size": facts("expert_feed_forward_length", shape[1]),
-        "mlp_only_layers": [layer for layer in range(facts.layers) if layer not in sparse],
-        "decoder_sparse_step": 1,
-    }
-
-
-def _sparse(facts: Facts) -> int:
-    layers = facts.layers_with("ffn_gate_exps.weight")
-    if not layers:
-        raise CheckpointError(f"{facts.name!r} has no layer with experts; fetch it again")
-    return layers[0]
+from verifiers.gguf.gemma import gemma2, gemma3, gemma4
+from verifiers.gguf.rope import Entries
 
 
 def _llama(facts: Facts, entries: Entries) -> Entries:
     if facts("expert_count"):
-        return {"model_type": "mixtral", **_needed(facts, _LOCAL_COUNTS)}
-    return {"model_type": "llama", **_present(facts, _BIASES)}
+        return {"model_type": "mixtral", **needed(facts, LOCAL_COUNTS)}
+    return {"model_type": "llama", **present(facts, BIASES)}
 
 
 def _mistral3(facts: Facts, entries: Entries) -> Entries:
@@ -141,7 +48,7 @@ def _mistral3(facts: Facts, entries: Entries) -> Entries:
 def _qwen3_5(facts: Facts, entries: Entries) -> Entries:
     heads, mixture = facts.need("ssm.time_step_rank"), bool(facts("expert_count"))
     full = facts.layers_with("attn_q.weight")
-    kinds = [_FULL if layer in full else "linear_attention" for layer in range(facts.layers)]
+    kinds = [FULL if layer in full else "linear_attention" for layer in range(facts.layers)]
     found = {
         "linear_conv_kernel_dim": facts.need("ssm.conv_kernel"),
         "linear_key_head_dim": facts.need("ssm.state_size"),
@@ -149,7 +56,7 @@ def _qwen3_5(facts: Facts, entries: Entries) -> Entries:
         "linear_num_value_heads": heads,
         "linear_value_head_dim": facts.need("ssm.inner_size") // heads,
         "layer_types": kinds,
-        **_partial(facts, entries),
+        **partial_rotation(facts, entries),
     }
     if facts.files.architecture == "qwen3next":
         found |= _qwen_shared(facts, entries)
@@ -163,83 +70,16 @@ def _qwen3_5(facts: Facts, entries: Entries) -> Entries:
 
 def _qwen_shared(facts: Facts, entries: Entries) -> Entries:
     """Of a mixture with an expert that all rows have."""
-    shared = facts.files.shape(f"blk.{_sparse(facts)}.ffn_gate_shexp.weight")[0]
-    return {**_moe(facts, entries), "shared_expert_intermediate_size": shared}
-
-
-def _scalar(facts: Facts, entries: Entries, largest: int) -> int:
-    """What queries are divided by the root of; for the largest model `head_dim` does not count."""
-    wide = entries["num_hidden_layers"] == largest
-    width = entries["hidden_size"] // entries["num_attention_heads"]
-    return int(width if wide else entries["head_dim"])
-
-
-def _gemma2(facts: Facts, entries: Entries) -> Entries:
-    return {
-        "model_type": "gemma2",
-        "query_pre_attn_scalar": _scalar(facts, entries, 46),
-        "sliding_window": facts("attention.sliding_window", 4096),
-        "layer_types": _windows(facts, 2),
-    }
-
-
-def _gemma3(facts: Facts, entries: Entries) -> Entries:
-    local = {"rope_type": "default", "rope_theta": facts("rope.freq_base_swa", 10000.0)}
-    full = {"rope_theta": facts("rope.freq_base", 1000000.0)}
-    slides = facts("attention.sliding_window")
-    return {
-        "model_type": "gemma3_text",
-        "query_pre_attn_scalar": _scalar(facts, entries, 62),
-        "layer_types": _windows(facts, 6) if slides else [_FULL] * facts.layers,
-        "rope_parameters": {
-            "sliding_attention": local,
-            "full_attention": entries["rope_parameters"] | full,
-        },
-    }
-
-
-def _gemma4(facts: Facts, entries: Entries) -> Entries:
-    widths, inputs = facts.each("feed_forward_length"), facts("embedding_length_per_layer_input", 0)
-    kv_heads, kinds = facts.each("attention.head_count_kv"), _windows(facts, 6)
-    of_kinds = dict(zip(kinds, kv_heads, strict=False)) if isinstance(kv_heads, list) else {}
-    experts, local = facts("expert_count", 0), facts("rope.freq_base_swa", 10000.0)
-    valued = facts.layers_with("attn_v.weight")
-    divisors = numbers_of(facts, "rope_freqs.weight") if facts.has("rope_freqs.weight") else [1.0]
-    full = {"rope_type": "proportional", "rope_theta": facts("rope.freq_base", 1000000.0)}
-    full["partial_rotary_factor"] = divisors.count(1.0) / len(divisors)
-    found = {
-        "model_type": "gemma4_text",
-        "head_dim": facts("attention.key_length_swa", entries["head_dim"]),
-        "global_head_dim": facts.need("attention.key_length"),
-        "num_key_value_heads": of_kinds.get("sliding_attention", entries["num_key_value_heads"]),
-        "num_global_key_value_heads": of_kinds.get(_FULL),
-        "attention_k_eq_v": facts.layers_with("attn_k.weight") != valued,
-        "num_kv_shared_layers": facts("attention.shared_kv_layers", 0),
-        "intermediate_size": min(widths) if isinstance(widths, list) else widths,
-        "use_double_wide_mlp": isinstance(widths, list) and min(widths) < max(widths),
-        "hidden_size_per_layer_input": inputs,
-        "layer_types": kinds,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-            _FULL: full,
-        },
-        "enable_moe_block": bool(experts),
-    }
-    if inputs:
-        found["vocab_size_per_layer_input"] = facts.files.shape("per_layer_token_embd.weight")[0]
-    if experts:
-        names = {"num_experts": "expert_count", "top_k_experts": "expert_used_count"}
-        names["moe_intermediate_size"] = "expert_feed_forward_length"
-        found |= _needed(facts, names)
-    return found
+    shared = facts.files.shape(f"blk.{first_sparse(facts)}.ffn_gate_shexp.weight")[0]
+    return {**mixture(facts, entries), "shared_expert_intermediate_size": shared}
 
 
 def _gpt_oss(facts: Facts, entries: Entries) -> Entries:
     return {
         "model_type": "gpt_oss",
-        **_needed(facts, _LOCAL_COUNTS),
-        **_expert_width(facts, entries),
-        "layer_types": _windows(facts, 2),
+        **needed(facts, LOCAL_COUNTS),
+        **expert_width(facts, entries),
+        "layer_types": windows(facts, 2),
         "rope_parameters": entries["rope_parameters"] | {"truncate": False},
     }
 
@@ -250,7 +90,7 @@ def _glm4(facts: Facts, entries: Entries) -> Entries:
             f"{facts.name!r} is the text part of GLM-4V, whose rows are in another order; take its"
             f" safetensors files"
         )
-    return {"model_type": "glm4", **_present(facts, _BIAS), **_partial(facts, entries)}
+    return {"model_type": "glm4", **present(facts, BIAS), **partial_rotation(facts, entries)}
 
 
 def _granite(facts: Facts, entries: Entries) -> Entries:
@@ -260,14 +100,14 @@ def _granite(facts: Facts, entries: Entries) -> Entries:
         "embedding_multiplier": facts("embedding_scale", 1.0),
         "residual_multiplier": facts("residual_scale", 1.0),
         "logits_scaling": facts("logit_scale", 1.0),
-        **_present(facts, _BIASES),
+        **present(facts, BIASES),
     }
 
 
 def _granite_hybrid(facts: Facts, entries: Entries) -> Entries:
     heads, inner = facts.need("ssm.time_step_rank"), facts.need("ssm.inner_size")
     attends, experts = facts.layers_with("attn_q.weight"), facts("expert_count", 0)
-    kinds = [_FULL if layer in attends else "linear_attention" for layer in range(facts.layers)]
+    kinds = [FULL if layer in attends else "linear_attention" for layer in range(facts.layers)]
     counts = facts.each("attention.head_count_kv")
     mamba = {
         "mamba_n_heads": heads,
@@ -280,7 +120,7 @@ def _granite_hybrid(facts: Facts, entries: Entries) -> Entries:
         "mamba_proj_bias": facts.has("ssm_in.bias"),
     }
     if facts("rope.scaling.finetuned", True):  # Bamba goes by the same name, and rotates
-        mamba |= {"attn_layer_indices": attends, **_partial(facts, entries)}
+        mamba |= {"attn_layer_indices": attends, **partial_rotation(facts, entries)}
         return {"model_type": "bamba", "num_key_value_heads": max(counts), **mamba}
     return {
         **_granite(facts, entries),
@@ -305,7 +145,7 @@ def _olmo2(facts: Facts, entries: Entries) -> Entries:
     local = {"rope_type": "default", "rope_theta": facts("rope.freq_base_swa", full["rope_theta"])}
     return {
         "model_type": "olmo3",
-        "layer_types": _windows(facts, 4),
+        "layer_types": windows(facts, 4),
         "rope_parameters": {"sliding_attention": local, "full_attention": full},
     }
 
@@ -316,7 +156,7 @@ def _phi3(facts: Facts, entries: Entries) -> Entries:
         "model_type": "phi3",
         "original_max_position_embeddings": original,
         "sliding_window": facts("attention.sliding_window") or None,
-        **_partial(facts, entries),
+        **partial_rotation(facts, entries),
     }
 
 
@@ -346,9 +186,9 @@ def _deepseek(facts: Facts, entries: Entries) -> Entries:
         found |= _indexed(facts)
     found |= {
         "norm_topk_prob": False,
-        **_experts(facts, entries),
+        **experts_of(facts, entries),
         "n_routed_experts": experts,
-        "first_k_dense_replace": _sparse(facts),
+        "first_k_dense_replace": first_sparse(facts),
     }
     if facts.files.architecture == "glm-dsa":
         return {"model_type": "glm_moe_dsa", **found}
@@ -410,7 +250,7 @@ def _ernie4_5_moe(facts: Facts, entries: Entries) -> Entries:
 
 def _smollm3(facts: Facts, entries: Entries) -> Entries:
     rotated = [int((layer + 1) % 4 != 0) for layer in range(facts.layers)]
-    return {"model_type": "smollm3", "no_rope_layers": rotated, **_present(facts, _BIASES)}
+    return {"model_type": "smollm3", "no_rope_layers": rotated, **present(facts, BIASES)}
 
 
 def _lfm2(facts: Facts, entries: Entries) -> Entries:
@@ -427,7 +267,7 @@ def _lfm2(facts: Facts, entries: Entries) -> Entries:
     return {
         "model_type": "lfm2_moe",
         **found,
-        **_experts(facts, entries),
+        **experts_of(facts, entries),
         "num_experts": facts("expert_count"),
         "num_dense_layers": facts("leading_dense_block_count", 0),
         "norm_topk_prob": True,
@@ -452,31 +292,31 @@ def _gpt2(facts: Facts, entries: Entries) -> Entries:
     }
 
 
-_QWEN3_MOE = _plain("qwen3_moe", _moe, has=_BIAS, norm_topk_prob=True, sliding_window=None)
+_QWEN3_MOE = plain("qwen3_moe", mixture, has=BIAS, norm_topk_prob=True, sliding_window=None)
 
 ARCHITECTURES: dict[str, Family] = {
     "deepseek2": _deepseek,
-    "dots1": _plain(
+    "dots1": plain(
         "dots1",
-        _experts,
+        experts_of,
         needs={"n_routed_experts": "expert_count"},
-        has=_BIAS,
+        has=BIAS,
         sliding_window=None,
     ),
-    "ernie4_5": _plain("ernie4_5", has={"use_bias": "attn_q.bias"}),
+    "ernie4_5": plain("ernie4_5", has={"use_bias": "attn_q.bias"}),
     "ernie4_5-moe": _ernie4_5_moe,
-    "gemma": _plain("gemma", sliding_window=None),
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "gemma4": _gemma4,
+    "gemma": plain("gemma", sliding_window=None),
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
     "glm-dsa": _deepseek,
     "glm4": _glm4,
-    "glm4moe": _plain(
+    "glm4moe": plain(
         "glm4_moe",
-        _experts,
-        _partial,
+        experts_of,
+        partial_rotation,
         needs={"n_routed_experts": "expert_count"},
-        has={**_BIAS, "use_qk_norm": "attn_q_norm.weight"},
+        has={**BIAS, "use_qk_norm": "attn_q_norm.weight"},
         num_nextn_predict_layers=0,
     ),
     "gpt-oss": _gpt_oss,
@@ -487,29 +327,29 @@ ARCHITECTURES: dict[str, Family] = {
     "lfm2moe": _lfm2,
     "llama": _llama,
     "llama4": _llama4,
-    "minimax-m2": _plain(
+    "minimax-m2": plain(
         "minimax_m2",
-        _expert_width,
-        _partial,
-        needs={**_LOCAL_COUNTS, "rotary_dim": "rope.dimension_count"},
+        expert_width,
+        partial_rotation,
+        needs={**LOCAL_COUNTS, "rotary_dim": "rope.dimension_count"},
     ),
     "mistral3": _mistral3,
     "olmo2": _olmo2,
-    "olmoe": _plain("olmoe", needs=_COUNTS, norm_topk_prob=False),
+    "olmoe": plain("olmoe", needs=COUNTS, norm_topk_prob=False),
     "phi3": _phi3,
-    "qwen2": _plain("qwen2", sliding_window=None),
-    "qwen2moe": _plain("qwen2_moe", _qwen_shared, norm_topk_prob=False),
-    "qwen2vl": _plain("qwen2", sliding_window=None),
-    "qwen3": _plain("qwen3", has=_BIAS, sliding_window=None),
+    "qwen2": plain("qwen2", sliding_window=None),
+    "qwen2moe": plain("qwen2_moe", _qwen_shared, norm_topk_prob=False),
+    "qwen2vl": plain("qwen2", sliding_window=None),
+    "qwen3": plain("qwen3", has=BIAS, sliding_window=None),
     "qwen35": _qwen3_5,
     "qwen35moe": _qwen3_5,
     "qwen3moe": _QWEN3_MOE,
     "qwen3next": _qwen3_5,
-    "qwen3vl": _plain("qwen3", has=_BIAS, sliding_window=None),
+    "qwen3vl": plain("qwen3", has=BIAS, sliding_window=None),
     "qwen3vlmoe": _QWEN3_MOE,
-    "seed_oss": _plain("seed_oss", has={**_BIASES, "attention_out_bias": "attn_output.bias"}),
+    "seed_oss": plain("seed_oss", has={**BIASES, "attention_out_bias": "attn_output.bias"}),
     "smollm3": _smollm3,
-    "starcoder2": _plain(
+    "starcoder2": plain(
         "starcoder2",
         needs={"norm_epsilon": "attention.layer_norm_epsilon"},
         has={"use_bias": "attn_q.bias"},

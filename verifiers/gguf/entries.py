@@ -1,0 +1,117 @@
+"""Entries of configs that several families share, from what a GGUF file says."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specdec.base.errors import CheckpointError
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
+
+Family = Callable[[Facts, Entries], Entries]
+"""What a family adds: from a file, and the entries that all families have, its further entries."""
+
+EXPERTS = {
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+}
+"""Keys by entries of mixtures; a file may lack any."""
+
+FULL = "full_attention"
+
+SIGMOID = 2
+"""How llama.cpp writes that experts are scored by a sigmoid."""
+
+COUNTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+LOCAL_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+BIAS = {"attention_bias": "attn_q.bias"}
+BIASES = {**BIAS, "mlp_bias": "ffn_up.bias"}
+
+
+def plain(
+    model_type: str,
+    *more: Family,
+    needs: Mapping[str, str] = {},
+    has: Mapping[str, str] = {},
+    **fixed: Any,
+) -> Family:
+    """A family that is told in a line.
+
+    Args:
+        model_type: in Transformers.
+        more: give some of its entries.
+        needs: keys by entry, which a file has to have.
+        has: tensors by entry, which is whether a file has them.
+        fixed: entries that llama.cpp takes for granted.
+    """
+
+    def family(facts: Facts, entries: Entries) -> Entries:
+        found: Entries = {"model_type": model_type}
+        for one in more:
+            found |= one(facts, entries)
+        return found | needed(facts, needs) | present(facts, has) | fixed
+
+    return family
+
+
+def needed(facts: Facts, keys: Mapping[str, str]) -> Entries:
+    """Values that the file has to have, by entry."""
+    return {entry: facts.need(key) for entry, key in keys.items()}
+
+
+def present(facts: Facts, tensors: Mapping[str, str]) -> Entries:
+    """Whether the file has tensors, by entry."""
+    return {entry: facts.has(name) for entry, name in tensors.items()}
+
+
+def partial_rotation(facts: Facts, entries: Entries) -> Entries:
+    """RoPE of a part of each head."""
+    share = facts("rope.dimension_count", entries["head_dim"]) / entries["head_dim"]
+    return {"rope_parameters": {**entries["rope_parameters"], "partial_rotary_factor": share}}
+
+
+def windows(facts: Facts, period: int) -> list[str]:
+    """Kinds of layers: those in the list, or all but every last one of `period` slide."""
+    layers = range(facts.layers)
+    pattern = facts.each("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        slides = [bool(one) for one in pattern]
+    else:
+        period = pattern if isinstance(pattern, int) and pattern else period
+        slides = [(layer + 1) % period != 0 for layer in layers]
+    return ["sliding_attention" if slides[layer] else FULL for layer in layers]
+
+
+def experts_of(facts: Facts, entries: Entries) -> Entries:
+    """Entries of a mixture."""
+    return {entry: value for entry, key in EXPERTS.items() if (value := facts(key)) is not None}
+
+
+def expert_width(facts: Facts, entries: Entries) -> Entries:
+    """Of families whose configs say it as others say that of a dense MLP."""
+    width = facts("expert_feed_forward_length", entries.get("intermediate_size"))
+    return {"intermediate_size": width}
+
+
+def mixture(facts: Facts, entries: Entries) -> Entries:
+    """Of Qwen's mixtures, whose sizes older files do not say."""
+    sparse = facts.layers_with("ffn_gate_exps.weight")
+    shape = facts.files.shape(f"blk.{first_sparse(facts)}.ffn_gate_exps.weight")
+    return {
+        **needed(facts, COUNTS),
+        "moe_intermediate_size": facts("expert_feed_forward_length", shape[1]),
+        "mlp_only_layers": [layer for layer in range(facts.layers) if layer not in sparse],
+        "decoder_sparse_step": 1,
+    }
+
+
+def first_sparse(facts: Facts) -> int:
+    layers = facts.layers_with("ffn_gate_exps.weight")
+    if not layers:
+        raise CheckpointError(f"{facts.name!r} has no layer with experts; fetch it again")
+    return layers[0]
