@@ -1,10 +1,15 @@
-"""How sure an accuracy is, and a difference between two sides that answered the same questions."""
+"""How sure a figure is, and a difference between two sides that answered the same questions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import comb, sqrt
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
 
 NORMAL = 1.959963984540054
 """Standard deviations on both sides of which 95 % of a normal distribution lie."""
@@ -61,3 +66,113 @@ def paired(one: str, other: str) -> dict[str, Any]:
     pairs = list(zip(one, other, strict=True))
     alone, against = pairs.count(("1", "0")), pairs.count(("0", "1"))
     return {"first_only": alone, "second_only": against, "p": mcnemar(alone, against)}
+
+
+DRAWS = 10_000
+"""Samples that a bootstrap draws."""
+SEED = 0
+FEW = 20
+"""Conversations below which intervals of a bootstrap come out too narrow."""
+
+
+def drawn_sums(columns: Array, *, draws: int = DRAWS, seed: int = SEED) -> Array:
+    """Sums of columns over rows that are drawn with replacement, as many as there are (Efron 1979).
+
+    Columns are summed over the same rows, so that two sides' figures of one draw are paired.
+
+    Args:
+        columns: [n, m], a row for each conversation.
+
+    Returns:
+        [draws, m].
+
+    >>> sums = drawn_sums(np.array([[1.0, 10.0], [2.0, 20.0]]))
+    >>> sums.shape, bool((sums[:, 1] == 10 * sums[:, 0]).all()), interval(sums[:, 0] / 2)
+    ((10000, 2), True, (1.0, 2.0))
+    """
+    num_rows = len(columns)
+    rng, share = np.random.default_rng(seed), np.full(num_rows, 1 / num_rows)
+    chunk = max(1, 2**22 // num_rows)  # counts of 32 MiB at once
+    sizes = [min(chunk, draws - start) for start in range(0, draws, chunk)]
+    return np.concatenate([rng.multinomial(num_rows, share, size) @ columns for size in sizes])
+
+
+def interval(draws: Array) -> tuple[float, float] | None:
+    """The 95 % interval of a figure whose draws these are, by percentiles; None without any.
+
+    >>> interval(np.arange(1001.0))
+    (25.0, 975.0)
+    """
+    if not len(draws):
+        return None
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def no_difference(differences: Array) -> float:
+    """The two-sided p of a difference whose draws these are: how likely so much is where there is
+    none. At least 2 / (draws + 1).
+
+    >>> no_difference(np.zeros(99)), no_difference(np.ones(99)), no_difference(np.arange(-9.0, 90))
+    (1.0, 0.02, 0.22)
+    """
+    least = min((differences <= 0).sum(), (differences >= 0).sum())
+    return float(min(1.0, 2 * (least + 1) / (len(differences) + 1)))
+
+
+TAU, MEAN_TAU = slice(0, 2), slice(2, 4)
+"""Columns of `conversations` whose sums are a figure's numerator and denominator."""
+
+
+def conversations(columns: Mapping[str, Sequence[int]]) -> dict[int, Array]:
+    """Of every conversation with verify steps tokens emitted, verify steps, the sum of its answers'
+    own tau, and their number.
+
+    Args:
+        columns: `answers` of a row of a report.
+
+    >>> conversations({"item": [0, 1, 0], "num_emitted": [6, 0, 4], "num_steps": [2, 0, 4]})
+    {0: array([10.,  6.,  4.,  2.])}
+    """
+    found: dict[int, Array] = {}
+    for item, emitted, steps in zip(
+        columns["item"], columns["num_emitted"], columns["num_steps"], strict=True
+    ):
+        if steps:
+            found.setdefault(item, np.zeros(4))
+            found[item] += (emitted, steps, emitted / steps, 1)
+    return found
+
+
+def quotient(sums: Array, of: slice) -> Array:
+    """A figure of every draw."""
+    top, bottom = np.moveaxis(sums[..., of], -1, 0)
+    return top / bottom
+
+
+def intervals(columns: Mapping[str, Sequence[int]], items: Iterable[int]) -> dict[str, Any]:
+    """95 % intervals of both kinds of tau over some conversations; null for fewer than two."""
+    rows = [row for item, row in conversations(columns).items() if item in set(items)]
+    draws = drawn_sums(np.array(rows)) if len(rows) > 1 else np.empty((0, 4))
+    return {
+        "tau_interval": interval(quotient(draws, TAU)),
+        "mean_tau_interval": interval(quotient(draws, MEAN_TAU)),
+    }
+
+
+def mean_of_tasks(columns: Mapping[str, Sequence[int]], tasks: Sequence[str | None]) -> Array:
+    """The mean of the tasks' tau in every draw, each task drawn from its own conversations; empty
+    where one has fewer than two.
+
+    Args:
+        columns: `answers` of a row of a report.
+        tasks: of every item of the set; items without one are left out.
+    """
+    rows = conversations(columns)
+    taus = []
+    for seed, task in enumerate(task for task in dict.fromkeys(tasks) if task is not None):
+        own = [row for item, row in rows.items() if tasks[item] == task]
+        if len(own) < 2:
+            return np.empty(0)
+        taus.append(quotient(drawn_sums(np.array(own), seed=seed), TAU))
+    return np.mean(taus, axis=0)

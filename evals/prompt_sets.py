@@ -5,6 +5,7 @@ package or with Python.
 import hashlib
 import json
 import platform
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -21,6 +22,14 @@ from specdec.base.packages import install_command
 BUNDLED = "bundled"
 BUNDLED_FILE = Path(__file__).parent / "data" / "problems.json"
 
+MT_BENCH = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+"""Categories of MT-Bench."""
+
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+"""How turns of SPEED-Bench begin that its own program has yet to fetch."""
+
 Row = dict[str, Any]
 
 
@@ -32,11 +41,13 @@ class Item:
         item_id: unique within the set.
         turns: what the user says; later turns follow the target's own answers.
         answer: the expected final answer where the set has one.
+        category: as the row has it; None where it has none.
     """
 
     item_id: str
     turns: tuple[str, ...]
     answer: str | None = None
+    category: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,32 @@ class PromptSet:
     def sha256(self) -> str:
         """Hash of every turn in order; two reports with the same hash asked the same."""
         return hashlib.sha256(json.dumps([item.turns for item in self.items]).encode()).hexdigest()
+
+    @property
+    def tasks(self) -> list[str | None]:
+        """Of every item the task that tables report it under: its category. Beside tasks of other
+        kinds the eight of MT-Bench are one, as Spec-Bench reports them.
+
+        >>> rows = [Item(str(i), ("?",), category=name) for i, name in enumerate(sorted(MT_BENCH))]
+        >>> PromptSet("a", "a file", tuple(rows)).tasks[:2]
+        ['coding', 'extraction']
+        >>> PromptSet("a", "a file", (*rows, Item("8", ("?",), category="rag"))).tasks[-2:]
+        ['mt-bench', 'rag']
+        """
+        merged = {item.category for item in self.items} > MT_BENCH
+        return [
+            "mt-bench" if merged and item.category in MT_BENCH else item.category
+            for item in self.items
+        ]
+
+    def asked(self, turn: int) -> list[int]:
+        """Numbers of the items that have a turn."""
+        return [index for index, item in enumerate(self.items) if turn < len(item.turns)]
+
+    def answered(self, *, raw: bool = False) -> list[int]:
+        """Numbers of the items of a pass's answers, see `evals.runner.Pass`."""
+        turns = range(1 if raw else self.num_turns)
+        return [index for turn in turns for index in self.asked(turn)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +149,21 @@ SET_NAMES = (BUNDLED, *_SOURCES, *MANUAL_KINDS)
 
 
 def load_prompt_set(
-    name: str, *, files: Mapping[str, str] | None = None, limit: int | None = None
+    name: str,
+    *,
+    files: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    per_category: int | None = None,
 ) -> PromptSet:
     """Loads one set.
 
     Args:
         name: one of `SET_NAMES`, or any name that `files` has.
         files: local JSONL file by name of the set. Rows of a set of the user's own have `turns` (a
-            list), `prompt`, `question` or `problem`, and perhaps `answer`.
+            list), `messages`, `prompt`, `question` or `problem`, and perhaps `answer` and
+            `category`.
         limit: only the first rows.
+        per_category: only the first rows of every category.
 
     Raises:
         InvalidInputError: an unknown name (the message has near ones), a missing or malformed file,
@@ -151,7 +194,23 @@ def load_prompt_set(
             f"limit is {limit} and prompt set {name!r} has {len(rows)} rows; choose 1 to"
             f" {len(rows)}"
         )
-    return PromptSet(name, source, tuple(_item(name, place, row) for place, row in rows[:limit]))
+    items = [_item(name, place, row) for place, row in rows[:limit]]
+    if per_category is not None:
+        if per_category < 1:
+            raise InvalidInputError(f"per_category is {per_category}; it must be 1 or more rows")
+        if all(item.category is None for item in items):
+            raise InvalidInputError(
+                f"prompt set {name!r} has no categories to take {per_category} rows of each from;"
+                f" bound it with --limit"
+            )
+        seen: Counter[str | None] = Counter()
+        kept = []
+        for item in items:
+            seen[item.category] += 1
+            if seen[item.category] <= per_category:
+                kept.append(item)
+        items = kept
+    return PromptSet(name, source, tuple(items))
 
 
 def parse_data(pairs: Sequence[str], names: Sequence[str], option: str) -> dict[str, str]:
@@ -205,9 +264,18 @@ def _item(name: str, place: str, row: Row) -> Item:
         raise InvalidInputError(
             f"{place} has an empty turn or one that is not a string; give every turn some text"
         )
-    return Item(
-        str(row.get("id", row.get("question_id", row.get("task_id", place)))), turns, _answer(row)
-    )
+    if any(turn.startswith(_PLACEHOLDER) for turn in turns):
+        raise InvalidInputError(
+            f"{place} holds a placeholder in place of its text; have SPEED-Bench's own prepare.py"
+            f" fetch it, and name the file that this writes"
+        )
+    category = row.get("category")
+    if category is not None and not (isinstance(category, str) and category.strip()):
+        raise InvalidInputError(
+            f"{place} has category {category!r}; give it some text, or leave it out"
+        )
+    name = str(row.get("id", row.get("question_id", row.get("task_id", place))))
+    return Item(name, turns, _answer(row), category)
 
 
 def _own_turns(row: Row) -> Sequence[str]:
@@ -216,10 +284,28 @@ def _own_turns(row: Row) -> Sequence[str]:
         if not isinstance(turns, list):
             raise TypeError(turns)
         return turns
+    if "messages" in row:
+        return _user_turns(row["messages"])
     for field in ("prompt", "question", "problem"):
         if field in row:
             return [row[field]]
-    raise KeyError("turns, prompt, question or problem")
+    raise KeyError("turns, messages, prompt, question or problem")
+
+
+def _user_turns(messages: Any) -> list[str]:
+    """What the user says, where nobody else says anything.
+
+    >>> _user_turns([{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
+    ['one', 'two']
+    """
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise TypeError(messages)
+    if others := sorted({str(one["role"]) for one in messages} - {"user"}):
+        raise InvalidInputError(
+            f"messages have a turn of {others[0]!r}; leave it out, for the target answers every"
+            f" turn of the user itself"
+        )
+    return [one["content"] for one in messages]
 
 
 def _answer(row: Row) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from functools import partial
 from evals.prompt_sets import Item, PromptSet
 from specdec.base.errors import SpecDecError
 from specdec.base.metrics import AcceptanceStats
-from specdec.engine.requests.request import Request
+from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle
@@ -26,14 +27,25 @@ OnTurn = Callable[[int, int], OnStep]
 
 
 @dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds of one request from where it gets its place among those that are decoded at once: to
+    its first token, and to its last.
+    """
+
+    first: float
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
 class Decoded:
     """What a system made of one prompt: output tokens, verify steps (none when it tells nothing of
-    them), and what went wrong.
+    them), what went wrong, and when it came, where that is known.
     """
 
     token_ids: list[int]
     stats: AcceptanceStats
     error: str | None = None
+    latency: Latency | None = None
 
 
 Generate = Callable[[Sequence[list[int]], Sequence[SamplingParams], OnStep | None], list[Decoded]]
@@ -47,6 +59,7 @@ class Answer:
     prompt_token_ids: list[int]
     token_ids: list[int]
     stats: AcceptanceStats
+    latency: Latency | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +109,7 @@ def run_set(
     answers: list[Answer] = []
     seconds = 0.0
     for turn in range(1 if raw else prompts.num_turns):
-        asked = [index for index, item in enumerate(prompts.items) if turn < len(item.turns)]
+        asked = prompts.asked(turn)
         for index in asked:
             histories[index].append({"role": "user", "content": prompts.items[index].turns[turn]})
         inputs = [_tokens(decoder, prompts.items[index], histories[index], raw) for index in asked]
@@ -108,7 +121,7 @@ def run_set(
         for index, prompt, result in zip(asked, inputs, results, strict=True):
             if result.error is not None:
                 raise SpecDecError(f"{prompts.name} {prompts.items[index].item_id}: {result.error}")
-            answers.append(Answer(prompt, result.token_ids, result.stats))
+            answers.append(Answer(prompt, result.token_ids, result.stats, result.latency))
             text = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
             histories[index].append({"role": "assistant", "content": text})
     return Pass(answers, seconds)
@@ -151,11 +164,55 @@ def _decode(
         for prompt, sampling in zip(inputs, samplings, strict=True):
             handles.append(session.submit(prompt, sampling, incremental=False, text=False))
         requests = [handle.request for handle in handles]
-        session.run_until(
-            lambda: session.idle, None if on_step is None else partial(on_step, requests)
-        )
+        clock = _Clock(requests)
+
+        def follow() -> None:
+            clock.look()
+            if on_step is not None:
+                on_step(requests)
+
+        session.run_until(lambda: session.idle, follow)
     finally:
         for handle in handles:
             handle.cancel()
     results = [handle.result() for handle in handles]
-    return [Decoded(result.token_ids, result.stats, result.error) for result in results]
+    return [
+        Decoded(result.token_ids, result.stats, result.error, latency)
+        for result, latency in zip(results, clock.latencies, strict=True)
+    ]
+
+
+class _Clock:
+    """Notes after every step which requests got a place, their first token, their last one.
+
+    Args:
+        requests: in the order in which the scheduler takes them.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.latencies: list[Latency | None] = [None] * len(requests)
+        # One that decoding for room in the queue has begun with has an unknown start.
+        self._waiting = deque(
+            (i, one) for i, one in enumerate(requests) if one.status is Status.WAITING
+        )
+        self._open: list[tuple[int, Request]] = []
+        self._started: dict[int, float] = {}
+        self._first: dict[int, float] = {}
+        self._before = time.perf_counter()
+
+    def look(self) -> None:
+        """Called after every step; a request that it gave a place began where the step did."""
+        now, still = time.perf_counter(), []
+        while self._waiting and self._waiting[0][1].status is not Status.WAITING:
+            index, request = self._waiting.popleft()
+            self._started[index] = self._before
+            self._open.append((index, request))
+        for index, request in self._open:
+            if request.output_token_ids:
+                self._first.setdefault(index, now)
+            if request.status is not Status.FINISHED:
+                still.append((index, request))
+            elif index in self._first:
+                start = self._started[index]
+                self.latencies[index] = Latency(self._first[index] - start, now - start)
+        self._open, self._before = still, now

@@ -17,7 +17,7 @@ from evals.bench.tree_step import tree_step
 from evals.peers.peer import Peer, load_peer
 from evals.prompt_sets import PromptSet
 from evals.report.report import new_report
-from evals.report.table import PLAIN, side_name
+from evals.report.sides import PLAIN, side_name
 from evals.roofline import bound, measured_bandwidth
 from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
 from evals.speed import time_split
@@ -177,7 +177,7 @@ class Bench:
         key = {"prompt_set": prompts.name, "temperature": temperature, "concurrency": concurrency}
         rows = [
             key
-            | side.row(sides[0])
+            | side.row(sides[0], prompts, raw=config.raw)
             | {"roofline": self._roofline(side, concurrency), "tree_step": None}
             for side in sides
         ]

@@ -16,7 +16,7 @@ from evals.bench.side import Side
 from evals.prompt_sets import PromptSet
 from evals.report.provenance import provenance
 from evals.report.report import new_report
-from evals.report.table import PLAIN, side_name
+from evals.report.sides import PLAIN, side_name
 from evals.roofline import measured_bandwidth
 from evals.runner import Answer, Pass, most_tokens
 from specdec.base.errors import SpecDecError
@@ -133,7 +133,10 @@ class ClusterBench:
                 "concurrency": concurrency,
             }
             report["rows"] += [
-                key | side.row(sides[0]) | {"roofline": None, "tree_step": None} for side in sides
+                key
+                | side.row(sides[0], prompts, raw=config.raw)
+                | {"roofline": None, "tree_step": None}
+                for side in sides
             ]
             report["complete"] = number == len(cells)
             yield report

@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=whole_number, metavar="N", help="only the first N rows of every set")
     add(
+        "--per-category",
+        type=whole_number,
+        metavar="N",
+        help="only the first N rows of every category of a set, such as MT-Bench's",
+    )
+    add(
         "--raw",
         action="store_true",
         help="continue the prompts as they are, without the chat template",
@@ -267,7 +273,10 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
 
     files = parse_data(args.data, args.sets, "--sets")
     return BenchConfig(
-        sets=tuple(load_prompt_set(name, files=files, limit=args.limit) for name in args.sets),
+        sets=tuple(
+            load_prompt_set(name, files=files, limit=args.limit, per_category=args.per_category)
+            for name in args.sets
+        ),
         drafters=tuple(args.drafter),
         num_draft_tokens=tuple(args.num_draft_tokens),
         trees=tuple(nodes for nodes in args.tree_nodes if nodes is not None),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from evals.prompt_sets import PromptSet
-from evals.report.table import PLAIN
+from evals.report.sides import PLAIN
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
@@ -122,6 +122,7 @@ class BenchConfig:
                 "source": one.source,
                 "num_items": len(one.items),
                 "sha256": one.sha256,
+                "tasks": one.tasks if any(one.tasks) else [],
             }
             for one in self.sets
         ]

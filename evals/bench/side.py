@@ -7,8 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from evals.bench import answers
+from evals.certainty import intervals
 from evals.divergence import first_divergence
 from evals.peers.peer import Peer
+from evals.prompt_sets import PromptSet
 from evals.runner import Pass
 from evals.speed import Speed
 from specdec.base.metrics import mean_tau, pooled
@@ -37,11 +40,17 @@ class Side:
         """Of its passes."""
         return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
 
-    def row(self, plain: Side) -> dict[str, Any]:
+    def row(self, plain: Side, prompts: PromptSet, *, raw: bool) -> dict[str, Any]:
         """Figures of the side beside plain decoding; those of acceptance come from its first timed
         pass.
+
+        Args:
+            plain: the side that ratios refer to.
+            prompts, raw: what the passes were asked, see `evals.runner.run_set`.
         """
         first = self.passes[0].answers
+        columns = answers.columns_of(first, prompts.answered(raw=raw))
+        tasks = answers.by_task(self.passes, plain.passes, prompts, raw=raw)
         stats = [answer.stats for answer in first]
         differing = [
             index
@@ -57,9 +66,19 @@ class Side:
             "ratio": self.speed.ratio(plain.speed),
             "acceptance": None
             if self.peer
-            else pooled(stats).to_dict() | {"mean_tau": mean_tau(stats)},
+            else pooled(stats).to_dict()
+            | {"mean_tau": mean_tau(stats)}
+            | intervals(columns, columns["item"])
+            | {
+                "by_context": answers.by_context(first),
+                "by_output": answers.by_output(first),
+            },
             "peer_tau": self.peer.tau if self.peer else None,
             "tau_per_answer": [] if self.peer else [one.tau for one in stats],
+            "answers": columns,
+            "tasks": tasks,
+            "task_mean": answers.task_mean(tasks, columns, prompts),
+            "latency": answers.latency(self.passes),
             "differing_answers": differing,
             "time_split": self.time_split,
         }

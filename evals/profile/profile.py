@@ -13,7 +13,8 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from evals.report.table import align, drafts_name
+from evals.report.grid import align
+from evals.report.sides import drafts_name
 from evals.roofline import measured_bandwidth, step_bytes, synchronize
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.base.writing import check_writable, write_atomically

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evals.report.table import PLAIN, short_name, side_name
+from evals.report.sides import PLAIN, short_name, side_name
 from evals.speed import TIME_PARTS
 
 SIZE = (4.6, 3.2)

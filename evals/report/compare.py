@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from evals.report.grid import align
 from evals.report.report import Report
-from evals.report.table import align, judged, part_title
+from evals.report.sides import part_title
+from evals.report.table import judged
 from specdec.base.errors import InvalidInputError
 
 Key = tuple[Any, ...]

@@ -10,7 +10,8 @@ from typing import Any
 
 from evals.report import charts
 from evals.report.report import Report
-from evals.report.table import bench_table, eval_table, side_name
+from evals.report.sides import side_name
+from evals.report.table import bench_table, eval_table
 from evals.report.tree import STYLE, draw_tree
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command

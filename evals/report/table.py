@@ -5,10 +5,11 @@ from statistics import median
 from typing import Any
 
 from evals.certainty import paired
+from evals.report.bench_grids import bench_grids, certainty_note, figures
+from evals.report.grid import align
 from evals.report.report import Report
+from evals.report.sides import PLAIN, part_title, short_name
 from specdec.cli.summary import counted
-
-PLAIN = "none"
 
 MOST_SHOWN = 10
 """Differing samples that are listed one by one."""
@@ -45,7 +46,9 @@ def bench_table(report: Report) -> list[str]:
             "ratio",
             "of bound",
             "tau",
+            "95 %",
             "mean",
+            "95 %",
             "same output",
         )
     ]
@@ -53,12 +56,7 @@ def bench_table(report: Report) -> list[str]:
         speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
         plain = row["drafter"] == PLAIN
         limit = row["roofline"]
-        own = (
-            (row.get("peer_tau"), None)
-            if acceptance is None
-            else (acceptance["tau"], acceptance["mean_tau"])
-        )
-        tau = ["" if one is None else f"{one:.2f}" for one in own]
+        tau = figures({"tau": row.get("peer_tau")} if acceptance is None else acceptance)[:4]
         rows.append(
             (
                 row["prompt_set"],
@@ -88,8 +86,10 @@ def bench_table(report: Report) -> list[str]:
         f" {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
         "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers'"
         " own tau.",
+        *certainty_note(report),
         *_engines(report["settings"].get("num_engines")),
         *_shapes_and_ranks(report["rows"]),
+        *(line for grid in bench_grids(report) for line in ("", *grid.lines())),
     ]
 
 
@@ -284,36 +284,6 @@ def eval_table(report: Report) -> list[str]:
     return lines[:-1]
 
 
-def short_name(drafter: str, width: int = 24) -> str:
-    """The end of a long name, which tells checkpoints apart better than the start.
-
-    >>> short_name("ngram"), short_name("a/very/long/path/to/a/drafter", 12)
-    ('ngram', '…o/a/drafter')
-    """
-    return drafter if len(drafter) <= width else "…" + drafter[-(width - 1) :]
-
-
-def drafts_name(k: int | str) -> str:
-    """What a side's drafts are called.
-
-    >>> drafts_name(7), drafts_name("auto"), drafts_name("tree 16")
-    ('k=7', 'k=auto', 'tree 16')
-    """
-    return str(k) if str(k).startswith("tree") else f"k={k}"
-
-
-def side_name(drafter: str, k: int | str, width: int = 24) -> str:
-    """A side of a part of a sweep, the drafter's name in at most `width` characters."""
-    return "plain" if drafter == PLAIN else f"{short_name(drafter, width)} {drafts_name(k)}"
-
-
-def part_title(
-    prompt_set: str, temperature: float, concurrency: int, drafter: str, k: int | str
-) -> str:
-    """A side and the part of a sweep that it belongs to."""
-    return f"{prompt_set} T={temperature:g} c={concurrency} {side_name(drafter, k)}"
-
-
 def steps_of_shapes(steps: Mapping[str, int]) -> str:
     """Verify steps by their drafts, see `AcceptanceStats.steps_by_shape`.
 
@@ -338,24 +308,6 @@ def _by_part(drafter: str, by_part: Sequence[Sequence[float]]) -> str:
 
 def _shares(values: Sequence[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
-
-
-def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    """Lines with columns of equal width, two spaces apart; columns in `left` begin, the others end
-    together.
-
-    >>> align([("a", "1"), ("bcd", "22")], left=(0,))
-    ['a     1', 'bcd  22']
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _head(report: Report) -> list[str]:

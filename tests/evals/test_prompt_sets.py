@@ -1,5 +1,6 @@
 """Prompt sets: the bundled problems, local files, and what is said about bad ones."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,59 @@ def test_rows_of_local_files_become_turns(
     assert prompts.items[0].turns == turns
     assert prompts.items[0].answer == answer
     assert prompts.num_turns == len(turns)
+
+
+def test_categories_are_kept_and_rows_taken_of_each(tmp_path: Path) -> None:
+    """Spec-Bench's shape, and SPEED-Bench's as its own program writes it; catches a category that
+    is dropped, and the first category alone.
+    """
+    rows: list[dict[str, Any]] = [
+        {"question_id": 81, "category": "writing", "turns": ["one", "two"]},
+        {"question_id": 82, "category": "writing", "turns": ["three", "four"]},
+        {"question_id": "9f", "category": "qa", "sub_category": None, "turns": ["five"]},
+        {
+            "question_id": "a0",
+            "category": "qa",
+            "messages": [{"role": "user", "content": turn} for turn in ("six", "seven")],
+        },
+    ]
+    file = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    prompts = load_prompt_set("spec", files={"spec": file})
+    assert prompts.tasks == ["writing", "writing", "qa", "qa"]
+    assert [item.item_id for item in prompts.items] == ["81", "82", "9f", "a0"]
+    assert prompts.items[3].turns == ("six", "seven")
+    first = load_prompt_set("spec", files={"spec": file}, per_category=1)
+    assert [item.item_id for item in first.items] == ["81", "9f"]
+    mt_bench = load_prompt_set("mt-bench", files={"mt-bench": file}, limit=2)
+    assert mt_bench.tasks == ["writing", "writing"]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (
+            {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"], "category": "a"},
+            {},
+            "rows.jsonl:1 holds a placeholder",
+        ),
+        ({"turns": ["a"], "category": 3}, {}, "category 3"),
+        ({"turns": ["a"]}, {"per_category": 2}, "has no categories to take 2 rows of each from"),
+        ({"turns": ["a"], "category": "a"}, {"per_category": 0}, "per_category is 0"),
+        (
+            {"messages": [{"role": "system", "content": "a"}]},
+            {},
+            "messages have a turn of 'system'",
+        ),
+        ({"messages": ["a"]}, {}, "lacks a list of turns"),
+        ({"messages": [{"role": "user"}]}, {}, "lacks content"),
+    ],
+)
+def test_rows_of_benchmarks_that_cannot_be_asked_are_refused(
+    row: dict[str, Any], options: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    file = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        load_prompt_set("mine", files={"mine": file}, **options)
 
 
 @pytest.mark.parametrize(

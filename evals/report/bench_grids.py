@@ -1,0 +1,183 @@
+"""What a bench report says beside its table of sides: by task, by position, by length, and speed
+against latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from evals.certainty import DRAWS, FEW
+from evals.report.grid import Grid
+from evals.report.report import Report
+from evals.report.sides import PLAIN, side_of
+from evals.report.tasks import MEAN, TaskTable, task_tables
+
+Row = dict[str, Any]
+
+
+def bench_grids(report: Report) -> Iterator[Grid]:
+    """Those that the report has figures for."""
+    for table in task_tables(report):
+        if len(table.tasks) > 1:
+            yield task_grid(table)
+    rows = report["rows"]
+    first = [row for row in rows if row["concurrency"] == rows[0]["concurrency"]]
+    for grid in (
+        position_grid(first),
+        length_grid(first, "by_context", "tau by the tokens before a step, prompt included"),
+        length_grid(first, "by_output", "tau by the output tokens before a step"),
+        serving_grid(rows),
+    ):
+        if grid.rows:
+            yield grid
+
+
+def task_grid(table: TaskTable) -> Grid:
+    """A line for every side of every task, and for the mean of the tasks."""
+    rows = []
+    for task in (*table.tasks, MEAN):
+        for side in table.sides:
+            if (side, task) in table.of:
+                rows.append((task, side.name(), *figures(table.of[side, task])))
+    whose = "those of one request, from its place among those at once to its last token"
+    return Grid(
+        f"by task ({table.title})",
+        ("task", "side", "tau", "95 %", "mean", "95 %", "tokens/s", "ratio"),
+        rows,
+        (0, 1),
+        (
+            "tau: pooled over the task's steps; mean: of its answers' own tau; the last lines:"
+            " the mean of the tasks.",
+            *([f"tokens/s: {whose}."] if table.by_request else []),
+        ),
+    )
+
+
+def figures(of: Mapping[str, Any]) -> tuple[str, ...]:
+    """Six cells: tau, the mean of the answers' own, each with its interval; speed and ratio."""
+    cells: list[str] = []
+    for name in ("tau", "mean_tau"):
+        value = of.get(name)
+        cells += "" if value is None else f"{value:.2f}", span(of.get(f"{name}_interval"))
+    speed, ratio = of.get("tokens_per_second"), of.get("ratio")
+    cells += "" if speed is None else f"{speed:.1f}", "" if ratio is None else f"{ratio:.2f}x"
+    return tuple(cells)
+
+
+def span(interval: Sequence[float] | None) -> str:
+    """An interval.
+
+    >>> span((1.0, 2.345)), span(None)
+    ('1.00-2.35', '')
+    """
+    return "" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+
+
+def certainty_note(report: Report) -> list[str]:
+    """What intervals are, where there are any."""
+    rows = [row for row in report["rows"] if row.get("answers")]
+    if not rows:
+        return []
+    few = min(len({*row["answers"]["item"]}) for row in rows) < FEW
+    return [
+        f"95 %: interval by bootstrap over conversations, {DRAWS:,} draws"
+        + (f"; too narrow for fewer than {FEW} of them." if few else ".")
+    ]
+
+
+def position_grid(rows: Iterable[Row]) -> Grid:
+    """Acceptance by the position of a draft."""
+    own = [row for row in rows if row["acceptance"] and row["acceptance"]["acceptance_rate"]]
+    most = max((len(row["acceptance"]["acceptance_rate"]) for row in own), default=0)
+    return _columns(
+        "drafts accepted by position, of the steps that offered one there",
+        own,
+        [str(number) for number in range(1, most + 1)],
+        lambda row, place: _at(row["acceptance"]["acceptance_rate"], place),
+    )
+
+
+def length_grid(rows: Iterable[Row], field: str, title: str) -> Grid:
+    """Tau by a length, see `evals.bench.answers.by_length`."""
+    own = [row for row in drafting(rows) if row["acceptance"].get(field)]
+    ends = sorted({one["end"]: one for row in own for one in row["acceptance"][field]}.items())
+    if len(ends) < 2:
+        return Grid(title, (), ())
+
+    def cell(row: Row, place: int) -> str:
+        found = {one["end"]: one["tau"] for one in row["acceptance"][field]}
+        tau = found.get(ends[place][0])
+        return "" if tau is None else f"{tau:.2f}"
+
+    return _columns(title, own, [length_range(one) for _, one in ends], cell)
+
+
+def length_range(one: Mapping[str, Any]) -> str:
+    """The tokens of a range.
+
+    >>> length_range({"start": 128, "end": 256})
+    '128-255'
+    """
+    return f"{one['start']}-{one['end'] - 1}"
+
+
+def serving_grid(rows: Iterable[Row]) -> Grid:
+    """Speed in all against that of one request, and latency, over concurrency."""
+    cells = []
+    for row in rows:
+        latency = row.get("latency")
+        if latency:
+            ms = latency["ms_per_token"]
+            cells.append(
+                (
+                    f"{row['prompt_set']} T={row['temperature']:g}",
+                    side_of(row).name(),
+                    str(row["concurrency"]),
+                    f"{row['speed']['tokens_per_second']['median']:.1f}",
+                    f"{latency['request_tokens_per_second']['median']:.1f}",
+                    f"{latency['request_tokens_per_second']['worst_tenth']:.1f}",
+                    f"{ms['median']:.2f}" if ms else "",
+                    f"{ms['worst_tenth']:.2f}" if ms else "",
+                    f"{latency['first_token_ms']['median']:.1f}",
+                )
+            )
+    head = ("part", "side", "conc", "tokens/s", "a request", "slow", "ms/token", "slow", "first ms")
+    return Grid(
+        "speed against latency",
+        head,
+        cells,
+        (0, 1),
+        (
+            "tokens/s: of all requests; a request: tokens/s of the median request, from its place"
+            " among those at once to its last token;",
+            "ms/token: behind the first token; first ms: from its place to its first token; slow:"
+            " where the slowest tenth of the requests begins.",
+        ),
+    )
+
+
+def drafting(rows: Iterable[Row]) -> list[Row]:
+    """Rows of sides with drafts whose steps are known."""
+    return [
+        row
+        for row in rows
+        if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]
+    ]
+
+
+def _columns(title: str, rows: Sequence[Row], head: Sequence[str], cell: Any) -> Grid:
+    """A line for every side of every part, a column for each of `head`."""
+    lines = [
+        (
+            f"{row['prompt_set']} T={row['temperature']:g} c={row['concurrency']}",
+            side_of(row).name(),
+            *(cell(row, place) for place in range(len(head))),
+        )
+        for row in rows
+    ]
+    return Grid(title, ("part", "side", *head), lines, (0, 1))
+
+
+def _at(shares: Sequence[float], place: int) -> str:
+    return f"{shares[place]:.2f}" if place < len(shares) else ""

@@ -1,0 +1,71 @@
+"""A table of text, for a terminal and for a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Rows under a head.
+
+    Attributes:
+        title: what it shows.
+        head: names of the columns.
+        rows: as wide as the head.
+        left: columns whose cells begin together; others end together.
+        notes: lines below it.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    left: tuple[int, ...] = (0,)
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        return [f"{self.title}:", *align([self.head, *self.rows], left=self.left), *self.notes]
+
+    def html(self) -> str:
+        """For a page; a wide one scrolls by itself.
+
+        >>> Grid("tau", ("task", "tau"), [("a < b", "1.50")]).html().count("&lt;")
+        1
+        """
+
+        def row(cells: Sequence[str], tag: str) -> str:
+            kinds = ["left" if i in self.left else "right" for i in range(len(cells))]
+            texts = zip(kinds, map(escape, cells), strict=True)
+            return "<tr>" + "".join(f'<{tag} class="{k}">{t}</{tag}>' for k, t in texts) + "</tr>"
+
+        head = row(self.head, "th").replace("<th ", '<th scope="col" ')
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return "\n".join(
+            [
+                f'<div class="grid" tabindex="0" role="region" aria-label="{escape(self.title)}">',
+                f"<table><caption>{escape(self.title)}</caption>",
+                f"<thead>{head}</thead>",
+                "<tbody>",
+                *(row(cells, "td") for cells in self.rows),
+                f"</tbody></table></div>{notes}",
+            ]
+        )
+
+
+def align(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
+    """Lines with columns of equal width, two spaces apart; columns in `left` begin, the others end
+    together.
+
+    >>> align([("a", "1"), ("bcd", "22")], left=(0,))
+    ['a     1', 'bcd  22']
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
