@@ -87,7 +87,9 @@ def bound(
         num_reqs: requests at once.
         context: cached tokens per request, on average.
     """
-    moved = step_bytes(engine, k=engine.shapes[-1].drafts, num_reqs=num_reqs, context=context)
+    moved = step_bytes(
+        engine, k=engine.planner.shapes[-1].drafts, num_reqs=num_reqs, context=context
+    )
     return {"bytes_per_step": moved, "tokens_per_second": tau * num_reqs * bandwidth / moved}
 
 

@@ -91,10 +91,10 @@ def test_k_differs_from_step_to_step(
 ) -> None:
     """Catches a step without drafts that forgets what the step before it has accepted."""
     engine = engine_for(case, 7, [{2}, {5}, {0}, set()], num_draft_tokens="auto")
-    assert engine.block_choice is not None
+    assert engine.planner.choice is not None
     ks: Iterator[int] = iter([0, 3, 7, 0, 0, 1, 7, 3, 0, 7] * 100)
     monkeypatch.setattr(
-        engine.block_choice, "choose", lambda *args, **options: BlockShape(next(ks))
+        engine.planner.choice, "choose", lambda *args, **options: BlockShape(next(ks))
     )
     assert run(engine, [list(prompt) for prompt in case[1]]) == list(case[1].values())
 

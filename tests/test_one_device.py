@@ -91,7 +91,7 @@ def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
             with torch.inference_mode(), OneDevice():
                 sampling = engine.slots.sampling.select(slots, plan)
                 batch = engine.slots.gather(
-                    slots, sampling, shape=engine.shapes[-1], max_seq_len=64
+                    slots, sampling, shape=engine.planner.shapes[-1], max_seq_len=64
                 )
                 table = engine.runner.step_table(batch)
                 engine.slots.rest_padding()

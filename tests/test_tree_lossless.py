@@ -174,7 +174,9 @@ def test_targets_of_chains_alone(name: str, reason: str) -> None:
         decode(name, 12, 3)
     drafter = ScriptedTrees(outputs, random_trees(5, 12))
     engine = SpecEngine(verifier, drafter, engine_config(3, num_draft_tokens="auto"))
-    assert len(engine.shapes) > 1 and not any(shape.is_tree for shape in engine.shapes)
+    assert len(engine.planner.shapes) > 1 and not any(
+        shape.is_tree for shape in engine.planner.shapes
+    )
     config = engine_config(3, num_draft_tokens="auto")
     assert run(verifier, drafter, [list(prompt) for prompt in outputs], config) == list(
         outputs.values()
@@ -190,9 +192,9 @@ def test_chains_and_trees_in_any_order(depth: int) -> None:
     engine = SpecEngine(
         verifier, drafter, engine_config(3, num_draft_tokens="auto", pipeline_depth=depth)
     )
-    turns = cycle(random.Random(depth).sample(engine.shapes, len(engine.shapes)))
-    assert engine.block_choice is not None
-    engine.block_choice.choose = lambda num_reqs, **_: next(turns)  # type: ignore[method-assign]
+    turns = cycle(random.Random(depth).sample(engine.planner.shapes, len(engine.planner.shapes)))
+    assert engine.planner.choice is not None
+    engine.planner.choice.choose = lambda num_reqs, **_: next(turns)  # type: ignore[method-assign]
     for _ in range(3):
         requests = [
             engine.add_request(list(prompt), SamplingParams(max_tokens=MAX_TOKENS))
@@ -201,4 +203,6 @@ def test_chains_and_trees_in_any_order(depth: int) -> None:
         while engine.has_work:
             engine.step()
         assert [request.output_token_ids for request in requests] == list(outputs.values())
-    assert {shape for shape in engine.shapes if shape.is_tree} < set(engine.timer.steps_by_shape)
+    assert {shape for shape in engine.planner.shapes if shape.is_tree} < set(
+        engine.timer.steps_by_shape
+    )

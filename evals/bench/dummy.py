@@ -284,7 +284,7 @@ class DummyBench:
         row = _row(seconds, "ms", lambda spent: spent / config.steps * 1e3)
         moved = step_bytes(
             engine,
-            k=engine.shapes[-1].drafts,
+            k=engine.planner.shapes[-1].drafts,
             num_reqs=count,
             context=length + WARM_STEPS + config.steps / 2,
         )

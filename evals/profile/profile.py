@@ -111,7 +111,10 @@ def profile_steps(
         busy_ms=_busy_us(window.profiler.events()) / steps / 1e3 if on_device else None,
         bandwidth=measured_bandwidth(decoder.verifier.device),
         step_bytes=step_bytes(
-            engine, k=engine.shapes[-1].drafts, num_reqs=len(prompts), context=window.context
+            engine,
+            k=engine.planner.shapes[-1].drafts,
+            num_reqs=len(prompts),
+            context=window.context,
         ),
         kernels=_kernels(window.profiler.key_averages(), steps, on_device=on_device),
     )

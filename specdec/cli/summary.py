@@ -28,7 +28,7 @@ def describe_drafts(decoder: SpecDecoder, drafter: str) -> str:
         decoder: gives the shapes.
         drafter: its name, see `specdec.base.registry.drafter_name`.
     """
-    shapes = decoder.engine.shapes
+    shapes = decoder.engine.planner.shapes
     chains, trees = (
         [shape.drafts for shape in shapes if shape.is_tree == of_trees]
         for of_trees in (False, True)

@@ -17,7 +17,6 @@ step runs.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +24,14 @@ import torch
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
 from specdec.engine.build import build_engine
-from specdec.engine.policy.block_choice import BlockChoice, ladder
+from specdec.engine.launch import Launch, ResultQueue, ScoredPrompts
+from specdec.engine.policy.planner import Planner
 from specdec.engine.policy.timing import StepClock
 from specdec.engine.requests.admission import Admission, OnTokens
 from specdec.engine.requests.outcome import take_over
 from specdec.engine.requests.request import Request, Status
-from specdec.engine.requests.scheduler import Chunk, Schedule
+from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.requests.second_try import SecondTries
-from specdec.engine.results import ResultQueue
 from specdec.engine.selection import Selection
 from specdec.engine.slots import samples_first_token
 from specdec.grammar.compiler import GrammarCompiler, wait_for
@@ -61,10 +60,7 @@ class SpecEngine:
         SpecDecError: see `specdec.engine.build.build_engine`.
 
     Attributes:
-        shapes: of the blocks that steps may have.
-        block_choice: chooses the shape of every step; None when it is fixed.
-        guided_choice: the same for batches in which an output follows a grammar, whose steps take
-            longer and accept otherwise.
+        planner: decides the shape of every step's blocks.
         admission: makes and checks requests.
         runner: launches the work of a step; holds what is captured.
         second_tries: of requests whose logits were not finite.
@@ -82,18 +78,17 @@ class SpecEngine:
         self.config = config = config or EngineConfig()
         parts = build_engine(verifier, drafter, config, SpecEngine)
         self.verifier = verifier
-        self.shapes = parts.shapes
-        self.drafter = drafter if self.num_draft_tokens else None
+        self.drafter = drafter if any(shape.drafts for shape in parts.shapes) else None
         self.max_model_len, self.pipeline_depth = parts.max_model_len, parts.pipeline_depth
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
         self.spare_work: deque[Callable[[], None]] = deque()
         self.second_tries = SecondTries(self.scheduler, self.pool, self.kv_cache)
-        self.block_choice = self._new_choice()
-        self.guided_choice = self._new_choice()
+        self.planner = Planner(
+            parts.shapes, self.drafter, self.runner, self.scheduler, self.second_tries
+        )
         self.clock = StepClock(verifier.device)
         self.results = ResultQueue(self.clock)
-        self._outlook = 0.0  # of the step that is launched next
         self._previous_end: Any = None  # stamp of the last step's end, if nothing has come since
         self._touched: dict[Request, None] = {}  # in the order in which they had news
         self._compiling: list[Request] = []  # requests whose grammars may not be ready yet
@@ -107,30 +102,20 @@ class SpecEngine:
             seed=config.seed,
         )
 
-    def _new_choice(self) -> BlockChoice | None:
-        """What chooses the shape of blocks; None when it is fixed."""
-        if len(self.shapes) == 1 or not self.drafter:
-            return None
-        drafter = self.drafter
-        return BlockChoice(
-            self.shapes,
-            likeliest_first=drafter.likeliest_first,
-            forward_for_each=drafter.forward_for_each,
-        )
-
     @property
     def num_draft_tokens(self) -> int:
         """Most positions for which a step has drafts."""
-        return max(shape.depth for shape in self.shapes)
+        return self.planner.num_draft_tokens
 
     @property
     def k(self) -> int | str:
         """Drafts per step: a number of a chain, "tree N", or "auto" where their shape is chosen
         step by step.
         """
-        if self.block_choice:
+        if self.planner.choice:
             return "auto"
-        return str(self.shapes[0]) if self.shapes[0].is_tree else self.num_draft_tokens
+        shape = self.planner.shapes[0]
+        return str(shape) if shape.is_tree else shape.depth
 
     @property
     def prefix_counts(self) -> PrefixCounts:
@@ -211,26 +196,29 @@ class SpecEngine:
         if self._compiling:
             self._look_at_grammars()
         with self.timer.phase("schedule"):
-            shape, work = self._schedule()
-        if work.prefill:
-            self._prefill(work.prefill)
-        if work.prefill or not work.decode:
-            self._previous_end = None
-        if not work.decode:
-            return self.pipeline_depth if work.prefill else 0
-        batch = self.slots.select(work.decode)
-        self._decode(batch, shape)
-        return 0 if batch.plan.guided else self.pipeline_depth
+            chunks, launch = self._schedule()
+        if chunks:
+            self._prefill(chunks)
+        if launch.requests:
+            self._decode(launch)
+            return 0 if launch.selection.plan.guided else self.pipeline_depth
+        self._previous_end = None
+        return self.pipeline_depth if chunks else 0
 
-    def _schedule(self) -> tuple[BlockShape, Schedule]:
-        """The shape of blocks and the work of the next step."""
+    def _schedule(self) -> tuple[list[Chunk], Launch]:
+        """The prefill and the decode step that are launched next."""
         while True:
-            batch = self._ready_batch()
-            shape = self._shape(batch)
-            work = self.scheduler.schedule(batch.requests, shape.drafts)
+            launch = self._plan(self._ready_batch())
+            work = self.scheduler.schedule(launch.requests, launch.shape.drafts)
             if work is not None:
-                return shape, work
-            self._read_results()
+                launch.selection = self.slots.select(work.decode)
+                launch.start = None if work.prefill else self._previous_end
+                return work.prefill, launch
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Reads the results without which no work can be scheduled."""
+        self._read_results()
 
     def _ready_batch(self) -> Selection:
         """The requests that can decode now."""
@@ -240,37 +228,9 @@ class SpecEngine:
         self._read_results()  # what may follow depends on what they bring
         return self.slots.select(self.scheduler.decoding)
 
-    def _shape(self, batch: Selection) -> BlockShape:
-        """Shape of blocks for a step of a batch: fixed or what pays most; a chain is shorter when
-        none has room for it.
-        """
-        requests, shape, choice = batch.requests, self.shapes[-1], self._choice(batch)
-        if self.second_tries.concern(requests):
-            return BlockShape(0)
-        if choice and requests:
-            self._outlook = self.runner.outlook(batch, self.num_draft_tokens)
-            shape = choice.choose(
-                len(requests),
-                sampled=batch.sampled,
-                outlook=self._outlook,
-                ready=partial(self.runner.ready, batch),
-            )
-        if shape.is_tree and (
-            not self.block_choice or self.scheduler.has_room(requests, shape.drafts)
-        ):
-            return shape  # what reaches too far is cut off
-        k = shape.depth
-        # the first one has, nearly always
-        if not any(request.num_left >= k for request in requests):
-            k = max((request.num_left for request in requests), default=0)
-        # few values, so that each is measured and captured
-        if self.block_choice or self.runner.graphs:
-            k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
-        return BlockShape(k)
-
-    def _choice(self, batch: Selection) -> BlockChoice | None:
-        """What chooses the shape of a batch's steps."""
-        return self.guided_choice if batch.plan.guided else self.block_choice
+    def _plan(self, batch: Selection) -> Launch:
+        """See `Planner.plan`."""
+        return self.planner.plan(batch)
 
     def _look_at_grammars(self) -> None:
         """Lets requests begin whose grammars are compiled; waits a moment for one when there is
@@ -307,39 +267,33 @@ class SpecEngine:
         for request in newly_started:
             request.num_unread += 1
         if table is not None or scored is not None:
-            self.results.send(Selection(newly_started), None, table, scored=scored)
+            self.results.send(Launch(Selection(newly_started), None, table=table, scored=scored))
 
-    def _decode(self, batch: Selection, shape: BlockShape) -> None:
+    def _decode(self, launch: Launch) -> None:
         """Launches a decode step."""
-        shape, context = self.runner.due(batch, shape)
-        self.runner.copy_states(self.scheduler.prefix.copies(batch.requests))
-        table, start = self.runner.decode(batch, shape, self.clock, self._previous_end, context)
-        most = shape.depth + 1
-        for request in batch.requests:
+        self.runner.defer(launch)
+        self.runner.copy_states(self.scheduler.prefix.copies(launch.requests))
+        self.runner.decode(launch, self.clock)
+        for request in launch.requests:
             request.num_unread += 1
-            request.num_in_flight += most
+            request.num_in_flight += launch.shape.depth + 1
         with self.timer.phase("collect"):
-            self._previous_end = self.results.send(
-                batch, shape, table, start, context=context, outlook=self._outlook
-            )
-        self.timer.count_step(shape)
-        self.second_tries.launched(batch.requests)
+            self.results.send(launch)
+        self._previous_end = launch.end
+        self.timer.count_step(launch.shape)
+        self.second_tries.launched(launch.requests)
 
     def _read_results(self, leave: int = 0) -> None:
         """Takes over results, oldest first, until only `leave` launched steps are unread."""
         again = False
-        for step in self.results.receive(leave):
-            if step.scored:
-                step.scored.take_over()
-                for request, _ in step.scored.requests:
-                    # others are in a batch, see `take_over`
-                    if request.error and request.status is Status.PREFILLING:
-                        self._finish(request, "error")
-            outcome = take_over(step)
+        for launch in self.results.receive(leave):
+            if launch.scored:
+                self._take_scores(launch.scored)
+            outcome = take_over(launch)
             self._touched.update(dict.fromkeys(outcome.requests))
             for request, start in zip(outcome.filled, outcome.starts, strict=True):
                 self.scheduler.prefix.committed(
-                    request, start, step.context, plain=step.shape == BlockShape(0)
+                    request, start, launch.context, plain=launch.block == BlockShape(0)
                 )
             for request, reason in outcome.ended:
                 self._finish(request, reason)
@@ -348,19 +302,17 @@ class SpecEngine:
                     again = True
                 else:
                     self._finish(request, "error", spoiled=True)
-            batch, choice = step.selection, self._choice(step.selection)
-            if choice and step.shape is not None:
-                choice.observe(
-                    len(batch.requests),
-                    step.shape,
-                    outcome.num_accepted,
-                    step.seconds,
-                    sampled=batch.sampled,
-                    outlook=step.outlook,
-                    paths=outcome.paths,
-                )
+            self.planner.learn(launch, outcome)
         if again:  # what is unread of who was sent back has to be read before it begins again
             self._read_results()
+
+    def _take_scores(self, scored: ScoredPrompts) -> None:
+        """Adds log-probabilities of prompt tokens."""
+        scored.take_over()
+        for request, _ in scored.requests:
+            # others are in a batch, see `take_over`
+            if request.error and request.status is Status.PREFILLING:
+                self._finish(request, "error")
 
     def _finish(self, request: Request, reason: str, *, spoiled: bool = False) -> None:
         """Takes a request out; what it has written to the cache is of no use where it is

@@ -23,9 +23,9 @@ import torch
 from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
 from specdec.engine.engine import SpecEngine
+from specdec.engine.launch import Launch
 from specdec.engine.requests.admission import OnTokens
 from specdec.engine.requests.request import Request, Status
-from specdec.engine.requests.scheduler import Schedule
 from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
@@ -127,9 +127,9 @@ class LeadingEngine(_RankEngine):
         with self._mirror.together():
             return super().step()
 
-    def _shape(self, batch: Selection) -> BlockShape:
-        shape = super()._shape(batch)
-        number = self._mirror.number_of(self)
+    def _plan(self, batch: Selection) -> Launch:
+        launch = super()._plan(batch)
+        shape, number = launch.shape, self._mirror.number_of(self)
         numbers = [
             STEP,
             number,
@@ -142,7 +142,7 @@ class LeadingEngine(_RankEngine):
         payload = pack([cuts, list(self._news)], {}) if cuts or self._news else b""
         self._mirror.say(numbers, payload)
         self._cuts, self._news = {}, deque()
-        return shape
+        return launch
 
     def _asked(self, on_tokens: OnTokens, request: Request, tokens: list[int]) -> int | None:
         keep: int | None = 0  # where it raises, the others end it before these
@@ -183,18 +183,15 @@ class FollowingEngine(_RankEngine):
         }
         self._touched.clear()
 
-    def _schedule(self) -> tuple[BlockShape, Schedule]:
-        """The same work as rank 0 has, which says so each time that it has read results before it
-        goes on.
-        """
-        while True:
-            batch, shape = self._ready_batch(), self._block
-            self._check()
-            work = self.scheduler.schedule(batch.requests, shape.drafts)
-            if work is not None:
-                return shape, work
-            self._take(self._mirror.hear())
-            self._read_results()
+    def _plan(self, batch: Selection) -> Launch:
+        """The same step as rank 0 has."""
+        self._check()
+        return Launch(batch, self._block)
+
+    def _make_room(self) -> None:
+        """Rank 0 says so each time that it has read results before it goes on."""
+        self._take(self._mirror.hear())
+        super()._make_room()
 
     def _take(self, message: Message) -> Sequence[list[Any]]:
         """Takes over the numbers of a message, and where outputs end;

@@ -19,11 +19,11 @@ from specdec.engine.agreement import agreed
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
+from specdec.engine.launch import Launch, ScoredPrompts
 from specdec.engine.policy.block import Block
 from specdec.engine.policy.timing import StepClock, StepTimer
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
-from specdec.engine.results import ScoredPrompts
 from specdec.engine.selection import Selection
 from specdec.engine.slots import SlotState, samples_first_token
 from specdec.engine.step_table import result_table
@@ -219,40 +219,26 @@ class StepRunner:
         # Ranks would take what they measure for different.
         return self.host_may_look and self.graphs is None and self._group is None
 
-    def due(self, selection: Selection, shape: BlockShape) -> tuple[BlockShape, Context]:
-        """The shape of the step that should have `shape`, and which context its drafter takes over.
+    def defer(self, launch: Launch) -> None:
+        """Says which context the drafter takes over in a step.
 
         Before drafts can be made again, one step without any brings the context up to date.
         """
-        most = self.most_deferred
-        deferred = (
-            max((request.num_deferred for request in selection.requests), default=0) if most else 0
-        )
-        if not most or (shape.drafts and not deferred):
-            return shape, "now"
-        return BlockShape(0), "all" if shape.drafts or deferred + 1 >= most else "later"
+        if not (most := self.most_deferred):
+            return
+        deferred = max((request.num_deferred for request in launch.requests), default=0)
+        if deferred or not launch.shape.drafts:
+            all_now = launch.shape.drafts or deferred + 1 >= most
+            launch.block, launch.context = BlockShape(0), "all" if all_now else "later"
+        for request in launch.requests:
+            request.num_deferred = request.num_deferred + 1 if launch.context == "later" else 0
 
-    def decode(
-        self,
-        selection: Selection,
-        shape: BlockShape,
-        clock: StepClock,
-        since: Any = None,
-        context: Context = "now",
-    ) -> tuple[Tensor, Any]:
-        """Launches a step.
-
-        Args:
-            selection: the batch.
-            shape: of the block of each request.
-            clock: stamps the step's beginning.
-            since: stamp of the end of the step before, if nothing came in between: the host's time
-                then counts where it is longer.
-            context: see `due`.
-
-        Returns:
-            The step's table, and the stamp from which its time counts.
+    def decode(self, launch: Launch, clock: StepClock) -> None:
+        """Launches a step: its table is on its way then. Its time counts from its `start`, the end
+        of the step before, if nothing came in between: the host's time then counts where it is
+        longer; else from now on, as `clock` stamps it.
         """
+        selection, shape, context = launch.selection, launch.shape, launch.context
         graph = None
         if self.drafter:
             self.drafter.host_may_look = self._looks
@@ -263,22 +249,22 @@ class StepRunner:
                 num_captured = graphs.num_captured
                 graph = graphs.prepare(selection, shape, context)
                 if graphs.num_captured > num_captured:
-                    since = None  # a capture is no part of a step's time
-        for request in selection.requests if self.most_deferred else ():
-            request.num_deferred = request.num_deferred + 1 if context == "later" else 0
-        start = clock.stamp() if since is None else since
+                    launch.start = None  # a capture is no part of a step's time
+        if launch.start is None:
+            launch.start = clock.stamp()
         if selection.plan.guided:
-            launches = (
+            parts = (
                 graph
                 if isinstance(graph, GuidedGraph)
                 else self._guided_step(selection, shape, context)
             )
-            return run_guided(launches, selection.requests, shape, self._timer), start
-        if graph:
+            launch.table = run_guided(parts, selection.requests, shape, self._timer)
+        elif graph:
             assert not isinstance(graph, GuidedGraph)
             graph.replay()
-            return graph.table, start
-        return self.step_table(self._slots.decode_batch(selection, shape, context)), start
+            launch.table = graph.table
+        else:
+            launch.table = self.step_table(self._slots.decode_batch(selection, shape, context))
 
     def _guided_step(self, selection: Selection, shape: BlockShape, context: Context) -> GuidedStep:
         """A step in parts, launched operation by operation."""

@@ -125,7 +125,7 @@ def check_pair(
             }
             used = None if config.num_draft_tokens == 0 else loaded
             engine = SpecEngine(verifier, used, replace(config, **sizes))
-            steps, shape = 40 if device.type == "cuda" else 2, engine.shapes[0]
+            steps, shape = 40 if device.type == "cuda" else 2, engine.planner.shapes[0]
             milliseconds = step_time(engine, num_reqs, context, steps=steps)
             plain = plain or milliseconds
             title = (

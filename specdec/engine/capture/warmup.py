@@ -27,6 +27,7 @@ from specdec.base.errors import one_line
 from specdec.device import self_check
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
+from specdec.engine.launch import Launch
 from specdec.engine.policy.block_choice import MOST_TREE_ROWS, ladder
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
@@ -203,7 +204,9 @@ def spare_shapes(engine: SpecEngine) -> list[WarmUpShape]:
 def _rare(engine: SpecEngine) -> Iterator[WarmUpShape]:
     """What is compiled for batches that want more than `BROAD`, or follow a grammar."""
     longest = engine.slots.longest
-    blocks = [shape for shape in engine.shapes if shape.drafts in (0, 7)] or engine.shapes[:1]
+    blocks = [
+        shape for shape in engine.planner.shapes if shape.drafts in (0, 7)
+    ] or engine.planner.shapes[:1]
     unguided = [(sampling, False) for sampling in RARE]
     for sampling, guided in (*unguided, (SamplingParams(temperature=0.0), True)):
         filled = _filled(engine, sampling)
@@ -252,7 +255,7 @@ def _needs(engine: SpecEngine) -> str:
     target, config = engine.verifier, replace(engine.config, seed=None)
     drafter: Any = engine.drafter
     if drafter is not None:
-        drafter = type(drafter), drafter.weight_bytes, drafter.kv_specs, engine.shapes
+        drafter = type(drafter), drafter.weight_bytes, drafter.kv_specs, engine.planner.shapes
     about: tuple[Any, ...] = (
         os.environ.get(self_check.VARIABLE),
         target.name,
@@ -316,9 +319,9 @@ def _steps(
         engine.config.max_num_seqs,
         engine.verifier.attention.steady_len,
     )
-    sizes, blocks = batches(most), engine.shapes
+    sizes, blocks = batches(most), engine.planner.shapes
     # the last steps of an output offer as many as there is room for
-    if not engine.block_choice and not blocks[0].is_tree:
+    if not engine.planner.choice and not blocks[0].is_tree:
         blocks = tuple(
             map(
                 BlockShape,
@@ -328,7 +331,11 @@ def _steps(
     for bound in _bounds(engine, finer=eager) if bounds is None else bounds:
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:
             for shape in blocks if num_reqs in sizes else blocks[-1:]:
-                if shape.is_tree and engine.block_choice and num_reqs * shape.rows > MOST_TREE_ROWS:
+                if (
+                    shape.is_tree
+                    and engine.planner.choice
+                    and num_reqs * shape.rows > MOST_TREE_ROWS
+                ):
                     continue
                 title = (
                     f"decode {num_reqs} x {shape.rows} rows{' of trees' * shape.is_tree}, up to"
@@ -425,7 +432,7 @@ def _decode(
         selection = slots.select(requests)
         if guided:
             selection.plan = selection.plan._replace(guided=True)
-        runner.decode(selection, shape, engine.clock, context=context)
+        runner.decode(Launch(selection, shape, context), engine.clock)
 
 
 def _request(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.engine.launch import Launch
 from specdec.engine.policy.draft_acceptance import Path
 from specdec.engine.requests.request import Request, Status
-from specdec.engine.results import FinishedStep
 from specdec.sampling.logprobs import Unpacked, top_of
 
 _RUNNING = Status.RUNNING
@@ -34,16 +34,16 @@ class Outcome:
     spoiled: list[Request] = field(default_factory=list)
 
 
-def take_over(step: FinishedStep) -> Outcome:
+def take_over(launch: Launch) -> Outcome:
     """Adds what a step gave to its requests. One that ended, or was sent back, while the step was
     in flight gets nothing; one for which something raises ends.
     """
-    outcome, columns, shape = Outcome(), step.columns(), step.shape
+    outcome, columns, shape = Outcome(), launch.columns(), launch.block
     depth = shape.depth if shape is not None else 0
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
     token_ids, logprobs = columns.token_ids, columns.logprobs
     results = zip(
-        step.selection.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True
+        launch.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True
     )
     for index, (request, num_accepted, num_drafts, told) in enumerate(results):
         if request.status is not _RUNNING:

@@ -44,9 +44,11 @@ def run(
     engine = SpecEngine(
         verifier, random_dflash(verifier, block_size=4), EngineConfig(**{**options, **changes})
     )
-    assert engine.block_choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
+    assert engine.planner.choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
     ks: Iterator[int] = chain(pattern, repeat(3))
-    monkeypatch.setattr(engine.block_choice, "choose", lambda *args, **kinds: BlockShape(next(ks)))
+    monkeypatch.setattr(
+        engine.planner.choice, "choose", lambda *args, **kinds: BlockShape(next(ks))
+    )
     drafts: Drafts = {}
     contexts: list[str] = []
     propose, step = engine.runner.drafter.propose, engine.runner.step
@@ -119,8 +121,8 @@ def test_a_slot_begins_without_what_its_last_owner_put_off(monkeypatch: pytest.M
         max_num_seqs=1, cache=CacheConfig(memory_bytes=2**22), num_draft_tokens="auto"
     )
     engine = SpecEngine(verifier, drafter, config)
-    assert engine.block_choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
-    monkeypatch.setattr(engine.block_choice, "choose", lambda *args, **kinds: BlockShape(0))
+    assert engine.planner.choice is not None and isinstance(engine.runner.drafter, BoundDFlash)
+    monkeypatch.setattr(engine.planner.choice, "choose", lambda *args, **kinds: BlockShape(0))
     for first in random_prompts(2):
         engine.add_request(first, SamplingParams(max_tokens=6, ignore_eos=True))
         while engine.has_work:

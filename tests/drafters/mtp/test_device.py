@@ -72,5 +72,7 @@ def test_a_step_stays_on_its_device(make: Make) -> None:
     for plan in (PLANS["greedy"], PLANS["filtered"]):
         with torch.inference_mode(), OneDevice():
             sampling = engine.slots.sampling.select(slots, plan)
-            batch = engine.slots.gather(slots, sampling, shape=engine.shapes[-1], max_seq_len=64)
+            batch = engine.slots.gather(
+                slots, sampling, shape=engine.planner.shapes[-1], max_seq_len=64
+            )
             assert engine.runner.step_table(batch).shape[0] == 3

@@ -254,10 +254,10 @@ def noted_run(
     bound.propose, bound._choose, bound._guess = noting, choosing, guessing
     with pytest.MonkeyPatch.context() as patch:
         if shapes is not None:
-            assert engine.block_choice is not None
+            assert engine.planner.choice is not None
             ks: Iterator[int] = chain(shapes, repeat(shapes[-1]))
             patch.setattr(
-                engine.block_choice, "choose", lambda *args, **kinds: BlockShape(next(ks))
+                engine.planner.choice, "choose", lambda *args, **kinds: BlockShape(next(ks))
             )
         if prepare is not None:
             prepare(engine)

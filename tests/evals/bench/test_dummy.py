@@ -28,6 +28,8 @@ from evals.report.table import format_report
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.cli.main import main
+from specdec.engine.launch import Launch
+from specdec.engine.policy.timing import StepClock
 from specdec.parallel.group import WITHOUT_MULTICAST
 from tests.evals.tiny import PROVENANCE
 from tests.helpers.tiny_models import CONFIGS
@@ -191,9 +193,9 @@ def test_timed_steps_of_ours_have_all_rows_and_nothing_else(
         log.append("prefill")
         return prefill(chunks)
 
-    def noted_decode(batch: Any, shape: BlockShape, *rest: Any) -> Any:
-        log.append((len(batch.requests), shape.rows))
-        return decode(batch, shape, *rest)
+    def noted_decode(launch: Launch, clock: StepClock) -> None:
+        log.append((len(launch.requests), launch.shape.rows))
+        decode(launch, clock)
 
     monkeypatch.setattr(runner, "prefill", noted_prefill)
     monkeypatch.setattr(runner, "decode", noted_decode)

@@ -122,7 +122,7 @@ def test_positions_that_few_steps_offered_are_left_out() -> None:
     speed = Speed([10], [1.0])
     decoder: Any = SimpleNamespace(
         verifier=SimpleNamespace(name="m", device="cpu", dtype=torch.float32),
-        engine=SimpleNamespace(shapes=(BlockShape(3),)),
+        engine=SimpleNamespace(planner=SimpleNamespace(shapes=(BlockShape(3),))),
     )
     comparison = Comparison(SamplingParams(), speed, speed, [stats], [])
     text = format_comparison(comparison, decoder, drafter="d")

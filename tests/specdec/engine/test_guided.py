@@ -396,8 +396,8 @@ def test_from_the_decoder(case: GuidedCase) -> None:
         "no",
     )
     engine = decoder.engine
-    assert engine.block_choice and engine.guided_choice
-    assert engine.block_choice.choose(1) == BlockShape(0)  # nothing is known yet
+    assert engine.planner.choice and engine.planner.guided_choice
+    assert engine.planner.choice.choose(1) == BlockShape(0)  # nothing is known yet
     assert (
         decoder.plain().generate(case.prompts[3], grammar=GRAMMARS[3]).token_ids == result.token_ids
     )

@@ -266,7 +266,7 @@ def test_what_is_refused(case: TreeCase) -> None:
         num_draft_tokens="auto",
         tree_nodes=None,
     )
-    assert not any(shape.is_tree for shape in open_choice.shapes)
+    assert not any(shape.is_tree for shape in open_choice.planner.shapes)
 
 
 @pytest.mark.parametrize("drafts", [2, 17, 64])

@@ -21,6 +21,8 @@ from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
+from specdec.engine.launch import Launch
+from specdec.engine.policy.timing import StepClock
 from specdec.engine.requests.request import Request
 from specdec.engine.selection import Selection
 from specdec.model.core import Verifier
@@ -101,17 +103,16 @@ def steps_of(engine: SpecEngine, machine: Machine) -> list[tuple[int, int, int]]
     def planned() -> int:
         return sum(call.name == "get_mla_metadata_v1" for call in machine.calls)
 
-    def watched(batch: Selection, shape: BlockShape, *args: Any) -> Any:
-        least, before = min(request.num_kv_tokens for request in batch.requests), planned()
+    def watched(launch: Launch, clock: StepClock) -> None:
+        least, before = launch.selection.shortest, planned()
         captured = graphs.num_captured if graphs else 0
-        result = decode(batch, shape, *args)
+        decode(launch, clock)
         if graphs is None or graphs.num_captured == captured:  # a capture is launched besides
-            steps.append((len(batch.requests) * shape.rows, least, planned() - before))
-        return result
+            steps.append((len(launch.requests) * launch.shape.rows, least, planned() - before))
 
     if graphs is not None:
         engine.slots.decode_batch = None  # type: ignore[assignment, method-assign]  # no step without its graph
-    engine.runner.decode = watched  # type: ignore[method-assign, assignment]
+    engine.runner.decode = watched  # type: ignore[method-assign]
     while engine.has_work:
         engine.step()
     return steps

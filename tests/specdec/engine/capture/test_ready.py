@@ -24,6 +24,8 @@ from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.capture.warmup import get_ready
 from specdec.engine.engine import SpecEngine
 from specdec.engine.guided import GuidedGraphs
+from specdec.engine.launch import Launch
+from specdec.engine.policy.timing import StepClock
 from specdec.engine.requests.request import Request
 from specdec.model.batch import DecodeBatch
 from specdec.sampling.params import SamplingParams
@@ -199,7 +201,7 @@ def test_only_shapes_that_are_captured_are_chosen(
     assert steps is not None
     request = engine.add_request(list(next(iter(outputs))), KINDS[0])
     engine.step()
-    chain = max(shape for shape in engine.shapes if not shape.is_tree)
+    chain = max(shape for shape in engine.planner.shapes if not shape.is_tree)
     ready = engine.runner.ready(engine.slots.select([request]))
     assert ready(chain) and ready(BlockShape(0))
     for shape in [one for one in steps.graphs if one.block == chain]:
@@ -335,9 +337,9 @@ def test_what_is_rare_can_be_launched(outputs: dict[tuple[int, ...], list[int]])
     plans = set()
     step = engine.runner.decode
 
-    def noted(selection: Any, *about: Any, **options: Any) -> Any:
-        plans.add(selection.plan)
-        return step(selection, *about, **options)
+    def noted(launch: Launch, clock: StepClock) -> None:
+        plans.add(launch.selection.plan)
+        step(launch, clock)
 
     engine.runner.decode = noted  # type: ignore[method-assign]
     for shape in warmup._rare(engine):

@@ -323,10 +323,12 @@ def test_the_outlook_comes_to_the_choice(case: Case, copies: bool) -> None:
     """
     drafter = NGramDrafter() if copies else ScriptedDrafter(case.outputs, 3)
     engine = case.engine(drafter, num_draft_tokens="auto")
-    assert engine.block_choice
+    assert engine.planner.choice
     with (
-        patch.object(engine.block_choice, "choose", wraps=engine.block_choice.choose) as choose,
-        patch.object(engine.block_choice, "observe", wraps=engine.block_choice.observe) as observe,
+        patch.object(engine.planner.choice, "choose", wraps=engine.planner.choice.choose) as choose,
+        patch.object(
+            engine.planner.choice, "observe", wraps=engine.planner.choice.observe
+        ) as observe,
     ):
         requests = case.run(engine)
     for request, prompt in zip(requests, case.prompts, strict=True):
@@ -374,7 +376,7 @@ def test_no_schedule_of_k_changes_an_output(
     plain = [request.output_token_ids for request in case.run(case.engine(None), **sampling)]
     for seed in range(3):
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto", pipeline_depth=depth)
-        engine.block_choice = AnySchedule(4, seed)
+        engine.planner.choice = AnySchedule(4, seed)
         assert [request.output_token_ids for request in case.run(engine, **sampling)] == plain
         assert {shape.drafts for shape in engine.timer.steps_by_shape} == {0, 1, 3, 4}
 
@@ -398,7 +400,7 @@ def test_surplus_steps_teach_nothing(case: Case) -> None:
             num_rows += num_reqs
             taught.extend(num_accepted)
 
-    engine.block_choice = Listening(4, 1)
+    engine.planner.choice = Listening(4, 1)
     requests = case.run(engine)
     assert len(taught) == sum(len(request.num_accepted) for request in requests) < num_rows
 
@@ -412,8 +414,8 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
     def proposals(choose: Callable[[int], int]) -> dict[tuple[int, int], list[int]]:
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto")
         with recorded(engine) as found:
-            assert engine.block_choice is not None
-            engine.block_choice.choose = lambda num_reqs, **_: BlockShape(choose(num_reqs))  # type: ignore[method-assign]
+            assert engine.planner.choice is not None
+            engine.planner.choice.choose = lambda num_reqs, **_: BlockShape(choose(num_reqs))  # type: ignore[method-assign]
             case.run(engine)
         return found
 
@@ -434,8 +436,8 @@ def test_a_smaller_k_only_cuts_the_drafts(case: Case) -> None:
         drafter = random_dflash(case.verifier, block_size=MOST + 1)
         engine = case.engine(drafter, **changes)
         with recorded(engine) as found:
-            if engine.block_choice:
-                engine.block_choice = AnySchedule(MOST, seed=1)
+            if engine.planner.choice:
+                engine.planner.choice = AnySchedule(MOST, seed=1)
             case.run(engine)
         return found, engine
 
@@ -556,7 +558,7 @@ def test_the_hosts_time_counts_between_steps(
 def test_the_choice_is_shown(case: Case) -> None:
     """Catches a choice that nobody sees."""
     engine = case.engine(ScriptedDrafter(case.outputs, 4), num_draft_tokens="auto")
-    engine.block_choice = AnySchedule(4, seed=0)
+    engine.planner.choice = AnySchedule(4, seed=0)
     requests = case.run(engine)
     counts = ", ".join(
         f"{shape} in {count:,} steps"
@@ -573,9 +575,9 @@ def test_k_is_fixed_unless_asked_for(case: Case) -> None:
     """With a number, every step has the k it was given, but for the last ones of an output."""
     engine = case.engine(ScriptedDrafter(case.outputs, 8, [{0}]), num_draft_tokens=3)
     (request,) = case.run(engine, case.prompts[:1])
-    assert engine.block_choice is None
+    assert engine.planner.choice is None
     assert set(request.num_drafted[:-4]) == {3}
-    assert case.engine(None, num_draft_tokens="auto").block_choice is None
+    assert case.engine(None, num_draft_tokens="auto").planner.choice is None
 
 
 def test_what_the_checkpoint_recommends_is_the_drafters_number(case: Case) -> None:

@@ -88,7 +88,7 @@ def an_engine(
         if name.endswith("now and then"):
             drafts = cycle(PATTERN)
             patch.setattr(
-                engine.block_choice, "choose", lambda *args, **options: BlockShape(next(drafts))
+                engine.planner.choice, "choose", lambda *args, **options: BlockShape(next(drafts))
             )
         yield engine
 

@@ -350,9 +350,9 @@ def test_no_step_drafts_more_than_anyone_has_left(verifier: Verifier) -> None:
         for i, total in enumerate((4, 5))
     ]
     more = Request(9, [5, 6], SamplingParams(), seed=0, max_total_len=99)
-    assert engine._shape(Selection(requests)) == BlockShape(3)
-    assert engine._shape(Selection(requests[:1])) == BlockShape(2)
-    assert engine._shape(Selection([more, *requests])) == BlockShape(8)
+    assert engine.planner.plan(Selection(requests)).shape == BlockShape(3)
+    assert engine.planner.plan(Selection(requests[:1])).shape == BlockShape(2)
+    assert engine.planner.plan(Selection([more, *requests])).shape == BlockShape(8)
 
 
 def test_results_are_read_before_anyone_is_preempted() -> None:

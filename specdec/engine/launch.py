@@ -1,4 +1,6 @@
-"""What comes back from the device: one asynchronous copy per step, read later."""
+"""One step as it goes through the engine: planned, launched, queued, read; and the queue. One
+asynchronous copy per step brings its results back.
+"""
 
 from __future__ import annotations
 
@@ -58,43 +60,46 @@ def _add_prompt(
 
 
 @dataclass(slots=True)
-class FinishedStep:
-    """A step that the device is done with.
+class Launch:
+    """A step: the planner decides its shape, the runner launches it, the queue brings it back.
 
     Attributes:
-        shape: of its blocks; None for first tokens, which come from a prefill.
         selection: its batch.
-        table: int64 [num_reqs, columns], on the host; see `result_table`.
-        seconds: from the stamp that `send` was given to the arrival of the results; None without a
-            stamp.
-        scored: of a prefill, whose prompt tokens it scored; see `ScoredPrompts`.
-        context: which the drafter took over.
-        outlook: on which its shape was chosen, see `BlockChoice.choose`.
+        block: shape of the block of each request; None for the first tokens that a prefill samples.
+        context: which the drafter takes over.
+        outlook: on which the shape was chosen, see `BlockChoice.choose`.
+        start: stamp from which its time counts; None where the time is not wanted.
+        end: stamp of its end.
+        seconds: between the two, once it was read.
+        table: int64 [num_reqs, columns], see `result_table`; None without requests. On the host
+            once the device has come past `end`.
+        scored: prompt tokens that a prefill has scored, likewise.
     """
 
-    shape: BlockShape | None
     selection: Selection
-    table: Tensor
-    seconds: float | None
-    scored: ScoredPrompts | None = None
+    block: BlockShape | None
     context: Context = "now"
     outlook: float = 0.0
+    start: Any = None
+    end: Any = None
+    seconds: float | None = None
+    table: Tensor | None = None
+    scored: ScoredPrompts | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those of its batch."""
+        return self.selection.requests
+
+    @property
+    def shape(self) -> BlockShape:
+        """Of its blocks; without drafts for first tokens."""
+        return self.block or BlockShape(0)
 
     def columns(self) -> StepColumns:
-        """What it gave its requests."""
-        return StepColumns.of(self.table, self.shape or BlockShape(0))
-
-
-@dataclass(slots=True)
-class _Launched:
-    selection: Selection
-    shape: BlockShape | None
-    table: Tensor  # int64 [num_reqs, columns], on the host once the device has come past `end`
-    scored: ScoredPrompts | None  # likewise
-    start: Any
-    end: Any
-    context: Context
-    outlook: float
+        """What it gave its requests; `table` is on the host."""
+        assert self.table is not None
+        return StepColumns.of(self.table, self.shape)
 
 
 class ResultQueue:
@@ -106,7 +111,7 @@ class ResultQueue:
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[Launch] = deque()
 
     def __len__(self) -> int:
         """Steps whose results are unread."""
@@ -116,62 +121,30 @@ class ResultQueue:
         """Forgets what is unread."""
         self._launched.clear()
 
-    def send(
-        self,
-        selection: Selection,
-        shape: BlockShape | None,
-        table: Tensor | None,
-        start: Any = None,
-        scored: ScoredPrompts | None = None,
-        context: Context = "now",
-        outlook: float = 0.0,
-    ) -> Any:
+    def send(self, launch: Launch) -> None:
         """Starts the copy of a step's results to the host, into pinned memory when they come from
-        an accelerator.
-
-        Args:
-            selection: the batch.
-            shape: of the step's blocks; None for first tokens.
-            table: from `result_table`, one row per request; further rows belong to nobody. None
-                without requests.
-            start: stamp of the step's beginning, when its time is wanted.
-            scored: prompt tokens that a prefill has scored.
-            context: which the drafter takes over.
-            outlook: see `FinishedStep`.
-
-        Returns:
-            Stamp of its end.
+        an accelerator; stamps its end. Rows of the table behind those of its requests belong to
+        nobody.
         """
-        table = (
-            _on_its_way(table[: len(selection.requests)])
-            if table is not None
-            else torch.empty(0, num_columns(BlockShape(0)))
-        )
-        if scored is not None:
-            scored.table = _on_its_way(scored.table)
-        end = self._clock.stamp()
-        self._launched.append(
-            _Launched(selection, shape, table, scored, start, end, context, outlook)
-        )
-        return end
+        if launch.table is None:
+            launch.table = torch.empty(0, num_columns(BlockShape(0)))
+        else:
+            launch.table = _on_its_way(launch.table[: len(launch.requests)])
+        if launch.scored is not None:
+            launch.scored.table = _on_its_way(launch.scored.table)
+        launch.end = self._clock.stamp()
+        self._launched.append(launch)
 
-    def receive(self, leave: int = 0) -> Iterator[FinishedStep]:
+    def receive(self, leave: int = 0) -> Iterator[Launch]:
         """The oldest steps, until only `leave` are unread; waits for a copy that is still under
         way.
         """
         while len(self._launched) > leave:
-            step = self._launched.popleft()
-            self._clock.wait(step.end)
-            seconds = None if step.start is None else self._clock.seconds(step.start, step.end)
-            yield FinishedStep(
-                step.shape,
-                step.selection,
-                step.table,
-                seconds,
-                step.scored,
-                step.context,
-                step.outlook,
-            )
+            launch = self._launched.popleft()
+            self._clock.wait(launch.end)
+            if launch.start is not None:
+                launch.seconds = self._clock.seconds(launch.start, launch.end)
+            yield launch
 
 
 def _on_its_way(table: Tensor) -> Tensor:

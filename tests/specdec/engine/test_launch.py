@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from specdec.base.blocks import BlockShape, DraftTree
+from specdec.engine.launch import Launch, ResultQueue
 from specdec.engine.policy.timing import StepClock
 from specdec.engine.requests.outcome import take_over
 from specdec.engine.requests.request import Request, Status
-from specdec.engine.results import FinishedStep, ResultQueue
 from specdec.engine.selection import Selection
 from specdec.engine.step_table import num_columns, result_table
 from specdec.model.core import AcceptOutput, DraftOutput
@@ -32,11 +32,9 @@ def requests(count: int, most: int = 9, **sampling: Any) -> list[Request]:
     return [Request(i, [5], params, status=Status.RUNNING, **numbers) for i in range(count)]
 
 
-def sent_and_received(
-    batch: list[Request], shape: BlockShape | None, table: Tensor
-) -> FinishedStep:
+def sent_and_received(batch: list[Request], shape: BlockShape | None, table: Tensor) -> Launch:
     queue = ResultQueue(StepClock(torch.device("cpu")))
-    queue.send(Selection(batch), shape, table)
+    queue.send(Launch(Selection(batch), shape, table=table))
     (step,) = queue.receive()
     return step
 

@@ -1,0 +1,102 @@
+"""Which blocks a step has: a fixed shape, or the one that pays most."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from specdec.base.blocks import BlockShape
+from specdec.engine.launch import Launch
+from specdec.engine.policy.block_choice import BlockChoice, ladder
+from specdec.engine.requests.outcome import Outcome
+from specdec.engine.requests.scheduler import Scheduler
+from specdec.engine.requests.second_try import SecondTries
+from specdec.engine.selection import Selection
+from specdec.engine.step import StepRunner
+from specdec.model.core import Drafter
+
+
+class Planner:
+    """Decides the shape of blocks, and learns from what came of it.
+
+    Args:
+        shapes: of the blocks that steps may have; the last where nothing is chosen.
+        drafter: None decodes plainly.
+        runner, scheduler, second_tries: of the engine.
+
+    Attributes:
+        shapes: the same.
+        num_draft_tokens: most positions for which a step has drafts.
+        choice: chooses the shape of every step; None when it is fixed.
+        guided_choice: the same for batches in which an output follows a grammar, whose steps take
+            longer and accept otherwise.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[BlockShape],
+        drafter: Drafter | None,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        second_tries: SecondTries,
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.num_draft_tokens = max(shape.depth for shape in shapes)
+        self._runner, self._scheduler, self._second_tries = runner, scheduler, second_tries
+        self.choice: BlockChoice | None = None
+        self.guided_choice: BlockChoice | None = None
+        if len(self.shapes) > 1 and drafter:
+            new = partial(
+                BlockChoice,
+                self.shapes,
+                likeliest_first=drafter.likeliest_first,
+                forward_for_each=drafter.forward_for_each,
+            )
+            self.choice, self.guided_choice = new(), new()
+
+    def plan(self, batch: Selection) -> Launch:
+        """A step of `batch`. A chain is shorter when no request has room for it."""
+        requests, choice = batch.requests, self._choice(batch)
+        launch = Launch(batch, self.shapes[-1])
+        if self._second_tries.concern(requests):
+            launch.block = BlockShape(0)
+            return launch
+        if choice and requests:
+            launch.outlook = self._runner.outlook(batch, self.num_draft_tokens)
+            launch.block = choice.choose(
+                len(requests),
+                sampled=batch.sampled,
+                outlook=launch.outlook,
+                ready=partial(self._runner.ready, batch),
+            )
+        shape = launch.shape
+        # what of a tree reaches too far is cut off
+        if not shape.is_tree or (
+            self.choice and not self._scheduler.has_room(requests, shape.drafts)
+        ):
+            launch.block = BlockShape(self._length(shape.depth, batch))
+        return launch
+
+    def _length(self, k: int, batch: Selection) -> int:
+        """Drafts of a chain, of which some request has room for all."""
+        # the first one has, nearly always
+        if not any(request.num_left >= k for request in batch.requests):
+            k = max((request.num_left for request in batch.requests), default=0)
+        # few values, so that each is measured and captured
+        if self.choice or self._runner.graphs:
+            k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
+        return k
+
+    def learn(self, launch: Launch, outcome: Outcome) -> None:
+        """Takes over what a step took and accepted."""
+        if launch.block is not None and (choice := self._choice(launch.selection)):
+            choice.observe(
+                len(launch.requests),
+                launch.block,
+                outcome.num_accepted,
+                launch.seconds,
+                sampled=launch.selection.sampled,
+                outlook=launch.outlook,
+                paths=outcome.paths,
+            )
+
+    def _choice(self, batch: Selection) -> BlockChoice | None:
+        return self.guided_choice if batch.plan.guided else self.choice
