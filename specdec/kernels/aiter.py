@@ -22,8 +22,9 @@ import torch
 MINIMUM_VERSION = (0, 1, 15)
 """The oldest AITER the backends are tested against."""
 
-CHECKED_VERSION = (0, 1, 20)
-"""The newest AITER whose sources the calls have been compared with."""
+CHECKED_VERSION = (0, 1, 23)
+"""The newest AITER that the calls have been compared with; from 0.1.21 on with single files of it.
+"""
 
 NON_CAUSAL_VERSION = (0, 1, 16)
 """Before it, `flash_attn_with_kvcache` reads sequence lengths on the host, in the middle of a step.
@@ -272,7 +273,7 @@ def known_numbers(text: str) -> tuple[int, ...]:
     It counts as the newest checked one: functions and keywords are looked at before any is called.
 
     >>> known_numbers("0.1.dev1+g0123abc"), known_numbers("0.1.0"), known_numbers("0.1.14")
-    ((0, 1, 20), (0, 1, 20), (0, 1, 14))
+    ((0, 1, 23), (0, 1, 23), (0, 1, 14))
     """
     numbers = version_numbers(text)
     return CHECKED_VERSION if numbers in ((0, 1), (0, 1, 0)) else numbers

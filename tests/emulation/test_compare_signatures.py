@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.aiter_emulation.compare_signatures import differences, folder_reader, main
-from tests.helpers.aiter_emulation.signatures import SOURCES, signatures
+from tests.helpers.aiter_emulation.signatures import SOURCES, VERSIONS, signatures
 
 
 def test_comparison_with_an_installation(
@@ -75,6 +75,8 @@ def test_comparison_with_every_release(tmp_path: Path, capsys: pytest.CaptureFix
         git(tmp_path, "add", ".")
         git(tmp_path, "commit", "--allow-empty", "-m", tag)
         git(tmp_path, "tag", tag)
+    write_package(tmp_path, VERSIONS[-1])
+    git(tmp_path, "commit", "--all", "-m", "on the way to the next")
     assert main(["--repository", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
@@ -88,8 +90,8 @@ def test_comparison_with_every_release(tmp_path: Path, capsys: pytest.CaptureFix
         f"{count} of {count} signatures equal the emulation of 0.1.15.post1",
         f"{count} of {count} signatures equal the emulation of 0.1.16",
         f"{count - 1} of {count} signatures equal the emulation of 0.1.18",
-        f"{count} of {count} signatures equal the emulation of 0.1.20",
-        f"{count} of {count} signatures equal the emulation of 0.1.20",
+        f"{count} of {count} signatures equal the emulation of 0.1.21",
+        f"{count} of {count} signatures equal the emulation of {VERSIONS[-1]}",
     ]
     git(tmp_path, "tag", "-d", "v0.1.18")
     assert main(["--repository", str(tmp_path)]) == 0

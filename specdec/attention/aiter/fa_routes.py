@@ -17,7 +17,7 @@ decode   sinks                                             unified
 decode   a head or group size that the paged kernels lack  unified
 decode   plain layout                                      paged_v1
 decode   a window or a softcap                             unified
-decode   heads of 128, blocks of 16, scale 1/sqrt(128)     paged_common
+decode   what the assembly kernel has                      paged_common
 decode   any                                               paged_rocm
 
 *Triton-only*, on RDNA, where AITER has little else:
@@ -35,6 +35,8 @@ A single row is the last position: causal or not, it sees the same keys.
 
 import math
 
+import torch
+
 from specdec.attention.aiter.fa_compiled import (
     chunked_varlen,
     paged_common,
@@ -44,7 +46,7 @@ from specdec.attention.aiter.fa_compiled import (
     windowed_varlen,
 )
 from specdec.attention.aiter.fa_trees import context_and_rows
-from specdec.attention.aiter.fa_triton import gathered_kvcache, kvcache, unified
+from specdec.attention.aiter.fa_triton import Layer, gathered_kvcache, kvcache, unified
 from specdec.attention.aiter.routes import Route, always, table
 from specdec.attention.backend import AttentionSpec
 
@@ -52,6 +54,10 @@ __all__ = ["FULL", "TRITON_ONLY", "table"]
 
 PAGED_HEAD_DIMS = (64, 128, 256)
 PAGED_MAX_GROUP = 16
+ASSEMBLY_BLOCKS = 2**16
+"""Of a cache: before 0.1.17 the assembly kernel cuts their numbers to 16 bits, and after it nobody
+has shown that one load may reach further.
+"""
 
 
 def _paged_kernels_lack(spec: AttentionSpec) -> bool:
@@ -61,11 +67,19 @@ def _paged_kernels_lack(spec: AttentionSpec) -> bool:
     )
 
 
-def _fits_assembly(spec: AttentionSpec, scale: float) -> bool:
+def _fits_assembly(spec: AttentionSpec, layer: Layer) -> bool:
     """For many rows `paged_common` turns to an assembly kernel with one shape and a softmax scale
     of its own.
+
+    Groups of more than 8 in e4m3fn, gfx950's flavor, are NaN in contexts of 241 to 255 tokens.
     """
-    return spec.head_dim == 128 and spec.block_size == 16 and math.isclose(scale, 128**-0.5)
+    return (
+        spec.head_dim == 128
+        and spec.block_size == 16
+        and math.isclose(layer.scale, 128**-0.5)
+        and len(layer.cache.key) <= ASSEMBLY_BLOCKS
+        and (spec.kv_dtype != torch.float8_e4m3fn or spec.num_heads // spec.num_kv_heads <= 8)
+    )
 
 
 _TREES = Route(
@@ -115,8 +129,8 @@ FULL = (
     ),
     Route(
         "decode",
-        "heads of 128, blocks of 16, scale 1/sqrt(128)",
-        lambda group, model, layer: _fits_assembly(model.spec, layer.scale),
+        "what the assembly kernel has",
+        lambda group, model, layer: _fits_assembly(model.spec, layer),
         paged_common,
     ),
     Route("decode", "", always, paged_rocm),

@@ -1,9 +1,9 @@
 """What all layers of one forward share on AITER: requests grouped by phase, trimmed block tables,
 and gathered context.
 
-    decode    as many rows as every other request, lengths known to the device alone; or a single row behind its context
+    decode    as many rows as every other request, lengths known to the device alone; or one row
     extend    several rows behind a context, lengths known to the host
-    prefill   the whole sequence, no context
+    prefill   the whole sequence of several tokens, no context
     packed    any of these together, for a kernel that takes them all in one call
 
 Nothing in here reads from the device. A batch whose lengths only the device knows (decoding,
@@ -184,7 +184,11 @@ class AiterPlan:
 
 
 def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
-    """Splits the requests of a forward into phases."""
+    """Splits the requests of a forward into phases.
+
+    A prompt of one token is a row like any other: `flash_attn_varlen_func` is wrong for single rows
+    in some head sizes and types.
+    """
     if metadata.query_lens is None or metadata.seq_lens_host is None:
         return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
     members: dict[Phase, list[int]] = {}
@@ -192,7 +196,7 @@ def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
         zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
     ):
         members.setdefault(
-            "prefill" if count == length else "decode" if count == 1 else "extend", []
+            "decode" if count == 1 else "prefill" if count == length else "extend", []
         ).append(i)
     return AiterPlan(
         [_group(metadata, phase, m, block_size) for phase, m in members.items()],

@@ -34,6 +34,24 @@ def _check_triton_shape(name: str, head_dim: int) -> None:
     )
 
 
+SHARED_MEMORY = 2**16
+"""Of a program, in bytes, on RDNA."""
+
+
+def _check_shared_memory(machine: Machine, key_bytes: int) -> None:
+    """From 0.1.21 on the kernel that splits the keys holds tiles of 64 keys and values, on gfx1201
+    two of each, and 256 bytes, whatever the size of a block.
+    """
+    if machine.is_cdna or version_key(machine.version) < version_key("0.1.21"):
+        return
+    required = 64 * 2 * key_bytes * (2 if machine.architecture == "gfx1201" else 1) + 256
+    if required > SHARED_MEMORY:  # as Triton says it
+        raise RuntimeError(
+            f"out of resource: shared memory, Required: {required}, Hardware limit:"
+            f" {SHARED_MEMORY}. Reducing block sizes or `num_stages` may help."
+        )
+
+
 def flash_attn_with_kvcache(
     machine: Machine,
     q: Tensor,
@@ -176,13 +194,14 @@ def unified_attention(
     shuffled_kv_cache: bool = False,
     q_scales: Tensor | None = None,
     skip_reduce: bool = False,
+    backend: str | None = None,
 ) -> Tensor:
     """Packed queries of any lengths on the paged cache, causal only, into `out`."""
     name = "unified_attention"
     machine.record(name, query_len=max_seqlen_q, window=window_size, shuffled=shuffled_kv_cache)
     assert causal, "Only causal attention is supported"
     refuse_unless(
-        not any(x is not None for x in (q_scales, alibi_slopes, output_scale, qq_bias))
+        not any(x is not None for x in (q_scales, alibi_slopes, output_scale, qq_bias, backend))
         and not skip_reduce,
         f"{name}: not emulated",
     )
@@ -229,6 +248,9 @@ def unified_attention(
     refuse_unless(
         max(lengths) <= max_seqlen_k, f"{name}: max_seqlen_k {max_seqlen_k} below {max(lengths)}"
     )
+    splits = window_size[0] < 0 and max_seqlen_k > 512
+    if splits and num_reqs * kv_heads <= 4 * machine.num_compute_units:
+        _check_shared_memory(machine, dim * k.element_size())
     factors = (1.0, 1.0)
     if fp8:
         refuse_unless(
@@ -318,6 +340,8 @@ def flash_attn_varlen_func(
         f"{name}: not emulated",
     )
     refuse_unless(dropout_p == 0, f"{name}: dropout")
+    # Wrong in float16, and in bfloat16 for heads of 64 and 256.
+    refuse_unless(max_seqlen_q > 1, f"{name}: requests of a single row")
     refuse_unless(
         len(window_size) == 2 or window_size[2] == 0,
         f"{name}: always-visible tokens are not emulated",

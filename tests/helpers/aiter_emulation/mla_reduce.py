@@ -6,13 +6,21 @@ import torch
 from torch import Tensor
 
 from tests.helpers.aiter_emulation.machine import Machine, host, increasing, int32, refuse_unless
+from tests.helpers.aiter_emulation.signatures import version_key
 
-_REDUCED = {
-    64: (64,),
-    128: (1, 2, 4, 8, 10, 16, 32, 40, 48, 64, 96, 128),
-    512: (8, 16, 24, 32, 48, 64, 80, 96, 112, 128),
+_REDUCED: dict[int, dict[str, tuple[int, ...]]] = {
+    64: {"0.1.17": (64,)},
+    128: {"0.1.15": (1, 2, 4, 8, 10, 16, 32, 40, 64, 128), "0.1.20": (48, 96)},
+    512: {"0.1.15": (8, 16, 32, 48, 64, 80, 96, 112, 128), "0.1.20": (24,)},
 }
-"""Heads by the size of a value, for which the reduction is compiled."""
+"""Heads by the size of a value, and from which version on the reduction is compiled for them."""
+
+
+def _is_reduced(heads: int, dim: int, version: str) -> bool:
+    return any(
+        heads in counts and version_key(version) >= version_key(since)
+        for since, counts in _REDUCED.get(dim, {}).items()
+    )
 
 
 def mla_reduce_v1(
@@ -38,7 +46,7 @@ def mla_reduce_v1(
     plain = (torch.bfloat16, torch.float16, *([torch.float32] if machine.allow_float32 else []))
     refuse_unless(final_output.dtype in plain, f"{name}: output of {final_output.dtype}")
     heads, dim = final_output.shape[-2:]
-    known = heads in _REDUCED.get(dim, ()) or machine.any_shape
+    known = _is_reduced(heads, dim, machine.version) or machine.any_shape
     refuse_unless(known, f"{name} is not compiled for {heads} heads of {dim}")
     machine.compile(name, heads, dim)
     longest = max((b - a for a, b in pairwise(host(reduce_indptr))), default=0)

@@ -4,8 +4,12 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 
-VERSIONS = ("0.1.15", "0.1.15.post1", "0.1.16", "0.1.17", "0.1.18", "0.1.19", "0.1.20")
-"""Those in which an argument or a kernel was added. The releases between are like the one before.
+VERSIONS = (
+    *("0.1.15", "0.1.15.post1", "0.1.16", "0.1.17", "0.1.18", "0.1.19", "0.1.20"),
+    *("0.1.21", "0.1.22"),
+)
+"""Those in which an argument or a kernel was added or changed. The releases between are like the
+one before. From 0.1.21 on they are known from single files and threads, not from whole releases.
 """
 
 SIGNATURES: dict[str, dict[str, str]] = {
@@ -23,6 +27,10 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "0.1.15.post1": """q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
             block_table, softcap, q_descale, k_descale, v_descale, q_scales=None, alibi_slopes=None, output_scale=None,
             qq_bias=None, sinks=None, shuffled_kv_cache=False, skip_reduce=False""",
+        "0.1.22": """q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k,
+            softmax_scale, causal, window_size, block_table, softcap, q_descale, k_descale,
+            v_descale, q_scales=None, alibi_slopes=None, output_scale=None, qq_bias=None,
+            sinks=None, shuffled_kv_cache=False, skip_reduce=False, backend=None""",
     },
     "flash_attn_varlen_func": {
         "0.1.15": """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_q=0, dropout_p=0.0,

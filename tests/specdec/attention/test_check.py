@@ -81,6 +81,34 @@ def test_an_aiter_without_draft_blocks_passes(
     assert "flash_attn_with_kvcache" not in machine.names()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "version", "head_dim", "fits"),
+    [
+        ("gfx1201", "0.1.20", 128, True),
+        ("gfx1201", "0.1.21", 64, True),
+        ("gfx1201", "0.1.21", 128, False),
+        ("gfx1100", "0.1.21", 128, True),
+        ("gfx1100", "0.1.22", 256, False),
+    ],
+)
+def test_radeons_whose_shared_memory_a_kernel_exceeds(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    architecture: str,
+    version: str,
+    head_dim: int,
+    fits: bool,
+) -> None:
+    """The check reaches the kernel that splits the keys, before a request does, and says why."""
+    monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: architecture)
+    install(monkeypatch, tmp_path, Machine(version=version, architecture=architecture))
+    reasons = refusals(replace(SPEC, head_dim=head_dim), auto=True)["rocm_aiter_fa"]
+    assert (reasons == []) == fits
+    if not fits:
+        (reason,) = reasons
+        assert "its self-check failed: RuntimeError: out of resource: shared memory" in reason
+
+
 def broken(**changes: Callable[[Any], Any]) -> type[TorchRefBackend]:
     """torch_ref with metadata or options that are changed by these functions."""
 

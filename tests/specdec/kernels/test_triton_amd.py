@@ -493,7 +493,7 @@ CARDS = {
 """What `auto` takes where AITER is installed; our own attention without it."""
 
 
-@pytest.mark.parametrize("aiter", [None, "0.1.16", "0.1.20", "0.1.dev1+g0123abc"])
+@pytest.mark.parametrize("aiter", [None, "0.1.16", "0.1.20", "0.1.23", "0.1.dev1+g0123abc"])
 @pytest.mark.parametrize("architecture", CARDS)
 def test_auto_on_every_card(
     amd: Amd,

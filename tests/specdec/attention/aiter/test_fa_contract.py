@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 import specdec.attention
-from specdec.attention.aiter import groups, latents, mla_entries, mla_prefill_fp8, mla_sparse_plan
+from specdec.attention.aiter import (
+    fa_routes,
+    groups,
+    latents,
+    mla_entries,
+    mla_prefill_fp8,
+    mla_sparse_plan,
+)
 from specdec.attention.aiter import mla as rocm_aiter_mla
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, plan_groups, plan_packed
@@ -25,6 +32,7 @@ from specdec.cli.doctor.doctor import ENVIRONMENT
 from specdec.engine.capture.buckets import length_bucket
 from specdec.kernels.aiter import AiterFa
 from specdec.kv_cache import LayerCache
+from tests.helpers.aiter_emulation import paged
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.guards import no_host_sync
 from tests.specdec.attention.aiter.test_fa import (
@@ -472,6 +480,56 @@ def test_e4_assembly_gets_only_what_it_is_built_for(
     assert ("paged_attention_rocm" in machine.names()) != assembly
     # which, before 0.1.12, sends other heads to assembly
     assert ("paged_attention_common" in machine.names()) == assembly
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads", "assembly"),
+    [("gfx942", 16, True), ("gfx950", 8, True), ("gfx950", 9, False), ("gfx950", 16, False)],
+)
+def test_e4_wide_groups_in_8_bits_stay_with_hip_on_gfx950(
+    rocm: Install, architecture: str, heads: int, assembly: bool
+) -> None:
+    """There the assembly kernel yields NaN for contexts of 241 to 255 tokens."""
+    machine = rocm(architecture=architecture, num_compute_units=4)
+    cache = FP8[architecture]
+    asked = spec(head_dim=128, num_heads=heads, num_kv_heads=1, cache_dtype=cache)
+    case = Case(asked, [241, 255, 40], [1] * 3, uniform=True)
+    assert_right(case, BACKENDS["shuffle"](asked), scale=128**-0.5)
+    assert ("pa_fwd_asm" in machine.names()) == assembly
+    wide = spec(head_dim=128, num_heads=heads, num_kv_heads=1)  # in 16 bits all of them do
+    case = Case(wide, [241, 255, 40], [1] * 3, uniform=True)
+    assert_right(case, BACKENDS["shuffle"](wide), scale=128**-0.5)
+    assert "pa_fwd_asm" in machine.names()
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_e4_caches_whose_blocks_assembly_cannot_tell_apart_stay_with_hip(
+    rocm: Install, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    """It cuts the number of a block to 16 bits; here, to as many as the cache has, or one fewer."""
+    machine = rocm(num_compute_units=1)
+    asked = spec(head_dim=128)
+    case = Case(asked, [40, 17], [1, 1], uniform=True)
+    for module in (fa_routes, paged):
+        assert module.ASSEMBLY_BLOCKS == 65_536
+        monkeypatch.setattr(module, "ASSEMBLY_BLOCKS", case.num_blocks - spare)
+    assert_right(case, BACKENDS["shuffle"](asked), scale=128**-0.5)
+    assert ("pa_fwd_asm" in machine.names()) == (spare == 0)
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("known", [[1, 1], [1, 5]])
+def test_prompts_of_one_token_decode(rocm: Install, layout: str, known: list[int]) -> None:
+    """`flash_attn_varlen_func`, which takes longer ones, is wrong for single rows in some sizes of
+    head and types.
+    """
+    machine = rocm()
+    case = Case(spec(), known, known, uniform=False)
+    assert_right(case, BACKENDS[layout](case.spec), scale=0.1)
+    phases = {"decode", *(["prefill"] if known[1] > 1 else [])}
+    assert {group.phase for group in plan_groups(case.metadata, 16).groups} == phases
+    varlen = [call for call in machine.calls if call.name == "flash_attn_varlen_func"]
+    assert len(varlen) == (known[1] > 1)
 
 
 def test_e5_a_name_is_enough(rocm: Install, monkeypatch: pytest.MonkeyPatch) -> None:
