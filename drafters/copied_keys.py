@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from functools import cache
 
 _PARTS = re.compile(
-    r"_.*|(audio|image|index|linear|mamba|mla|moe|mtp|quantization|router|ssm|unsloth|video|vision)_.*"
+    r"_.*|(audio|image|index|linear|mamba|mla|moe|mtp|quantization|router|ssm|unsloth)_.*"
+    r"|(video|vision)_.*"
     r"|.*_(dropout|implementation|index|pdrop|token_ids?|version)|.*experts?(_.*|$)"
 )
 """Parts that the layers of a drafter have not, and what only training or Transformers itself looks

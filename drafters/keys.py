@@ -18,10 +18,12 @@ def require(ok: bool, message: str) -> None:
 
 
 _OF_SPECULATORS = {
-    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "has_no_defaults_at_init", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "speculators_config", "speculators_model_type",
-    "speculators_version", "tie_word_embeddings", "torch_dtype", "transformer_layer_config", "transformers_version", "use_cache",
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "eos_token_id", "has_no_defaults_at_init", "id2label", "is_encoder_decoder",
+    "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "problem_type", "return_dict", "speculators_config", "speculators_model_type",
+    "speculators_version", "tie_word_embeddings", "torch_dtype", "transformer_layer_config",
+    "transformers_version", "use_cache",
 }  # fmt: skip
 """What every config.json in the layout of speculators may say."""
 

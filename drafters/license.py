@@ -11,11 +11,12 @@ from specdec.base.errors import one_line
 CARD = "README.md"
 
 _FREE = {
-    "afl-3.0", "agpl-3.0", "apache-2.0", "artistic-2.0", "bsd", "bsd-2-clause", "bsd-3-clause", "bsd-3-clause-clear", "bsl-1.0",
-    "cc", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0", "cdla-permissive-1.0",
-    "cdla-permissive-2.0", "ecl-2.0", "epl-1.0", "epl-2.0", "eupl-1.1", "eupl-1.2", "gpl", "gpl-2.0", "gpl-3.0", "isc", "lgpl",
-    "lgpl-2.1", "lgpl-3.0", "mit", "mpl-2.0", "ms-pl", "ncsa", "openmdw-1.0", "osl-3.0", "pddl", "postgresql", "unlicense", "wtfpl",
-    "zlib",
+    "afl-3.0", "agpl-3.0", "apache-2.0", "artistic-2.0", "bsd", "bsd-2-clause", "bsd-3-clause",
+    "bsd-3-clause-clear", "bsl-1.0", "cc", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0",
+    "cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0",
+    "ecl-2.0", "epl-1.0", "epl-2.0", "eupl-1.1", "eupl-1.2", "gpl", "gpl-2.0", "gpl-3.0", "isc",
+    "lgpl", "lgpl-2.1", "lgpl-3.0", "mit", "mpl-2.0", "ms-pl", "ncsa", "openmdw-1.0", "osl-3.0",
+    "pddl", "postgresql", "unlicense", "wtfpl", "zlib",
 }  # fmt: skip
 """Names on the hub of licenses that leave everyone to run a model for any purpose."""
 

@@ -34,8 +34,8 @@ def first_divergence(one: Sequence[int], other: Sequence[int]) -> int | None:
     """First position at which two outputs differ, the end of the shorter one included; None when
     they are the same.
 
-    >>> first_divergence([5, 6, 7], [5, 6, 7]), first_divergence([5, 6, 7], [5, 9]), first_divergence([5], [5, 6])
-    (None, 1, 1)
+    >>> [first_divergence(*pair) for pair in (([5, 6], [5, 6]), ([5, 6], [5, 9]), ([5], [5, 6]))]
+    [None, 1, 1]
     """
     for position, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:

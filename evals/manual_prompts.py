@@ -63,7 +63,10 @@ def _code() -> Iterator[str]:
             if function.__module__ == module.__name__ and not name.startswith("_") and doc:
                 about = textwrap.indent(f'"""{doc.split(">>>")[0].strip()}\n"""', "    ")
                 signature = f"def {name}{inspect.signature(function)}:"
-                yield f"Complete this Python function; answer with the whole function.\n\n```python\n{signature}\n{about}\n```"
+                yield (
+                    "Complete this Python function; answer with the whole function.\n\n"
+                    f"```python\n{signature}\n{about}\n```"
+                )
 
 
 def _editing() -> Iterator[str]:
@@ -75,7 +78,10 @@ def _editing() -> Iterator[str]:
             :2
         ]:
             before = f"Original file:\n\n```python\n{text}\n```"
-            yield f"{before}\n\nThe same file, in which the function is called `{name}_new`:\n\n```python\n"
+            yield (
+                f"{before}\n\nThe same file, in which the function is called `{name}_new`:\n\n"
+                "```python\n"
+            )
 
 
 def _translation() -> Iterator[str]:
@@ -91,7 +97,10 @@ def _summaries() -> Iterator[str]:
 
 def _questions() -> Iterator[str]:
     for title in dict.fromkeys(text.splitlines()[0].strip() for text in topics.values()):
-        yield f"What would a beginner want to know about this part of Python: {title}? Explain it in your own words."
+        yield (
+            f"What would a beginner want to know about this part of Python: {title}?"
+            " Explain it in your own words."
+        )
 
 
 def _retrieval() -> Iterator[str]:
@@ -100,7 +109,10 @@ def _retrieval() -> Iterator[str]:
         part = texts[start : start + 6]
         words = " ".join(part[number % len(part)].split()[:6])
         numbered = "\n\n".join(f"[{place}] {text}" for place, text in enumerate(part, start=1))
-        yield f"{numbered}\n\nWhich paragraph above begins with the words {words!r}? Give its number, and repeat it word for word."
+        yield (
+            f"{numbered}\n\nWhich paragraph above begins with the words {words!r}?"
+            " Give its number, and repeat it word for word."
+        )
 
 
 MANUAL_KINDS: dict[str, Callable[[], Iterator[str]]] = {

@@ -80,7 +80,8 @@ def time_split(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
         phases: seconds by phase, as `specdec.engine.policy.timing.StepTimer` counts them.
         seconds: wall time of the run, at least the sum of the phases.
 
-    >>> time_split({"draft": 1.0, "verify": 4.0, "context": 1.0, "accept": 0.5, "collect": 0.5}, 10.0)
+    >>> totals = {"draft": 1.0, "verify": 4.0, "context": 1.0, "accept": 0.5, "collect": 0.5}
+    >>> time_split(totals, 10.0)
     {'prefill': 0.0, 'draft': 0.2, 'verify': 0.4, 'accept': 0.05, 'rest': 0.35}
     >>> time_split({}, 0.0)["rest"]
     0.0

@@ -45,5 +45,12 @@ def test_no_test_has_a_clock_of_its_own() -> None:
 
 
 def test_clocks_are_seen() -> None:
-    code = "time.sleep(1)\nprocess.wait(10)\nrun(timeout=5)\nx.run(timeout=5)\npool.submit().result(HANG)\nawait asyncio.sleep(0)"
-    assert [line for line, _ in clocks(ast.parse(code))] == [1, 2, 4]
+    code = [
+        "time.sleep(1)",
+        "process.wait(10)",
+        "run(timeout=5)",
+        "x.run(timeout=5)",
+        "pool.submit().result(HANG)",
+        "await asyncio.sleep(0)",
+    ]
+    assert [line for line, _ in clocks(ast.parse("\n".join(code)))] == [1, 2, 4]

@@ -86,7 +86,8 @@ def test_a_step_stays_on_its_device(name: str, fuse: bool) -> None:
         )
         slots = torch.empty(3, dtype=torch.int64, device=META)
         if drafter is drafters[-1]:
-            drafter.network.angles(slots)  # type: ignore[union-attr]  # a prefill has brought its frequencies over
+            # A prefill has brought its frequencies over.
+            drafter.network.angles(slots)  # type: ignore[union-attr]
         for plan in PLANS.values():
             with torch.inference_mode(), OneDevice():
                 sampling = engine.slots.sampling.select(slots, plan)

@@ -89,7 +89,8 @@ def test_a_dropped_handle_frees_its_blocks(decoder: SpecDecoder) -> None:
 def test_a_session_takes_integers_alone(decoder: SpecDecoder) -> None:
     """Of any library; floats once ran, cut to integers on the device."""
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-    assert decoder.session.submit(np.array(PROMPT), sampling).result().prompt_token_ids == PROMPT  # type: ignore[arg-type]
+    handle = decoder.session.submit(np.array(PROMPT), sampling)  # type: ignore[arg-type]
+    assert handle.result().prompt_token_ids == PROMPT
     for prompt, shown in (([1.5], "1.5"), ("abc", "'a'")):
         with pytest.raises(
             InvalidInputError, match=f"a token id is {shown}; it must be an integer"

@@ -97,8 +97,9 @@ def _whole_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if config.sub_configs and config.model_type not in WRAPPERS:
         parts = ", ".join(sorted(config.sub_configs))
         multimodal = any(sense in parts for sense in ("vision", "audio"))
+        kind = "multimodal" if multimodal else "composed of nested configs"
         known = " and its text part is not known to run alone" if is_composite(config) else ""
-        yield f"it is {'multimodal' if multimodal else 'composed of nested configs'} ({parts}){known}"
+        yield f"it is {kind} ({parts}){known}"
 
 
 def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) -> Iterator[str]:
@@ -115,7 +116,10 @@ def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) 
     if described:
         return  # our own layers run it, which need nothing of transformers' attention
     if getattr(model_class, "_is_stateful", False):
-        yield "it keeps a recurrent state (state-space model or linear attention), which cannot be rolled back"
+        yield (
+            "it keeps a recurrent state (state-space model or linear attention),"
+            " which cannot be rolled back"
+        )
     if not getattr(model_class, "_supports_attention_backend", False):
         yield f"{model_class.__name__} does not go through transformers' attention interface"
 
@@ -154,17 +158,26 @@ def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterato
 def _gate_reasons(config: PreTrainedConfig) -> Iterator[str]:
     """Entries that transformers' classes of these types do not look at."""
     if getattr(config, "attn_output_gate", True) is False:
-        yield "its attention has no output gate (attn_output_gate false), and the layers of its type have one"
+        yield (
+            "its attention has no output gate (attn_output_gate false),"
+            " and the layers of its type have one"
+        )
     gate = getattr(config, "output_gate_type", None)
     if gate not in (None, "silu", "swish"):
-        yield f"its linear attention is gated by {gate} (output_gate_type), and the layers of its type by silu"
+        yield (
+            f"its linear attention is gated by {gate} (output_gate_type),"
+            " and the layers of its type by silu"
+        )
 
 
 def _cache_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
     rank = _value(config, "kv_lora_rank")
     if rank and config.model_type not in LATENT_MODELS:
         apart = OTHER_LATENT.get(config.model_type, "is not that of DeepSeek or GLM")
-        yield f"it has latent attention (kv_lora_rank {rank}) that {apart}, which is not available yet"
+        yield (
+            f"it has latent attention (kv_lora_rank {rank}) that {apart},"
+            " which is not available yet"
+        )
     elif rank:
         yield from _latent_reasons(config)
     shared = _value(config, "num_kv_shared_layers")
@@ -183,7 +196,10 @@ def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if (_value(config, "indexer_types") or ["full"])[0] == "shared":
         yield "its first layer has no indexer and no layer before it to share one with"
     if describe(config) is None:
-        yield "our layers, which alone have latent attention, lack its activation function or its RoPE"
+        yield (
+            "our layers, which alone have latent attention,"
+            " lack its activation function or its RoPE"
+        )
 
 
 def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:
@@ -209,7 +225,8 @@ def _position_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str
     if lengths and not described:
         yield "its RoPE of type longrope changes with the longest sequence of a batch"
     elif len(lengths) > 1:
-        yield f"its layers have RoPE of type longrope that changes at several lengths ({', '.join(map(str, sorted(lengths)))})"
+        several = ", ".join(map(str, sorted(lengths)))
+        yield f"its layers have RoPE of type longrope that changes at several lengths ({several})"
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:

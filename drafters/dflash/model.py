@@ -16,7 +16,8 @@ from drafters.dflash.layers import DFlashAttention, DFlashLayer, turned
 from specdec.layers.rotary.rotary import Angles, Rope
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, query [..., heads, D], key [..., kv_heads, D], value [..., kv_heads, D]) -> [..., heads, D]`, context included.
+"""`(layer, query [..., heads, D], key [..., kv_heads, D], value) -> [..., heads, D]`; `value` is of
+the shape of `key`. The context is included.
 """
 
 

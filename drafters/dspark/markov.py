@@ -6,7 +6,8 @@ logits. What W2 is given is, for token x before a slot with hidden state h:
 
     vanilla: W1[x]
     gated:   sigmoid(gate([h; W1[x]])) * W1[x]
-    rnn:     tanh(o), with (g, c, o) = joint([s; W1[x]; h]) and the next state sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)
+    rnn:     tanh(o), with (g, c, o) = joint([s; W1[x]; h]); the next state is
+             sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)
 
 Its authors correct the whole vocabulary, slot by slot, and so do we unless `dspark_draft_topk` (a
 key of vLLM's) says how many of the likeliest tokens to correct.
@@ -27,7 +28,8 @@ MOST_RANK = 2**16
 """More than any head has: a rank beyond comes from a damaged file."""
 
 KEYS = {
-    "confidence_head_alpha", "confidence_head_with_markov", "dspark_draft_topk", "dspark_fixup_head_type", "dspark_markov_rank",
+    "confidence_head_alpha", "confidence_head_with_markov", "dspark_draft_topk",
+    "dspark_fixup_head_type", "dspark_markov_rank",
     "enable_confidence_head", "markov_head_type", "markov_rank", "use_confidence_head",
 }  # fmt: skip
 """What `config.json` may say about these heads; alpha is a weight in training."""

@@ -42,8 +42,8 @@ _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
 # What `eagle_config` may say besides; a key that nobody reads would lower acceptance without any
 # error.
 _OWN_KEYS = {
-    "bias", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "embed_requires_grad", "fc_norm",
-    "norm_before_fc", "norm_before_residual", "norm_output", "num_aux_hidden_states",
+    "bias", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "embed_requires_grad",
+    "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "num_aux_hidden_states",
     "num_aux_layers", "parallel_draft_heads_num_layers", "target_hidden_size", "use_aux_norm",
 }  # fmt: skip
 

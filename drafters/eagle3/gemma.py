@@ -17,7 +17,8 @@ _PLAIN_VALUES = {
 }
 _AS_THEY_ARE = (
     "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-    "num_hidden_layers", "rms_norm_eps", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
+    "num_hidden_layers", "rms_norm_eps", "vocab_size", "bos_token_id", "eos_token_id",
+    "pad_token_id",
 )  # fmt: skip
 
 

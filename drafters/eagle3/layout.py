@@ -15,8 +15,8 @@ from drafters.vocabulary import drafted
 Layout = Literal["sglang", "speculators"]
 
 _NOT_OF_LAYERS = {
-    "_name_or_path", "architectures", "auto_map", "draft_vocab_size", "dtype", "eagle_config", "target_hidden_size", "torch_dtype",
-    "transformers_version",
+    "_name_or_path", "architectures", "auto_map", "draft_vocab_size", "dtype", "eagle_config",
+    "target_hidden_size", "torch_dtype", "transformers_version",
 }  # fmt: skip
 """What a flat config.json says beside its layers."""
 

@@ -17,16 +17,17 @@ STAGES = ("answers", "train", "finish")
 
 _EXAMPLES = """\
 examples:
-  specdec train --out run --prompts questions.jsonl --variations 4 --temperatures 0 0.8 --max-minutes 20
-  specdec train --out run --model path/or/hub-name --self-prompts 20000 --temperatures 0 0.7 --max-minutes 20
+  specdec train --out run --prompts questions.jsonl --variations 4 --max-minutes 20
+  specdec train --out run --model path/or/hub-name --self-prompts 20000 --temperatures 0 0.7
   specdec train answers --config run.toml
   torchrun --nproc-per-node 2 -m specdec train train --config run.toml
   specdec train --config run.toml --ray --workers 8
   specdec train finish --config run.toml
   specdec train bench qwen3-8b --max-length 2048 --batch-size 8 16 --anchors 64 256 --compile
 
-Stages: answers (the target answers the prompts, and may write some itself), train, finish (export, and compare tau with the
-engine's); all without a name. bench times a step of the trainer at a shape, with random weights.
+Stages: answers (the target answers the prompts, and may write some itself), train, finish (export,
+and compare tau with the engine's); all without a name. bench times a step of the trainer at a
+shape, with random weights.
 A killed run goes on with the same command. docs/training.md is the guide.
 """
 

@@ -13,7 +13,8 @@ from specdec.base.packages import install_command
 from specdec.base.writing import append, check_writable, write_atomically, write_text
 
 COLUMNS = (
-    "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm", "sequences_per_second", "tau", "tree", "sampled",
+    "step", "minutes", "epoch", "loss", "train_tau", "row1", "lr", "grad_norm",
+    "sequences_per_second", "tau", "tree", "sampled",
 )  # fmt: skip
 """`train_tau` is teacher-forced on training answers at random anchors; `row1` and the last three
 are replayed on held-out ones.

@@ -54,8 +54,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    # one that has no answers left to write waits for the others, and torchrun ends all where one
-    # fails
+    # A rank without answers left to write waits for the others; torchrun ends all where one fails.
     if not joined:
         with rank_sockets():
             dist.init_process_group(

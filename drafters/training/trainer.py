@@ -38,9 +38,10 @@ from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.writing import make_folder
 
 FREE_TO_CHANGE = {
-    "out", "device", "stop_after", "mask_path", "compile", "loss_rows", "log_every", "eval_every", "save_every", "attention",
-    "kv_memory", "max_num_seqs", "shard_size", "skip_long", "tolerance", "finish_prompts", "epochs", "max_steps", "max_minutes",
-    "prompts", "answers_from", "answer_server", "init", "accumulation",
+    "out", "device", "stop_after", "mask_path", "compile", "loss_rows", "log_every", "eval_every",
+    "save_every", "attention", "kv_memory", "max_num_seqs", "shard_size", "skip_long", "tolerance",
+    "finish_prompts", "epochs", "max_steps", "max_minutes", "prompts", "answers_from",
+    "answer_server", "init", "accumulation",
 }  # fmt: skip
 """Options that may differ when a run is resumed: they change its speed or its end, not what it
 computes.

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   specdec eval --tasks bundled --limit 10
-  specdec eval --tasks gsm8k --limit 40 --data gsm8k=folder/with/train.jsonl/and/test.jsonl --out run
-  specdec eval --tasks gsm8k --chat --max-num-seqs 32 --drafter path/to/drafter -k 7 --out run --html run/report.html
+  specdec eval --tasks gsm8k --limit 40 --data gsm8k=folder/of/its/jsonl/files --out run
+  specdec eval --tasks gsm8k --chat --max-num-seqs 32 --drafter path/to/drafter -k 7 \\
+    --out run --html run/report.html
 
-The same command after a kill goes on where it stopped, given --out. docs/evaluation.md documents the report.
+The same command after a kill goes on where it stopped, given --out. docs/evaluation.md documents
+the report.
 """
 
 

@@ -133,9 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dummy-weights", metavar="CONFIG", help="a config.json, a folder with one, or a shape"
                                                   " that comes with the package: "
         "gemma3-4b, gpt-oss-20b, qwen3-30b-a3b, qwen3-8b, qwen3.5-9b, qwen3.5-35b-a3b")  # fmt: skip
-    add("--prompt-tokens", nargs="+", type=whole_number, default=[1024], metavar="N", help="length of the prompts; further "
+    add("--prompt-tokens", nargs="+", type=whole_number, default=[1024], metavar="N",
+        help="length of the prompts; further "
         "lengths are measured with one request (default 1024)")  # fmt: skip
-    add("--verify-rows", nargs="+", type=whole_number, default=[8], metavar="N", help="rows per request of a step that verifies "
+    add("--verify-rows", nargs="+", type=whole_number, default=[8], metavar="N",
+        help="rows per request of a step that verifies "
         "a chain of N - 1 drafts which cost nothing; 1 leaves it out (default 8); --tree adds"
         " trees")  # fmt: skip
 

@@ -268,7 +268,8 @@ def _speed_table(comparison: Comparison) -> list[str]:
     ]
     for name, speed in (("plain", comparison.plain), ("speculative", comparison.speculative)):
         slowest, fastest = speed.spread
-        line = f"  {name:<13}{speed.median:>9.1f}{speed.num_tokens[0]:>10,}{median(speed.seconds):>10.2f}"
+        seconds = median(speed.seconds)
+        line = f"  {name:<13}{speed.median:>9.1f}{speed.num_tokens[0]:>10,}{seconds:>10.2f}"
         lines.append(line + (f"   {slowest:.1f} to {fastest:.1f}" if repeated else ""))
     ratio = comparison.speculative.ratio(comparison.plain)
     note = f"   median of {len(comparison.plain.seconds)} runs each" if repeated else ""

@@ -16,8 +16,8 @@ examples:
   specdec profile
   specdec profile --drafter path/to/drafter --max-num-seqs 8 --context 1024 --trace trace.json
 
-The batch is made of the bundled problems, each repeated up to --context tokens. Open the trace with chrome://tracing or
-https://ui.perfetto.dev.
+The batch is made of the bundled problems, each repeated up to --context tokens. Open the trace with
+chrome://tracing or https://ui.perfetto.dev.
 """
 
 

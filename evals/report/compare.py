@@ -57,8 +57,12 @@ def compare_reports(one: Report, other: Report) -> str:
                 _ratio(other_tau, tau),
             )
         )
-    only = [f"only in the {name}: {_title(key)}" for name, mine, theirs in (("first", parts, others), ("second", others, parts))
-            for key in mine if key not in theirs]  # fmt: skip
+    only = [
+        f"only in the {name}: {_title(key)}"
+        for name, mine, theirs in (("first", parts, others), ("second", others, parts))
+        for key in mine
+        if key not in theirs
+    ]
     notes = differences(one, other)
     only += [] if bench else _judged_differently(one, other)
     return "\n".join(

@@ -18,7 +18,8 @@ from specdec.base.packages import install_command
 
 _STYLE = (
     """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; margin: 0 auto; padding: 16px; max-width: 1180px; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; }
+body { margin: 0 auto; padding: 16px; max-width: 1180px; }
 h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 h3 { font-size: .95rem; margin: 1rem 0 0; }
@@ -27,7 +28,8 @@ dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1re
 dt { color: #555; }
 dd { margin: 0; overflow-wrap: anywhere; }
 pre { font-size: 13px; line-height: 1.45; overflow-x: auto; background: #f6f6f6; padding: 12px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 16px; }
+.plots { display: grid; gap: 16px; }
+.plots { grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
 figure { margin: 0; }
 figcaption { font-weight: 600; font-size: .95rem; }
 figure svg { display: block; width: 100%; height: auto; }

@@ -183,8 +183,10 @@ def made(kind: type[Made], given: Any) -> Made:
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value of JSON is what an annotation says.
 
-    >>> _fits([1, None], list[int | None]), _fits({"7": 0.5}, dict[int, float]), _fits([True], list[int])
-    (True, True, False)
+    >>> _fits([1, None], list[int | None]), _fits({"7": 0.5}, dict[int, float])
+    (True, True)
+    >>> _fits([True], list[int])
+    False
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

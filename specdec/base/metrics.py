@@ -31,7 +31,7 @@ class AcceptanceStats:
         parts: which part of a composition of drafters drafted, one entry per verify step. Left out,
             there was one.
 
-    >>> stats = AcceptanceStats(num_drafted=[3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
+    >>> stats = AcceptanceStats([3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
     >>> stats.num_steps, stats.tau, stats.mean_accepted
     (4, 2.25, 1.5)
     """
@@ -73,7 +73,7 @@ class AcceptanceStats:
     def num_verified(self) -> list[int]:
         """Drafts verified, one entry per verify step; a tree has several for a position.
 
-        >>> AcceptanceStats(num_drafted=[3, 5], num_accepted=[3, 2], num_emitted=[4, 3], tree_sizes=[0, 16]).num_verified
+        >>> AcceptanceStats([3, 5], [3, 2], num_emitted=[4, 3], tree_sizes=[0, 16]).num_verified
         [3, 16]
         """
         return [
@@ -101,7 +101,7 @@ class AcceptanceStats:
         Not conditional on the positions before it, so it never rises when every step offers the
         same number of drafts.
 
-        >>> AcceptanceStats(num_drafted=[2, 2, 1, 0], num_accepted=[2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).acceptance_rate
+        >>> AcceptanceStats([2, 2, 1, 0], [2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).acceptance_rate
         [0.6666666666666666, 0.5]
         """
         accepted = (sum(kept > position for kept in self.num_accepted) for position in count())
@@ -111,7 +111,7 @@ class AcceptanceStats:
     def num_offered(self) -> list[int]:
         """Steps that offered a draft at position i; never rises.
 
-        >>> AcceptanceStats(num_drafted=[2, 2, 1, 0], num_accepted=[2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).num_offered
+        >>> AcceptanceStats([2, 2, 1, 0], [2, 0, 1, 0], num_emitted=[3, 1, 2, 1]).num_offered
         [3, 2]
         """
         return [
@@ -123,7 +123,7 @@ class AcceptanceStats:
     def histogram(self) -> list[int]:
         """Entry `n` counts the verify steps that put out `n` tokens.
 
-        >>> AcceptanceStats(num_drafted=[2, 2, 2], num_accepted=[2, 0, 2], num_emitted=[3, 1, 3]).histogram
+        >>> AcceptanceStats([2, 2, 2], num_accepted=[2, 0, 2], num_emitted=[3, 1, 3]).histogram
         [0, 1, 0, 2]
         """
         return _histogram(self.num_emitted)
@@ -133,7 +133,7 @@ class AcceptanceStats:
         """Entry `n` counts the verify steps of `n` drafts, in a chain or a tree: as many as were
         chosen, or fewer where the drafter had none.
 
-        >>> AcceptanceStats(num_drafted=[2, 0, 2], num_accepted=[2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
+        >>> AcceptanceStats([2, 0, 2], [2, 0, 0], num_emitted=[3, 1, 1]).drafted_histogram
         [1, 0, 2]
         """
         return _histogram(self.num_verified)
@@ -143,7 +143,8 @@ class AcceptanceStats:
         """Verify steps by their drafts, named as `BlockShape` names them, the fewest first; a chain
         counts those it was offered.
 
-        >>> AcceptanceStats([3, 7, 7, 5], [3, 0, 1, 2], [4, 1, 2, 3], tree_sizes=[0, 0, 0, 16]).steps_by_shape
+        >>> stats = AcceptanceStats([3, 7, 7, 5], [3, 0, 1, 2], [4, 1, 2, 3], [0, 0, 0, 16])
+        >>> stats.steps_by_shape
         {'3': 1, '7': 2, 'tree 16': 1}
         """
         drafts = Counter(zip(self.num_verified, self.tree_sizes, strict=True))
@@ -156,7 +157,7 @@ class AcceptanceStats:
     def share_by_rank(self) -> list[float]:
         """Of the accepted drafts of trees, the share that each rank has.
 
-        >>> AcceptanceStats([2, 2], [2, 2], [3, 3], tree_sizes=[8, 8], num_by_rank=[3, 0, 1]).share_by_rank
+        >>> AcceptanceStats([2, 2], [2, 2], [3, 3], [8, 8], num_by_rank=[3, 0, 1]).share_by_rank
         [0.75, 0.0, 0.25]
         """
         return [count / sum(self.num_by_rank) for count in self.num_by_rank]

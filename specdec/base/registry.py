@@ -64,7 +64,8 @@ DRAFTERS: dict[str, str | Callable[..., Any]] = {
     "domino": "drafters.dflash.drafter:load_dflash",
     "smollm2-dflash": "drafters.shipped:load_shipped",
 }
-"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm in a `config.json`.
+"""Functions `(path | None, *, verifier) -> Drafter`, by the name of a drafter or of the algorithm
+in a `config.json`.
 """
 
 WEIGHT_READERS = {"quantized": "verifiers.formats.plain:plain_numbers"}
@@ -159,8 +160,10 @@ def drafter_name(name: str | None, target: str) -> str:
     """The drafter that `name` stands for beside a target: "auto" is the embedded model's own, and
     n-gram lookup for all others.
 
-    >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model"), drafter_name("ngram", "embedded")
-    ('smollm2-dflash', 'ngram', 'ngram')
+    >>> drafter_name("auto", "embedded"), drafter_name("auto", "some/model")
+    ('smollm2-dflash', 'ngram')
+    >>> drafter_name("ngram", "embedded")
+    'ngram'
     >>> drafter_name("suffix+auto", "embedded")
     'suffix+smollm2-dflash'
     >>> drafter_name(None, "embedded")
@@ -191,7 +194,8 @@ def register_drafter(name: str, loader: str | Callable[..., Any]) -> None:
 
     Args:
         name: of the drafter, or of its algorithm.
-        loader: a function `(path | None, *, verifier) -> Drafter`, or where it lives as "module:function".
+        loader: a function `(path | None, *, verifier) -> Drafter`, or where it lives as
+            "module:function".
 
     Raises:
         InvalidInputError: the name is taken, or cannot be told from a path.

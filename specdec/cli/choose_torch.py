@@ -1,8 +1,10 @@
 """Which build of torch an environment gets; run by the Makefile before anything is installed, so on
 the standard library alone.
 
-    PYTHON -m specdec.cli.choose_torch --link .venv    lets a new environment use the ROCm build that PYTHON has
-    .venv/bin/python -m specdec.cli.choose_torch       prints the versions to install, which keep the build that is there
+    PYTHON -m specdec.cli.choose_torch --link .venv
+        lets a new environment use the ROCm build that PYTHON has
+    .venv/bin/python -m specdec.cli.choose_torch
+        prints the versions to install, which keep the build that is there
 
 pip's own choice is a build for CUDA, and a later installation would put it, or its Triton, over one
 for ROCm.

@@ -245,7 +245,7 @@ def _field_docs(config: type) -> dict[str, tuple[str, str]]:
 def _first_sentence(text: str) -> tuple[str, str]:
     """The first sentence without its marks, and what None takes, means or does by it.
 
-    >>> _first_sentence("most `rows` at once (`specdec.memory`); None takes the device's own. More.")
+    >>> _first_sentence("most `rows` at once (`memory`); None takes the device's own. More.")
     ('most rows at once', "the device's own")
     """
     sentence = re.split(r"\.(?:\s|$)", text)[0]

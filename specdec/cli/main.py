@@ -99,7 +99,8 @@ def _open_closed_streams() -> None:
     os.close(number)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it stays open as long as the process
+            # It stays open as long as the process.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _show_notes() -> None:
@@ -176,9 +177,9 @@ def _parser_of(name: str) -> tuple[Any, Parser]:
 def _less_memory(name: str) -> str:
     """What a command can be given to take less memory."""
     known = _parser_of(name)[1]._option_string_actions
-    smaller = [option for option in _SMALLER if option in known]
-    larger = ["a larger --accumulation"] if "--accumulation" in known else []
-    return f"give {', '.join([*(f'a smaller {option}' for option in smaller), *larger, 'or a smaller model'])}"
+    ways = [f"a smaller {option}" for option in _SMALLER if option in known]
+    ways += ["a larger --accumulation"] if "--accumulation" in known else []
+    return f"give {', '.join([*ways, 'or a smaller model'])}"
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -48,7 +48,8 @@ def format_timing(timer: StepTimer) -> str:
 
     def row(name: str, seconds: float) -> str:
         per_step = 1000 * seconds / max(timer.num_steps, 1)
-        return f"  {name:<13}{seconds:>9.3f}{per_step:>14.3f}{100 * seconds / total if total else 0:>9.1f}%"
+        percent = 100 * seconds / total if total else 0
+        return f"  {name:<13}{seconds:>9.3f}{per_step:>14.3f}{percent:>9.1f}%"
 
     return "\n".join(
         [

@@ -21,9 +21,9 @@ SLOW = 1.0
 """Seconds from which a shape is named: something was compiled for it."""
 
 _EPILOG = """\
-Give the options that `specdec generate` or a server will have. What is compiled stays in the caches of AITER and Triton on disk, so
-one run is enough for each configuration, until one of them, torch or the driver changes. Interrupted, the same command goes on with
-what is left.
+Give the options that `specdec generate` or a server will have. What is compiled stays in the caches
+of AITER and Triton on disk, so one run is enough for each configuration, until one of them, torch
+or the driver changes. Interrupted, the same command goes on with what is left.
 """
 
 

@@ -64,8 +64,7 @@ class Engine:
         if self._refused is not None:
             return {"answer": [refusal_to_json(self._refused) for _ in batch["row"]]}
         call = asyncio.current_task()
-        # neither Ray nor the loop holds a task that waits, and what it waits for is held by it
-        # alone
+        # Neither Ray nor the loop holds a task that waits; it alone holds what it waits for.
         self._calls.add(call)
         try:
             rows = [Row.from_json(str(text)) for text in batch["row"]]

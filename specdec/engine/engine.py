@@ -3,11 +3,15 @@
 Invariant: before a step, a request has L tokens whose KV is in the cache and one *anchor* token at
 position L whose KV is not.
 
-    prefill  target scores the prompt in chunks   -> KV of L tokens, features for the drafter, the first anchor
-    draft    drafter proposes                     -> a block: a chain or a tree of k drafts (`base.blocks`)
-    verify   target scores anchor and drafts      -> logits of k+1 rows, features, KV at L .. L+k
-    accept   longest acceptable path, a drafts    -> then one recovered or bonus token, the next anchor
-    commit   the path's KV lie at L .. L+a        -> L += a + 1; rows of other drafts lie where the next step writes
+    prefill  target scores the prompt in chunks  -> KV of L tokens, features for the drafter, and
+                                                    the first anchor
+    draft    drafter proposes                    -> a block: a chain or a tree of k drafts
+                                                    (`base.blocks`)
+    verify   target scores anchor and drafts     -> logits of k+1 rows, features, KV at L .. L+k
+    accept   longest acceptable path, a drafts   -> then one recovered or bonus token, the next
+                                                    anchor
+    commit   the path's KV lie at L .. L+a       -> L += a + 1; rows of other drafts lie where the
+                                                    next step writes
 
 Plain decoding is a block without drafts. From draft to commit every value stays on the device and
 every shape is known beforehand, so the host never waits, and an accelerator can replay the step as

@@ -7,7 +7,8 @@ host works while the target does:
     draft    -> drafts, which start on their way to the host
                 drafts that a grammar refuses give way to the likeliest token of the drafter's that
                 it allows, if there are some
-    verify      the host meanwhile follows the drafts in each request's grammar, and masks start on their way back
+    verify      the host meanwhile follows the drafts in each request's grammar, and masks start on
+                their way back
     accept   -> the masks are applied to the target's logits before anything else
 
 The state of a grammar is that of the tokens read, so the results of one step are read before the

@@ -119,7 +119,8 @@ class Lanes:
         self._numbers = count()
         self._running: set[Job] = set()
         self._started = self._closed = False
-        threading._register_atexit(self.close)  # type: ignore[attr-defined]  # before threads are waited for
+        # Closed before threads are waited for.
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]
 
     def add(self, job: Job) -> None:
         """Queues a job.

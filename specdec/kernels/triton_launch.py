@@ -62,8 +62,8 @@ def num_stages(stage_bytes: int, memory: int, *, most: int) -> int:
     """Iterations whose loads can be under way at once, given what each loads and what there is; a
     little is left for the compiler.
 
-    >>> num_stages(32768, HOPPER_SHARED_MEMORY, most=3), num_stages(32768, 99 * 1024, most=3), num_stages(32768, 64 * 1024, most=3)
-    (3, 2, 1)
+    >>> [num_stages(32768, size, most=3) for size in (HOPPER_SHARED_MEMORY, 99 * 1024, 64 * 1024)]
+    [3, 2, 1]
     """
     return max(1, min(most, (memory - 8192) // stage_bytes))
 

@@ -254,7 +254,8 @@ def num_blocks_in_budget(
         CapacityError: the budget does not pay for two blocks.
 
     >>> spec = [KVLayerSpec(num_kv_heads=3, head_dim=64)] * 30
-    >>> num_blocks_in_budget(spec, memory_bytes=2**20, most_tokens=10**6, block_size=16, dtype=torch.bfloat16)
+    >>> most = {"memory_bytes": 2**20, "most_tokens": 10**6}
+    >>> num_blocks_in_budget(spec, **most, block_size=16, dtype=torch.bfloat16)
     2
     """
     block_bytes = block_size * sum(spec.bytes_per_token(dtype) for spec in specs)

@@ -55,9 +55,11 @@ def prefix_hashes(
     >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2), prefix_hashes([1, 2, 3, 9], 2)
     >>> len(a), a[0] == b[0], a[1] == b[1]
     (2, True, False)
-    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1], prefix_hashes([1, 2], 2, root=prefix_root(rope_len=9, salt=None))[0] == a[0]
-    (False, False)
-    >>> a, b = prefix_hashes([1, 2, 3, 4, 5], 2, ahead=1), prefix_hashes([1, 2, 3, 4, 6], 2, ahead=1)
+    >>> prefix_hashes([8, 8, 3, 4], 2)[1] == a[1]
+    False
+    >>> prefix_hashes([1, 2], 2, root=prefix_root(rope_len=9, salt=None))[0] == a[0]
+    False
+    >>> a, b = (prefix_hashes([1, 2, 3, 4, last], 2, ahead=1) for last in (5, 6))
     >>> a[0] == b[0], a[1] == b[1], len(prefix_hashes([1, 2, 3, 4], 2, ahead=1))
     (True, False, 1)
     >>> prefix_hashes([1, 2, 3, 4, 5], 2, ahead=1, known=a[:1]) == a

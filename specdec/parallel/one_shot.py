@@ -104,9 +104,10 @@ def most_bytes(size: int) -> int:
 def takes(x: Tensor, most: int) -> bool:
     """Whether the kernel is written for such a message.
 
-    >>> [takes(torch.zeros(rows, 4096, dtype=torch.bfloat16), most_bytes(2)) for rows in (0, 1, 64, 65)]
+    >>> x = torch.zeros(65, 4096, dtype=torch.bfloat16)
+    >>> [takes(x[:rows], most_bytes(2)) for rows in (0, 1, 64, 65)]
     [False, True, True, False]
-    >>> takes(torch.zeros(1, 4, dtype=torch.bfloat16), 1024), takes(torch.zeros(1, 8, dtype=torch.float16), 1024)
+    >>> takes(torch.zeros(1, 4, dtype=x.dtype), 1024), takes(x[:1].half(), 1024)
     (False, False)
     """
     fits = 0 < x.nbytes <= most and x.nbytes % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0

@@ -1,9 +1,12 @@
 """Runs AITER's real Triton kernels, single calls and whole generations, and compares them with
 plain torch.
 
-    python -m tests.checks.aiter_triton --device cuda     on a GPU: single calls, then the embedded model
-    python -m tests.checks.aiter_triton --device cpu      the same calls in Triton's interpreter, then tiny models
-    ... --repository aiter --revisions v0.1.16,v0.1.20    several versions one after the other, from a git repository
+    python -m tests.checks.aiter_triton --device cuda
+        on a GPU: single calls, then the embedded model
+    python -m tests.checks.aiter_triton --device cpu
+        the same calls in Triton's interpreter, then tiny models
+    ... --repository aiter --revisions v0.1.16,v0.1.20
+        several versions one after the other, from a git repository
 
 AITER is the sources in the folder that SPECDEC_AITER names, what is exported from a repository, or
 the installed `amd-aiter`. Single calls may be as far from float64 as plain torch is

@@ -2,7 +2,9 @@
 float64.
 
     python -m tests.checks.attention --save full.pt
-    AITER_TRITON_ONLY=1 python -m tests.checks.attention --against full.pt    the tiers of AITER against each other
+    AITER_TRITON_ONLY=1 python -m tests.checks.attention --against full.pt
+
+The second compares the tiers of AITER with each other.
 
 Prints for each call the root mean square error in units of the last place, and how far rounding the
 right answer is off. The exit status is 1 when a call is less exact than `tests.helpers.bounds`

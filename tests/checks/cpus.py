@@ -1,7 +1,7 @@
 """What compares numbers, as other processors compute it: libraries are told which one they run on.
 
-    python -m tests.checks.cpus            # everything that is not slow: `make test-cpus`
-    python -m tests.checks.cpus --bits     # what compares bits, in under a minute: part of `make test`
+    python -m tests.checks.cpus          # everything that is not slow: `make test-cpus`
+    python -m tests.checks.cpus --bits   # what compares bits, under a minute: part of `make test`
 
 NumPy's BLAS, torch's own kernels, oneDNN and MKL choose their code by the processor, and sums by
 the number of threads. A bound that holds on one processor by chance fails on another one here.

@@ -1,8 +1,10 @@
 """Compares a DFlash drafter of the embedded model here and in the public `dflash` package: tokens,
 and the count of every step.
 
-    python -m tests.checks.dflash                                    the shipped drafter, 32 bundled prompts, 64 tokens each
-    python -m tests.checks.dflash --drafter FOLDER --set FILE.jsonl  another one in z-lab's layout, on prompts of your own
+    python -m tests.checks.dflash
+        the shipped drafter, 32 bundled prompts, 64 tokens each
+    python -m tests.checks.dflash --drafter FOLDER --set FILE.jsonl
+        another one in z-lab's layout, on prompts of your own
 
 Greedy, float32, on the CPU, whole blocks, prompts in the chat template. There: the package's own
 loader and generation loop around Transformers' module of the target. Here: our engine, several

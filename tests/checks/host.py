@@ -105,8 +105,10 @@ def microseconds(verifier: Verifier, num_reqs: int, title: str, runs: int) -> fl
     engine = SpecEngine(verifier, NGramDrafter(max_draft_tokens=drafts) if drafts else None, config)
     device = Apart()
     capture_steps(engine.runner, engine.slots, device, 0, required=True)
-    engine.runner.step_table = device.timed(engine.runner.step_table)  # type: ignore[method-assign]  # larger batches have no graph
-    engine.runner.prefill_step = device.timed(engine.runner.prefill_step)  # type: ignore[method-assign]
+    runner = engine.runner
+    # Larger batches have no graph.
+    runner.step_table = device.timed(runner.step_table)  # type: ignore[method-assign]
+    runner.prefill_step = device.timed(runner.prefill_step)  # type: ignore[method-assign]
     session = Session(engine, tiny_tokenizer(), max_queue=num_reqs)
     stream, generator = Stream(session), torch.Generator().manual_seed(0)
     sampling = SamplingParams(**{"max_tokens": config.max_model_len, "ignore_eos": True} | params)

@@ -1,10 +1,12 @@
 """Counts how many public drafters would run as published, and says what is in the way of the
 others.
 
-    python -m tests.checks.public_drafters                      one GPU of 192 GB; every refusal with its reason
+    python -m tests.checks.public_drafters                     # one GPU of 192 GB
     python -m tests.checks.public_drafters --gpus 2 --gpu-memory 141
-    python -m tests.checks.public_drafters --layout Laguna      one layout
-    python -m tests.checks.public_drafters --write              the table in docs/drafters.md
+    python -m tests.checks.public_drafters --layout Laguna     # one layout
+    python -m tests.checks.public_drafters --write             # the table in docs/drafters.md
+
+Every refusal is printed with its reason.
 
 `tests/drafters/public_drafters.json` holds every row of `public_targets.json` as its publisher
 writes it: the content of config.json, name and shape of every tensor, and the form of the file.
@@ -48,20 +50,24 @@ DATA = Path(__file__).parents[1] / "drafters" / "public_drafters.json"
 PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 
 SYMBOLS = {
-    "H": "hidden_size", "I": "intermediate_size", "N": "num_attention_heads", "K": "num_key_value_heads", "D": "head_dim",
-    "V": "vocab_size", "W": "draft_vocab_size", "C": "conv_kernel_size", "g": "conv_group_size", "r": "selector_rank",
-    "R": "markov_rank", "G": "gru_hidden_dim", "E": "emb_dim", "q": "q_lora_rank", "c": "kv_lora_rank", "n": "qk_nope_head_dim",
-    "p": "qk_rope_head_dim", "v": "v_head_dim", "d": "global_head_dim", "k": "num_global_key_value_heads",
+    "H": "hidden_size", "I": "intermediate_size", "N": "num_attention_heads",
+    "K": "num_key_value_heads", "D": "head_dim",
+    "V": "vocab_size", "W": "draft_vocab_size", "C": "conv_kernel_size", "g": "conv_group_size",
+    "r": "selector_rank", "R": "markov_rank", "G": "gru_hidden_dim", "E": "emb_dim",
+    "q": "q_lora_rank", "c": "kv_lora_rank", "n": "qk_nope_head_dim", "p": "qk_rope_head_dim",
+    "v": "v_head_dim", "d": "global_head_dim", "k": "num_global_key_value_heads",
 }  # fmt: skip
 """Letters of the shapes, and the keys that give them; X is the width of the taps together."""
 
 TAPS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 
 TINY = {
-    "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 112, "draft_vocab_size": 96,
-    "selector_rank": 12, "markov_rank": 20, "gru_hidden_dim": 28, "emb_dim": 36, "q_lora_rank": 24, "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "global_head_dim": 16, "target_hidden_size": 48,
-    "mask_token_id": 111, "dspark_noise_token_id": 111, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 16,
+    "vocab_size": 112, "draft_vocab_size": 96, "selector_rank": 12, "markov_rank": 20,
+    "gru_hidden_dim": 28, "emb_dim": 36, "q_lora_rank": 24, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "global_head_dim": 16,
+    "target_hidden_size": 48, "mask_token_id": 111, "dspark_noise_token_id": 111, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 """What sizes become."""
 

@@ -1,10 +1,10 @@
 """Counts for how many public drafters the target would run on one GPU, or several, and says what is
 in the way of the others.
 
-    python -m tests.checks.public_targets                     drafters of the DFlash family, one GPU of 192 GB
-    python -m tests.checks.public_targets --all               EAGLE-3 and multi-token prediction beside them
-    python -m tests.checks.public_targets --gpu-memory 141    another GPU
-    python -m tests.checks.public_targets --gpus 8            up to 8 of them, if they can divide the target
+    python -m tests.checks.public_targets                    # the DFlash family, 192 GB of one GPU
+    python -m tests.checks.public_targets --all              # EAGLE-3 and prediction layers too
+    python -m tests.checks.public_targets --gpu-memory 141   # another GPU
+    python -m tests.checks.public_targets --gpus 8           # up to 8, if the target divides
 
 A row is one drafter for one target; whether we have its head is not asked.
 `tests/verifiers/public_targets.json` holds of every target the entries of its config that decide,

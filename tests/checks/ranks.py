@@ -99,9 +99,13 @@ def check_norms(group: Group, device: torch.device, say: Say) -> None:
     weight = torch.ones(4096, device=device).bfloat16()
     for rows in (1, 8, 32, 64):
         x = torch.randn(rows, 4096, device=device).bfloat16()
+
+        def in_two(x: torch.Tensor = x) -> object:
+            return add_rms_norm(all_reduce(x, group), x, weight, 1e-5)
+
         ways: dict[str, Callable[[], object]] = {
-            "in two kernels": lambda x=x: add_rms_norm(all_reduce(x, group), x, weight, 1e-5),  # type: ignore[misc]
-            "in one": lambda x=x: add_rms_norm(x, x, weight, 1e-5, ranks=ranks),  # type: ignore[misc]
+            "in two kernels": in_two,
+            "in one": partial(add_rms_norm, x, x, weight, 1e-5, ranks=ranks),
         }
         found = [f"{name} {_microseconds(way, device, 50):.1f}" for name, way in ways.items()]
         say(f"{rows:>6} rows of 4096, sum and norm: {', '.join(found)} us")
@@ -163,8 +167,9 @@ def check_tokens(group: Group, device: torch.device, say: Say, *, small: bool) -
     """Lines by type and number of drafts; whether all were the same in float32."""
     hidden, width, layers, heads = (64, 96, 2, 4) if small else (2048, 5632, 8, 16)
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=group.size, vocab_size=32003, max_position_embeddings=512, initializer_range=0.1,
+        hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=group.size, vocab_size=32003,
+        max_position_embeddings=512, initializer_range=0.1,
     )  # fmt: skip
     right = True
     for dtype in (torch.float32, torch.bfloat16):

@@ -457,7 +457,8 @@ def _size_lines(types: Sequence[str]) -> Iterator[str]:
     for model_type in types:
         name, needs = _example(model_type)
         state = f"{needs.request_bytes / 2**20:,.1f} MiB" if needs.request_bytes else ""
-        yield f"| `{model_type}` | {name} | {'; '.join(needs.caches)} | {needs.token_bytes / 1024:,.1f} KiB | {state} |"
+        caches, size = "; ".join(needs.caches), f"{needs.token_bytes / 1024:,.1f} KiB"
+        yield f"| `{model_type}` | {name} | {caches} | {size} | {state} |"
 
 
 def _example(model_type: str) -> tuple[str, Needs]:
@@ -485,7 +486,8 @@ def _wrapper_lines() -> Iterator[str]:
         config = AutoConfig.for_model(name)
         text, reasons = text_config(config), unsupported_reasons(config)
         runs = "our own layers" if describe(text) is not None else "Transformers' modules"
-        yield f"| `{name}` | `{text.model_type}` | {'refused: ' + '; '.join(reasons) if reasons else runs} |"
+        runs = f"refused: {'; '.join(reasons)}" if reasons else runs
+        yield f"| `{name}` | `{text.model_type}` | {runs} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -290,10 +291,8 @@ def check_attention(name: str, case: dict[str, Any], bytes_per_us: float) -> Non
             )
         except RuntimeError as problem:  # its time is for comparison only
             print(f"torch_ref cannot be timed: {str(problem).splitlines()[0]}")
-    print(
-        f"{name:<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}{splits:>8}",
-        flush=True,
-    )
+    times = f"{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}"
+    print(f"{name:<42}{error:>10.1e}{times}{splits:>8}", flush=True)
 
 
 def check_fused(rows: int, bytes_per_us: float) -> None:
@@ -357,11 +356,10 @@ def check_fused(rows: int, bytes_per_us: float) -> None:
         error = float((ours().float() - plain()).norm() / plain().norm())
         if not error < TOLERANCE[torch.bfloat16]:
             failures.append(f"{name}: error {error:.1e}")
-        spent, reference = (microseconds(lambda _, call=call: call()) for call in (ours, plain))  # type: ignore[misc]
-        print(
-            f"{f'{name}, {rows} rows':<42}{error:>10.1e}{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}",
-            flush=True,
-        )
+        spent = microseconds(lambda _, call=ours: call())  # type: ignore[misc]
+        reference = microseconds(lambda _, call=plain: call())  # type: ignore[misc]
+        times = f"{spent:>10.1f}{reference:>12.1f}{moved / bytes_per_us:>10.1f}"
+        print(f"{f'{name}, {rows} rows':<42}{error:>10.1e}{times}", flush=True)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -547,7 +545,7 @@ def main() -> int:
     print(f"{'':<42}{'error':>10}{'us':>10}{'torch_ref':>12}{'floor us':>10}{'splits':>8}")
     if part in (None, "attention"):
         for name, case in CASES.items():
-            attempt(name, lambda name=name, case=case: check_attention(name, case, rate))  # type: ignore[misc]
+            attempt(name, partial(check_attention, name, case, rate))
     if part in (None, "fused"):
         for rows in (16, 512):
             attempt("fused", lambda rows=rows: check_fused(rows, rate))  # type: ignore[misc]

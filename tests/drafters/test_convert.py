@@ -92,8 +92,8 @@ def test_mixed_layers_in_words_of_z_lab(tmp_path: Path) -> None:
 
 
 LAYOUTS = (
-    "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "z-lab DFlash 2", "speculators DFlash 2",
-    "DeepSpec DSpark", "SpecForge DSpark", "speculators DSpark", "Muse",
+    "z-lab", "z-lab, Qwen3.5 on", "speculators DFlash", "DeepSpec DFlash", "z-lab DFlash 2",
+    "speculators DFlash 2", "DeepSpec DSpark", "SpecForge DSpark", "speculators DSpark", "Muse",
 )  # fmt: skip
 UNSAID = {
     "JetSpec": "no key in the speculators layout",

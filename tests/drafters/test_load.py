@@ -220,7 +220,9 @@ def test_a_wrong_drafter_is_refused_before_a_target_is_loaded(choice: Any, said:
 
 def test_a_loader_that_makes_no_drafter() -> None:
     with pytest.raises(InvalidInputError, match="made a int, which has no bind"):
-        find_drafter(lambda path, *, verifier: 3)(FakeVerifier())  # type: ignore[arg-type, return-value]
+        find_drafter(
+            lambda path, *, verifier: 3  # type: ignore[arg-type, return-value]
+        )(FakeVerifier())
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

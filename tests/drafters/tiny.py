@@ -300,7 +300,8 @@ def overfit(
         keys, values = model.context_kv(features, positions)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            context = (x[:, layer].expand(len(anchors), -1, -1, -1) for x in (keys, values))  # noqa: B023
+            layers = (x[:, layer] for x in (keys, values))  # noqa: B023
+            context = (x.expand(len(anchors), -1, -1, -1) for x in layers)
             k, v = (
                 torch.cat(pair, dim=1).transpose(1, 2)
                 for pair in zip(context, (key, value), strict=True)

@@ -104,10 +104,10 @@ class Rope:
         self.cos, self.sin = turns.cos().to(dtype), turns.sin().to(dtype)
         self.slots = torch.tensor([20, 33, 21, -1, 47])
         x = 16 // dtype.itemsize
-        plain = (BLOCKS, SIZE, KV_HEADS, dim)
+        plain: tuple[int, ...] = (BLOCKS, SIZE, KV_HEADS, dim)
         shapes = (plain, plain)
         if layout == "shuffle":
-            shapes = (BLOCKS, KV_HEADS, dim // x, SIZE, x), (BLOCKS, KV_HEADS, SIZE // x, dim, x)  # type: ignore[assignment]
+            shapes = (BLOCKS, KV_HEADS, dim // x, SIZE, x), (BLOCKS, KV_HEADS, SIZE // x, dim, x)
         self.key_cache, self.value_cache = (torch.zeros(shape, dtype=dtype) for shape in shapes)
         self.flash_layout = layout == "plain"
 

@@ -44,11 +44,11 @@ def assert_as_exact(actual: Tensor, plain: Tensor, exact: Tensor, *, factor: flo
             and so proves nothing.
     """
     error = error_of(actual, plain, exact, factor=factor)
+    worst = (actual.detach().double() - exact.detach()).abs().argmax()
     assert error.found <= error.most, (  # false for NaN, too
         f"off by {error.found:.2e} (the plain version by {error.usual:.2e}, {error.most:.2e}"
-        f" allowed at numbers of about "
-        f"{error.size:.3g}), most at "
-        f"{[int(i) for i in torch.unravel_index((actual.detach().double() - exact.detach()).abs().argmax(), exact.shape)]}"
+        f" allowed at numbers of about {error.size:.3g}), most at"
+        f" {[int(i) for i in torch.unravel_index(worst, exact.shape)]}"
     )
 
 

@@ -42,7 +42,8 @@ _EXPERTS: dict[str, Any] = {
 _NORMS_BY_GROUP = "group_size" in signature(BambaRMSNormGated.__init__).parameters
 """Older Transformers norm all groups of Bamba and Granite together."""
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2 if _NORMS_BY_GROUP else 1, "mamba_d_state": 12,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2 if _NORMS_BY_GROUP else 1,
+    "mamba_d_state": 12,
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
     **_MAMBA,

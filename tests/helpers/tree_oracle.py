@@ -33,7 +33,8 @@ def heap_tree(table: Table | Sequence[Table], num_nodes: int) -> list[Node]:
 
     def scores(path: tuple[int, ...]) -> Sequence[float]:
         entry = table[len(path)]
-        return entry if np.ndim(entry) == 1 else entry[path[-1] if path else 0]  # type: ignore[return-value]
+        own = entry if np.ndim(entry) == 1 else entry[path[-1] if path else 0]
+        return own  # type: ignore[return-value]
 
     def push_children(parent: int, path: tuple[int, ...], score: np.float32) -> None:
         if len(path) < len(table):

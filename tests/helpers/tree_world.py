@@ -59,7 +59,8 @@ class TreeWorld:
 
     Attributes:
         time: undisturbed time of a step, by requests and the shape of their blocks.
-        ranks: P(a candidate is right | those before it on the path are), of every position the likeliest first.
+        ranks: P(a candidate is right | those before it on the path are), of every position the
+            likeliest first.
         num_reqs, spread, moods: as there.
     """
 

@@ -3,6 +3,7 @@ architecture and variant.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def test_the_selection_decides(name: str) -> None:
     assert len(sequence) > 2 * TOPK
     (sparse,) = PackedRun(dense, [sequence]).forward([(0, 0, len(sequence))])
     run = dense.attention.run
-    dense.attention.run = lambda *args, **kw: run(*args, **{**kw, "selected": None})  # type: ignore[method-assign]
+    unselected: Any = lambda *args, **kw: run(*args, **kw | {"selected": None})  # noqa: E731
+    dense.attention.run = unselected  # type: ignore[method-assign]
     (full,) = PackedRun(dense, [sequence]).forward([(0, 0, len(sequence))])
     exact = in_float64(model, torch.tensor([sequence])).logits[0]
     assert_as_exact(full[:TOPK], sparse[:TOPK], exact[:TOPK])

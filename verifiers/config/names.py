@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 DROPPED = re.compile(
-    r"^(model\.)?(visual|vision_\w+|audio_\w+|embed_vision|embed_audio|multi_modal_projector|multimodal_projector|mm_projector"
-    r"|mtp|mtp_\w+)\.|^(talker|code2wav|token2wav)\.|rotary_emb\.inv_freq$"
+    r"^(model\.)?(visual|vision_\w+|audio_\w+|embed_vision|embed_audio|multi_modal_projector"
+    r"|multimodal_projector|mm_projector|mtp|mtp_\w+)\."
+    r"|^(talker|code2wav|token2wav)\.|rotary_emb\.inv_freq$"
 )
 """Towers of composites, layers that draft, and what is computed from the config."""
 
 UNUSED = re.compile(
-    r"\.((input|output|prob_output|bias)_(scale|zero_point)(_2)?|input_global_scale|input_scale_ub|activation_scale|[qkv]_scale"
-    r"|prob_scale|weight_format)$"
+    r"\.((input|output|prob_output|bias)_(scale|zero_point)(_2)?|input_global_scale"
+    r"|input_scale_ub|activation_scale|[qkv]_scale|prob_scale|weight_format)$"
 )
 """Scales of activations and of the cache, which keep their own type here, and a mark of
 bitsandbytes.
@@ -75,7 +76,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)$")
 MERGED = re.compile(
-    r"^(.*\.experts\.(?:gate_up_proj|down_proj))(?:_(blocks|scales|scale_inv|scale|packed|scale_2|global_scale))?$"
+    r"^(.*\.experts\.(?:gate_up_proj|down_proj))"
+    r"(?:_(blocks|scales|scale_inv|scale|packed|scale_2|global_scale))?$"
 )
 
 PARTS = (
@@ -114,8 +116,8 @@ class Place(NamedTuple):
     """What a tensor is."""
 
     module: str  # the linear layer, or the joined experts, that it is a part of
-    # one of `PARTS`, those of joined experts with "weight_" before them; None for a tensor of its
-    # own
+    # One of `PARTS`, those of joined experts with "weight_" before them; None for a tensor that
+    # is whole.
     part: str | None
 
 

@@ -39,7 +39,8 @@ an object or a list's item, what norms add, a tokenizer's longest text, and base
 
 
 _COUNTS = re.compile(
-    r"^(num|n)_|(?<!_all)_dim$|_(embeddings|experts|groups?|heads|layers|length|rank|size|topk|window)$"
+    r"^(num|n)_|(?<!_all)_dim$"
+    r"|_(embeddings|experts|groups?|heads|layers|length|rank|size|topk|window)$"
 )
 """Entries that are integers, or lists of them; mscale_all_dim is none."""
 
@@ -96,7 +97,8 @@ def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> st
     """Which entry of a config makes `judge` fail, as `read` wants it: the first without which it
     does not.
 
-    >>> blamed({"a": 1, "b": {"c": 0}}, lambda entries: 1 / entries.get("b", {}).get("c", 1), ZeroDivisionError())
+    >>> judge = lambda entries: 1 / entries.get("b", {}).get("c", 1)
+    >>> blamed({"a": 1, "b": {"c": 0}}, judge, ZeroDivisionError())
     'b.c is 0: '
     """
     if _passes(judge, dict(entries)):

@@ -37,8 +37,10 @@ class Listed:
     """Modules that a list names.
 
     >>> listed = Listed(["mlp.gate", "model.layers.1.self_attn*", "re:.*head"])
-    >>> [name in listed for name in ("model.layers.0.mlp.gate", "layers.1.self_attn.q_proj", "lm_head", "mlp.gate_proj")]
-    [True, True, True, False]
+    >>> [name in listed for name in ("model.layers.0.mlp.gate", "layers.1.self_attn.q_proj")]
+    [True, True]
+    >>> "lm_head" in listed, "mlp.gate_proj" in listed
+    (True, False)
 
     Args:
         entries: names or whole parts of them, patterns with stars, or after "re:" expressions for

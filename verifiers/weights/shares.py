@@ -307,7 +307,8 @@ def _recurrent_outputs(config: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [
         (r"linear_attn\.in_proj_qkv", (keys, keys, values)),
         (
-            r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_qkvz|in_proj_ba|in_proj_z|in_proj_a|in_proj_b)",
+            r"linear_attn\.(?:q_proj|k_proj|v_proj"
+            r"|in_proj_qkvz|in_proj_ba|in_proj_z|in_proj_a|in_proj_b)",
             (1,),
         ),
     ]

@@ -31,8 +31,8 @@ TEMPLATE_BYTES = 1024
 """Room for what a chat template adds, system message included, when lengths are estimated."""
 _SETTINGS = (
     "model", "chat_template", "chat_template_kwargs",
-    "seed", "max_prompts", "variations", "self_prompts", "few_shot_share", "few_shot", "temperatures",
-    "top_p", "max_tokens", "heldout", "heldout_temperature", "shard_size",
+    "seed", "max_prompts", "variations", "self_prompts", "few_shot_share", "few_shot",
+    "temperatures", "top_p", "max_tokens", "heldout", "heldout_temperature", "shard_size",
 )  # fmt: skip
 
 

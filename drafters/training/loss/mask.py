@@ -174,7 +174,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     global _compiled_flex
-    # the kernel proper exists only there; this runs the same predicate through the same interface
+    # The kernel proper exists on CUDA alone; elsewhere the same predicate goes the same way.
     if q.device.type != "cuda":
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     if _compiled_flex is None:

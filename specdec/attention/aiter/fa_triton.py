@@ -91,7 +91,7 @@ def write(
     """
     assert setup.layout == "plain", "only AITER's own writer knows the shuffled layout"
     for stored, rows in zip(cache, (key, value), strict=True):
-        # what is too large would become NaN in some 8-bit types; and no index writes any of them
+        # What is too large would become NaN in some 8-bit types, and no index writes any of them.
         if setup.is_fp8:
             most = torch.finfo(stored.dtype).max
             rows = rows.float().clamp(-most, most).to(stored.dtype).view(torch.uint8)

@@ -92,7 +92,9 @@ class Group:
         With blocks of 4, a window of 5 and 11 tokens, position 10 sees 6 to 10:
 
             blocks     0 1 2 3 | 4 5 6 7 | 8 9 10 .
-            kept                 ^^^^^^^   ^^^^^^      7 tokens, of which the kernel still masks the first two
+            kept                 ^^^^^^^   ^^^^^^
+
+        The kernel still masks the first two of these 7 tokens.
         """
         if window not in self._trimmed:
             size = self.block_size

@@ -2,8 +2,9 @@
 each.
 
     plain     key, value  [num_blocks, block_size, num_kv_heads, head_dim]
-    shuffle   key         [num_blocks, num_kv_heads, head_dim / x, block_size, x]        x = 16 bytes of elements
+    shuffle   key         [num_blocks, num_kv_heads, head_dim / x, block_size, x]
               value       [num_blocks, num_kv_heads, block_size / x, head_dim, x]
+              x elements are 16 bytes
 
 The shuffled shapes are views of the memory that the plain ones describe: a block holds the same
 bytes either way, so allocating, clearing and sharing blocks does not depend on the layout, while

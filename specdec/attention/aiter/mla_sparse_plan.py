@@ -9,9 +9,11 @@ AITER's decode kernel divides this work by a plan of its own, which a planner ke
 work buffers. Buffers are made once per size and kept, so captured graphs may use their addresses.
 What the host knows of the lengths decides when it is planned:
 
-    nothing                         each time, in buffers of their own: a graph that replays such a plan overwrites them unseen
+    nothing                         each time, in buffers of their own: a graph that replays such a
+                                    plan overwrites them unseen
     every length (prefill)          when one of the plan's inputs has changed
-    at least `topk` keys for each   once per number of tokens, for every token has `topk` keys and will keep them
+    at least `topk` keys for each   once per number of tokens: every token has `topk` keys and keeps
+                                    them
 
 Nothing in here reads from the device.
 """
@@ -170,8 +172,7 @@ class SparseBuffers:
         positions = selected.clamp(min=0)
         blocks = block_table[self.request_ids[:count, None], positions // block_size]
         slots = blocks * block_size + positions % block_size
-        # only what pads the batch has fewer positions than its list is long; any cache has the slot
-        # 0
+        # Only padding has fewer positions than its list is long, and any cache has the slot 0.
         if plan.full:
             self.kv_indices[: slots.numel()].copy_(torch.where(valid, slots, 0).view(-1))
             return

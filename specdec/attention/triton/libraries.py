@@ -5,7 +5,7 @@ which are causal.
 
 | library | found by | exact for |
 |---|---|---|
-| flash-attention 3 | the package `flash_attn_interface` | bfloat16 and float16, heads of up to 256 |
+| flash-attention 3 | the package `flash_attn_interface` | half precision, heads of up to 256 |
 | cuDNN | torch | the same |
 
 cuDNN makes a plan for every shape, which takes the host some 50 ms, and torch keeps it; those of

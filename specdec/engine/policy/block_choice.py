@@ -1,7 +1,8 @@
 """How many drafts a step should have, in a chain or a tree: what decodes fastest, estimated while
 decoding.
 
-    speed(shape) = E[tokens](shape) / t(shape)      E[tokens](shape) = 1 + sum over depths j of P(j drafts or more are accepted)
+    speed(shape) = E[tokens](shape) / t(shape)
+    E[tokens](shape) = 1 + sum over depths j of P(j drafts or more are accepted)
 
 Plain decoding is the shape without drafts, and the first that is measured, so drafts that do not
 pay are given up. What is measured, by the step's number of requests and whether any of them

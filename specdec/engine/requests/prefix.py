@@ -182,8 +182,8 @@ class PrefixCache:
         for request in requests:
             sequence = self._sequences[request.request_id]
             in_state = sequence.num_in_state
-            # that step has taken in what the one before it committed, and its own where it has no
-            # drafts
+            # The step in flight has taken in what the one before it committed, and its own where it
+            # has no drafts.
             if request.num_in_flight:
                 in_state = request.num_kv_tokens + (request.num_in_flight == 1)
             end = -(-in_state // self.block_size) * self.block_size

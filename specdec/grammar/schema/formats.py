@@ -6,8 +6,8 @@ _LEAP = (
     r"(?:(?:[1-9]\d|\d[1-9])(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 )
 _DATE = (
-    r"(?:(?:[1-9]\d|\d[1-9])\d\d-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
-    rf"|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP}-02-29)"
+    r"(?:(?:[1-9]\d|\d[1-9])\d\d-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
+    rf"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP}-02-29)"
 )
 _ZONE = r"(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _TIME = rf"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?{_ZONE}"
@@ -39,7 +39,9 @@ FORMATS = {
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9]\d*)(?:#|{_POINTER})",
     "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(?://{_HOST}{_PATH}|/?{_CHAR}+{_PATH}){_AFTER}",
-    "uri-reference": rf"(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?://{_HOST}{_PATH}|/?[A-Za-z0-9._~]+{_PATH}|/)?{_AFTER}",
+    "uri-reference": (
+        rf"(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?://{_HOST}{_PATH}|/?[A-Za-z0-9._~]+{_PATH}|/)?{_AFTER}"
+    ),
     "uri-template": rf"(?:[A-Za-z0-9._~!$&()*+,;=:@/?#-]|\{{[+#./;?&]?{_NAME}(?:,{_NAME})*\}})*",
     "uuid": r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
 }
@@ -49,10 +51,14 @@ FORMATS |= {
     "idn-hostname": FORMATS["hostname"],
     "iri": FORMATS["uri"],
     "iri-reference": FORMATS["uri-reference"],
-    "base64": r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",
+    "base64": (
+        r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
+    ),
     "ipv4network": rf"{_OCTET}(?:\.{_OCTET}){{3}}/32",
     **{
-        f"uuid{number}": rf"{_HEX}{{8}}-{_HEX}{{4}}-{number}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
+        f"uuid{number}": (
+            rf"{_HEX}{{8}}-{_HEX}{{4}}-{number}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
+        )
         for number in range(1, 9)
     },
 }

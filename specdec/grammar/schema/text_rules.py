@@ -147,7 +147,8 @@ def _has_looks(node: Node) -> bool:
 def _class(spans: Ranges) -> str:
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return f'"{_sign(spans[0][0])}"'
-    return f"[{''.join(_sign(first) + (f'-{_sign(last)}' if last > first else '') for first, last in spans)}]"
+    parts = (_sign(first) + (f"-{_sign(last)}" if last > first else "") for first, last in spans)
+    return f"[{''.join(parts)}]"
 
 
 def _sign(code: int) -> str:

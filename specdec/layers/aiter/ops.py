@@ -1,8 +1,9 @@
 """`specdec.layers.ops.ops.Ops` with AITER's kernels in the place of ours where it has them;
 everything else is `TritonOps`.
 
-    norm+residual  rmsnorm2d_fwd(_with_add)  | qkv product | RoPE+cache write  fused_qk_rope_reshape_and_cache | attention | product
-    norm+residual  rmsnorm2d_fwd(_with_add)  | gate and up product | activation  silu_and_mul | down product
+    norm+residual       rmsnorm2d_fwd(_with_add)         before qkv, and before gate and up
+    RoPE+cache write    fused_qk_rope_reshape_and_cache  between the product of qkv and attention
+    activation          silu_and_mul                     between gate and up, and down
 
 Our products of few rows have the activation in them, and leave partial sums for the norm after
 them, which AITER's cannot add up: both stay as they are. AITER's `fused_moe` is not used: it adds

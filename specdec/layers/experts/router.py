@@ -2,8 +2,10 @@
 
     Mixtral (arXiv 2401.04088), Qwen      softmax scores, mostly renormalized
     gpt-oss, Granite                      the same: softmax over the logits of the chosen
-    DeepSeek-V2 (arXiv 2405.04434)        softmax scores, not renormalized; a group counts as its best expert
-    DeepSeek-V3 (arXiv 2412.19437), GLM   sigmoid scores; a bias joins the choice, not the weights; a group counts as its best two
+    DeepSeek-V2 (arXiv 2405.04434)        softmax scores, not renormalized; a group counts as its
+                                          best expert
+    DeepSeek-V3 (arXiv 2412.19437), GLM   sigmoid scores; a bias joins the choice, not the weights;
+                                          a group counts as its best two
 
 All compute in float32. `specdec.layers.experts.triton_router` is the same in a kernel.
 """

@@ -78,13 +78,15 @@ def few_rows_kernel(
         await_previous(OVERLAP)
     if PACKED is None:
         multiply(
-            x, weight, shared, bias, factors, output, expert, pair, row < count, tl.program_id(1), num_rows * TOP_K, x_stride,
-            WIDTH, INPUTS, TOP_K, EXPERTS, SHARED, ACTIVATION, BY_RANK, COLUMNS, DEPTH, PRECISION, False,
+            x, weight, shared, bias, factors, output, expert, pair, row < count, tl.program_id(1),
+            num_rows * TOP_K, x_stride, WIDTH, INPUTS, TOP_K, EXPERTS, SHARED, ACTIVATION, BY_RANK,
+            COLUMNS, DEPTH, PRECISION, False,
         )  # fmt: skip
     else:
         multiply_packed(
-            x, weight, scale, zero, bias, factors, output, expert, pair, row < count, tl.program_id(1), num_rows * TOP_K, x_stride,
-            WIDTH, INPUTS, TOP_K, ACTIVATION, BY_RANK, COLUMNS, DEPTH, PACKED,
+            x, weight, scale, zero, bias, factors, output, expert, pair, row < count,
+            tl.program_id(1), num_rows * TOP_K, x_stride, WIDTH, INPUTS, TOP_K, ACTIVATION, BY_RANK,
+            COLUMNS, DEPTH, PACKED,
         )  # fmt: skip
 
 
@@ -133,13 +135,15 @@ def grouped_kernel(
     pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
     if PACKED is None:
         multiply(
-            x, weight, None, bias, factors, output, expert, pair, pair < num_pairs, within // beside, num_pairs, x_stride,
-            WIDTH, INPUTS, TOP_K, 0, 0, ACTIVATION, False, COLUMNS, DEPTH, PRECISION, DESCRIBED,
+            x, weight, None, bias, factors, output, expert, pair, pair < num_pairs,
+            within // beside, num_pairs, x_stride, WIDTH, INPUTS, TOP_K, 0, 0, ACTIVATION, False,
+            COLUMNS, DEPTH, PRECISION, DESCRIBED,
         )  # fmt: skip
     else:
         multiply_packed(
-            x, weight, scale, zero, bias, factors, output, expert, pair, pair < num_pairs, within // beside, num_pairs, x_stride,
-            WIDTH, INPUTS, TOP_K, ACTIVATION, False, COLUMNS, DEPTH, PACKED,
+            x, weight, scale, zero, bias, factors, output, expert, pair, pair < num_pairs,
+            within // beside, num_pairs, x_stride, WIDTH, INPUTS, TOP_K, ACTIVATION, False, COLUMNS,
+            DEPTH, PACKED,
         )  # fmt: skip
 
 

@@ -57,8 +57,7 @@ def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
 
     both(torch.zeros(1, rows.width, device=device, dtype=rows.dtype), 0)
     torch.cuda.synchronize(device)
-    # kernels are compiled on all ranks, which takes one longer than another, before any waits for
-    # others
+    # All ranks compile the kernels, one longer than another, before any waits for the others.
     group.least(0)
     pairs = []
     for count in (8, 1, 3, 1, 8):

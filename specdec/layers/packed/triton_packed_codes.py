@@ -4,8 +4,10 @@ Codes come in words of 16 bits, two or four each. Every code is exact in half pr
 integer conversions are slow, so there a code's bits are placed where those of a half-precision
 number belong, in two words at once. What that leaves to do is one multiplication and addition:
 
-    e4m3, e2m1   fields are moved to their places; a power of two corrects the exponent's offset, which is exact
-    int4         128 in bfloat16 (1024 in float16) with the code in its last bits is their sum, from which 128 is taken
+    e4m3, e2m1   fields are moved to their places; a power of two, which is exact, corrects the
+                 exponent's offset
+    int4         128 in bfloat16 (1024 in float16) with the code in its last bits is their sum, from
+                 which 128 is taken
     int5, int6   the same, with the bits above the fourth from a register beside each word
     int8         the same with the low 7 bits, and what the sign bit counts is taken too
     nl4          bytes chosen from a table are read as int8
@@ -142,8 +144,13 @@ def numbers_of(
             )  # fmt: skip
         elif tl.bfloat16 == DTYPE:
             return tl.inline_asm_elementwise(
-                text, wanted, operands, (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
-            )  # fmt: skip
+                text,
+                wanted,
+                operands,
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                True,
+                2,
+            )
         else:
             return tl.inline_asm_elementwise(
                 text, wanted, operands, (tl.float16, tl.float16, tl.float16, tl.float16), True, 2

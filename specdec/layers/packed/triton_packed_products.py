@@ -195,8 +195,8 @@ def packed_sums(
             above = None if highs is None else highs + piece * RUN // 4
             total, up = _add_piece(
                 total, up, tiles + piece * RUN, above, inputs + piece * SPAN, real,
-                scales, zeros, outers, first + step + piece * SPAN, CODE, MIDDLE, MINIMA, INPUTS, GROUP, WHOLE, RUN, SIDE,
-                ROW_WORDS, UNEVEN, GATED, ASSEMBLY,
+                scales, zeros, outers, first + step + piece * SPAN, CODE, MIDDLE, MINIMA, INPUTS,
+                GROUP, WHOLE, RUN, SIDE, ROW_WORDS, UNEVEN, GATED, ASSEMBLY,
             )  # fmt: skip
         tiles += DEPTH // COUNT
         if highs is not None:

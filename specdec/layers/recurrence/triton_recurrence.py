@@ -11,8 +11,8 @@ again. Programs share nothing, and their shape depends on the layer alone, so a 
 bits alone and among others.
 
     launch 1    convolution, norms, gates    one program per row and heads
-    specdec.layers.recurrence.triton_recurrence_inputs
-    launch 2    states and outputs           one program per request, value head and some of its columns
+                (specdec.layers.recurrence.triton_recurrence_inputs)
+    launch 2    states and outputs           one program per request, value head and some columns
 
 Prompts are taken in by chunks (specdec.layers.recurrence.triton_recurrence_chunks).
 """

@@ -8,7 +8,8 @@ products with the state remain for the walk from chunk to chunk:
 
     launch 1    decays within a chunk, K K^T, Q K^T    one program per chunk and value head
     launch 2    inverses, in blocks of 16 rows         the same; the delta rule alone
-    launch 3    states and outputs                     one program per request, value head and some of its columns
+    launch 3    states and outputs                     one program per request, value head and some
+                                                       of its columns
 
 Launches 1 and 2 are in specdec.layers.recurrence.triton_recurrence_systems, and for decays of key
 channels (arXiv 2510.26692) launch 1 is in specdec.layers.recurrence.triton_recurrence_key_systems.

@@ -80,26 +80,27 @@ def _inputs_kernel(
     end = tl.minimum(begin + ROWS, pending + tl.load(counts + request).to(tl.int32))
     if part < KEY_PARTS:
         convolve(
-            x, ring, kernel, bias, convolved, factors, part * KEYS, begin, end, pending, start, out_row, x_stride, columns,
-            query_scale,
+            x, ring, kernel, bias, convolved, factors, part * KEYS, begin, end, pending, start,
+            out_row, x_stride, columns, query_scale,
             0, 2 * KEY_HEADS, KEY_DIM, KEYS, CHANNELS, WIDTH, TAPS, DELTA, KEEPS,
         )  # fmt: skip
     elif part < KEY_PARTS + VALUE_PARTS:
         convolve(
-            x, ring, kernel, bias, convolved, factors, (part - KEY_PARTS) * VALUES, begin, end, pending, start, out_row,
-            x_stride, columns, query_scale,
-            2 * KEY_HEADS * KEY_DIM, VALUE_HEADS, VALUE_DIM, VALUES, CHANNELS, WIDTH, TAPS, False, KEEPS,
+            x, ring, kernel, bias, convolved, factors, (part - KEY_PARTS) * VALUES, begin, end,
+            pending, start, out_row, x_stride, columns, query_scale,
+            2 * KEY_HEADS * KEY_DIM, VALUE_HEADS, VALUE_DIM, VALUES, CHANNELS, WIDTH, TAPS, False,
+            KEEPS,
         )  # fmt: skip
     elif DECAYS == 1:
         gates_of_heads(
-            x, ring, rate, time_bias, gates, begin, end, pending, start, out_row, x_stride, columns, beta_scale, least_step,
-            most_step,
+            x, ring, rate, time_bias, gates, begin, end, pending, start, out_row, x_stride, columns,
+            beta_scale, least_step, most_step,
             VALUE_HEADS, CHANNELS, WIDTH, DELTA, KEEPS,
         )  # fmt: skip
     else:
         gates_of_keys(
-            x, ring, rate, time_bias, gates, (part - KEY_PARTS - VALUE_PARTS) * KEYS, begin, end, pending, start, out_row,
-            x_stride, columns, beta_scale,
+            x, ring, rate, time_bias, gates, (part - KEY_PARTS - VALUE_PARTS) * KEYS, begin, end,
+            pending, start, out_row, x_stride, columns, beta_scale,
             VALUE_HEADS, KEY_DIM, KEYS, CHANNELS, WIDTH, KEEPS,
         )  # fmt: skip
 

@@ -45,7 +45,7 @@ def _within_kernel(
     factors: tl.tensor,
     gates: tl.tensor,  # logarithms of decays become their sums from the beginning of the chunk
     systems: tl.tensor,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK] or None
-    meetings: tl.tensor,  # the same shape, in the model's type: how much of what a row tells a later one reads
+    meetings: tl.tensor,  # that shape, the model's type: how much a later row reads of each row
     slots: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,

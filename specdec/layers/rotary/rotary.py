@@ -277,8 +277,9 @@ def rotation_order(head_dim: int, rotated: int, *, interleaved: bool) -> Tensor 
     Queries and keys are put into it alike, so their products stay what they are. The numbers that
     are not rotated come last in both halves. None where the order is that already.
 
-    >>> rotation_order(8, 4, interleaved=False), rotation_order(8, 4, interleaved=True), rotation_order(8, 8, interleaved=False)
-    (tensor([0, 1, 4, 5, 2, 3, 6, 7]), tensor([0, 2, 4, 5, 1, 3, 6, 7]), None)
+    >>> [rotation_order(8, 4, interleaved=interleaved) for interleaved in (False, True)]
+    [tensor([0, 1, 4, 5, 2, 3, 6, 7]), tensor([0, 2, 4, 5, 1, 3, 6, 7])]
+    >>> rotation_order(8, 8, interleaved=False)
     """
     if rotated == head_dim and not interleaved:
         return None

@@ -2,11 +2,10 @@
 token with there.
 
 The target takes y = argmax(log p + g). Whoever drafts knows g, too, and with a distribution q of
-its own believes that
-P(y = x | g) is softmax(a log q + b g): a = b = 1 trusts q as it is, b = 0 knows nothing of the noise, as for a greedy target
-(Gumbel coupling, Daliri, Musco and Suresh, arXiv 2408.07978; the weights a and b are ours). The
-noise decides which tokens are tried and never what is accepted, so what comes out is the target's
-own choice all the same.
+its own believes that P(y = x | g) is softmax(a log q + b g). With a = b = 1 it trusts q as it is;
+with b = 0 it knows nothing of the noise, as for a greedy target (Gumbel coupling, Daliri, Musco and
+Suresh, arXiv 2408.07978; the weights a and b are ours). The noise decides which tokens are tried
+and never what is accepted, so what comes out is the target's own choice all the same.
 
 The softmax is over the whole vocabulary, and weights have to be fitted so. Over the candidates
 alone it would promise too much: late positions often hold no right one.

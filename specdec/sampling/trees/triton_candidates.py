@@ -106,8 +106,8 @@ def _group_maxima_kernel(
     exists = column < vocab_size
     await_previous(OVERLAP)
     x = _scores(
-        logits, floats, ints, positions, least, weights, target_ids, groups, width, group_stride, row_stride,
-        row, column, exists, SAMPLED, FILTERED,
+        logits, floats, ints, positions, least, weights, target_ids, groups, width, group_stride,
+        row_stride, row, column, exists, SAMPLED, FILTERED,
     )  # fmt: skip
     best = tl.max(x, 0)
     # A slice of -inf alone is nothing, not NaN.
@@ -165,8 +165,8 @@ def _row_candidates_kernel(
     column = tl.ravel(first[:, None] + tl.arange(0, GROUP)[None, :])
     exists = column < vocab_size
     x = _scores(
-        logits, floats, ints, positions, least, weights, target_ids, groups, width, group_stride, row_stride,
-        row, column, exists, SAMPLED, FILTERED,
+        logits, floats, ints, positions, least, weights, target_ids, groups, width, group_stride,
+        row_stride, row, column, exists, SAMPLED, FILTERED,
     )  # fmt: skip
     chosen = _highest(tl.where(exists, token_key(x, column), _LEAST), number, COUNT)
     score = number_of((chosen >> 32).to(tl.int32)) - best - tl.log(total)

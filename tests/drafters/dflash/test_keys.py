@@ -37,24 +37,27 @@ SLIDING: dict[str, Any] = {
     "max_window_layers": 2,
 }
 TOP: dict[str, Any] = SLIDING | {
-    "attention_bias": False, "attention_sink_bias": False, "coupling": couple(), "draft_vocab_size": 61, "fc_norm": False,
-    "final_logit_softcapping": None, "input_embedding_scale": 1.0, "is_causal": False, "is_neox_style": True, "logit_scale": 1.0,
-    "rope_is_neox_style": True, "target_hidden_size": 32, "use_cache": True, "verifier_architectures": ["A"],
-    "verifier_name_or_path": "a/b",
+    "attention_bias": False, "attention_sink_bias": False, "coupling": couple(),
+    "draft_vocab_size": 61, "fc_norm": False, "final_logit_softcapping": None,
+    "input_embedding_scale": 1.0, "is_causal": False, "is_neox_style": True, "logit_scale": 1.0,
+    "rope_is_neox_style": True, "target_hidden_size": 32, "use_cache": True,
+    "verifier_architectures": ["A"], "verifier_name_or_path": "a/b",
 }  # fmt: skip
 OWN: dict[str, Any] = {
-    "attention_mode": "gqa", "attention_value_scale": 1.0, "causal": False, "causal_head": False, "conv_group_size": 4,
-    "conv_kernel_size": 2, "output_multiplier": 1.0, "partial_rotary_factor": 1.0, "projector_type": "dflash",
-    "sample_from_anchor": False, "swa_window_size": 4, "tied_tables": False, "use_swa": False,
+    "attention_mode": "gqa", "attention_value_scale": 1.0, "causal": False, "causal_head": False,
+    "conv_group_size": 4, "conv_kernel_size": 2, "output_multiplier": 1.0,
+    "partial_rotary_factor": 1.0, "projector_type": "dflash", "sample_from_anchor": False,
+    "swa_window_size": 4, "tied_tables": False, "use_swa": False,
 }  # fmt: skip
 MARKOV: dict[str, Any] = {
-    "markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
-    "dspark_draft_topk": 4, "dspark_bonus_anchor": False, "dspark_fixup_head_type": "markov", "dspark_markov_rank": 4,
-    "shift_label": True,
+    "markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True, "dspark_draft_topk": 4, "dspark_bonus_anchor": False,
+    "dspark_fixup_head_type": "markov", "dspark_markov_rank": 4, "shift_label": True,
 }  # fmt: skip
 LATENT = zlab(
-    architectures=["K3DSparkModel"], q_lora_rank=8, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
-    rope_interleave=True, target_num_hidden_layers=6, markov_rank=4,
+    architectures=["K3DSparkModel"], q_lora_rank=8, kv_lora_rank=16, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=8, rope_interleave=True, target_num_hidden_layers=6,
+    markov_rank=4,
 )  # fmt: skip
 
 PLACES: list[tuple[Mapping[str, Any], Place]] = [
@@ -122,16 +125,25 @@ def test_foreign_rope_parameters_are_refused(name: str, layer: dict[str, Any]) -
 
 
 COPIED: dict[str, dict[str, Any]] = {
-    "Qwen3.5": {"attn_output_gate": True, "full_attention_interval": 4, "linear_num_key_heads": 16, "mamba_ssm_dtype": "float32",
-                "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "language_model_only": False,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_interleaved": True, "mrope_section": [1]}},
-    "experts": {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 8, "num_experts": 4,
-                "norm_topk_prob": True, "n_routed_experts": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1},
-    "Gemma": {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 6},
-    "Granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.01},
-    "Transformers": {"_name_or_path": "a/b", "_attn_implementation_autoset": True, "auto_map": {"AutoModel": "dflash.D"},
-                     "transformers_version": "5.1.0", "torch_dtype": "bfloat16", "use_cache": True, "initializer_range": 0.02,
-                     "attention_dropout": 0.0, "temperature": 1.0, "torchscript": False, "id2label": {"0": "LABEL_0"}},
+    "Qwen3.5": {"attn_output_gate": True, "full_attention_interval": 4, "linear_num_key_heads": 16,
+                "mamba_ssm_dtype": "float32",
+                "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+                "language_model_only": False,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e7,
+                                    "mrope_interleaved": True, "mrope_section": [1]}},
+    "experts": {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 8,
+                "num_experts": 4,
+                "norm_topk_prob": True, "n_routed_experts": 4, "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc", "ep_size": 1},
+    "Gemma": {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+              "sliding_window_pattern": 6},
+    "Granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                "attention_multiplier": 0.01},
+    "Transformers": {"_name_or_path": "a/b", "_attn_implementation_autoset": True,
+                     "auto_map": {"AutoModel": "dflash.D"},
+                     "transformers_version": "5.1.0", "torch_dtype": "bfloat16", "use_cache": True,
+                     "initializer_range": 0.02, "attention_dropout": 0.0, "temperature": 1.0,
+                     "torchscript": False, "id2label": {"0": "LABEL_0"}},
     "nothing asked for": {"made_up": None, "use_gemma_norm": False, "hidden_act": "swish"},
 }  # fmt: skip
 """What copies of a target's config carry along."""

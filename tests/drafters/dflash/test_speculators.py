@@ -38,13 +38,15 @@ def written(folder: Path, kind: str, target: PreTrainedModel) -> Any:
     target.save_pretrained(folder / "target")
     vocab_size = target.config.vocab_size
     layers = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=target.config.hidden_size, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        vocab_size=vocab_size, hidden_size=target.config.hidden_size, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        max_position_embeddings=256,
     )  # fmt: skip
     torch.manual_seed(1)
     model = getattr(speculators(f"models.{kind}.core"), MODULES[kind]).from_training_args(
-        layers, draft_vocab_size=vocab_size, block_size=BLOCK, mask_token_id=vocab_size - 1, draft_attn_impl="eager",
-        target_layer_ids=[tap + 1 for tap in TAPS], verifier_name_or_path=str(folder / "target"), **HEADS[kind],
+        layers, draft_vocab_size=vocab_size, block_size=BLOCK, mask_token_id=vocab_size - 1,
+        draft_attn_impl="eager", target_layer_ids=[tap + 1 for tap in TAPS],
+        verifier_name_or_path=str(folder / "target"), **HEADS[kind],
     )  # fmt: skip
     for name, parameter in model.named_parameters():
         if not name.startswith(("verifier_", "embed_tokens", "lm_head")):
@@ -59,7 +61,8 @@ def their_drafts(model: Any, kind: str, text: Tensor, features: Tensor) -> list[
     count = LENGTH - BLOCK
     ones = torch.ones(1, LENGTH)
     hidden, logits, *_ = model._backbone_forward(
-        features[None], text[None], ones, torch.zeros(1, LENGTH, model.config.transformer_layer_config.hidden_size),
+        features[None], text[None], ones,
+        torch.zeros(1, LENGTH, model.config.transformer_layer_config.hidden_size),
         torch.zeros(1, LENGTH, dtype=torch.long), max_anchors=count,
     )  # fmt: skip
     first = 0 if model.config.sample_from_anchor else 1

@@ -9,6 +9,7 @@ Transformers' `muse_glimmer_assistant`.
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -366,8 +367,8 @@ def expected_hidden(kind: str, t: dict[str, Tensor], features: Tensor, block: Te
             out = out * F.softplus(normed @ attention["g_proj"].T)[..., None]
         out = out.flatten(1) @ attention["o_proj"].T
         after = layer["post_attention_layernorm.weight"]
-        gelu: Callable[[Tensor], Tensor] = lambda gate: F.gelu(gate, approximate="tanh")  # noqa: E731
-        act = gelu if kind == "gemma" else F.silu
+        gelu = partial(F.gelu, approximate="tanh")
+        act: Callable[[Tensor], Tensor] = gelu if kind == "gemma" else F.silu
         x = x + (rms(out, after) if kind == "gemma" else out)
         given = rms(x, layer["pre_feedforward_layernorm.weight"] if kind == "gemma" else after)
         gate, up, down = (layer[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))

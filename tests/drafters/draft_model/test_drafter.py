@@ -244,7 +244,8 @@ def test_from_folders(tmp_path: Path) -> None:
         target, drafter=draft, engine=EngineConfig(num_draft_tokens=3), **options
     )
     drafter = decoder.engine.drafter
-    assert isinstance(drafter, DraftModel) and drafter.network.num_tokens == VOCAB  # type: ignore[attr-defined]
+    assert isinstance(drafter, DraftModel)
+    assert drafter.network.num_tokens == VOCAB  # type: ignore[attr-defined]
     result = decoder.generate([5, 6, 7], max_tokens=17, ignore_eos=True)
     assert result.stats.tau == 4
     assert (

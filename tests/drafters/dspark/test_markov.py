@@ -180,7 +180,8 @@ def test_reduced_vocabulary(tmp_path: Path) -> None:
         hidden = drafter.draft_hidden(batch)
         logits, tensors = drafter.logits(hidden), head_tensors(config)
         for request in range(2):
-            paper, previous, expected = PaperMarkov(config.head, tensors), ANCHORS[request], []  # type: ignore[arg-type]
+            paper = PaperMarkov(config.head, tensors)  # type: ignore[arg-type]
+            previous, expected = ANCHORS[request], []
             for slot in range(7):
                 column = (
                     logits[request, slot] + paper.correction(hidden[request, slot], previous)

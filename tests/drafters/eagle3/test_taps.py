@@ -36,7 +36,8 @@ NAMED = [
     ("speculators' own default", 94, TOP, [2, 47, 91], (1, 46, 90)),
     ("speculators, other layers", 36, TOP, [3, 11, 27], (2, 10, 26)),
     # The ids of lmsys' head of the same target, copied by a converter from `eagle_config`.
-    ("nm-testing/Qwen3-235B-A22B-EAGLE3-converted-speculators-lmsys", 94, TOP, [1, 46, 90], (1, 46, 90)),
+    ("nm-testing/Qwen3-235B-A22B-EAGLE3-converted-speculators-lmsys", 94, TOP, [1, 46, 90],
+     (1, 46, 90)),
     # Not the usual layers: nothing says that they were copied.
     ("speculators, from the first layer", 94, TOP, [1, 47, 91], (0, 46, 90)),
     ("SpecForge, from the first layer", 32, OWN, [0, 5, 11], (0, 5, 11)),

@@ -423,7 +423,8 @@ def test_one_import_makes_the_model_known_to_lm_eval(folder: Path, tmp_path: Pat
 
     results = lm_eval.simple_evaluate(
         model="specdec",
-        model_args=f"pretrained={folder},drafter=ngram,dtype=float32,num_draft_tokens=3,max_length=4096",
+        model_args=f"pretrained={folder},drafter=ngram,dtype=float32,num_draft_tokens=3"
+        ",max_length=4096",
         tasks=[bundled_task(tmp_path)],
         limit=2,
         batch_size=2,

@@ -86,11 +86,9 @@ def test_a_batch_stops_each_answer_at_its_own_end(folder: Path) -> None:
     prompts = [[5, 6, 7], [9], [30, 31, 32, 33, 34], [11, 12]]
     samplings = [SamplingParams(max_tokens=count) for count in (4, 9, 6, 3)]
     expected = [decoder.generate(p, s).token_ids for p, s in zip(prompts, samplings, strict=True)]
-    peer._eos = [expected[1][2]]  # type: ignore[attr-defined]
-    expected = [
-        tokens[: tokens.index(peer._eos[0]) + 1] if peer._eos[0] in tokens else tokens  # type: ignore[attr-defined]
-        for tokens in expected
-    ]
+    eos = expected[1][2]
+    peer._eos = [eos]  # type: ignore[attr-defined]
+    expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in expected]
     assert len(expected[1]) == 3
     assert peer.generate(prompts, samplings, concurrency=3) == expected
 

@@ -32,19 +32,23 @@ addEventListener("load", () => {
     const box = svg.getBoundingClientRect();
     const texts = [...svg.querySelectorAll("text")].map(text => text.getBoundingClientRect());
     const scale = box.width / svg.viewBox.baseVal.width;
-    const sizes = [...svg.querySelectorAll("text")].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
+    const sizes = [...svg.querySelectorAll("text")].map(
+      text => scale * parseFloat(getComputedStyle(text).fontSize));
     return {
       width: box.width, height: box.height, left: box.left, right: box.right,
       texts: texts.length, smallest: Math.min(...sizes),
-      outside: texts.filter(t => t.left < box.left - 2 || t.right > box.right + 2 || t.bottom > box.bottom + 2).length,
+      outside: texts.filter(t => t.left < box.left - 2 || t.right > box.right + 2
+                                 || t.bottom > box.bottom + 2).length,
       marks: svg.querySelectorAll("path").length,
     };
   });
   const nodes = [...document.querySelectorAll(".tree svg g")].map(node => {
-    const [text, box] = ["text", "rect"].map(name => node.querySelector(name).getBoundingClientRect());
+    const [text, box] = ["text", "rect"].map(
+      name => node.querySelector(name).getBoundingClientRect());
     return {height: box.height, fits: text.left >= box.left && text.right <= box.right};
   });
-  const result = {figures, nodes, width: document.documentElement.clientWidth, scrollWidth: document.documentElement.scrollWidth};
+  const page = document.documentElement;
+  const result = {figures, nodes, width: page.clientWidth, scrollWidth: page.scrollWidth};
   document.body.innerHTML = "<pre id=result>" + JSON.stringify(result) + "</pre>";
 });
 </script>

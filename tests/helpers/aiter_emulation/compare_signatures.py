@@ -1,9 +1,12 @@
 """Compares the emulation's signatures with AITER's own, which are read and not imported: neither a
 GPU nor ROCm is needed.
 
-    python -m tests.helpers.aiter_emulation.compare_signatures                        the installed amd-aiter
-    python -m tests.helpers.aiter_emulation.compare_signatures PATH/aiter 0.1.22   the package in a checkout
-    python -m tests.helpers.aiter_emulation.compare_signatures --repository aiter     every release and the newest main
+    python -m tests.helpers.aiter_emulation.compare_signatures
+        the installed amd-aiter
+    python -m tests.helpers.aiter_emulation.compare_signatures PATH/aiter 0.1.22
+        the package in a checkout
+    python -m tests.helpers.aiter_emulation.compare_signatures --repository aiter
+        every release and the newest main
 
 Releases are the tags like v0.1.16 and v0.1.16.post1 from the oldest emulated version on. Each is
 compared with the newest emulated version not above it; `main`, which is behind the newest tag, with

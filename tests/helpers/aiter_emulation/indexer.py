@@ -1,9 +1,9 @@
 """The indexer of sparse latent attention: its 8-bit keys, their scores, and the best positions of
 every row.
 
-A block of the cache holds its keys first and their float32 scales behind them, `[size * D | size * 4]` bytes. Keys are rows, or,
-with preshuffling, tiles of 16 tokens times 16 numbers, as the matrix instructions read them; scales
-are the same in both.
+A block of the cache holds its keys first and their float32 scales behind them,
+`[size * D | size * 4]` bytes. Keys are rows, or, with preshuffling, tiles of 16 tokens times 16
+numbers, as the matrix instructions read them; scales are the same in both.
 """
 
 from typing import NamedTuple

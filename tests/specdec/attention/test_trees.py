@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.attention.backend import AttentionSpec
+from specdec.attention.backend import AttentionSpec, TreeRows
 from specdec.attention.selector import tree_reasons
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.blocks import MOST_NODES
@@ -88,7 +88,7 @@ def test_more_drafts_leave_a_row_its_bits(dtype: torch.dtype) -> None:
         slot_mapping=small.metadata.slot_mapping[rows],
         num_tokens=9,
         max_query_len=9,
-        tree=type(small.metadata.tree)(*(side[rows] for side in small.metadata.tree)),  # type: ignore[misc, union-attr]
+        tree=TreeRows(*(side[rows] for side in small.metadata.tree)),  # type: ignore[union-attr]
     )
     small.query, small.new = (
         small.query[rows],

@@ -161,14 +161,16 @@ def test_a_quantity_has_one_name(verb: str) -> None:
 
 
 EVERY_OPTION = """
-    --model m --drafter none --device cpu --dtype bfloat16 --attention torch_ref --block-size 32 --kv-dtype fp8
-    --prefill-dtype model --weights bfloat16 --generation-config none
+    --model m --drafter none --device cpu --dtype bfloat16 --attention torch_ref --block-size 32
+    --kv-dtype fp8 --prefill-dtype model --weights bfloat16 --generation-config none
     --chat-template {{x}} --chat-template-kwargs {"x":1}
-    --max-num-seqs 3 --max-model-len 99 --max-prefill-tokens 64 -k 0 --tree 0 --draft-sampling probabilistic --pipeline-depth 1
-    --no-graphs --timing --kv-memory 2M --no-prefix-caching
-    --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 4 --stop a --stop b
-    --stop-token-ids 7 --ignore-eos --logprobs --top-logprobs 2 --prompt-logprobs 1 --min-tokens 3 --presence-penalty 0.5
-    --frequency-penalty 0.6 --cache-salt s --no-read-prefix-cache --no-skip-special-tokens
+    --max-num-seqs 3 --max-model-len 99 --max-prefill-tokens 64 -k 0 --tree 0
+    --draft-sampling probabilistic --pipeline-depth 1 --no-graphs --timing --kv-memory 2M
+    --no-prefix-caching
+    --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2
+    --seed 4 --stop a --stop b --stop-token-ids 7 --ignore-eos --logprobs --top-logprobs 2
+    --prompt-logprobs 1 --min-tokens 3 --presence-penalty 0.5 --frequency-penalty 0.6
+    --cache-salt s --no-read-prefix-cache --no-skip-special-tokens
     --thinking-token-budget 6 --grammar-after-thinking
 """
 

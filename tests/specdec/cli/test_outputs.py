@@ -104,7 +104,8 @@ def small_report(folder: Path) -> Path:
 
 
 PROVENANCE: dict[str, Any] = {
-    "command": "specdec bench", "started": "2026", "commit": None, "versions": {"specdec": "0", "torch": "0", "transformers": "0"},
+    "command": "specdec bench", "started": "2026", "commit": None,
+    "versions": {"specdec": "0", "torch": "0", "transformers": "0"},
     "device": "d", "num_threads": 1, "dtype": "float32", "attention": "a", "drafters": {},
     "target": {"name": "t", "revision": None, "sha256": {}},
 }  # fmt: skip

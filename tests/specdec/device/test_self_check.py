@@ -25,10 +25,13 @@ from tests.helpers.waiting import HANG, wait_until
 CPU = torch.device("cpu")
 
 
+RIGHT = Deviation(1e-4, 1e-3)
+
+
 class Counted:
     """A check that counts its runs."""
 
-    def __init__(self, outcome: Deviation | BaseException = Deviation(1e-4, 1e-3)) -> None:  # noqa: B008 (immutable)
+    def __init__(self, outcome: Deviation | BaseException = RIGHT) -> None:
         self.outcome, self.runs = outcome, 0
 
     def __call__(self) -> Deviation:

@@ -414,7 +414,8 @@ def test_results_do_not_depend_on_neighbors(form: str) -> None:
         end = int(together.num_accepted[i]) + 1
         assert result.num_accepted.item() + 1 == end
         assert torch.equal(result.token_ids[0, :end], together.token_ids[i, :end])
-        assert torch.equal(result.logprobs.values[0, :end], together.logprobs.values[i, :end])  # type: ignore[union-attr]
+        assert result.logprobs is not None and together.logprobs is not None
+        assert torch.equal(result.logprobs.values[0, :end], together.logprobs.values[i, :end])
 
 
 @pytest.mark.parametrize(

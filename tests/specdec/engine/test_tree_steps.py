@@ -295,7 +295,8 @@ def test_the_choice_is_made_by_what_decodes_fastest(
     drafter = ScriptedTrees(case.outputs, [[*range(6), 0, *star[7:]]], ends=[end])
     drafter.wrong_at = [{0}]
     engine = case.engine(drafter, num_draft_tokens="auto", tree_nodes=None)
-    engine.clock = engine.results._clock = FakeClock(case.verifier, monkeypatch, per_row)  # type: ignore[assignment]
+    clock = FakeClock(case.verifier, monkeypatch, per_row)
+    engine.clock = engine.results._clock = clock  # type: ignore[assignment]
     for _ in range(12):
         assert tokens(case.run(engine)) == list(case.outputs.values())
     engine.timer.reset()

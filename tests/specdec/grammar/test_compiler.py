@@ -254,7 +254,8 @@ def work(job, seconds):
     with lanes().process.open(vocabulary) as link:
         job.on_stop = lambda: link.shutdown(2)
         begun.set()
-        return ask(link, vocabulary, Grammar.choice([f"v{number}" for number in range(90_000)]), 600)
+        words = [f"v{number}" for number in range(90_000)]
+        return ask(link, vocabulary, Grammar.choice(words), 600)
 
 job = Job(1, work)
 own = job.join()

@@ -252,8 +252,14 @@ def test_fields() -> None:
     [
         (lambda: Grammar.choice(5), "choices are 5"),  # type: ignore[arg-type]
         (lambda: Grammar.choice([{1}]), "cannot be written as JSON"),  # type: ignore[list-item]
-        (lambda: Grammar.json_schema({(1, 2): 3}), "cannot be written as JSON"),  # type: ignore[dict-item]
-        (lambda: Grammar.json_schema(object()), "cannot be written as JSON"),  # type: ignore[arg-type]
+        (
+            lambda: Grammar.json_schema({(1, 2): 3}),  # type: ignore[dict-item]
+            "cannot be written as JSON",
+        ),
+        (
+            lambda: Grammar.json_schema(object()),  # type: ignore[arg-type]
+            "cannot be written as JSON",
+        ),
         (lambda: Grammar.json_schema({"const": float("nan")}), "cannot be written as JSON"),
         (lambda: Grammar("regex", None), "must be a string"),  # type: ignore[arg-type]
         (lambda: Grammar([], "a"), r"kind is \[\]"),  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.kernels.triton_argmax import DTYPES, SLICE, argmax  # noqa: E402 (only where Triton can run)
+# Imported only where Triton can run.
+from specdec.kernels.triton_argmax import DTYPES, SLICE, argmax  # noqa: E402
 from specdec.sampling.trees.triton_candidates import candidates  # noqa: E402
 from specdec.sampling.triton_sampler import sample  # noqa: E402
 

@@ -13,7 +13,8 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.layers.ops.triton_gated_norm import gated_norm, sigmoid_gate  # noqa: E402 (only where Triton can run)
+# Imported only where Triton can run.
+from specdec.layers.ops.triton_gated_norm import gated_norm, sigmoid_gate  # noqa: E402
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -13,7 +13,11 @@ from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
 
-from specdec.layers.ops.triton_grouped_convolution import CHANNELS_PER_PROGRAM, mix_rows  # noqa: E402 (only where Triton can run)
+# Imported only where Triton can run.
+from specdec.layers.ops.triton_grouped_convolution import (  # noqa: E402
+    CHANNELS_PER_PROGRAM,
+    mix_rows,
+)
 
 
 def inputs(

@@ -20,7 +20,13 @@ DEVICE = require_triton()
 
 from specdec.attention.triton import triton_prefill  # noqa: E402 (only where Triton can run)
 from specdec.attention.triton.triton_attention import Tile  # noqa: E402
-from tests.specdec.kernels.test_triton_fa import BLOCK, check_attention, compare, scenario, spec  # noqa: E402
+from tests.specdec.kernels.test_triton_fa import (  # noqa: E402
+    BLOCK,
+    check_attention,
+    compare,
+    scenario,
+    spec,
+)
 
 REQUESTS = [(40, 40), (75, 33), (33, 1), (60, 20)]
 """(seq_len, query_len): a prompt of partial blocks, a chunk behind a context, a single row, and

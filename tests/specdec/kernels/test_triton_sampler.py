@@ -18,7 +18,13 @@ from tests.helpers.triton_interpreter import require_triton
 DEVICE = require_triton()
 
 from specdec.kernels.triton_argmax import DTYPES, SLICE  # noqa: E402 (only where Triton can run)
-from specdec.sampling.triton_filters import HELD, MOST_GROUPS, SMALLEST_GROUP, TILE, least_kept  # noqa: E402
+from specdec.sampling.triton_filters import (  # noqa: E402
+    HELD,
+    MOST_GROUPS,
+    SMALLEST_GROUP,
+    TILE,
+    least_kept,
+)
 from specdec.sampling.triton_sampler import sample  # noqa: E402
 
 FILTERS = [

@@ -372,8 +372,11 @@ import sys
 from specdec import EngineConfig, SpecDecoder
 from specdec.parallel.mirror import current, everywhere
 from tests.helpers import lockstep_parts
-decoder = SpecDecoder.from_pretrained(sys.argv[1], drafter="ngram", device="cpu", dtype="float32", tensor_parallel=2)
-print(current()._ranks._siblings._all[0]._process.pid, decoder.generate([5, 6, 7], max_tokens=3).token_ids, flush=True)
+decoder = SpecDecoder.from_pretrained(
+    sys.argv[1], drafter="ngram", device="cpu", dtype="float32", tensor_parallel=2
+)
+answer = decoder.generate([5, 6, 7], max_tokens=3)
+print(current()._ranks._siblings._all[0]._process.pid, answer.token_ids, flush=True)
 everywhere(decoder.verifier, lockstep_parts.wait, 600)
 """
 

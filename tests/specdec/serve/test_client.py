@@ -175,7 +175,9 @@ def test_log_probabilities_in_both_forms(client: openai.OpenAI, decoder: SpecDec
     scored = client.completions.create(
         model=MODEL, prompt="abc", max_tokens=0, logprobs=1, echo=True
     )
-    assert (scored.choices[0].text, len(scored.choices[0].logprobs.tokens or [])) == ("abc", 3)  # type: ignore[union-attr]
+    choice = scored.choices[0]
+    assert choice.text == "abc" and choice.logprobs is not None
+    assert len(choice.logprobs.tokens or []) == 3
     want = decoder.generate("user: xyz", max_tokens=5, top_logprobs=3, ignore_eos=True)
     chat: Any = [{"role": "user", "content": "xyz"}]
     events = client.chat.completions.create(
@@ -349,7 +351,8 @@ def choice_of(live: Live, **fields: Any) -> dict[str, Any]:
     ("asked", "meant"),
     [
         ({}, {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.4}),
-        (dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "skip_special_tokens")),
+        (dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                        "min_tokens", "skip_special_tokens")),
          {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.4}),
         ({"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0}, {"temperature": 1.0}),
         ({"temperature": 2.0, "top_k": -1}, {"temperature": 2.0, "repetition_penalty": 1.4}),

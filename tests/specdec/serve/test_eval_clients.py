@@ -87,7 +87,8 @@ def endings(decoder: SpecDecoder, folder: Path) -> Task:
         {"metric": name, "aggregation": "mean", "higher_is_better": True}
         for name in ("perplexity", "acc")
     ]
-    return task("endings", rows, folder, output_type="loglikelihood", doc_to_text="{{text}}", doc_to_target="{{ending}}",
+    return task("endings", rows, folder, output_type="loglikelihood", doc_to_text="{{text}}",
+                doc_to_target="{{ending}}",
                 target_delimiter="", metric_list=metrics)  # fmt: skip
 
 

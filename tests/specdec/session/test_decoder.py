@@ -146,7 +146,8 @@ def test_options_by_other_names_and_types(decoder: SpecDecoder) -> None:
     ):
         decoder.generate([5], {"max_tokens": 3})  # type: ignore[call-overload]
     with pytest.raises(SpecDecError, match="the engine's config is a dict; give an EngineConfig"):
-        SpecDecoder(decoder.verifier, decoder.tokenizer, None, {"max_num_seqs": 3})  # type: ignore[arg-type]
+        config: Any = {"max_num_seqs": 3}
+        SpecDecoder(decoder.verifier, decoder.tokenizer, None, config)
     with pytest.raises(SpecDecError, match="given twice"):
         decoder.generate([5], max_new_tokens=3, max_tokens=3)
 

@@ -260,7 +260,8 @@ UNFINISHED = """
 import asyncio, sys, threading
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
-decoder = SpecDecoder(paged_verifier(plain_model("llama"), 4), tiny_tokenizer(), None, EngineConfig(max_num_seqs=8))
+verifier, config = paged_verifier(plain_model("llama"), 4), EngineConfig(max_num_seqs=8)
+decoder = SpecDecoder(verifier, tiny_tokenizer(), None, config)
 sampling = SamplingParams(max_tokens=480, ignore_eos=True)
 def work():
     while True:

@@ -72,7 +72,8 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     """Its text is what travels to other machines, and what training compares."""
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}!{{ mood }}", encoding="utf-8")
-    load = LoadConfig(chat_template=str(file), chat_template_kwargs={"mood": "ü"})  # type: ignore[arg-type]
+    given: Any = {"mood": "ü"}
+    load = LoadConfig(chat_template=str(file), chat_template_kwargs=given)
     assert load == LoadConfig(chat_template=file.read_text(), chat_template_kwargs='{"mood": "ü"}')
     reader = PromptReader.of(thinking_tokenizer(SWITCHED), "m", load)
     assert reader.chat_text(CHAT, {}) == "hi!ü" and reader.chat_text(CHAT, {"mood": "o"}) == "hi!o"

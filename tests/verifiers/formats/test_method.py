@@ -166,7 +166,7 @@ def _put(node: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[
 
 
 _SPEC = {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [16, 32], "group_size": None}
-_GROUP = {
+_GROUP: dict[str, Any] = {
     "targets": ["Linear"],
     "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16},
 }
@@ -221,7 +221,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
             "sparsity_config": {"format": "dense"},
             "transform_config": {"config_groups": {}},
             "config_groups": {
-                "group_0": {**_GROUP, "weights": {**_GROUP["weights"], "block_structure": None}}  # type: ignore[dict-item]
+                "group_0": _GROUP | {"weights": _GROUP["weights"] | {"block_structure": None}}
             },
         },
         quantized.packed_integers(W, 4, 16).parts,

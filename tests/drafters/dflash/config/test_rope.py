@@ -174,10 +174,12 @@ def test_the_trained_width_is_not_rounded_down(width: int) -> None:
     [
         zlab(own={"partial_rotary_factor": 0.5}),
         zlab(own={"attention_value_scale": 0.7}, partial_rotary_factor=0.5),
-        zlab(architectures=["DFlashLagunaForCausalLM"], rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5}),
+        zlab(architectures=["DFlashLagunaForCausalLM"],
+             rope_parameters=DEFAULT | {"partial_rotary_factor": 0.5}),
         zlab(
             architectures=["Gemma4DSparkModel"], global_head_dim=16, hidden_act=None,
-            rope_parameters={F: DEFAULT | {"rope_type": "proportional", "partial_rotary_factor": 0.5}, S: DEFAULT},
+            rope_parameters={F: DEFAULT | {"rope_type": "proportional",
+                                           "partial_rotary_factor": 0.5}, S: DEFAULT},
         ),
     ],
     ids=["dflash_config", "MiMo", "Laguna", "Gemma 4"],

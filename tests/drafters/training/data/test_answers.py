@@ -110,8 +110,14 @@ def test_held_out_questions_are_nowhere_in_training(tmp_path: Path) -> None:
     )
     written = [f"write about {topic}" for topic in "abcde"]
     prompts = make_prompts(config, written)
-    marks = [{re.findall(r"x\d+y", p.question)[0] for p in part if "x" in p.question and "number" in p.question} for part in
-             (prompts.heldout, prompts.train, prompts.examples)]  # fmt: skip
+    marks = [
+        {
+            re.findall(r"x\d+y", p.question)[0]
+            for p in part
+            if "x" in p.question and "number" in p.question
+        }
+        for part in (prompts.heldout, prompts.train, prompts.examples)
+    ]
     assert not marks[0] & marks[1] and not marks[0] & marks[2]
     assert len(prompts.train) == 35 + 2 * len(prompts.examples)
     assert 0.3 < sum(p.few_shot for p in prompts.train) / len(prompts.train) < 0.7
@@ -135,7 +141,8 @@ ROWS: list[tuple[dict[str, Any], Messages]] = [
     ({"turns": ["a", "c"]}, (A, C)),
     ({"messages": [{"role": "user", "content": "a"}]}, (A,)),
     (  # UltraChat
-        {"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": "a", "messages": [{"role": "user", "content": "a"},
+                                     {"role": "assistant", "content": "b"}]},
         (A, B),
     ),
     (  # ShareGPT, whose conversations may begin in the middle
@@ -149,7 +156,8 @@ ROWS: list[tuple[dict[str, Any], Messages]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, (A,)),
     ({"instruction": "a", "input": "", "output": "b"}, (A, B)),
     ({"instruction": "a", "input": "x", "output": "b"}, (("user", "a\n\nx"), B)),
-    ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}, (("system", "s"), A)),
+    ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]},
+     (("system", "s"), A)),
     ({"conversations": []}, ()),
 ]  # fmt: skip
 
@@ -235,8 +243,8 @@ def test_answers_are_the_targets_own_with_their_origin(tmp_path: Path) -> None:
     assert run_stages(("answers",), small_config(tmp_path))
     records = shards(tmp_path)
     assert {name: len(rows) for name, rows in records.items()} == {
-        "heldout-00000.jsonl.gz": 6, "train-00000.jsonl.gz": 8, "train-00001.jsonl.gz": 8, "train-00002.jsonl.gz": 8,
-        "train-00003.jsonl.gz": 8, "train-00004.jsonl.gz": 2,
+        "heldout-00000.jsonl.gz": 6, "train-00000.jsonl.gz": 8, "train-00001.jsonl.gz": 8,
+        "train-00002.jsonl.gz": 8, "train-00003.jsonl.gz": 8, "train-00004.jsonl.gz": 2,
     }  # fmt: skip
     rows = [row for part in records.values() for row in part]
     assert sum(row["temperature"] == 0.0 for row in rows) == 3 + 17

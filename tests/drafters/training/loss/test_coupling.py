@@ -24,7 +24,13 @@ from drafters.training.loss import coupling
 from drafters.training.loss.coupling import Choices, fit_weights
 from specdec.cli.main import main
 from tests.drafters.tiny import TINY, tiny_tensors
-from tests.drafters.training.toy import MASK, VOCAB, one_thread, write_prompts, write_target  # noqa: F401
+from tests.drafters.training.toy import (  # noqa: F401
+    MASK,
+    VOCAB,
+    one_thread,
+    write_prompts,
+    write_target,
+)
 
 # a and b of three slots
 TRUE = torch.tensor([[1.0, 0.9, 0.8], [0.7, 0.6, 0.5]], dtype=torch.float64)

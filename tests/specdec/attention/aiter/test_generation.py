@@ -3,9 +3,11 @@ change no token.
 
 Three runs of prompts that are prefilled in chunks, while others decode:
 
-    float32                   plain and with drafts on AITER, plain on torch_ref: equal tokens
-    8-bit cache               plain and with drafts on AITER: equal, as both read the same rounded keys; torch_ref has no such cache
-    bfloat16                  with DFlash on AITER: every token is the float32 model's choice, up to the rounding of bfloat16
+    float32      plain and with drafts on AITER, plain on torch_ref: equal tokens
+    8-bit cache  plain and with drafts on AITER: equal, as both read the same rounded keys;
+                 torch_ref has no such cache
+    bfloat16     with DFlash on AITER: every token is the float32 model's choice, up to the
+                 rounding of bfloat16
 
 Covered in pairs rather than as a product: model and backend, version 0.1.15, 0.1.16 and 0.1.20,
 batch of 1 and of 8, gfx942 and gfx950, DFlash and drafts that are mostly right. AITER 0.1.15 has

@@ -111,7 +111,8 @@ def steps_of(engine: SpecEngine, machine: Machine) -> list[tuple[int, int, int]]
             steps.append((len(launch.requests) * launch.shape.rows, least, planned() - before))
 
     if graphs is not None:
-        engine.slots.decode_batch = None  # type: ignore[assignment, method-assign]  # no step without its graph
+        # No step without its graph.
+        engine.slots.decode_batch = None  # type: ignore[assignment, method-assign]
     engine.runner.decode = watched  # type: ignore[method-assign]
     while engine.has_work:
         engine.step()

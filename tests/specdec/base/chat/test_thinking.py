@@ -59,7 +59,8 @@ def test_the_prompt_says_where_the_output_begins(
         (CHANNELS, "<|channel|>finally", "-" * 6 + "BB"),
         (
             CHANNELS,
-            "<|channel|>analysis<|message|>a<|end|><|end|><|start|>assistant<|channel|>final<|message|>b",
+            "<|channel|>analysis<|message|>a<|end|><|end|>"
+            "<|start|>assistant<|channel|>final<|message|>b",
             "-" * 9 + "W" * 20 + "BB",
         ),
     ],

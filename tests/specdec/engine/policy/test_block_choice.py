@@ -414,8 +414,10 @@ def test_plain_steps_keep_the_drafters_context(case: Case, drafter: str) -> None
     def proposals(choose: Callable[[int], int]) -> dict[tuple[int, int], list[int]]:
         engine = case.engine(DRAFTERS[drafter](case), num_draft_tokens="auto")
         with recorded(engine) as found:
-            assert engine.planner.choice is not None
-            engine.planner.choice.choose = lambda num_reqs, **_: BlockShape(choose(num_reqs))  # type: ignore[method-assign]
+            choice = engine.planner.choice
+            assert choice is not None
+            own = lambda num_reqs, **_: BlockShape(choose(num_reqs))  # noqa: E731
+            choice.choose = own  # type: ignore[method-assign]
             case.run(engine)
         return found
 
@@ -493,7 +495,8 @@ def test_engine_adapts(
     engine = case.engine(
         ScriptedDrafter(case.outputs, 8, [wrong_at]), num_draft_tokens="auto", pipeline_depth=depth
     )
-    engine.clock = engine.results._clock = FakeClock(case.verifier, monkeypatch, per_row)  # type: ignore[assignment]
+    clock = FakeClock(case.verifier, monkeypatch, per_row)
+    engine.clock = engine.results._clock = clock  # type: ignore[assignment]
     for _ in range(8):
         for request in case.run(engine, case.prompts[:1]):
             whole = case.outputs[tuple(request.prompt_token_ids)]

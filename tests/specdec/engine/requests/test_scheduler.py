@@ -69,11 +69,9 @@ def test_hundreds_of_requests_in_a_pool_far_too_small(verifier: Verifier, depth:
     for i in range(NUM_REQUESTS):
         stem = rng.choice(stems)[: rng.randrange(13)]
         prompt = stem + [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 20))]
-        warm = {"temperature": 0.9, "top_k": 30} if i % 3 == 0 else {}
-        penalty = {"repetition_penalty": 1.2} if i % 7 == 0 else {}
-        cases.append(
-            (prompt, SamplingParams(max_tokens=rng.randrange(1, 24), seed=i, **warm, **penalty))  # type: ignore[arg-type]
-        )
+        fields: dict[str, Any] = {"temperature": 0.9, "top_k": 30} if i % 3 == 0 else {}
+        fields |= {"repetition_penalty": 1.2} if i % 7 == 0 else {}
+        cases.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 24), seed=i, **fields)))
     expected = [alone(verifier, prompt, sampling) for prompt, sampling in cases]
     script = ScriptedDrafter(
         {tuple(p): e for (p, _), e in zip(cases, expected, strict=True)}, 3, [set(), {0}, {1}, {2}]

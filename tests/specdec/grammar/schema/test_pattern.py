@@ -78,7 +78,8 @@ HELD = [
         ["P", "PT", "P1D2W"],
     ),
     (
-        r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]"
+        r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
         ["a@b.co", "a.b'c@d-.ee"],
         [".a@b.co", "a..b@c.de", "a'@b.co"],
     ),
@@ -176,7 +177,9 @@ def patterns(draw: random.Random, depth: int = 0) -> str:
 
     def one() -> str:
         if depth < 3 and draw.random() < 0.25:
-            return f"{draw.choice(['(', '(?:'])}{'|'.join(patterns(draw, depth + 1) for _ in range(draw.randint(1, 3)))})"
+            begin = draw.choice(["(", "(?:"])
+            options = (patterns(draw, depth + 1) for _ in range(draw.randint(1, 3)))
+            return f"{begin}{'|'.join(options)})"
         return draw.choice(ATOMS)
 
     many = ["", "", "", "*", "+", "?", "*?", "+?", "??", "{2}", "{1,2}", "{0,2}", "{2,}", "{0}"]
@@ -203,9 +206,8 @@ def test_random_patterns_let_through_what_python_matches(seed: int) -> None:
             loose, strict = re.compile(pattern), re.compile(pattern, re.ASCII)
         for text in texts(draw):
             fits = bool(loose.fullmatch(text))
-            certain = (
-                fits and bool(strict.fullmatch(text)) and not set(text) & set("\u2028\x01\u0663é日")
-            )
+            rare = set(text) & set("\u2028\x01\u0663é日")
+            certain = fits and bool(strict.fullmatch(text)) and not rare
             for found in (
                 writes(regex, text),
                 writes(schema, json.dumps(text, ensure_ascii=False)),
