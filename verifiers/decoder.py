@@ -25,15 +25,15 @@ from specdec.model.core import RoutedExperts, VerifyOutput
 from specdec.sampling.params import SamplingDefaults
 from verifiers.building.builder import LayerBuilder
 from verifiers.building.recurrent import recurrent_rows
-from verifiers.config.description import Description
 from verifiers.config.shape import (
     context_limits,
     layer_caches,
     layer_kinds,
     layer_specs,
-    layer_windows,
     length_rule,
 )
+from verifiers.description import Description
+from verifiers.entries import layer_windows
 from verifiers.weights.shares import shared
 from verifiers.weights.weights import Weights
 

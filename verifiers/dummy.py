@@ -297,7 +297,7 @@ def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
         assert isinstance(tensor, Tensor) and description is not None
         numbers = tensor.detach()
         if experts:
-            numbers = numbers.mT if description.interleaved_experts else numbers
+            numbers = numbers.mT if description.experts == "interleaved" else numbers
             weights.tensors[name] = PackedWeight.stacked(
                 [WAYS[quantize](expert) for expert in numbers]
             )

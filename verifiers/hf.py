@@ -18,20 +18,19 @@ from specdec.base.errors import UnsupportedModelError
 from specdec.model.batch import ForwardInput
 from specdec.model.core import LengthRule, RoutedExperts, Verifier, VerifyOutput
 from specdec.sampling.params import SamplingDefaults
-from verifiers.config.description import Description
 from verifiers.config.families import describe
 from verifiers.config.shape import (
     context_limits,
-    declared,
     eos_token_ids,
     expert_counts,
     layer_kinds,
     layer_specs,
-    layer_windows,
     peculiarity,
 )
 from verifiers.config.wrappers import is_composite, load_text, text_class
 from verifiers.decoder import DecoderVerifier
+from verifiers.description import Description
+from verifiers.entries import declared, layer_windows
 from verifiers.hf_attention import ATTENTION_NAME, PagedForward
 from verifiers.weights.weights import Weights
 

@@ -29,12 +29,12 @@ from specdec.base.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.packed.check import keeps_blocks, keeps_packed
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
-from verifiers.config.description import Description
 from verifiers.config.families import describe
 from verifiers.config.generation import read_generation
 from verifiers.config.reading import blamed, check_numbers, check_sizes, read
 from verifiers.config.shape import backend_spec, context_limits, peculiarity
 from verifiers.decoder import Checkpoint, DecoderVerifier
+from verifiers.description import Description
 from verifiers.formats.format import Stored, check_floats
 from verifiers.weights.embedded import BLOCKS, EMBEDDED, embedded_model_path, read_blocks
 from verifiers.weights.shares import Share, shared

@@ -23,21 +23,14 @@ from specdec.base.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, SharedLayerSpec, StateLayerSpec, bytes_per_slot
 from specdec.layers.packed.check import keeps_blocks, keeps_packed
 from specdec.model.core import ContextLimits
-from verifiers.config.families import describe
+from verifiers.config.families import READ_AS, describe, family_of
 from verifiers.config.generation import FILE, generation_of
-from verifiers.config.prediction_families import predicts
+from verifiers.config.names import predicts
 from verifiers.config.reading import blamed, check_numbers, check_sizes, read
-from verifiers.config.shape import (
-    INDEXED_MODELS,
-    LATENT_MODELS,
-    backend_spec,
-    context_limits,
-    layer_caches,
-    layer_specs,
-    layer_windows,
-)
-from verifiers.config.wrappers import READ_AS, config_of, text_config
+from verifiers.config.shape import backend_spec, context_limits, layer_caches, layer_specs
+from verifiers.config.wrappers import config_of, text_config
 from verifiers.divisions import divisions
+from verifiers.entries import layer_windows
 from verifiers.formats.method import QUANTIZATION, format_of, method_of, stated_quantization
 from verifiers.gguf.file import GgufFiles
 from verifiers.gguf.weights import PLAIN, kinds_of, memory_of
@@ -317,8 +310,8 @@ def _caches(
     shared = sum(isinstance(one, SharedLayerSpec) for one in specs)
     paged = len(specs) - states - shared
     words = []
-    if config.model_type in LATENT_MODELS:
-        indexed = " and index keys" if config.model_type in INDEXED_MODELS else ""
+    if (family := family_of(config)).latent:
+        indexed = " and index keys" if family.indexer else ""
         words.append(f"latents{indexed} of {paged} layers")
     elif paged:
         of_layers = zip(layer_caches(config), layer_windows(config), strict=True)

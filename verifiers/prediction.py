@@ -21,14 +21,8 @@ from specdec.layers.ops.choice import ops_for
 from specdec.layers.prediction import ClusteredHead, PredictionLayers
 from specdec.model.core import Verifier
 from verifiers.building.builder import LayerBuilder
-from verifiers.config.families import describe
-from verifiers.config.prediction_families import (
-    ASSISTANT,
-    FAMILIES,
-    SPECULATORS,
-    PredictionFamily,
-    prediction_name,
-)
+from verifiers.config.families import describe, family_of
+from verifiers.config.names import prediction_name
 from verifiers.config.shape import (
     backend_spec,
     cache_layers,
@@ -39,12 +33,37 @@ from verifiers.config.shape import (
 )
 from verifiers.config.wrappers import config_of, shapes_of
 from verifiers.decoder import DecoderVerifier
+from verifiers.family import Prediction
 from verifiers.weights.checkpoint import read_named
 from verifiers.weights.complete import check_shapes
 from verifiers.weights.weights import Weights
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """Model types of Gemma 4's assistants."""
+
+
+SPECULATORS = Prediction(
+    (
+        (r"^(?:model\.)?mtp_layers\.0\.input_proj\.", "projection."),
+        (r"^(?:model\.)?mtp_layers\.0\.token_layernorm\.", "embedding_norm."),
+        (r"^(?:model\.)?mtp_layers\.0\.hidden_layernorm\.", "hidden_norm."),
+        (r"^(?:model\.)?mtp_layers\.0\.final_layernorm\.", "norm."),
+        (r"^(?:model\.)?mtp_layers\.0\.", "model.layers.0."),
+    )
+)
+"""In a checkpoint of their own, in the layout of speculators."""
+
+ASSISTANT = Prediction(
+    (
+        (r"^pre_projection\.", "projection."),
+        (r"^post_projection\.", "back."),
+        (r"^masked_embedding\.", "masked_embedding."),
+        (r"^(?:lm_head|model\.embed_tokens)\.", "head."),
+        (r"^model\.norm\.", "norm."),
+        (r"^model\.layers\.", "model.layers."),
+    )
+)
+"""Gemma 4's assistants, which are checkpoints of their own."""
 
 
 def read_prediction(verifier: Verifier, folder: Path | None = None) -> PredictionLayers:
@@ -71,14 +90,14 @@ def read_prediction(verifier: Verifier, folder: Path | None = None) -> Predictio
         if entries.get("model_type") in ASSISTANTS:
             return _assistant(verifier, folder, entries)
         return _of_speculators(verifier, folder, entries)
-    family = FAMILIES.get(verifier.config.model_type)
-    if family is None or verifier.checkpoint is None:
+    layers = family_of(verifier.config).prediction
+    if layers is None or verifier.checkpoint is None:
         raise CheckpointError(
             f"target {verifier.name!r} of type {verifier.config.model_type!r} has no layers for"
             f" multi-token prediction of its own;"
             " use another drafter"
         )
-    return _layers(verifier, verifier.checkpoint.folder, verifier.config, family)
+    return _layers(verifier, verifier.checkpoint.folder, verifier.config, layers)
 
 
 def _of_speculators(
@@ -101,17 +120,17 @@ def _of_speculators(
     return _layers(verifier, folder, config, SPECULATORS)
 
 
-def layers_config(config: Any, family: PredictionFamily) -> Any:
+def layers_config(config: Any, layers: Prediction) -> Any:
     """The config of a model that has the layers of one depth alone, from that of its target."""
-    kinds = list(family.kinds(config))
+    kinds = list(layers.kinds(config))
     own = copy.deepcopy(config)
     own.num_hidden_layers = len(kinds)
     entries = {
         "layer_types": kinds,
-        "mlp_layer_types": [family.feed_forward] * len(kinds),
+        "mlp_layer_types": [layers.feed_forward] * len(kinds),
         "indexer_types": ["full"] * len(kinds),
         "first_k_dense_replace": 0,
-        "moe_layer_start_index": len(kinds) if family.feed_forward == "dense" else 0,
+        "moe_layer_start_index": len(kinds) if layers.feed_forward == "dense" else 0,
     }
     for name, value in entries.items():
         if getattr(own, name, None) is not None:
@@ -120,17 +139,17 @@ def layers_config(config: Any, family: PredictionFamily) -> Any:
 
 
 def _layers(
-    verifier: DecoderVerifier, folder: Path, config: Any, family: PredictionFamily
+    verifier: DecoderVerifier, folder: Path, config: Any, layers: Prediction
 ) -> PredictionLayers:
-    own, width = layers_config(config, family), verifier.hidden_size
+    own, width = layers_config(config, layers), verifier.hidden_size
     backend = _backend(verifier, own)
     extra = {"embedding_norm": [width], "hidden_norm": [width], "projection": [width, 2 * width]}
-    extra |= {"norm": [width]} if family.has_norm else {}
+    extra |= {"norm": [width]} if layers.has_norm else {}
     weights = _read(
         verifier,
         folder,
         own,
-        partial(prediction_name, config=config, family=family),
+        partial(prediction_name, config=config, layers=layers),
         shapes_of(own),
         extra,
     )
@@ -181,7 +200,7 @@ def _assistant(
         verifier,
         folder,
         config,
-        partial(prediction_name, config=config, family=ASSISTANT),
+        partial(prediction_name, config=config, layers=ASSISTANT),
         shapes,
         extra,
     )

@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from specdec.base.errors import CheckpointError, UnsupportedModelError
-from verifiers.config.families import describe
-from verifiers.config.hybrids import HYBRIDS
-from verifiers.config.shape import CHUNKED, INDEXED_MODELS, LATENT_MODELS, rope_kinds, value_widths
+from verifiers.config.families import WRAPPERS, describe, family_of
+from verifiers.config.shape import CHUNKED, rope_kinds, value_widths
 from verifiers.config.states import MIXERS_ALONE, STATES
-from verifiers.config.wrappers import WRAPPERS, bare_class, is_composite, text_class, text_config
+from verifiers.config.wrappers import bare_class, is_composite, text_class, text_config
 from verifiers.formats.method import format_of, stated_quantization
 from verifiers.formats.settings import SettingError
 
@@ -42,9 +41,6 @@ OTHER_LATENT = {
     "minicpm3": "rotates halves where DeepSeek's rotates neighbors",
 }
 """What sets the latent attention of other model types apart."""
-
-GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Model types whose attention is gated whatever the file says."""
 
 HEADS = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
 """Entries in which layers may differ."""
@@ -126,14 +122,15 @@ def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) 
 
 def _own_kinds(config: PreTrainedConfig) -> frozenset[str]:
     """Kinds of layers that our own ones of this type have beside those that any model may have."""
-    if config.model_type in HYBRIDS:
+    family = family_of(config)
+    if family.recurrent is not None:
         return STATES | MIXERS_ALONE
-    return frozenset({CHUNKED}) if config.model_type == "llama4_text" else frozenset()
+    return frozenset({CHUNKED}) if family.chunked else frozenset()
 
 
 def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterator[str]:
     kinds = set(_value(config, "layer_types") or ()) - own
-    if config.model_type in INDEXED_MODELS:
+    if family_of(config).indexer:
         kinds -= INDEXED_LAYER_TYPES
     if kinds - LAYER_TYPES:
         yield f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
@@ -151,28 +148,12 @@ def _attention_reasons(config: PreTrainedConfig, own: frozenset[str]) -> Iterato
     )
     if encoder or non_causal:
         yield "its attention is bidirectional"
-    if config.model_type in GATED:
-        yield from _gate_reasons(config)
-
-
-def _gate_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    """Entries that transformers' classes of these types do not look at."""
-    if getattr(config, "attn_output_gate", True) is False:
-        yield (
-            "its attention has no output gate (attn_output_gate false),"
-            " and the layers of its type have one"
-        )
-    gate = getattr(config, "output_gate_type", None)
-    if gate not in (None, "silu", "swish"):
-        yield (
-            f"its linear attention is gated by {gate} (output_gate_type),"
-            " and the layers of its type by silu"
-        )
+    yield from family_of(config).against(config)
 
 
 def _cache_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
     rank = _value(config, "kv_lora_rank")
-    if rank and config.model_type not in LATENT_MODELS:
+    if rank and not family_of(config).latent:
         apart = OTHER_LATENT.get(config.model_type, "is not that of DeepSeek or GLM")
         yield (
             f"it has latent attention (kv_lora_rank {rank}) that {apart},"

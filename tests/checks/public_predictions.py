@@ -14,7 +14,7 @@ from specdec.base.errors import SpecDecError
 from tests.checks.public_targets import TOO_LARGE, target_needs
 from tests.helpers.tiny_assistants import gemma4_target, write_assistant
 from tests.helpers.tiny_predictions import CASES, reference, write_target
-from verifiers.config.prediction_families import FAMILIES
+from verifiers.config.families import FAMILIES
 from verifiers.load import load_verifier
 
 
@@ -29,12 +29,10 @@ def refusal(target: str, model: str | None) -> str | None:
         return _tiny_refusal(model)
     needs = target_needs(target, 2**63)
     kind = needs.text_type or needs.model_type
+    known = kind in FAMILIES and FAMILIES[kind].prediction
     if missing := [reason for reason in needs.missing if not reason.startswith(TOO_LARGE)]:
         return "its target does not run: " + "; ".join(missing)
-    return (
-        f"layers of targets of type {kind!r} are"
-        f" {'not checked' if kind in FAMILIES else 'not read'} yet"
-    )
+    return f"layers of targets of type {kind!r} are {'not checked' if known else 'not read'} yet"
 
 
 @cache

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.checks.public_targets import data
-from verifiers.config.families import FAMILIES, describe
-from verifiers.config.wrappers import READ_AS, WRAPPERS, text_config
+from verifiers.config.families import FAMILIES, READ_AS, WRAPPERS, describe
+from verifiers.config.wrappers import text_config
 from verifiers.gguf.families import ARCHITECTURES
 from verifiers.needs import Needs, needs_of
 from verifiers.support import unsupported_reasons
@@ -418,7 +418,8 @@ def _sorted_types() -> tuple[list[str], list[str], dict[str, list[str]]]:
     reasons.
     """
     own, theirs, refused = [], [], {}
-    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES}):
+    described = {name for name, family in FAMILIES.items() if family.describe}
+    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | described):
         try:
             config = AutoConfig.for_model(
                 name, **(_USUAL.get(name) or _SIZES.get(name, ("", {}))[1])

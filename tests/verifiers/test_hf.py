@@ -30,10 +30,10 @@ from tests.helpers.tiny_models import (
     plain_model,
     random_prompts,
 )
-from verifiers.config.families import describe
-from verifiers.config.hybrids import HYBRIDS
-from verifiers.config.shape import layer_windows, peculiarity
+from verifiers.config.families import describe, family_of
+from verifiers.config.shape import peculiarity
 from verifiers.decoder import DecoderVerifier
+from verifiers.entries import layer_windows
 from verifiers.hf import HFVerifier, description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 
@@ -118,7 +118,7 @@ def check_logits(got: Tensor, model: nn.Module, sequence: list[int]) -> None:
     # A state is summed up in another order than in transformers, row by row and not in chunks, so
     # more is left to chance.
     config: Any = model.config
-    factor = {"factor": 4} if config.model_type in HYBRIDS else {}
+    factor = {"factor": 4} if family_of(config).recurrent else {}
     assert_rows_as_exact(got, plain, in_float64(model, tokens).logits[0], **factor)
 
 

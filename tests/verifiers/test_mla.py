@@ -22,7 +22,7 @@ from tests.helpers.tiny_models import (
     tiny_tokenizer,
 )
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
-from verifiers.config.shape import INDEXED_MODELS, LATENT_MODELS
+from verifiers.config.families import FAMILIES
 from verifiers.decoder import DecoderVerifier
 from verifiers.load import load_verifier
 
@@ -94,8 +94,9 @@ def test_features_are_raw_layer_outputs(name: str) -> None:
 
 def test_every_model_type_is_tried() -> None:
     """What `verifiers.support` lets through is what the tests above run."""
-    assert {make().model_type for make in LATENT_CONFIGS.values()} == LATENT_MODELS
-    assert LATENT_MODELS > INDEXED_MODELS
+    latent = {name for name, family in FAMILIES.items() if family.latent}
+    assert {make().model_type for make in LATENT_CONFIGS.values()} == latent
+    assert latent > {name for name, family in FAMILIES.items() if family.indexer} > set()
 
 
 def test_cached_bytes() -> None:

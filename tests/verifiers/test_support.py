@@ -37,8 +37,7 @@ from specdec.kv_cache import PagedKVCache
 from specdec.model.batch import ForwardInput
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import paged_verifier
-from verifiers.config.hybrids import HYBRIDS
-from verifiers.config.shape import LATENT_MODELS
+from verifiers.config.families import FAMILIES
 from verifiers.support import check_supported, unsupported_reasons
 
 BLOCK = 4
@@ -245,7 +244,10 @@ def needs_type(model_type: str) -> None:
         pytest.skip(f"Transformers {transformers.__version__} has no {model_type}")
 
 
-@pytest.mark.parametrize("model_type", [*ACCEPTED, *sorted(LATENT_MODELS), *sorted(HYBRIDS)])
+@pytest.mark.parametrize(
+    "model_type",
+    [*ACCEPTED, *(name for name, one in FAMILIES.items() if one.latent or one.recurrent)],
+)
 def test_accepted(model_type: str) -> None:
     needs_type(model_type)
     assert unsupported_reasons(AutoConfig.for_model(model_type)) == []

@@ -20,9 +20,10 @@ from verifiers.building.latent import latent_attention
 from verifiers.building.mixture import gated_mlp, mixture, mlp_beside_experts
 from verifiers.building.recurrent import mamba, mixer
 from verifiers.building.shared_blocks import SharedBlocks
-from verifiers.config.description import Description, norm_epsilon
-from verifiers.config.shape import cache_layers, layer_kinds, layer_windows, position_embeddings
+from verifiers.config.shape import cache_layers, layer_kinds, position_embeddings
 from verifiers.config.states import attends, is_recurrent
+from verifiers.description import Description, norm_epsilon
+from verifiers.entries import layer_windows
 from verifiers.weights.weights import Reorder, Weights
 
 

@@ -12,12 +12,8 @@ from specdec.layers.latent_attention import (
 )
 from specdec.layers.ops.norm import Norm
 from specdec.layers.rotary.rotary import Rope
+from verifiers.config.families import family_of
 from verifiers.weights.weights import Weights
-
-INTERLEAVED_INDEXERS = frozenset({"glm_moe_dsa"})
-"""Model types whose indexer pairs neighbors in its RoPE; the others pair halves there, whatever
-their attention does.
-"""
 
 EPSILON = 1e-6
 """Of the norms within latent attention, which no config states."""
@@ -62,7 +58,7 @@ def latent_attention(
 
 
 def _indexer(weights: Weights, config: Any, rope_dim: int) -> Indexer:
-    turned = config.model_type in INTERLEAVED_INDEXERS
+    turned = family_of(config).indexer == "neighbors"
     order = halves_first(config.index_head_dim, 0, rope_dim) if turned else None
     gain, bias = weights.tensor("k_norm.weight"), weights.tensor("k_norm.bias")
     return Indexer(

@@ -19,7 +19,7 @@ from specdec.layers.mlp import GatedMLP, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops.norm import Norm
 from specdec.layers.packed.gguf import GgufWeight, Quantized
 from specdec.layers.packed.weight import PackedWeight
-from verifiers.config.description import Description
+from verifiers.description import Description
 from verifiers.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -94,12 +94,12 @@ def mlp_beside_experts(
 def _experts(experts: Weights, description: Description) -> Experts:
     """The routed experts whose tensors these are."""
     first = "up_proj" if description.activation in PLAIN else "gate_up_proj"
-    transposed = description.transposed_experts or description.interleaved_experts
+    transposed = description.experts in ("transposed", "interleaved")
     gate_up, down = (
         _as_run(experts.experts(name, transposed=transposed)) for name in (first, "down_proj")
     )
     gate_up_bias = experts.optional("gate_up_proj_bias")
-    if description.interleaved_experts:
+    if description.experts == "interleaved":
         order = torch.arange(gate_up.shape[1], device=gate_up.device).view(-1, 2).t().flatten()
         gate_up = (
             gate_up.select(order)

@@ -19,16 +19,9 @@ from specdec.layers.linear_choice import linear
 from specdec.layers.ops.norm import GroupNorm
 from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
 from specdec.model.batch import ForwardInput
-from verifiers.config.description import norm_epsilon
-from verifiers.config.states import attends, is_recurrent, sizes_of
+from verifiers.config.states import attends, is_recurrent, recurrent_of, sizes_of
+from verifiers.description import norm_epsilon
 from verifiers.weights.weights import Weights
-
-OLMO_EPSILON = 1e-5
-"""Of the norms of value heads in OLMo hybrids, which no config states."""
-
-
-ZAMBA_EPSILON = 1e-5
-"""The same of Mamba-2 in Zamba2."""
 
 
 def recurrent_rows(rows: ForwardInput) -> RecurrentRows:
@@ -61,13 +54,12 @@ def mixer(
             else (None, None)
         )
     scope = weights.under("linear_attn.")
-    if hasattr(config, "conv_L_cache"):
+    rule = recurrent_of(config).rule
+    if rule == "convolution":
         return short_convolution(scope), scope.output("out_proj")
-    if scope.has("a_proj.weight"):
+    if rule == "key decay":
         return key_decay_attention(scope, config), scope.output("out_proj")
-    linear_attention = (
-        mamba(scope, config) if sizes_of(config).gates == 1 else delta_net(scope, config)
-    )
+    linear_attention = mamba(scope, config) if rule == "mamba" else delta_net(scope, config)
     if not attends(config, layer):
         return linear_attention, scope.output("out_proj")
     return SideBySide(attention(), linear_attention), _joined(
@@ -99,7 +91,7 @@ def delta_net(weights: Weights, config: Any) -> LinearAttention:
         weights.split("in_proj_ba", {"in_proj_b": beta, "in_proj_a": step})
     apart = weights.has("q_proj.weight")  # as OLMo has them
     names = ("q_proj", "k_proj", "v_proj") if apart else ("in_proj_qkv",)
-    norm = GroupNorm(weights.tensor("norm.weight"), OLMO_EPSILON if apart else norm_epsilon(config))
+    norm = GroupNorm(weights.tensor("norm.weight"), _epsilon(config))
     recurrence = Recurrence(
         *sizes[:4],
         kernel=weights.tensor("conv1d.weight").squeeze(1),
@@ -142,7 +134,7 @@ def key_decay_attention(weights: Weights, config: Any) -> KeyDecayAttention:
         decays=weights.linear("a_proj"),
         gates=weights.linear("z_proj"),
         recurrence=recurrence,
-        norm=GroupNorm(weights.tensor("norm.weight"), norm_epsilon(config), sigmoid=True),
+        norm=GroupNorm(weights.tensor("norm.weight"), _epsilon(config), sigmoid=True),
     )
 
 
@@ -162,6 +154,7 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
     channels = torch.cat([c, b, x]) - values
     order = torch.cat([c, b, x, step, gate])
     bias = weights.optional("conv1d.bias")
+    least, largest = recurrent_of(config).steps(config)
     recurrence = Recurrence(
         *sizes[:4],
         kernel=kernel[channels],
@@ -169,7 +162,7 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
         rate=weights.tensor("A_log").float().exp(),
         time_bias=weights.tensor("dt_bias"),
         rule="plain",
-        time_limits=_time_limits(config),
+        time_limits=(float(least), float(largest)),
         skip=weights.tensor("D").float(),
     )
     norm = _mamba_norm(weights, config, values // sizes.key_heads)
@@ -183,25 +176,17 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
     weight = weights.optional("norm.weight")
     if weight is None:
         return None
-    if hasattr(config, "n_mamba_heads"):
-        return GroupNorm(weight, ZAMBA_EPSILON, width, gate_first=True)
     if not hasattr(config, "mamba_norm_before_gate"):
-        return GroupNorm(weight, norm_epsilon(config), width, gate_first=True)
+        return GroupNorm(weight, _epsilon(config), width, gate_first=True)
     # Falcon-H1 rounds only once
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    return GroupNorm(
-        weight, norm_epsilon(config), width, gate_first=not config.mamba_norm_before_gate
-    )
+    return GroupNorm(weight, _epsilon(config), width, gate_first=not config.mamba_norm_before_gate)
 
 
-def _time_limits(config: Any) -> tuple[float, float]:
-    """Least and largest step; for Nemotron-H and Zamba2 those that transformers computes prompts
-    with.
-    """
-    if hasattr(config, "mamba_num_heads") or hasattr(config, "n_mamba_heads"):
-        return float(config.time_step_min), float("inf")
-    least, largest = config.time_step_limit or (0.0, float("inf"))
-    return float(least), float(largest)
+def _epsilon(config: Any) -> float:
+    """Of the norms of recurrent layers."""
+    own = recurrent_of(config).epsilon
+    return norm_epsilon(config) if own is None else own
 
 
 def short_convolution(weights: Weights) -> ShortConvolution:

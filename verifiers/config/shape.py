@@ -1,7 +1,6 @@
 """What a model's config says of its attention and its cache."""
 
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +13,9 @@ from specdec.base.errors import CheckpointError
 from specdec.kv_cache import KVLayerSpec, LayerSpec, SharedLayerSpec
 from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 from specdec.model.core import ContextLimits, LengthRule
+from verifiers.config.families import family_of
 from verifiers.config.states import attends, is_recurrent, state_layer_spec
+from verifiers.entries import declared, layer_windows, own_entries, tokens
 
 STRETCHED = ("dynamic", "linear", "longrope", "yarn")
 """RoPE types whose `factor` is one of lengths."""
@@ -22,86 +23,10 @@ STRETCHED = ("dynamic", "linear", "longrope", "yarn")
 CHUNKED = "chunked_attention"
 """What configs call layers that attend within chunks."""
 
-INDEXED_MODELS = frozenset({"deepseek_v32", "glm_moe_dsa"})
-"""Model types with latent attention to the positions that an indexer selects."""
-
-SINKS = frozenset({"gpt_oss", "mimo_v2_flash"})
-"""Model types of which some layers, or all, have sinks."""
-
-LATENT_MODELS = INDEXED_MODELS | {
-    "axk1",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "kimi_linear",
-    "mistral4",
-    "youtu",
-}
-"""Model types with latent attention as `verifiers.building.latent` builds it."""
-
-
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Sliding window of each decoder layer in tokens, None for full attention: a row sees positions
-    less than a window away.
-    """
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = [
-            "sliding_attention"
-            if declared(config, "use_sliding_window", True)
-            else "full_attention"
-        ] * config.num_hidden_layers
-    return [
-        _tokens(_own(config, layer), "sliding_window") if kind == "sliding_attention" else None
-        for layer, kind in enumerate(kinds)
-    ]
-
-
-def declared(config: Any, name: str, default: Any = None) -> Any:
-    """An entry that transformers has for models of this type; of others its models know nothing,
-    whatever a file says.
-    """
-    kind: Any = type(config)
-    known = not isinstance(config, PreTrainedConfig) or _has(kind, name)
-    return getattr(config, name, default) if known else default
-
-
-@cache
-def _has(kind: Any, name: str) -> bool:
-    """Whether configs of a type have an entry, be it that they work it out."""
-    try:
-        return hasattr(kind, name) or hasattr(kind(), name)
-    except Exception:  # of whatever kind: one that is nothing without entries
-        return True
-
-
-def _tokens(config: Any, name: str) -> int | None:
-    """An entry that counts tokens, which may be null.
-
-    Raises:
-        CheckpointError: it does not count any.
-    """
-    value = declared(config, name)
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31
-    ):
-        raise CheckpointError(
-            f"{name} is {value!r} and must be a positive number of tokens below 2**31; fetch"
-            f" config.json again"
-        )
-    return value
-
-
-def _own(config: PreTrainedConfig, layer: int) -> Any:
-    """The entries of one decoder layer, where transformers lets layers differ in any."""
-    return (
-        config.per_layer_config[layer] if getattr(config, "per_layer_attributes", None) else config
-    )
-
 
 def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
     """Heads of one decoder layer."""
-    own = _own(config, layer)
+    own = own_entries(config, layer)
     per_layer = declared(config, "num_attention_heads_per_layer")
     heads = per_layer[layer] if per_layer else own.num_attention_heads
     kv_heads = getattr(own, "num_key_value_heads", None) or heads
@@ -112,11 +37,8 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         head_dim = declared(config, "global_head_dim") or head_dim
         if declared(config, "attention_k_eq_v"):
             kv_heads = declared(config, "num_global_key_value_heads") or kv_heads
-    if (
-        getattr(config, "model_type", None) == "mimo_v2_flash"
-        and layer_windows(config)[layer] is not None
-    ):
-        kv_heads *= 2  # as its module in Transformers has it; no entry of the config says so
+    if layer_windows(config)[layer] is not None:
+        kv_heads *= family_of(config).sliding_kv_heads
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
     ranks = getattr(config, "ranks", 1)  # see `verifiers.weights.shares.shared`
@@ -129,7 +51,7 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         heads // ranks,
         kv_heads // ranks,
         head_dim,
-        _tokens(config, "attention_chunk_size") if chunked else None,
+        tokens(config, "attention_chunk_size") if chunked else None,
     )
 
 
@@ -163,7 +85,7 @@ def attention_spec(
         windows=frozenset(seen),
         further=tuple((shape, frozenset(others)) for shape, others in further),
         reads_others=cache_layers(config)[-1] != config.num_hidden_layers - 1,
-        sinks=config.model_type in SINKS,
+        sinks=family_of(config).sinks,
         softcap=declared(config, "attn_logit_softcapping"),
     )
 
@@ -173,7 +95,7 @@ def mla_spec(
 ) -> MlaSpec:
     """What a model with latent attention asks of a backend."""
     indexer = None
-    if config.model_type in INDEXED_MODELS:
+    if family_of(config).indexer:
         indexer = IndexerSpec(
             num_heads=config.index_n_heads, head_dim=config.index_head_dim, topk=config.index_topk
         )
@@ -212,7 +134,7 @@ def backend_spec(
     fp8_prefill: bool = True,
 ) -> AttentionSpec | MlaSpec:
     """What the model asks of a backend of its kind; `fp8_prefill` is for latent attention."""
-    if config.model_type in LATENT_MODELS:
+    if family_of(config).latent:
         latent = mla_spec(config, device=device, dtype=dtype, block_size=block_size)
         return replace(latent, cache_dtype=cache_dtype, fp8_prefill=fp8_prefill)
     return replace(
@@ -368,7 +290,7 @@ def value_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Numbers of a key head and of a value head where they differ; None where they do not, or where
     attention is latent.
     """
-    own = _own(config, 0)
+    own = own_entries(config, 0)
     key_dim, value_dim = getattr(own, "head_dim", None), getattr(own, "v_head_dim", None)
     latent = getattr(own, "kv_lora_rank", None)
     return (

@@ -27,44 +27,16 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.base.errors import CheckpointError
+from verifiers.config.families import READ_AS
 from verifiers.config.names import EMBEDDING, HEAD
 
 logger = logging.getLogger(__name__)
-
-WRAPPERS = frozenset(
-    {
-        "gemma3",
-        "gemma4",
-        "gemma4_unified",
-        "glm46v",
-        "glm4v",
-        "glm4v_moe",
-        "internvl",
-        "kimi_k25",
-        "llama4",
-        "llava",
-        "mistral3",
-        "muse_glimmer",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-    }
-)
-"""Model types of composites whose text part is a decoder by itself: rows of text alone meet nothing
-of the tower.
-"""
 
 TEXT_KEYS = {
     r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
 """From names of the text part in files of composites, old and new, to those of its own class."""
-
-READ_AS = {"kimi_k2": "deepseek_v3"}
-"""Model types that transformers does not know and whose layers are those of another one."""
 
 OURS = frozenset(
     {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.layers.packed.gguf import Quantized
-from verifiers.config.names import UNUSED, place_of
+from verifiers.config.places import UNUSED, place_of
 from verifiers.formats.format import check_floats, check_known
 from verifiers.formats.method import format_of
 

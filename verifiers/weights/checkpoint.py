@@ -20,15 +20,9 @@ from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from specdec.parallel.collectives import all_agree
 from specdec.parallel.group import Group
-from verifiers.config.names import (
-    EMBEDDING,
-    EXPERT,
-    HEAD,
-    class_facts,
-    name_of,
-    place_of,
-    wide_names,
-)
+from verifiers.config.families import family_of
+from verifiers.config.names import EMBEDDING, HEAD, class_facts, name_of, wide_names
+from verifiers.config.places import EXPERT, place_of
 from verifiers.config.shape import expert_counts
 from verifiers.config.wrappers import shapes_of
 from verifiers.formats.format import Format, Stored, check_finite, check_floats, check_known
@@ -45,14 +39,8 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 WITHOUT_GATES = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """The same of experts without gates."""
 
-UNGATED = frozenset({"nemotron_h"})
-"""Model types with such experts."""
-
 CONVOLUTIONS = re.compile(r"^(.*\.)q_conv1d\.weight$")
 """Of queries; transformers has one convolution for queries, keys and values."""
-
-TRANSPOSED = frozenset({"gpt_oss"})
-"""Model types whose joined experts transformers keeps as [E, in, out]."""
 
 
 def read_weights(
@@ -149,8 +137,9 @@ class _Reader:
     ) -> None:
         self._files, self._format, self._device, self._dtype = files, form, device, dtype
         self._as_stored, self._share = as_stored, share
-        self._transposed = config.model_type in TRANSPOSED
-        self._projections = WITHOUT_GATES if config.model_type in UNGATED else PROJECTIONS
+        experts = family_of(config).experts
+        self._transposed = experts == "interleaved"
+        self._projections = WITHOUT_GATES if experts == "ungated" else PROJECTIONS
         self._num_experts = (expert_counts(config) or (0, 0))[0]
         self._wide = wide_names(config, dtype)
         self._parts: dict[str, dict[str, str]] = {}  # names in the files, by module and part

@@ -22,9 +22,10 @@ from specdec.base.checkpoint.tensor_files import TensorFiles
 from specdec.base.errors import UnsupportedModelError
 from specdec.layers.packed.gguf import Quantized
 from specdec.parallel.group import Group
-from verifiers.config.description import Description
-from verifiers.config.shape import LATENT_MODELS, head_shape
-from verifiers.config.states import attends, is_recurrent, sizes_of
+from verifiers.config.families import family_of
+from verifiers.config.shape import head_shape
+from verifiers.config.states import attends, is_recurrent, recurrent_of, sizes_of
+from verifiers.description import Description
 from verifiers.formats.format import Stored
 
 Kind = Literal["slices", "tokens", "first"]
@@ -68,7 +69,7 @@ class Share:
             (re.compile(rf"(?:^|\.){expression}$"), rule)
             for expression, rule in _rules(config, description)
         ]
-        self._transposed = description.transposed_experts or description.interleaved_experts
+        self._transposed = description.experts in ("transposed", "interleaved")
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Of this rank's part of a tensor, which is called `name` by transformers and has this
@@ -225,9 +226,9 @@ def _heads(config: Any) -> Iterator[tuple[str, int]]:
         if attends(config, layer):
             heads, kv_heads, *_ = head_shape(config, layer)
             yield f"{heads} attention heads", heads
-            if config.model_type not in LATENT_MODELS:
+            if not family_of(config).latent:
                 yield f"{kv_heads} key and value heads", kv_heads
-        if is_recurrent(config, layer) and not hasattr(config, "conv_L_cache"):
+        if is_recurrent(config, layer) and recurrent_of(config).rule != "convolution":
             sizes = sizes_of(config)
             yield f"{sizes.value_heads} heads of recurrent layers", sizes.value_heads
             yield f"{sizes.key_heads} groups of such heads that share keys", sizes.key_heads
@@ -262,15 +263,10 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
     yield r"self_attn\.sinks", _Rule()
     if description.norms_of_queries == "all heads":
         yield r"self_attn\.[qk]_norm\.weight", _Rule()
-    turned = description.transposed_experts or description.interleaved_experts
-    yield (
-        r"experts\.gate_up_proj",
-        _Rule(-1 if turned else -2, (1,) if description.interleaved_experts else pairs),
-    )
-    yield (
-        r"experts\.gate_up_proj_bias",
-        _Rule(-1, (1,) if description.interleaved_experts else pairs),
-    )
+    turned = description.experts in ("transposed", "interleaved")
+    gate_up = (1,) if description.experts == "interleaved" else pairs
+    yield r"experts\.gate_up_proj", _Rule(-1 if turned else -2, gate_up)
+    yield r"experts\.gate_up_proj_bias", _Rule(-1, gate_up)
     yield r"experts\.up_proj", _Rule(-2)
     yield r"experts\.down_proj", _Rule(-2 if turned else -1)
     yield r"experts\.down_proj_bias", _Rule(kind="first")
@@ -278,31 +274,29 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
 
 def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:
     """Of tensors of recurrent layers that are no projections."""
-    channels: tuple[int, ...] = (1,)  # of a short convolution
-    if not hasattr(config, "conv_L_cache"):
-        sizes = sizes_of(config)
-        keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-        channels = (values, keys, keys) if sizes.gates == 1 else (keys, keys, values)
-        if sizes.gates == 1:  # of Mamba-2 the norm's weight is one for each number
-            yield r"linear_attn\.norm\.weight", _Rule()
+    rule, sizes = recurrent_of(config).rule, sizes_of(config)
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+    channels: tuple[int, ...] = (1,) if rule == "convolution" else (keys, keys, values)
+    if rule == "mamba":
+        channels = values, keys, keys
+        yield r"linear_attn\.norm\.weight", _Rule()  # which is one for each number
     yield r"linear_attn\.conv1d\.weight", _Rule(-3, channels)
     yield r"linear_attn\.conv1d\.bias", _Rule(-1, channels)
     yield r"linear_attn\.[qkv]_conv1d\.weight", _Rule(-3)
-    # Kimi's is [1, 1, heads, 1]
-    yield r"linear_attn\.A_log", _Rule(-2 if hasattr(config, "linear_num_heads") else -1)
+    # Kimi's is [1, 1, heads, 1].
+    yield r"linear_attn\.A_log", _Rule(-2 if rule == "key decay" else -1)
     yield r"linear_attn\.(?:dt_bias|D)", _Rule()
 
 
 def _recurrent_outputs(config: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Of projections of recurrent layers."""
-    if hasattr(config, "conv_L_cache"):
+    rule, sizes = recurrent_of(config).rule, sizes_of(config)
+    if rule == "convolution":
         return [(r"linear_attn\.in_proj", (1, 1, 1))]
-    sizes = sizes_of(config)
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-    if sizes.gates == 1:
+    if rule == "mamba":
         return [(r"linear_attn\.in_proj", (values, values, keys, keys, sizes.value_heads))]
-    # the few numbers of decays and gates are the same on every rank
-    if hasattr(config, "linear_num_heads"):
+    if rule == "key decay":  # the few numbers of decays and gates are the same on every rank
         return [(r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_b|a_proj|z_proj)", (1,))]
     return [
         (r"linear_attn\.in_proj_qkv", (keys, keys, values)),

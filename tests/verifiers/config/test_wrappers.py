@@ -34,8 +34,8 @@ from tests.helpers.tiny_models import (
     tiny_tokenizer,
 )
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
-from verifiers.config.families import FAMILIES
-from verifiers.config.wrappers import WRAPPERS, load_text, media_token_ids, read_config, text_config
+from verifiers.config.families import FAMILIES, WRAPPERS
+from verifiers.config.wrappers import load_text, media_token_ids, read_config, text_config
 from verifiers.hf import HFVerifier, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.load import load_verifier

@@ -27,7 +27,8 @@ from tests.helpers.tiny_models import (
 )
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.config.families import FAMILIES, describe
-from verifiers.config.names import name_of, place_of
+from verifiers.config.names import name_of
+from verifiers.config.places import place_of
 from verifiers.config.shape import backend_spec
 from verifiers.config.wrappers import text_config
 from verifiers.decoder import DecoderVerifier

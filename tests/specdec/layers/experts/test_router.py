@@ -30,8 +30,8 @@ from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.bounds import Float64, assert_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
 from verifiers.building import mixture
-from verifiers.config.description import Description
 from verifiers.config.families import describe
+from verifiers.description import Description
 from verifiers.weights.weights import Weights
 
 HIDDEN, EXPERTS = 12, 32

@@ -2,7 +2,7 @@
 beside its tensors and the sizes in its config.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,12 @@ AROUND = NormNames(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+
+
+ExpertLayout = Literal["gated", "ungated", "transposed", "interleaved"]
+"""Joined experts: [E, 2 * I, H] and [E, I, H]; the same without gates, [E, I, H] and [E, H, I]; in
+the order [E, in, out]; that with gate and up in turns.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +71,7 @@ class Description:
         wide_router: the logits of experts are computed in float32.
         gated_attention: queries come with gates of what attention puts out.
         softplus_gates: such gates have a projection of their own and go through a softplus.
-        transposed_experts: expert weights are stored as [E, H, 2 * I] and [E, I, H].
-        interleaved_experts: the same, with gate and up in turns.
+        experts: how transformers keeps their weights.
         weighs_inputs: see `specdec.layers.mlp.MixtureOfExperts`.
         experts_beside_mlp: layers have both, see `specdec.layers.mlp.MlpBesideExperts`.
         keys_as_values: layers whose values are their keys, before these are normed and rotated.
@@ -96,8 +101,7 @@ class Description:
     final_softcap: float | None = None
     routing: Routing | None = None
     wide_router: bool = False
-    transposed_experts: bool = False
-    interleaved_experts: bool = False
+    experts: ExpertLayout = "gated"
     weighs_inputs: bool = False
     gated_attention: bool = False
     softplus_gates: bool = False
@@ -116,12 +120,6 @@ class Description:
             if self.rounds_embedding_scale
             else self.embedding_scale
         )
-
-
-Family = Callable[[Any, Mapping[str, Any]], Description | None]
-"""Describes a model from its config and from what is read off all of them; None where our layers
-lack a part of it.
-"""
 
 
 def sigmoid_routing(config: Any) -> Routing:

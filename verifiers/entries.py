@@ -1,0 +1,69 @@
+"""Reading single entries of a model's config."""
+
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from specdec.base.errors import CheckpointError
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """Sliding window of each decoder layer in tokens, None for full attention: a row sees positions
+    less than a window away.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = [
+            "sliding_attention"
+            if declared(config, "use_sliding_window", True)
+            else "full_attention"
+        ] * config.num_hidden_layers
+    return [
+        tokens(own_entries(config, layer), "sliding_window")
+        if kind == "sliding_attention"
+        else None
+        for layer, kind in enumerate(kinds)
+    ]
+
+
+def declared(config: Any, name: str, default: Any = None) -> Any:
+    """An entry that transformers has for models of this type; of others its models know nothing,
+    whatever a file says.
+    """
+    kind: Any = type(config)
+    known = not isinstance(config, PreTrainedConfig) or _has(kind, name)
+    return getattr(config, name, default) if known else default
+
+
+@cache
+def _has(kind: Any, name: str) -> bool:
+    """Whether configs of a type have an entry, be it that they work it out."""
+    try:
+        return hasattr(kind, name) or hasattr(kind(), name)
+    except Exception:  # of whatever kind: one that is nothing without entries
+        return True
+
+
+def tokens(config: Any, name: str) -> int | None:
+    """An entry that counts tokens, which may be null.
+
+    Raises:
+        CheckpointError: it does not count any.
+    """
+    value = declared(config, name)
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31
+    ):
+        raise CheckpointError(
+            f"{name} is {value!r} and must be a positive number of tokens below 2**31; fetch"
+            f" config.json again"
+        )
+    return value
+
+
+def own_entries(config: PreTrainedConfig, layer: int) -> Any:
+    """The entries of one decoder layer, where transformers lets layers differ in any."""
+    return (
+        config.per_layer_config[layer] if getattr(config, "per_layer_attributes", None) else config
+    )

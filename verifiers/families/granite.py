@@ -1,0 +1,80 @@
+"""Granite, and Bamba, from which its hybrids descend."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.layers.experts.routing import Routing
+from verifiers.description import BEFORE, Description
+from verifiers.family import Family, Recurrent, Sizes
+
+MAMBA = (r"\.mamba\.", ".linear_attn.")
+BAMBA_NAMES = (
+    MAMBA,
+    (r"\.feed_forward\.", ".mlp."),
+    (r"^model\.final_layernorm\.", "model.norm."),
+)
+_HYBRID_NAMES = (
+    MAMBA,
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.shared_mlp\.input_linear", ".mlp.shared_expert.gate_up_proj"),
+    (r"\.shared_mlp\.output_linear", ".mlp.shared_expert.down_proj"),
+)
+
+
+def mamba_sizes(config: Any) -> Sizes:
+    """Of Mamba-2 layers (arXiv 2405.21060)."""
+    return Sizes(
+        key_heads=config.mamba_n_groups,
+        value_heads=config.mamba_n_heads,
+        key_dim=config.mamba_d_state,
+        value_dim=config.mamba_d_head,
+        taps=config.mamba_d_conv,
+        gates=1,
+    )
+
+
+def _granite(config: Any, common: Mapping[str, Any], **options: Any) -> Description:
+    return Description(
+        **common,
+        **options,
+        scale=config.attention_multiplier,
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logits_scale=1 / config.logits_scaling,
+    )
+
+
+def _hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if common["activation"] != "silu":  # which its convolutions have, too
+        return None
+    experts = config.num_local_experts
+    if config.position_embedding_type != "rope":
+        common = {**common, "ropes": [None] * config.num_hidden_layers}
+    return _granite(
+        config,
+        common,
+        names=_HYBRID_NAMES if experts else (*_HYBRID_NAMES, (r"\.mlp\.shared_expert\.", ".mlp.")),
+        routing=Routing(experts, config.num_experts_per_tok) if experts else None,
+    )
+
+
+def _bamba(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if common["activation"] != "silu":
+        return None
+    norms = BEFORE._replace(mlp="pre_ff_layernorm")
+    return Description(**common, names=BAMBA_NAMES, norms=norms)
+
+
+FAMILIES = {
+    "bamba": Family(describe=_bamba, partial_rope=True, recurrent=Recurrent("mamba", mamba_sizes)),
+    "granite": Family(describe=_granite),
+    "granitemoehybrid": Family(
+        describe=_hybrid,
+        recurrent=Recurrent("mamba", mamba_sizes),
+        renamed=(
+            (r"(?<=\d\.)mlp\.input_linear\.weight$", "block_sparse_moe.experts.gate_up_proj"),
+            (r"(?<=\d\.)mlp\.output_linear\.weight$", "block_sparse_moe.experts.down_proj"),
+            (r"(?<=\d\.)mlp\.router\.layer\.", "block_sparse_moe.router."),
+        ),
+    ),
+}

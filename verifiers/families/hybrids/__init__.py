@@ -1,0 +1,1 @@
+"""Families of which some layers keep a state per request."""

@@ -1,0 +1,51 @@
+"""Kimi Linear, with latent attention and Kimi Delta Attention (arXiv 2510.26692)."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verifiers.description import Description, sigmoid_routing
+from verifiers.family import Family, Recurrent, Sizes
+
+_NAMES = {
+    "o_proj": "out_proj",
+    "o_norm": "norm",
+    "b_proj": "in_proj_b",
+    "forget_gate.f_a_proj": "in_proj_a",
+    "forget_gate.f_b_proj": "a_proj",
+    "forget_gate.dt_bias": "dt_bias",
+    "forget_gate.A_log": "A_log",
+    "g_a_proj": "in_proj_z",
+    "g_b_proj": "z_proj",
+}
+"""Within a layer of linear attention."""
+
+
+def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if common["activation"] != "silu":  # which its convolutions have, too
+        return None
+    # Attention of both kinds has the same name.
+    layers = "|".join(
+        str(layer) for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"
+    )
+    names = [(rf"(?<=\.layers\.)({layers})\.self_attn\.", r"\1.linear_attn.")]
+    names += [
+        (rf"\.linear_attn\.{re.escape(old)}(?=\.|$)", f".linear_attn.{new}")
+        for old, new in _NAMES.items()
+    ]
+    return Description(**common, names=names, routing=sigmoid_routing(config), wide_router=True)
+
+
+def _sizes(config: Any) -> Sizes:
+    heads, dim = config.linear_num_heads, config.linear_head_dim
+    return Sizes(heads, heads, dim, dim, config.linear_conv_kernel_dim, 1 + dim)
+
+
+FAMILIES = {
+    "kimi_linear": Family(
+        describe=_describe,
+        latent=True,
+        recurrent=Recurrent("key decay", _sizes),
+        renamed=((r"(?<=\.self_attn\.)(?=f_a_proj\.|f_b_proj\.|dt_bias$|A_log$)", "forget_gate."),),
+    )
+}

@@ -1,0 +1,52 @@
+"""LFM2, with gated convolutions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.layers.experts.routing import Routing
+from verifiers.description import Description, NormNames
+from verifiers.family import Family, Recurrent, Sizes
+
+_NAMES = (
+    (r"^model\.embedding_norm\.", "model.norm."),
+    (r"\.conv\.conv\.", ".linear_attn.conv1d."),
+    (r"\.conv\.", ".linear_attn."),
+    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.(q|k)_layernorm\.", r".\1_norm."),
+    (r"\.feed_forward\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.w3\.", ".up_proj."),
+)
+
+
+def _describe(config: Any, common: Mapping[str, Any]) -> Description:
+    routing = None
+    if getattr(config, "num_experts", None):
+        routing = Routing(
+            config.num_experts,
+            config.num_experts_per_tok,
+            scores="sigmoid",
+            biased=config.use_expert_bias,
+            renormalized=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+            epsilon=1e-6,
+        )
+    norms = NormNames("operator_norm", None, "ffn_norm", None)
+    return Description(
+        **common, names=_NAMES, norms=norms, norms_of_queries="each head", routing=routing
+    )
+
+
+def _sizes(config: Any) -> Sizes:
+    """A head for each channel, without keys."""
+    return Sizes(0, config.hidden_size, 0, 1, config.conv_L_cache, 0)
+
+
+_RECURRENT = Recurrent("convolution", _sizes)
+
+FAMILIES = {
+    "lfm2": Family(describe=_describe, recurrent=_RECURRENT),
+    "lfm2_moe": Family(describe=_describe, recurrent=_RECURRENT, wide=("expert_bias",)),
+}

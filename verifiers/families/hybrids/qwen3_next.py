@@ -1,0 +1,64 @@
+"""Qwen3-Next, Qwen3.5 and their successors."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specdec.layers.experts.routing import Routing
+from verifiers.description import Description
+from verifiers.families.qwen import PREDICTION
+from verifiers.family import Family, Recurrent, Sizes
+
+
+def delta_sizes(config: Any) -> Sizes:
+    """Of layers with the gated delta rule (arXiv 2412.06464)."""
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    return Sizes(key_heads, value_heads, key_dim, value_dim, config.linear_conv_kernel_dim, 2)
+
+
+def _describe(config: Any, common: Mapping[str, Any]) -> Description:
+    routing = None
+    if getattr(config, "num_experts", None):
+        # The newer family has no choice.
+        renormalized = config.norm_topk_prob if config.model_type == "qwen3_next" else True
+        routing = Routing(config.num_experts, config.num_experts_per_tok, renormalized=renormalized)
+    return Description(
+        **common,
+        norm_kind="zero_centered",
+        norms_of_queries="each head",
+        gated_attention=True,
+        routing=routing,
+    )
+
+
+def _against(config: Any) -> Iterator[str]:
+    """Entries that transformers' classes of these types do not look at."""
+    if getattr(config, "attn_output_gate", True) is False:
+        yield (
+            "its attention has no output gate (attn_output_gate false), and the layers of its type"
+            " have one"
+        )
+    gate = getattr(config, "output_gate_type", None)
+    if gate not in (None, "silu", "swish"):
+        yield (
+            f"its linear attention is gated by {gate} (output_gate_type), and the layers of its"
+            f" type by silu"
+        )
+
+
+def _family(*wrappers: str) -> Family:
+    return Family(
+        describe=_describe,
+        partial_rope=True,
+        recurrent=Recurrent("delta", delta_sizes),
+        against=_against,
+        prediction=PREDICTION,
+        wrappers=wrappers,
+    )
+
+
+FAMILIES = {
+    "qwen3_5_moe_text": _family("qwen3_5_moe"),
+    "qwen3_5_text": _family("qwen3_5"),
+    "qwen3_next": _family(),
+}

@@ -1,0 +1,52 @@
+"""Mistral and Mixtral."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.layers.experts.routing import Routing
+from specdec.layers.rotary.rotary import Temperature
+from verifiers.description import Description
+from verifiers.family import Family, plain
+
+
+def _mixtral(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(
+        **common, routing=Routing(config.num_local_experts, config.num_experts_per_tok)
+    )
+
+
+def _ministral3(config: Any, common: Mapping[str, Any]) -> Description:
+    return Description(**{**common, "ropes": [_tempered(rope) for rope in common["ropes"]]})
+
+
+def _mistral4(config: Any, common: Mapping[str, Any]) -> Description | None:
+    routing = Routing(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        renormalized=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+    )
+    if config.topk_group < config.n_group:  # groups of which the best two count, of softmax scores
+        return None
+    # The config's share of what is rotated is that of a whole head, and the part that is has a
+    # width of its own.
+    ropes = [_tempered({**rope, "partial_rotary_factor": 1.0}) for rope in common["ropes"]]
+    return Description(
+        **{**common, "ropes": ropes}, interleaved=bool(config.rope_interleave), routing=routing
+    )
+
+
+def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """RoPE parameters with the factor of queries that stands among them."""
+    temperature = Temperature(
+        rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"], rounds=True
+    )
+    return {**rope, "temperature": temperature}
+
+
+FAMILIES = {
+    "ministral3": Family(describe=_ministral3),
+    "mistral": Family(describe=plain(), wrappers=("mistral3",)),
+    "mistral4": Family(describe=_mistral4, partial_rope=True, latent=True),
+    "mixtral": Family(describe=_mixtral),
+}

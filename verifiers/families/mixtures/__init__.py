@@ -1,0 +1,1 @@
+"""Families of mixtures of experts that have little in common."""

@@ -1,0 +1,47 @@
+"""OLMo."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verifiers.description import AFTER, BEFORE, Description
+from verifiers.families.hybrids.qwen3_next import delta_sizes
+from verifiers.families.qwen import routing
+from verifiers.family import Family, Recurrent, plain
+
+_DENSE: dict[str, Any] = {"norms": AFTER, "norm_kind": "late", "norms_of_queries": "all heads"}
+
+_HYBRID_NAMES = (
+    (r"\.linear_attn\.o_proj\.", ".linear_attn.out_proj."),
+    (r"\.linear_attn\.o_norm\.", ".linear_attn.norm."),
+    (r"\.linear_attn\.a_proj\.", ".linear_attn.in_proj_a."),
+    (r"\.linear_attn\.b_proj\.", ".linear_attn.in_proj_b."),
+    (r"\.linear_attn\.g_proj\.", ".linear_attn.in_proj_z."),
+)
+
+
+def _olmoe(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if config.clip_qkv is not None:
+        return None
+    return Description(**common, norms_of_queries="all heads", routing=routing(config))
+
+
+def _hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
+    if common["activation"] != "silu":  # which its convolutions have, too
+        return None
+    return Description(**common, names=_HYBRID_NAMES, norms_of_recurrent=BEFORE, **_DENSE)
+
+
+FAMILIES = {
+    "olmo2": Family(describe=plain(**_DENSE)),
+    "olmo3": Family(describe=plain(**_DENSE)),
+    "olmo_hybrid": Family(
+        describe=_hybrid,
+        recurrent=Recurrent("delta", delta_sizes, epsilon=1e-5),
+        renamed=(
+            (r"\.attention_layer_norm\.", ".input_layernorm."),
+            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+        ),
+        wide=("A_log",),
+    ),
+    "olmoe": Family(describe=_olmoe),
+}

@@ -1,0 +1,124 @@
+"""What one file of `verifiers/families` says of a model type."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from verifiers.description import Description, ExpertLayout
+
+Describe = Callable[[Any, Mapping[str, Any]], Description | None]
+"""Describes a model from its config and from what is read off all of them; None where our layers
+lack a part of it.
+"""
+
+
+class Sizes(NamedTuple):
+    """See `specdec.layers.recurrence.recurrence.Recurrence`."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    gates: int  # of a value head
+
+    @property
+    def width(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * (self.value_dim + self.gates)
+
+    def of_rank(self, config: Any) -> "Sizes":
+        """Of a rank's part of the layers; see `verifiers.weights.shares.shared`."""
+        ranks = getattr(config, "ranks", 1)
+        return self._replace(
+            key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks
+        )
+
+
+class Recurrent(NamedTuple):
+    """Layers that keep a state per request.
+
+    Attributes:
+        rule: the gated delta rule, the same with a decay of every key number, Mamba-2, or a gated
+            convolution alone.
+        sizes: of the whole model's, from its config; a convolution has none.
+        epsilon: of their norms where no config states it; None for that of the config.
+        steps: least and largest step of Mamba-2, from the config.
+    """
+
+    rule: Literal["delta", "key decay", "mamba", "convolution"]
+    sizes: Callable[[Any], Sizes]
+    epsilon: float | None = None
+    steps: Callable[[Any], tuple[float, float]] = lambda config: (
+        config.time_step_limit or (0.0, float("inf"))
+    )
+
+
+class Prediction(NamedTuple):
+    """Layers for multi-token prediction of one depth.
+
+    Attributes:
+        names: expressions for names in files, once these are like those of a text model, and what
+            they become: `embedding_norm`, `hidden_norm`, `projection`, `norm`, and `model.layers.0`
+            and so on. `{layers}` stands for the number of the target's layers. The first that
+            matches counts. Without a `norm` it is the target's.
+        kinds: of the layers, as `layer_types` of a config, from the target's.
+        feed_forward: of each layer, as `mlp_layer_types`, where the config has such.
+    """
+
+    names: Sequence[tuple[str, str]]
+    kinds: Callable[[Any], Sequence[str]] = lambda config: ("full_attention",)
+    feed_forward: str = "sparse"
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether a norm of its own follows the layers."""
+        return any(replacement == "norm." for _, replacement in self.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model type, as far as its layers are not those of Llama.
+
+    Attributes:
+        describe: its layers, from its config; None where transformers' modules run them.
+        partial_rope: a part of each head is rotated where the config says so; other types rotate
+            all, whatever it says.
+        latent: attention is latent, as `verifiers.building.latent` builds it.
+        indexer: latent attention is to the positions that an indexer selects, whose RoPE turns
+            halves or neighbors against each other, whatever that of attention does.
+        sinks: some layers, or all, have sinks.
+        chunked: some layers attend within chunks.
+        sliding_kv_heads: sliding layers have so many times the key and value heads that the config
+            states.
+        recurrent: its layers that keep a state, which `layer_types` of the config tells.
+        experts: how transformers keeps the weights of joined experts.
+        renamed: expressions for names of tensors in published files, and what replaces them there.
+        wide: parts of names of tensors that transformers has in float32, beyond those that its
+            class names.
+        against: reasons against a model of this type, from its config.
+        prediction: its layers for multi-token prediction.
+        wrappers: model types of composites with such a text part, which is a decoder by itself:
+            rows of text alone meet nothing of the tower.
+        aliases: model types that transformers does not know and whose layers are these.
+    """
+
+    describe: Describe | None = None
+    partial_rope: bool = False
+    latent: bool = False
+    indexer: Literal["halves", "neighbors"] | None = None
+    sinks: bool = False
+    chunked: bool = False
+    sliding_kv_heads: int = 1
+    recurrent: Recurrent | None = None
+    experts: ExpertLayout = "gated"
+    renamed: Sequence[tuple[str, str]] = ()
+    wide: Sequence[str] = ()
+    against: Callable[[Any], Iterable[str]] = lambda config: ()
+    prediction: Prediction | None = None
+    wrappers: Sequence[str] = ()
+    aliases: Sequence[str] = ()
+
+
+def plain(**options: Any) -> Describe:
+    """Layers that differ from those of Llama in these entries of their description alone."""
+    return lambda config, common: Description(**common, **options)
