@@ -315,10 +315,12 @@ _GGUF_ON_CPUS = (
     " rows of a forward are rounded to 8 bits, with a scale for every 32 numbers; llama.cpp takes"
     " one for 256 with the types in `_K`. More rows are not rounded on a CPU with AMX. A row has"
     " the same bits whatever rows are beside it, so drafts change no token. The C++ of it, and of"
-    " what a step on a CPU does between products, is compiled at the first use, which takes some"
-    " 10 seconds and needs `g++`, or the compiler that `CXX` names. Without one a line says so,"
-    " weights become bfloat16 numbers, and plain torch computes the steps. `--dtype float32`"
-    " computes with the exact numbers."
+    " what a step on a CPU does between products, is compiled at the first use, which takes a few"
+    " seconds and needs `g++`, or the compiler that `CXX` names, options included. The result is"
+    " kept in `$SPECDEC_CACHE` (`~/.cache/specdec`) for each source, compiler and processor; where"
+    " that cannot be written, every start compiles. Without a compiler a line says so, weights"
+    " become bfloat16 numbers, and plain torch computes the steps. `--dtype float32` computes with"
+    " the exact numbers."
 )
 
 _FORMAT_NOTE = (
@@ -345,11 +347,12 @@ def page() -> str:
     lines = [
         "# Targets",
         "",
-        "Which model types run, told from their configs. `specdec doctor --model NAME` says it of"
-        " one checkpoint, with its size",
-        "and a drafter, before a weight is fetched. This page is made by `python -m"
-        " tests.checks.targets_table --write`",
-        f"with Transformers {transformers.__version__}.",
+        *_lines(
+            "Which model types run, told from their configs. `specdec doctor --model NAME` says it"
+            " of one checkpoint, with its size and a drafter, before a weight is fetched. This page"
+            " is made by `python -m tests.checks.targets_table --write` with Transformers"
+            f" {transformers.__version__}."
+        ),
         "",
         "## On our own layers",
         "",
@@ -361,13 +364,13 @@ def page() -> str:
         "",
         "## How long a request may be",
         "",
-        *wrap(_CONTEXT, 132),
+        *_lines(_CONTEXT),
         "",
-        *wrap(_LENGTHS, 132),
+        *_lines(_LENGTHS),
         "",
         "## Tokenizers",
         "",
-        *wrap(_TOKENIZERS, 132),
+        *_lines(_TOKENIZERS),
         "",
         "## Quantized weights",
         "",
@@ -375,35 +378,39 @@ def page() -> str:
         "|---|---|---|",
         *(f"| {name} | {read} | {stays} |" for name, (read, stays) in _FORMATS.items()),
         "",
-        *wrap(_FORMAT_NOTE, 132),
+        *_lines(_FORMAT_NOTE),
         "",
         "## GGUF files",
         "",
-        *wrap(_GGUF.format(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES))), 132),
+        *_lines(_GGUF.format(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)))),
         "",
-        *wrap(_GGUF_ON_GPUS, 132),
+        *_lines(_GGUF_ON_GPUS),
         "",
-        *wrap(_GGUF_ON_CPUS, 132),
+        *_lines(_GGUF_ON_CPUS),
         "",
         "## Through Transformers' modules",
         "",
-        *wrap("The same tokens, slower: " + ", ".join(f"`{name}`" for name in theirs) + ".", 132),
+        *_lines("The same tokens, slower: " + ", ".join(f"`{name}`" for name in theirs) + "."),
         "",
         "## The text part of multimodal models",
         "",
-        "The tower is left out, and prompts with tokens that stand for pictures or sound are"
-        " refused.",
+        *_lines(
+            "The tower is left out, and prompts with tokens that stand for pictures or sound are"
+            " refused."
+        ),
         "",
         "| model type | text part | runs on |",
         "|---|---|---|",
         *_wrapper_lines(),
         "",
-        "".join(f"`{name}` is read as `{other}`." for name, other in READ_AS.items()),
+        *_lines("".join(f"`{name}` is read as `{other}`." for name, other in READ_AS.items())),
         "",
         "## Refused",
         "",
-        "Encoders, encoder-decoders, multimodal and other composed models that are not named above,"
-        " and:",
+        *_lines(
+            "Encoders, encoder-decoders, multimodal and other composed models that are not named"
+            " above, and:"
+        ),
         "",
         "| why | model types |",
         "|---|---|",
@@ -411,6 +418,10 @@ def page() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _lines(text: str) -> list[str]:
+    return wrap(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _sorted_types() -> tuple[list[str], list[str], dict[str, list[str]]]:
