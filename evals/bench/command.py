@@ -22,7 +22,7 @@ from specdec.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from evals.bench.cluster import Progress
     from evals.bench.config import BenchConfig
@@ -43,6 +43,7 @@ examples:
       --prompt-tokens 256 --max-tokens 64 --peer vllm
   specdec bench compare before.json after.json
   specdec bench show report.json --html report.html
+  specdec bench show first.json second.json --format latex
 
 Sets: bundled (comes with the package), gsm8k, math500, humaneval, mbpp, mt-bench (from the hub),
 code, editing, translation, summaries, questions, retrieval (made from the manual of the Python that
@@ -53,13 +54,14 @@ docs/evaluation.md says what is measured and how, and documents the report.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec bench`."""
-    parser.usage = "%(prog)s [compare A.json B.json | show A.json] [options]"
+    parser.usage = "%(prog)s [compare A.json [B.json] | show A.json ...] [options]"
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "action",
         nargs="*",
         metavar="ACTION",
-        help="compare two reports, or show one; without it, measure",
+        help="compare two reports, or the drafters of one; show one, or several as one table with"
+        " --format; without it, measure",
     )
 
     add = parser.add_argument_group("what to ask").add_argument
@@ -163,6 +165,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write the report as JSON, after every part of the sweep")
     add("--html", metavar="FILE", help="write a page with plots that opens without a network")
+    add(
+        "--format",
+        choices=("text", "markdown", "latex"),
+        default="text",
+        help="print figures as text, or a table of drafters by task (default %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -173,15 +181,15 @@ def run(args: argparse.Namespace) -> int:
         KeyboardInterrupt: interrupted; what was measured is printed and written before.
     """
     action, *files = args.action or ["measure"]
-    counts = {"measure": 0, "compare": 2, "show": 1}
-    if action not in counts:
+    most = {"measure": 0, "compare": 2, "show": 1 if args.format == "text" else 99}
+    if action not in most:
         raise InvalidInputError(
             f"unknown action {action!r} (known: compare, show; none to measure)"
         )
-    if len(files) != counts[action]:
+    if not bool(most[action]) <= len(files) <= most[action]:
+        some = {"measure": "no", "compare": "1 or 2", "show": "1"}[action]
         raise InvalidInputError(
-            f"{action} takes {counts[action]} report files, not {len(files)}; see specdec bench"
-            f" --help"
+            f"{action} takes {some} report files, not {len(files)}; see specdec bench --help"
         )
     if args.synthetic_acceptance and args.dummy_weights is None:
         raise InvalidInputError("--synthetic-acceptance is for random weights; add --dummy-weights")
@@ -204,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
 
         # The first sets the kind, so that a bench report and one of eval are refused as a pair.
         one = read_report(Path(files[0]))
-        other = read_report(Path(files[1]), one["schema"])
+        other = read_report(Path(files[1]), one["schema"]) if files[1:] else None
         with of_files(*files):
             text = compare_reports(one, other)
         print(text)
@@ -212,9 +220,11 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.html)
     if args.html:
         check_plotting()
-    report = read_report(Path(files[0]))
+    reports = [(file, read_report(Path(file))) for file in files]
+    if args.html and len(reports) > 1:
+        raise InvalidInputError("a page shows one report; leave out --html, or the other reports")
     with of_files(*files):
-        return _finish(report, args.html)
+        return _finish(reports, args)
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -253,10 +263,10 @@ def _measure(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if report is not None:
             print("\nspecdec: interrupted; this is what was measured until then", file=sys.stderr)
-            _finish(report, args.html)
+            _finish([("", report)], args)
         raise
     assert report is not None, "a sweep has at least one part"
-    return _finish(report, args.html)
+    return _finish([("", report)], args)
 
 
 def _answers_file(out: str | None) -> Path | None:
@@ -297,14 +307,16 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
     )
 
 
-def _finish(report: Report, html: str | None) -> int:
+def _finish(reports: Sequence[tuple[str, Report]], args: argparse.Namespace) -> int:
+    """Prints reports, each with its file's name, and draws the page of one."""
+    from evals.report.paper import paper
     from evals.report.table import format_report
 
-    text = format_report(report)
-    if html:  # first: standard output may be closed
+    text = format_report(reports[0][1]) if args.format == "text" else paper(reports, args.format)
+    if args.html:  # first: standard output may be closed
         from evals.report.html import html_report
 
-        write_text(Path(html), html_report(report))
+        write_text(Path(args.html), html_report(reports[0][1]))
     print(text)
     return 0
 

@@ -10,10 +10,15 @@ from typing import Any
 from evals.certainty import DRAWS, FEW
 from evals.report.grid import Grid
 from evals.report.report import Report
-from evals.report.sides import PLAIN, side_of
-from evals.report.tasks import MEAN, TaskTable, task_tables
+from evals.report.sides import drafting, side_of
+from evals.report.tasks import ALL, MEAN, TaskTable, task_tables
 
 Row = dict[str, Any]
+
+OF_REQUEST = (
+    "tokens/s and ratio of a task: of one request, from its place among those at once to its last"
+    " token; of all: of all requests together."
+)
 
 
 def bench_grids(report: Report) -> Iterator[Grid]:
@@ -36,20 +41,19 @@ def bench_grids(report: Report) -> Iterator[Grid]:
 def task_grid(table: TaskTable) -> Grid:
     """A line for every side of every task, and for the mean of the tasks."""
     rows = []
-    for task in (*table.tasks, MEAN):
+    for task in (*table.tasks, MEAN, ALL):
         for side in table.sides:
             if (side, task) in table.of:
                 rows.append((task, side.name(), *figures(table.of[side, task])))
-    whose = "those of one request, from its place among those at once to its last token"
     return Grid(
         f"by task ({table.title})",
         ("task", "side", "tau", "95 %", "mean", "95 %", "tokens/s", "ratio"),
         rows,
         (0, 1),
         (
-            "tau: pooled over the task's steps; mean: of its answers' own tau; the last lines:"
-            " the mean of the tasks.",
-            *([f"tokens/s: {whose}."] if table.by_request else []),
+            "tau: pooled over a task's steps; mean: of its answers' own tau. Task mean: tasks weigh"
+            " alike.",
+            *([OF_REQUEST] if table.by_request else []),
         ),
     )
 
@@ -155,15 +159,6 @@ def serving_grid(rows: Iterable[Row]) -> Grid:
             " where the slowest tenth of the requests begins.",
         ),
     )
-
-
-def drafting(rows: Iterable[Row]) -> list[Row]:
-    """Rows of sides with drafts whose steps are known."""
-    return [
-        row
-        for row in rows
-        if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]
-    ]
 
 
 def _columns(title: str, rows: Sequence[Row], head: Sequence[str], cell: Any) -> Grid:

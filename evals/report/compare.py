@@ -3,6 +3,7 @@
 from typing import Any
 
 from evals.report.grid import align
+from evals.report.paired import paired_lines
 from evals.report.report import Report
 from evals.report.sides import part_title
 from evals.report.table import judged
@@ -11,12 +12,13 @@ from specdec.base.errors import InvalidInputError
 Key = tuple[Any, ...]
 
 
-def compare_reports(one: Report, other: Report) -> str:
+def compare_reports(one: Report, other: Report | None = None) -> str:
     """Table of what both reports measured, after whatever makes them hard to compare.
 
     Args:
         one: the report to compare with.
-        other: the newer one; ratios are `other` to `one`.
+        other: the newer one; ratios are `other` to `one`. None compares the first one's own
+            sides with drafts.
 
     Raises:
         InvalidInputError: the reports have nothing in common, or are of a kind that is not
@@ -28,6 +30,14 @@ def compare_reports(one: Report, other: Report) -> str:
             " show"
         )
     bench = one["schema"] == "specdec-bench"
+    tests = paired_lines(one, other) if bench else []
+    if other is None:
+        if not tests:
+            raise InvalidInputError(
+                "the report has no two drafters that answered the same prompts; give a second one,"
+                " or measure with --drafter A B"
+            )
+        return "\n".join(tests)
     parts, others = (
         (_bench_parts(one), _bench_parts(other))
         if bench
@@ -65,9 +75,8 @@ def compare_reports(one: Report, other: Report) -> str:
     ]
     notes = differences(one, other)
     only += [] if bench else _judged_differently(one, other)
-    return "\n".join(
-        [*notes, *([""] if notes else []), *align(rows, left=(0,)), *([""] if only else []), *only]
-    )
+    parts_of_text = (notes, align(rows, left=(0,)), only, tests)
+    return "\n\n".join("\n".join(lines) for lines in parts_of_text if lines)
 
 
 def _judged_differently(one: Report, other: Report) -> list[str]:

@@ -1,6 +1,6 @@
 """What reports call the sides of a part of a sweep."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 PLAIN = "none"
@@ -27,6 +27,15 @@ class Side(NamedTuple):
         if self.peer:
             return short_name(self.drafter, width)
         return side_name(self.drafter, self.k, width)
+
+
+def drafting(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of sides with drafts whose steps are known."""
+    return [
+        dict(row)
+        for row in rows
+        if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]
+    ]
 
 
 def side_of(row: Mapping[str, Any]) -> Side:

@@ -18,6 +18,8 @@ Figures = dict[str, Any]
 
 MEAN = "mean"
 """The task that stands for all of them, each weighing the same."""
+ALL = "all"
+"""The task that stands for a whole set with categories, whose steps and answers weigh the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class TaskTable:
         temperature, concurrency: of the part.
         tasks: in the order of the report.
         sides: plain decoding first.
-        of: by side and task, and by side and `MEAN`, `tau`, `tau_interval`, `mean_tau`,
+        of: by side and task, and by side and `MEAN` or `ALL`, `tau`, `tau_interval`, `mean_tau`,
             `tokens_per_second` (the median) and `ratio`, any of which may be None.
         by_request: whether speeds are those of one request.
     """
@@ -60,11 +62,15 @@ def task_tables(report: Report) -> Iterator[TaskTable]:
         rows = list(group)
         sets = list(dict.fromkeys(row["prompt_set"] for row in rows))
         for name in sets:
-            own = [row for row in rows if row["prompt_set"] == name]
-            if any(len(row.get("tasks", ())) > 1 for row in own):
+            own = [row for row in rows if row["prompt_set"] == name and _has_tasks(row)]
+            if own:
                 yield _categories(name, temperature, concurrency, own)
-        if len(sets) > 1 or not any(len(row.get("tasks", ())) > 1 for row in rows):
+        if len(sets) > 1 or not any(map(_has_tasks, rows)):
             yield _sets(sets, temperature, concurrency, rows)
+
+
+def _has_tasks(row: Row) -> bool:
+    return len(row.get("tasks", ())) > 1
 
 
 def _categories(name: str, temperature: float, concurrency: int, rows: Sequence[Row]) -> TaskTable:
@@ -75,6 +81,7 @@ def _categories(name: str, temperature: float, concurrency: int, rows: Sequence[
             speed = task["tokens_per_second"]
             of[side, task["task"]] = task | {"tokens_per_second": speed and speed["median"]}
         of[side, MEAN] = (row["task_mean"] or {}) | {"tokens_per_second": None}
+        of[side, ALL] = _whole(row)
     tasks = tuple(task["task"] for task in rows[0]["tasks"])
     sides = tuple(dict.fromkeys(map(side_of, rows)))
     return TaskTable(name, temperature, concurrency, tasks, sides, of, by_request=True)
@@ -85,12 +92,7 @@ def _sets(
 ) -> TaskTable:
     of: dict[tuple[Side, str], Figures] = {}
     for row in rows:
-        acceptance = row["acceptance"] or {"tau": row.get("peer_tau")}
-        names = ("tau", "tau_interval", "mean_tau", "mean_tau_interval")
-        of[side_of(row), row["prompt_set"]] = {name: acceptance.get(name) for name in names} | {
-            "tokens_per_second": row["speed"]["tokens_per_second"]["median"],
-            "ratio": row["ratio"],
-        }
+        of[side_of(row), row["prompt_set"]] = _whole(row)
     sides = tuple(dict.fromkeys(map(side_of, rows)))
     for side in sides if len(sets) > 1 else ():
         own = [row for row in rows if side_of(row) == side]
@@ -98,6 +100,16 @@ def _sets(
             of[side, MEAN] = _mean([of[side, name] for name in sets], own)
     name = " + ".join(sets)
     return TaskTable(name, temperature, concurrency, tuple(sets), sides, of, by_request=False)
+
+
+def _whole(row: Row) -> Figures:
+    """Of a whole set; speeds are those of all requests together."""
+    acceptance = row["acceptance"] or {"tau": row.get("peer_tau")}
+    names = ("tau", "tau_interval", "mean_tau", "mean_tau_interval")
+    return {name: acceptance.get(name) for name in names} | {
+        "tokens_per_second": row["speed"]["tokens_per_second"]["median"],
+        "ratio": row["ratio"],
+    }
 
 
 def _mean(figures: Sequence[Figures], rows: Sequence[Row]) -> Figures:

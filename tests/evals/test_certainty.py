@@ -59,7 +59,8 @@ def test_a_p_is_uniform_without_a_difference_and_small_with_one() -> None:
         p.append(no_difference(drawn_sums(differences, draws=500)[:, 0]))
     assert 8 <= sum(one < 0.05 for one in p) <= 34  # 20 are expected
     shifted = np.random.default_rng(0).normal(1.0, 1.0, (60, 1))
-    assert no_difference(drawn_sums(shifted, draws=500)[:, 0]) == 2 / 501
+    for sign in (1, -1):
+        assert no_difference(drawn_sums(sign * shifted, draws=500)[:, 0]) == 2 / 501
 
 
 def test_both_kinds_of_tau_are_those_of_the_conversations() -> None:

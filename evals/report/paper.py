@@ -1,0 +1,195 @@
+"""The table of a paper: drafters as lines, tasks as columns, as Markdown or LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evals.report.paired import unlike
+from evals.report.report import Report
+from evals.report.sides import PLAIN, Side
+from evals.report.tasks import ALL, MEAN, TaskTable, task_tables
+from specdec.base.errors import InvalidInputError
+
+FORMATS = ("markdown", "latex")
+
+_LATEX = {char: f"\\{char}" for char in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "…": r"\ldots{}",
+}
+
+
+def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
+    """One table for each set with categories, and one of several sets, of every temperature and
+    concurrency.
+
+    Args:
+        reports: bench reports with the names of their files; the drafters of all stand in one table.
+        style: one of `FORMATS`.
+
+    Raises:
+        InvalidInputError: a report of another kind, reports that are not of the same prompts,
+            target and settings, or two that measured the same side.
+    """
+    name, first = reports[0]
+    for file, report in reports:
+        if report["schema"] != "specdec-bench":
+            raise InvalidInputError(
+                f"{file!r} follows schema {report['schema']!r}; tables of papers are made of reports"
+                f" of prompt sets, which specdec bench --out writes"
+            )
+        hashes = [
+            {one["name"]: one["sha256"] for one in some["settings"]["prompt_sets"]}
+            for some in (first, report)
+        ]
+        why = unlike(first, report)
+        if not why and hashes[0] != hashes[1]:
+            why = "the prompts differ"
+        if why:
+            raise InvalidInputError(
+                f"{name!r} and {file!r} do not fit in one table: {why}; measure both with the same"
+                f" sets, target and settings"
+            )
+    seen: dict[tuple[Any, ...], str] = {}
+    rows: list[dict[str, Any]] = []
+    for file, report in reports:
+        for row in report["rows"]:
+            key = tuple(
+                row[field] for field in ("prompt_set", "temperature", "concurrency", "drafter", "k")
+            )
+            if key in seen and row["drafter"] != PLAIN:
+                raise InvalidInputError(
+                    f"{seen[key]!r} and {file!r} both have {row['drafter']} k={row['k']}; give"
+                    f" reports of different drafters, or use bench compare"
+                )
+            if key not in seen:
+                rows.append(row)
+            seen[key] = file
+    tables = [*task_tables(first | {"rows": rows})]
+    draw = {"markdown": _markdown, "latex": _latex}[style]
+    return "\n\n".join(draw(table, _caption(table, first)) for table in tables)
+
+
+def _columns(table: TaskTable) -> list[tuple[str, str, str]]:
+    """Title, task, and kind of tau of each."""
+    columns = [(task, task, "tau") for task in table.tasks]
+    if any(table.of.get((side, MEAN)) for side in table.sides):
+        columns.append(("mean", MEAN, "tau"))
+    if any((side, ALL) in table.of for side in table.sides):
+        columns += [("all, pooled", ALL, "tau"), ("all, by answer", ALL, "mean_tau")]
+    return columns
+
+
+def _sides(table: TaskTable) -> list[Side]:
+    return [side for side in table.sides if side.drafter != PLAIN]
+
+
+def _caption(table: TaskTable, report: Report) -> str:
+    origin, settings = report["provenance"], report["settings"]
+    sets = {one["name"]: one["num_items"] for one in settings["prompt_sets"]}
+    asked = ", ".join(
+        f"{n} of {name}" for name, n in sets.items() if name in table.name.split(" + ")
+    )
+    whole = f"{table.name}, temperature {table.temperature:g}, {table.concurrency} at once"
+    whose = " (of single tasks: that of one request)" if table.by_request else ""
+    return (
+        f"{whole}: tau (tokens per verify step) ± half of its 95 % interval, and speed to plain"
+        f" decoding of the same run{whose}; {origin['target']['name']}, {origin['dtype']},"
+        f" {origin['device']}; conversations: {asked}; at most {settings['max_tokens']} tokens"
+    )
+
+
+def _tau(figures: Mapping[str, Any], kind: str) -> tuple[str, str]:
+    """The value, and half of its interval.
+
+    >>> _tau({"tau": 2.5, "tau_interval": (2.25, 2.75)}, "tau"), _tau({"tau": 1.5}, "tau")
+    (('2.50', '0.25'), ('1.50', ''))
+    """
+    value, bounds = figures.get(kind), figures.get(f"{kind}_interval")
+    half = "" if bounds is None else f"{(bounds[1] - bounds[0]) / 2:.2f}"
+    return "" if value is None else f"{value:.2f}", half
+
+
+def _ratio(figures: Mapping[str, Any]) -> str:
+    ratio = figures.get("ratio")
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _markdown(table: TaskTable, caption: str) -> str:
+    columns = _columns(table)
+
+    def cell(side: Side, task: str, kind: str) -> str:
+        figures = table.of.get((side, task), {})
+        value, half = _tau(figures, kind)
+        ratio = _ratio(figures) if kind == "tau" else ""
+        parts = [f"{value} ± {half}" if half else value, f"{ratio}x" if ratio else ""]
+        return ", ".join(filter(None, parts))
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(one.replace("|", "\\|") for one in cells) + " |"
+
+    return "\n".join(
+        [
+            f"{caption}.",
+            "",
+            line(["drafter", *(title for title, _, _ in columns)]),
+            "|---|" + "--:|" * len(columns),
+            *(
+                line([side.name(), *(cell(side, task, kind) for _, task, kind in columns)])
+                for side in _sides(table)
+            ),
+        ]
+    )
+
+
+def latex_text(text: str) -> str:
+    """Text as LaTeX reads it.
+
+    >>> print(latex_text("a_b & 50 % ± 1"))
+    a\\_b \\& 50 \\% $\\pm$ 1
+    """
+    return "".join(_LATEX.get(char, char) for char in text).replace("±", r"$\pm$")
+
+
+def _latex(table: TaskTable, caption: str) -> str:
+    columns = _columns(table)
+    spans, rules, heads = [], [], []
+    at = 2
+    for title, _, kind in columns:
+        width = 2 if kind == "tau" else 1
+        spans.append(rf"\multicolumn{{{width}}}{{c}}{{{latex_text(title)}}}")
+        rules.append(rf"\cmidrule(lr){{{at}-{at + width - 1}}}")
+        heads += [r"$\tau$", "speed"][:width]
+        at += width
+
+    def cells(side: Side) -> list[str]:
+        found = [latex_text(side.name())]
+        for _, task, kind in columns:
+            figures = table.of.get((side, task), {})
+            value, half = _tau(figures, kind)
+            found.append(value + (rf" {{\scriptsize$\pm${half}}}" if half else ""))
+            if kind == "tau":
+                ratio = _ratio(figures)
+                found.append(rf"{ratio}$\times$" if ratio else "")
+        return found
+
+    return "\n".join(
+        [
+            r"% needs \usepackage{booktabs}",
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{latex_text(caption)}.}}",
+            rf"\begin{{tabular}}{{l{'r' * (at - 2)}}}",
+            r"\toprule",
+            " & " + " & ".join(spans) + r" \\",
+            " ".join(rules),
+            "drafter & " + " & ".join(heads) + r" \\",
+            r"\midrule",
+            *(" & ".join(cells(side)) + r" \\" for side in _sides(table)),
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+    )
