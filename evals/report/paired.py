@@ -33,8 +33,8 @@ MODEL = ("dtype", "weights", "kv_dtype", "prefill_dtype", "generation_config")
 
 
 def paired_lines(one: Report, other: Report | None) -> list[str]:
-    """A line for each kind of tau of every two sides of a part: those that both reports have, and of
-    the others every one of the first with every one of the second. Of one report alone
+    """A line for each kind of tau of every two sides of a part: those that both reports have, and
+    of the others every one of the first with every one of the second. Of one report alone
     every two.
     """
     other, alone = other or one, other is None

@@ -26,7 +26,7 @@ def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
     concurrency.
 
     Args:
-        reports: bench reports with the names of their files; the drafters of all stand in one table.
+        reports: bench reports with the names of their files; all drafters stand in one table.
         style: one of `FORMATS`.
 
     Raises:
@@ -37,8 +37,8 @@ def paper(reports: Sequence[tuple[str, Report]], style: str) -> str:
     for file, report in reports:
         if report["schema"] != "specdec-bench":
             raise InvalidInputError(
-                f"{file!r} follows schema {report['schema']!r}; tables of papers are made of reports"
-                f" of prompt sets, which specdec bench --out writes"
+                f"{file!r} follows schema {report['schema']!r}; tables of papers are made of"
+                f" reports of prompt sets, which specdec bench --out writes"
             )
         hashes = [
             {one["name"]: one["sha256"] for one in some["settings"]["prompt_sets"]}

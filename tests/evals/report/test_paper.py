@@ -131,8 +131,8 @@ def test_sides_that_do_not_compare_are_not_tested(change: str, why: str) -> None
 
 
 def test_a_table_has_the_drafters_of_all_reports() -> None:
-    """Catches a report that is left out, characters that LaTeX reads otherwise, and lines of unequal
-    length.
+    """Catches a report that is left out, characters that LaTeX reads otherwise, and lines of
+    unequal length.
     """
     one, two = made("one", 3.0, 2), made("a_b|c", 4.0, 3)
     markdown = paper([("a", one), ("b", two)], "markdown").splitlines()
