@@ -1,10 +1,11 @@
 """What one file of `verifiers/families` says of a model type."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from verifiers.description import Description, ExpertLayout
+from verifiers.gguf.entries import Gguf
 
 Describe = Callable[[Any, Mapping[str, Any]], Description | None]
 """Describes a model from its config and from what is read off all of them; None where our layers
@@ -100,6 +101,7 @@ class Family:
         wrappers: model types of composites with such a text part, which is a decoder by itself:
             rows of text alone meet nothing of the tower.
         aliases: model types that transformers does not know and whose layers are these.
+        gguf: by llama.cpp's name, architectures of GGUF files that hold such a model.
     """
 
     describe: Describe | None = None
@@ -117,6 +119,7 @@ class Family:
     prediction: Prediction | None = None
     wrappers: Sequence[str] = ()
     aliases: Sequence[str] = ()
+    gguf: Mapping[str, Gguf] = field(default_factory=dict)
 
 
 def plain(**options: Any) -> Describe:

@@ -33,10 +33,10 @@ from verifiers.divisions import divisions
 from verifiers.entries import layer_windows
 from verifiers.formats.method import QUANTIZATION, format_of, method_of, stated_quantization
 from verifiers.gguf.file import GgufFiles
-from verifiers.gguf.weights import PLAIN, kinds_of, memory_of
 from verifiers.sizes import weight_bytes
 from verifiers.support import unsupported_reasons
 from verifiers.weights.embedded import EMBEDDED, embedded_model_path
+from verifiers.weights.gguf import PLAIN, kinds_of, memory_of
 from verifiers.weights.tokenizer import WHOLE, tokenizer_in, tokenizer_reasons
 
 ROOM = 0.9

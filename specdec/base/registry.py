@@ -100,7 +100,7 @@ PARTS = {
     "fit": "drafters.fit:read_fit",  # doctor --drafter
     "quantization": "verifiers.formats.method:check_quantization",  # the same
     "drafter": "drafters.algorithms:drafter_and_target",  # --model, which must not be one
-    "gguf": "verifiers.gguf.folder:unpacked",  # a GGUF file wherever a checkpoint is named
+    "gguf": "verifiers.weights.gguf_folder:unpacked",  # a GGUF file wherever a checkpoint is named
     # --drafter mtp, whose layers are like those of the target
     "prediction": "verifiers.prediction:read_prediction",
 }

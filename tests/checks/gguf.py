@@ -18,11 +18,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpecDecoder
+from verifiers.config.gguf import config_of
 from verifiers.config.wrappers import config_of as made
 from verifiers.config.wrappers import shapes_of
-from verifiers.gguf.config import config_of
 from verifiers.gguf.file import Facts, GgufFiles
-from verifiers.gguf.weights import read_gguf
+from verifiers.weights.gguf import read_gguf
 
 PROMPTS = (
     "Write a Python function that returns the nth Fibonacci number.",

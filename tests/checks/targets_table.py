@@ -21,9 +21,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.checks.public_targets import data
-from verifiers.config.families import FAMILIES, READ_AS, WRAPPERS, describe
+from verifiers.config.families import ARCHITECTURES, FAMILIES, READ_AS, WRAPPERS, describe
 from verifiers.config.wrappers import text_config
-from verifiers.gguf.families import ARCHITECTURES
 from verifiers.needs import Needs, needs_of
 from verifiers.support import unsupported_reasons
 

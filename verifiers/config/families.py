@@ -36,6 +36,11 @@ WRAPPERS = frozenset(name for family in FAMILIES.values() for name in family.wra
 READ_AS = {alias: model_type for model_type, one in FAMILIES.items() for alias in one.aliases}
 """Model types that transformers does not know, and those that have their layers."""
 
+ARCHITECTURES = {
+    name: (model_type, one) for model_type, of in FAMILIES.items() for name, one in of.gguf.items()
+}
+"""By llama.cpp's name, the model type that it usually is, and what is to be known of its files."""
+
 UNKNOWN = Family()
 """Of every other one."""
 

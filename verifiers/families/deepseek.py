@@ -6,6 +6,9 @@ from typing import Any
 from specdec.layers.experts.routing import Routing
 from verifiers.description import BEFORE, Description, sigmoid_routing
 from verifiers.family import Family, Prediction
+from verifiers.gguf.entries import SIGMOID, Gguf, experts_of, first_sparse
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 PREDICTION = Prediction(
     (
@@ -48,6 +51,61 @@ def _axk1(config: Any, common: Mapping[str, Any]) -> Description:
     return v3(config, common, norms=BEFORE._replace(output="mlp.post_mlp_layernorm"))
 
 
+def latent_entries(facts: Facts, entries: Entries) -> Entries:
+    """The families with latent attention, which are one in llama.cpp."""
+    rotated = facts.need("rope.dimension_count")
+    key_dim = facts("attention.key_length_mla", facts("attention.key_length"))
+    found = {
+        "q_lora_rank": facts("attention.q_lora_rank"),
+        "kv_lora_rank": facts.need("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key_dim - rotated,
+        "v_head_dim": facts("attention.value_length_mla", facts("attention.value_length")),
+        "num_key_value_heads": entries["num_attention_heads"],
+        "head_dim": rotated,
+    }
+    if (scale := facts("rope.scaling.yarn_log_multiplier")) is not None:
+        stretch = float(f"{10 * scale:.6g}")
+        found["rope_parameters"] = entries["rope_parameters"] | {
+            "mscale": stretch,
+            "mscale_all_dim": stretch,
+        }
+    experts = facts("expert_count", 0)
+    if not experts:
+        return {"model_type": "youtu", **found}
+    if facts.files.architecture == "glm-dsa":
+        found |= _indexed(facts)
+    found |= {
+        "norm_topk_prob": False,
+        **experts_of(facts, entries),
+        "n_routed_experts": experts,
+        "first_k_dense_replace": first_sparse(facts),
+    }
+    if facts.files.architecture == "glm-dsa":
+        return {"model_type": "glm_moe_dsa", **found}
+    if facts("expert_gating_func", 0) == SIGMOID or facts.has("exp_probs_b.bias"):
+        return {"model_type": "deepseek_v3", **found, "num_nextn_predict_layers": 0}
+    grouped = facts("expert_group_count", 1) > 1
+    return {
+        "model_type": "deepseek_v2",
+        **found,
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+    }
+
+
+def _indexed(facts: Facts) -> Entries:
+    """Of attention to the positions that an indexer chooses, in layers that have one."""
+    sparse = facts.layers_with("ffn_gate_exps.weight")
+    own, layers = facts.layers_with("indexer.proj.weight"), range(facts.layers)
+    return {
+        "index_n_heads": facts.need("attention.indexer.head_count"),
+        "index_head_dim": facts.need("attention.indexer.key_length"),
+        "index_topk": facts.need("attention.indexer.top_k"),
+        "indexer_types": ["full" if layer in own else "shared" for layer in layers],
+        "mlp_layer_types": ["sparse" if layer in sparse else "dense" for layer in layers],
+    }
+
+
 FAMILIES = {
     "axk1": Family(
         describe=_axk1,
@@ -61,6 +119,7 @@ FAMILIES = {
         prediction=PREDICTION,
         wrappers=("kimi_k25",),
         aliases=("kimi_k2",),
+        gguf={"deepseek2": Gguf(latent_entries)},
     ),
     "deepseek_v32": Family(describe=v3, latent=True, indexer="halves", prediction=PREDICTION),
     "youtu": Family(describe=v3, latent=True),

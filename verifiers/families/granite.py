@@ -6,6 +6,9 @@ from typing import Any
 from specdec.layers.experts.routing import Routing
 from verifiers.description import BEFORE, Description
 from verifiers.family import Family, Recurrent, Sizes
+from verifiers.gguf.entries import BIASES, FULL, Gguf, partial_rotation, present
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
 BAMBA_NAMES = (
@@ -65,9 +68,52 @@ def _bamba(config: Any, common: Mapping[str, Any]) -> Description | None:
     return Description(**common, names=BAMBA_NAMES, norms=norms)
 
 
+def _granite_entries(facts: Facts, entries: Entries) -> Entries:
+    return {
+        "attention_multiplier": facts("attention.scale", entries["head_dim"] ** -0.5),
+        "embedding_multiplier": facts("embedding_scale", 1.0),
+        "residual_multiplier": facts("residual_scale", 1.0),
+        "logits_scaling": facts("logit_scale", 1.0),
+        **present(facts, BIASES),
+    }
+
+
+def _hybrid_entries(facts: Facts, entries: Entries) -> Entries:
+    heads, inner = facts.need("ssm.time_step_rank"), facts.need("ssm.inner_size")
+    attends, experts = facts.layers_with("attn_q.weight"), facts("expert_count", 0)
+    kinds = [FULL if layer in attends else "linear_attention" for layer in range(facts.layers)]
+    counts = facts.each("attention.head_count_kv")
+    mamba = {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // entries["hidden_size"],
+        "mamba_n_groups": facts.need("ssm.group_count"),
+        "mamba_d_state": facts.need("ssm.state_size"),
+        "mamba_d_conv": facts.need("ssm.conv_kernel"),
+        "mamba_conv_bias": facts.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": facts.has("ssm_in.bias"),
+    }
+    if facts("rope.scaling.finetuned", True):  # Bamba goes by the same name, and rotates
+        mamba |= {"attn_layer_indices": attends, **partial_rotation(facts, entries)}
+        return {"model_type": "bamba", "num_key_value_heads": max(counts), **mamba}
+    return {
+        **_granite_entries(facts, entries),
+        **mamba,
+        "layer_types": kinds,
+        "num_key_value_heads": max(counts),
+        "num_local_experts": experts,
+        **({"num_experts_per_tok": facts("expert_used_count")} if experts else {}),
+        "shared_intermediate_size": facts(
+            "expert_shared_feed_forward_length",
+            facts("feed_forward_length"),
+        ),
+        "position_embedding_type": None,
+    }
+
+
 FAMILIES = {
     "bamba": Family(describe=_bamba, partial_rope=True, recurrent=Recurrent("mamba", mamba_sizes)),
-    "granite": Family(describe=_granite),
+    "granite": Family(describe=_granite, gguf={"granite": Gguf(_granite_entries, neighbors=True)}),
     "granitemoehybrid": Family(
         describe=_hybrid,
         recurrent=Recurrent("mamba", mamba_sizes),
@@ -76,5 +122,6 @@ FAMILIES = {
             (r"(?<=\d\.)mlp\.output_linear\.weight$", "block_sparse_moe.experts.down_proj"),
             (r"(?<=\d\.)mlp\.router\.layer\.", "block_sparse_moe.router."),
         ),
+        gguf={"granitehybrid": Gguf(_hybrid_entries, neighbors=True)},
     ),
 }

@@ -6,7 +6,11 @@ from typing import Any
 from specdec.layers.experts.routing import Routing
 from specdec.layers.rotary.rotary import Temperature
 from verifiers.description import Description
+from verifiers.families.llama import llama_entries
 from verifiers.family import Family, plain
+from verifiers.gguf.entries import Gguf
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 
 def _mixtral(config: Any, common: Mapping[str, Any]) -> Description:
@@ -44,8 +48,22 @@ def _tempered(rope: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rope, "temperature": temperature}
 
 
+def _ministral3_entries(facts: Facts, entries: Entries) -> Entries:
+    scale = facts("rope.scaling.yarn_log_multiplier")
+    more = {
+        "mscale": 1.0,
+        "mscale_all_dim": scale,
+        "llama_4_scaling_beta": facts("attention.temperature_scale"),
+    }
+    if facts("rope.scaling.type") != "yarn" or None in more.values():
+        return {"model_type": "llama", **llama_entries(facts, entries)}
+    return {"rope_parameters": entries["rope_parameters"] | more}
+
+
 FAMILIES = {
-    "ministral3": Family(describe=_ministral3),
+    "ministral3": Family(
+        describe=_ministral3, gguf={"mistral3": Gguf(_ministral3_entries, neighbors=True)}
+    ),
     "mistral": Family(describe=plain(), wrappers=("mistral3",)),
     "mistral4": Family(describe=_mistral4, partial_rope=True, latent=True),
     "mixtral": Family(describe=_mixtral),

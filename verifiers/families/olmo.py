@@ -7,6 +7,9 @@ from verifiers.description import AFTER, BEFORE, Description
 from verifiers.families.hybrids.qwen3_next import delta_sizes
 from verifiers.families.qwen import routing
 from verifiers.family import Family, Recurrent, plain
+from verifiers.gguf.entries import COUNTS, Gguf, windows
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 _DENSE: dict[str, Any] = {"norms": AFTER, "norm_kind": "late", "norms_of_queries": "all heads"}
 
@@ -31,8 +34,20 @@ def _hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
     return Description(**common, names=_HYBRID_NAMES, norms_of_recurrent=BEFORE, **_DENSE)
 
 
+def _entries(facts: Facts, entries: Entries) -> Entries:
+    if not facts("attention.sliding_window"):
+        return {}
+    full = entries["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": facts("rope.freq_base_swa", full["rope_theta"])}
+    return {
+        "model_type": "olmo3",
+        "layer_types": windows(facts, 4),
+        "rope_parameters": {"sliding_attention": local, "full_attention": full},
+    }
+
+
 FAMILIES = {
-    "olmo2": Family(describe=plain(**_DENSE)),
+    "olmo2": Family(describe=plain(**_DENSE), gguf={"olmo2": Gguf(_entries)}),
     "olmo3": Family(describe=plain(**_DENSE)),
     "olmo_hybrid": Family(
         describe=_hybrid,
@@ -43,5 +58,7 @@ FAMILIES = {
         ),
         wide=("A_log",),
     ),
-    "olmoe": Family(describe=_olmoe),
+    "olmoe": Family(
+        describe=_olmoe, gguf={"olmoe": Gguf(needs=COUNTS, fixed={"norm_topk_prob": False})}
+    ),
 }

@@ -1,4 +1,4 @@
-"""Entries of configs that several families share, from what a GGUF file says."""
+"""Entries of configs from what a GGUF file says, as far as several families share them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,9 +6,6 @@ from typing import Any
 from specdec.base.errors import CheckpointError
 from verifiers.gguf.file import Facts
 from verifiers.gguf.rope import Entries
-
-Family = Callable[[Facts, Entries], Entries]
-"""What a family adds: from a file, and the entries that all families have, its further entries."""
 
 EXPERTS = {
     "num_experts_per_tok": "expert_used_count",
@@ -22,6 +19,8 @@ EXPERTS = {
 }
 """Keys by entries of mixtures; a file may lack any."""
 
+NO_WINDOW = {"sliding_window": None}
+
 FULL = "full_attention"
 
 SIGMOID = 2
@@ -33,30 +32,39 @@ BIAS = {"attention_bias": "attn_q.bias"}
 BIASES = {**BIAS, "mlp_bias": "ffn_up.bias"}
 
 
-def plain(
-    model_type: str,
-    *more: Family,
-    needs: Mapping[str, str] = {},
-    has: Mapping[str, str] = {},
-    **fixed: Any,
-) -> Family:
-    """A family that is told in a line.
+class Gguf:
+    """An architecture of llama.cpp: what its configs say beyond what all say, and what its
+    converter does to tensors. What a file does not say, llama.cpp takes for granted, and so do we.
 
     Args:
-        model_type: in Transformers.
-        more: give some of its entries.
+        more: give entries, from a file and the entries that all families have.
         needs: keys by entry, which a file has to have.
         has: tensors by entry, which is whether a file has them.
         fixed: entries that llama.cpp takes for granted.
+        neighbors: rows of a head that RoPE rotates against each other lie side by side.
+        adds_one: norms hold what they multiply by, and not what it differs from 1 by.
+        groups_values: value heads are sorted by their place in a group first.
     """
 
-    def family(facts: Facts, entries: Entries) -> Entries:
-        found: Entries = {"model_type": model_type}
-        for one in more:
-            found |= one(facts, entries)
-        return found | needed(facts, needs) | present(facts, has) | fixed
+    def __init__(
+        self,
+        *more: Callable[[Facts, Entries], Entries],
+        needs: Mapping[str, str] = {},
+        has: Mapping[str, str] = {},
+        fixed: Mapping[str, Any] = {},
+        neighbors: bool = False,
+        adds_one: bool = False,
+        groups_values: bool = False,
+    ) -> None:
+        self._more, self._needs, self._has, self._fixed = more, needs, has, fixed
+        self.neighbors, self.adds_one, self.groups_values = neighbors, adds_one, groups_values
 
-    return family
+    def entries(self, facts: Facts, entries: Entries) -> Entries:
+        """Further entries of a file; a "model_type" is there if it is not the usual one."""
+        found: Entries = {}
+        for one in self._more:
+            found |= one(facts, entries)
+        return found | needed(facts, self._needs) | present(facts, self._has) | dict(self._fixed)
 
 
 def needed(facts: Facts, keys: Mapping[str, str]) -> Entries:
@@ -98,19 +106,8 @@ def expert_width(facts: Facts, entries: Entries) -> Entries:
     return {"intermediate_size": width}
 
 
-def mixture(facts: Facts, entries: Entries) -> Entries:
-    """Of Qwen's mixtures, whose sizes older files do not say."""
-    sparse = facts.layers_with("ffn_gate_exps.weight")
-    shape = facts.files.shape(f"blk.{first_sparse(facts)}.ffn_gate_exps.weight")
-    return {
-        **needed(facts, COUNTS),
-        "moe_intermediate_size": facts("expert_feed_forward_length", shape[1]),
-        "mlp_only_layers": [layer for layer in range(facts.layers) if layer not in sparse],
-        "decoder_sparse_step": 1,
-    }
-
-
 def first_sparse(facts: Facts) -> int:
+    """The first layer with experts."""
     layers = facts.layers_with("ffn_gate_exps.weight")
     if not layers:
         raise CheckpointError(f"{facts.name!r} has no layer with experts; fetch it again")

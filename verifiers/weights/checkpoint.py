@@ -28,7 +28,7 @@ from verifiers.config.wrappers import shapes_of
 from verifiers.formats.format import Format, Stored, check_finite, check_floats, check_known
 from verifiers.formats.method import format_of, quantization_of
 from verifiers.gguf.file import GgufFiles
-from verifiers.gguf.weights import read_gguf
+from verifiers.weights.gguf import read_gguf
 from verifiers.weights.shares import Share
 
 logger = logging.getLogger(__name__)

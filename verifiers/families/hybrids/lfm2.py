@@ -6,6 +6,9 @@ from typing import Any
 from specdec.layers.experts.routing import Routing
 from verifiers.description import Description, NormNames
 from verifiers.family import Family, Recurrent, Sizes
+from verifiers.gguf.entries import Gguf, experts_of
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 _NAMES = (
     (r"^model\.embedding_norm\.", "model.norm."),
@@ -46,7 +49,34 @@ def _sizes(config: Any) -> Sizes:
 
 _RECURRENT = Recurrent("convolution", _sizes)
 
+
+def _entries(facts: Facts, entries: Entries) -> Entries:
+    heads = facts.each("attention.head_count_kv")
+    found = {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "norm_eps": entries["rms_norm_eps"],
+        "conv_L_cache": facts.need("shortconv.l_cache"),
+        "conv_bias": facts.has("shortconv.in_proj.bias"),
+    }
+    if not facts("expert_count"):
+        return {**found, "block_auto_adjust_ff_dim": False}
+    return {
+        **found,
+        **experts_of(facts, entries),
+        "num_experts": facts("expert_count"),
+        "num_dense_layers": facts("leading_dense_block_count", 0),
+        "norm_topk_prob": True,
+        "use_expert_bias": facts.has("exp_probs_b.bias"),
+    }
+
+
 FAMILIES = {
-    "lfm2": Family(describe=_describe, recurrent=_RECURRENT),
-    "lfm2_moe": Family(describe=_describe, recurrent=_RECURRENT, wide=("expert_bias",)),
+    "lfm2": Family(describe=_describe, recurrent=_RECURRENT, gguf={"lfm2": Gguf(_entries)}),
+    "lfm2_moe": Family(
+        describe=_describe,
+        recurrent=_RECURRENT,
+        wide=("expert_bias",),
+        gguf={"lfm2moe": Gguf(_entries)},
+    ),
 }

@@ -5,8 +5,11 @@ from typing import Any
 
 from specdec.layers.experts.routing import Routing
 from verifiers.description import Description
-from verifiers.families.qwen import PREDICTION
+from verifiers.families.qwen import PREDICTION, shared_mixture
 from verifiers.family import Family, Recurrent, Sizes
+from verifiers.gguf.entries import FULL, Gguf, partial_rotation
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 
 def delta_sizes(config: Any) -> Sizes:
@@ -46,7 +49,7 @@ def _against(config: Any) -> Iterator[str]:
         )
 
 
-def _family(*wrappers: str) -> Family:
+def _family(gguf: str, *wrappers: str) -> Family:
     return Family(
         describe=_describe,
         partial_rope=True,
@@ -54,11 +57,35 @@ def _family(*wrappers: str) -> Family:
         against=_against,
         prediction=PREDICTION,
         wrappers=wrappers,
+        gguf={gguf: Gguf(_entries, adds_one=True, groups_values=gguf != "qwen3next")},
     )
 
 
+def _entries(facts: Facts, entries: Entries) -> Entries:
+    heads, mixture = facts.need("ssm.time_step_rank"), bool(facts("expert_count"))
+    full = facts.layers_with("attn_q.weight")
+    kinds = [FULL if layer in full else "linear_attention" for layer in range(facts.layers)]
+    found = {
+        "linear_conv_kernel_dim": facts.need("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.need("ssm.state_size"),
+        "linear_num_key_heads": facts.need("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": facts.need("ssm.inner_size") // heads,
+        "layer_types": kinds,
+        **partial_rotation(facts, entries),
+    }
+    if facts.files.architecture == "qwen3next":
+        found |= shared_mixture(facts, entries)
+        return {**found, "norm_topk_prob": True}
+    if sections := facts("rope.dimension_sections"):
+        more = {"mrope_section": [one for one in sections if one], "mrope_interleaved": True}
+        found["rope_parameters"] |= more
+    kind = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
+    return {"model_type": kind, **found, **(shared_mixture(facts, entries) if mixture else {})}
+
+
 FAMILIES = {
-    "qwen3_5_moe_text": _family("qwen3_5_moe"),
-    "qwen3_5_text": _family("qwen3_5"),
-    "qwen3_next": _family(),
+    "qwen3_5_moe_text": _family("qwen35moe", "qwen3_5_moe"),
+    "qwen3_5_text": _family("qwen35", "qwen3_5"),
+    "qwen3_next": _family("qwen3next"),
 }

@@ -6,6 +6,9 @@ from typing import Any
 from specdec.layers.experts.routing import Routing
 from verifiers.description import Description
 from verifiers.family import Family, Prediction, plain
+from verifiers.gguf.entries import Gguf
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 _PREDICTION_NAMES = (
     (r"^model\.mtp_emb_norm\.0\.", "embedding_norm."),
@@ -27,11 +30,28 @@ def _moe(config: Any, common: Mapping[str, Any]) -> Description:
     )
 
 
+def _moe_entries(facts: Facts, entries: Entries) -> Entries:
+    sparse = facts.layers_with("ffn_gate_exps.weight")
+    return {
+        "use_bias": facts.has("attn_q.bias"),
+        "moe_num_experts": facts.need("expert_count"),
+        "moe_k": facts.need("expert_used_count"),
+        "moe_intermediate_size": facts.need("expert_feed_forward_length"),
+        "moe_num_shared_experts": facts("expert_shared_count", 0),
+        "moe_layer_interval": facts("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": min(sparse, default=0),
+        "moe_layer_end_index": max(sparse, default=-1),
+    }
+
+
 FAMILIES = {
-    "ernie4_5": Family(describe=plain(interleaved=True)),
+    "ernie4_5": Family(
+        describe=plain(interleaved=True), gguf={"ernie4_5": Gguf(has={"use_bias": "attn_q.bias"})}
+    ),
     "ernie4_5_moe": Family(
         describe=_moe,
         renamed=((r"\.mlp\.moe_statics\.", ".mlp.gate.moe_statics."),),
         prediction=Prediction(_PREDICTION_NAMES, feed_forward="dense"),
+        gguf={"ernie4_5-moe": Gguf(_moe_entries)},
     ),
 }

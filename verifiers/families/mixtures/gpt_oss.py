@@ -7,6 +7,9 @@ from specdec.layers.experts.routing import Routing
 from specdec.layers.ops.activation import LIMIT, SLOPE
 from verifiers.description import Description
 from verifiers.family import Family
+from verifiers.gguf.entries import LOCAL_COUNTS, Gguf, expert_width, needed, windows
+from verifiers.gguf.file import Facts
+from verifiers.gguf.rope import Entries
 
 
 def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
@@ -18,4 +21,17 @@ def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
     return Description(**common, norm_kind="late", routing=routing)
 
 
-FAMILIES = {"gpt_oss": Family(describe=_describe, sinks=True, experts="interleaved")}
+def _entries(facts: Facts, entries: Entries) -> Entries:
+    return {
+        **needed(facts, LOCAL_COUNTS),
+        **expert_width(facts, entries),
+        "layer_types": windows(facts, 2),
+        "rope_parameters": entries["rope_parameters"] | {"truncate": False},
+    }
+
+
+FAMILIES = {
+    "gpt_oss": Family(
+        describe=_describe, sinks=True, experts="interleaved", gguf={"gpt-oss": Gguf(_entries)}
+    ),
+}

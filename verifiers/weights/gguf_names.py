@@ -11,23 +11,11 @@ import torch
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError
+from verifiers.config.families import ARCHITECTURES, family_of
+from verifiers.gguf.entries import Gguf
 from verifiers.gguf.file import GgufFiles
 
 Change = Callable[[list[Tensor]], Tensor]
-
-ROTATES_NEIGHBORS = frozenset(
-    {"granite", "granitehybrid", "llama", "mistral3", "smollm3"},
-)
-"""Architectures that have rows which RoPE rotates against each other side by side."""
-
-ADDS_ONE = frozenset({"gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next"})
-"""Those whose norms hold what they multiply by, and not what it differs from 1 by."""
-
-GROUPS_VALUES = frozenset({"qwen35", "qwen35moe"})
-"""Those whose value heads are sorted by their place in a group first."""
-
-INTERLEAVED, TRANSPOSED = frozenset({"gpt-oss"}), frozenset({"gpt-oss", "llama4"})
-"""Those whose experts Transformers has with gates and values in turns, and as [E, in, out]."""
 
 NEXT_TO_WEIGHTS = re.compile(r"(^|\.)(rope_freqs|rope_factors_(long|short))\.weight$|rot_embd")
 """Tensors that are a part of the config."""
@@ -62,6 +50,8 @@ class Recipes:
         import gguf
 
         self._files, self._config, self._architecture = files, config, files.architecture
+        _, self._gguf = ARCHITECTURES.get(self._architecture, ("", Gguf()))
+        self._experts = family_of(config).experts
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         if self._architecture not in numbers:
             raise CheckpointError(
@@ -102,11 +92,11 @@ class Recipes:
 
     def _plain(self, name: str) -> Recipe:
         source = self.source(name)
-        adds_one = self._architecture in ADDS_ONE and not name.endswith("linear_attn.norm.weight")
+        adds_one = self._gguf.adds_one and not name.endswith("linear_attn.norm.weight")
         if adds_one and name.endswith("norm.weight"):
             return Recipe((source,), change=lambda parts: parts[0] - 1)
         found = re.search(r"\.self_attn\.([qk])_proj\.", name)
-        if found is not None and self._architecture in ROTATES_NEIGHBORS:
+        if found is not None and self._gguf.neighbors:
             entry = "num_attention_heads" if found[1] == "q" else "num_key_value_heads"
             heads = getattr(self._config, entry)
             count = self._files.shape(source)[0] if self.has(source) else 0
@@ -140,8 +130,8 @@ class Recipes:
         sources: tuple[str, ...] = (f"{begin}_{single}_exps.{ending}",)
         if single == "gate_up" and not self.has(sources[0]):
             sources = (f"{begin}_gate_exps.{ending}", f"{begin}_up_exps.{ending}")
-        in_turns = len(sources) == 2 and self._architecture in INTERLEAVED
-        turned = ending == "weight" and self._architecture in TRANSPOSED
+        in_turns = len(sources) == 2 and self._experts == "interleaved"
+        turned = ending == "weight" and self._experts in ("interleaved", "transposed")
         if not in_turns and not turned:
             return Recipe(sources)
 
@@ -221,7 +211,7 @@ class Recipes:
 
     def linear_rows(self, name: str, found: re.Match[str]) -> Recipe | None:
         """Projections to what value heads have."""
-        if self._architecture not in GROUPS_VALUES:
+        if not self._gguf.groups_values:
             return None
         part = found["part"]
         rows = {
@@ -232,7 +222,7 @@ class Recipes:
 
     def linear_output(self, name: str, found: re.Match[str]) -> Recipe | None:
         """The projection from them."""
-        if self._architecture not in GROUPS_VALUES:
+        if not self._gguf.groups_values:
             return None
         columns = self._values(self._config.linear_value_head_dim)
         return Recipe((self.source(name),), change=lambda parts: parts[0][:, columns])
@@ -254,7 +244,7 @@ class Recipes:
 
     def _values(self, width: int) -> Tensor | None:
         """The order of rows of value heads, `width` in each; None where it is the file's."""
-        if self._architecture not in GROUPS_VALUES:
+        if not self._gguf.groups_values:
             return None
         config = self._config
         heads, shared = (
@@ -266,7 +256,7 @@ class Recipes:
 
     def _values_behind_keys(self) -> Tensor | None:
         """The same where the rows of queries and keys stand before them."""
-        if self._architecture not in GROUPS_VALUES:
+        if not self._gguf.groups_values:
             return None
         values = self._values(self._config.linear_value_head_dim)
         assert values is not None

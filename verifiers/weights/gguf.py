@@ -16,7 +16,7 @@ from specdec.layers.packed.gguf import GGUF_TYPES, PLAIN_TYPES, GgufWeight
 from verifiers.config.names import wide_names
 from verifiers.formats.format import Stored, check_finite
 from verifiers.gguf.file import Blocks, Entry, GgufFiles
-from verifiers.gguf.names import Recipe, Recipes
+from verifiers.weights.gguf_names import Recipe, Recipes
 
 logger = logging.getLogger(__name__)
 

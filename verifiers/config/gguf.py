@@ -3,7 +3,7 @@
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec.base.errors import UnsupportedModelError
-from verifiers.gguf.families import ARCHITECTURES
+from verifiers.config.families import ARCHITECTURES
 from verifiers.gguf.file import Facts
 from verifiers.gguf.rope import Entries, rope
 
@@ -31,8 +31,7 @@ def config_of(facts: Facts) -> Entries:
         CheckpointError: the file does not say what it has to.
     """
     name = facts.files.architecture
-    make = ARCHITECTURES.get(name)
-    if make is None:
+    if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{facts.name!r} is of architecture {name!r}, which is not read from GGUF files; these"
             f" are: {', '.join(sorted(ARCHITECTURES))}; take the model's safetensors files"
@@ -48,7 +47,8 @@ def config_of(facts: Facts) -> Entries:
     entries["rope_parameters"] = rope(facts)
     for key, entry in TOKENS.items():
         entries[entry] = facts.files.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    entries |= make(facts, entries)
+    model_type, architecture = ARCHITECTURES[name]
+    entries |= {"model_type": model_type} | architecture.entries(facts, entries)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(entries["model_type"])
     return {"architectures": [model_class], **entries} if isinstance(model_class, str) else entries
 

@@ -11,7 +11,7 @@ from specdec.base.errors import CheckpointError
 from specdec.base.files import cache_folder
 from specdec.base.kept import kept_folder
 from specdec.base.version import __version__
-from verifiers.gguf.config import config_of
+from verifiers.config.gguf import config_of
 from verifiers.gguf.file import Facts, GgufFiles
 from verifiers.gguf.tokenizer import end_ids, tokenizer_files
 
