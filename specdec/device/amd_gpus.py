@@ -63,6 +63,31 @@ def wanting_rocm(root: Path = _ROOT) -> list[str]:
     ]
 
 
+def free_of_apu(root: Path = _ROOT) -> int | None:
+    """Bytes that the only GPU, one within a processor, can still allocate, by the kernel's count;
+    None where it tells none, or of several.
+
+    It allocates from what is set aside for it, or, where that is less than what it may share with
+    the host, from the host's memory, as far as that is available.
+
+    Args:
+        root: of the file system.
+    """
+    files = [*(root / "sys/class/drm").glob("card*/device/mem_info_gtt_total")]
+    if len(files) != 1:
+        return None
+    try:
+        own, used_own, shared, used_shared = (
+            int((files[0].parent / f"mem_info_{name}").read_text())
+            for name in ("vram_total", "vram_used", "gtt_total", "gtt_used")
+        )
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+    return own - used_own if own >= shared else max(0, min(shared - used_shared, kib * 1024))
+
+
 def why_unseen(
     build: str, *, rocm: bool, root: Path = _ROOT, environ: Mapping[str, str] = os.environ
 ) -> str | None:

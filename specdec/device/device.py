@@ -9,7 +9,7 @@ import torch
 
 from specdec.base.config import CacheDtype
 from specdec.base.errors import InvalidInputError
-from specdec.device.amd_gpus import why_unseen
+from specdec.device.amd_gpus import free_of_apu, why_unseen
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -147,8 +147,22 @@ def default_cache_bytes(device: torch.device) -> int:
     quarter of a CPU's memory.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
+        return free_memory(device) // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that an accelerator has free.
+
+    Of an AMD GPU within a processor ROCm tells what is set aside for it alone, or more than there
+    is; there the kernel's count goes before.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if rocm_architecture(device) and torch.cuda.get_device_properties(device).is_integrated:
+        counted = free_of_apu()
+        if counted is not None:
+            return counted
+    return min(free, total)
 
 
 def describe_device(device: torch.device) -> str:

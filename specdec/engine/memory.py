@@ -8,7 +8,7 @@ import torch
 
 from specdec.base.config import CacheConfig
 from specdec.base.errors import CapacityError
-from specdec.device.device import default_cache_bytes
+from specdec.device.device import default_cache_bytes, free_memory
 from specdec.kv_cache import LatentLayerSpec, LayerSpec, bytes_per_slot, num_blocks_in_budget
 from specdec.model.core import Verifier
 
@@ -106,7 +106,7 @@ def graph_bytes(verifier: Verifier, num_rows: int, prefill_rows: int = 0) -> int
 def _check(device: torch.device, cache_bytes: int, state_bytes: int, for_graphs: int) -> None:
     """Logs the demand, or refuses it."""
     free = (
-        torch.cuda.mem_get_info(device)[0]
+        free_memory(device)
         + torch.cuda.memory_reserved(device)
         - torch.cuda.memory_allocated(device)
     )

@@ -38,7 +38,8 @@ Make = Callable[[Verifier], Drafter | None]
 
 def _longest(verifier: Verifier) -> int | None:
     """Beyond 512 keys AITER splits them over programs, for which it refuses float32."""
-    return min(480, verifier.max_model_len) if verifier.dtype == torch.float32 else None
+    narrow = verifier.dtype == torch.float32 and verifier.attention.name.startswith("rocm_aiter")
+    return min(480, verifier.max_model_len) if narrow else None
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -53,7 +54,7 @@ def generate(
     args: argparse.Namespace,
 ) -> tuple[list[list[int]], float]:
     """Output tokens of every prompt, and output tokens per verify step."""
-    cache = CacheConfig(memory_bytes=2**28 if verifier.device.type == "cuda" else 2**23)
+    cache = CacheConfig(memory_bytes=2**30 if verifier.device.type == "cuda" else 2**23)
     config = EngineConfig(
         num_draft_tokens=None,
         max_num_seqs=batch,

@@ -28,7 +28,7 @@ from specdec.base.registry import ATTENTION_BACKENDS
 from specdec.device.device import float8_dtype, resolve_device, torch_build
 from tests.helpers.attention_case import Case, spec
 
-HEADS = ((32, 8, 128), (9, 3, 64))
+HEADS = ((32, 8, 128), (9, 3, 64), (8, 2, 96), (16, 4, 256))
 EXTRAS = ("-", "window", "sinks", "softcap")
 PHASES: dict[str, dict[str, Any]] = {
     "prefill": {"lengths": [37, 5, 64], "widths": [37, 5, 64], "uniform": False},
@@ -47,15 +47,28 @@ PHASES: dict[str, dict[str, Any]] = {
         "causal": False,
     },
 }
+FEW: dict[str, dict[str, Any]] = {
+    "prompts of one token": {"lengths": [1, 1, 1], "widths": [1, 1, 1], "uniform": False},
+    "96 at once": {"lengths": [40] * 96, "widths": [1] * 96, "uniform": True},
+    "decode past 512": {"lengths": [600, 37, 5], "widths": [1, 1, 1], "uniform": True},
+    "decode past 4,096": {"lengths": [5000, 37, 5], "widths": [1, 1, 1], "uniform": True},
+    "verify 8 past 4,096": {"lengths": [5000, 37, 64], "widths": [8, 8, 8], "uniform": True},
+    "decode past 65,536": {"lengths": [70000, 37], "widths": [1, 1], "uniform": True},
+}
+"""What is run without extras."""
 
 
-def cases(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Case, dict[str, Any]]]:
+def cases(
+    device: torch.device, dtype: torch.dtype, longest: int
+) -> Iterator[tuple[str, Case, dict[str, Any]]]:
     """Title, requests and layer options of every call; seeds are set, so they are the same in each
-    process.
+    process. No request is longer than `longest` tokens.
     """
-    for (heads, kv_heads, dim), (phase, how), extra, small in itertools.product(
-        HEADS, PHASES.items(), EXTRAS, (False, True)
-    ):
+    rows = itertools.product(HEADS, PHASES.items(), EXTRAS, (False, True))
+    few = itertools.product(HEADS, FEW.items(), EXTRAS[:1], (False, True))
+    for (heads, kv_heads, dim), (phase, how), extra, small in (*rows, *few):
+        if max(how["lengths"]) > longest:
+            continue
         causal = how.get("causal", True)
         shape = spec(
             device=device,
@@ -122,6 +135,7 @@ def main() -> int:
     add("--device", default="auto")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     add("--every", type=int, default=1, help="take every n-th call")
+    add("--longest", type=int, default=10**6, metavar="N", help="tokens of a request at most")
     add("--save", type=Path, help="write the outputs")
     add("--against", type=Path, help="compare with outputs that another run has saved")
     add("--out", type=Path, help="write the table as JSON")
@@ -131,7 +145,8 @@ def main() -> int:
     print(f"torch {torch.__version__} for {torch_build()}; {device}")
     known: dict[str, Tensor] = torch.load(args.against) if args.against else {}
     table: list[dict[str, Any]] = []
-    every = list(itertools.islice(cases(device, getattr(torch, args.dtype)), 0, None, args.every))
+    calls = cases(device, getattr(torch, args.dtype), args.longest)
+    every = list(itertools.islice(calls, 0, None, args.every))
     for backend in args.attention:
         print(f"\n{backend:<62}{'error':>8}{'rounding':>10}{'apart':>8}")
         for title, case, layer in every:

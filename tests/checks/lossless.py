@@ -23,6 +23,16 @@ from tests.helpers.scripted import ScriptedDrafter
 from verifiers.load import load_verifier
 
 
+def asked(count: int) -> list[str]:
+    """So many questions, no two alike.
+
+    >>> asked(9)[8]
+    '(1) What is the capital of France, and which river runs through it?'
+    """
+    rounds = ((index // len(PROMPTS), PROMPTS[index % len(PROMPTS)]) for index in range(count))
+    return [f"({turn}) {text}" if turn else text for turn, text in rounds]
+
+
 def main() -> int:
     """Runs the command; 1 when a token is wrong."""
     parser = argparse.ArgumentParser(
@@ -34,6 +44,7 @@ def main() -> int:
     add("--batches", type=int, nargs="+", default=[1, 8])
     add("--prompts", type=int, default=len(PROMPTS))
     add("--tokens", type=int, default=64)
+    add("--length", type=int, metavar="N", help="tokens of each prompt, made by repeating it")
     add("--no-graphs", action="store_true")
     args = parser.parse_args()
     device = resolve_device(args.device)
@@ -51,8 +62,11 @@ def main() -> int:
     decoder = SpecDecoder.from_pretrained(
         args.model, **options, engine=EngineConfig(max_num_seqs=1, max_model_len=256)
     )
-    texts = [[{"role": "user", "content": text}] for text in PROMPTS[: args.prompts]]
-    prompts = [decoder.tokenize(text) for text in texts]
+    prompts = [
+        decoder.tokenize([{"role": "user", "content": text}]) for text in asked(args.prompts)
+    ]
+    if args.length:
+        prompts = [(prompt * args.length)[: args.length] for prompt in prompts]
     reference = decoder.verifier
     want, _ = generate(reference, None, prompts, len(prompts), args)
     known = dict(zip(map(tuple, prompts), want, strict=True))

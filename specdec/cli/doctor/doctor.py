@@ -37,14 +37,22 @@ ENVIRONMENT = (
     "HIP_KITTENS_DIR",
     "MAX_JOBS",
     "PREBUILD_*",
-    "PYTORCH_ROCM_ARCH",
     "ROCM_HOME",
     "ROCM_PATH",
     "TRITON_*",
+    # Torch: its allocator, its choice of products, what it is built for.
+    "PYTORCH_*",
+    "TORCH_BLAS_*",
+    # AMD's runtime: queues, copies, scratch memory, page faults, profilers, several GPUs.
+    "GPU_MAX_HW_QUEUES",
+    "HIP_*",
+    "HSA_*",
+    "HIPBLASLT_*",
+    "NCCL_*",
+    "RCCL_*",
+    "ROCPROFILER_*",
     # Which GPUs there are.
     "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "HSA_OVERRIDE_GFX_VERSION",
     "ROCR_VISIBLE_DEVICES",
     # The rest.
     "HF_HOME",

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.checks import amd_first_day
-from tests.checks.amd_first_day.record import machine, read, write
+from tests.checks.amd_first_day.gpu import find_gpus
+from tests.checks.amd_first_day.record import counts, machine, read, write
 from tests.checks.amd_first_day.run import Launch, command_of, launch, run_step
 from tests.checks.amd_first_day.steps import Step, all_steps
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs what is left to run; 0 when every step has passed, 1 when some have not, 130 when
-    interrupted.
+    """Runs what is left to run; 0 when no step has failed, 1 when some have, 2 without a GPU, 3
+    when the GPU has gone, 130 when interrupted.
     """
     parser = argparse.ArgumentParser(
         prog="python -m tests.checks.amd_first_day", description=amd_first_day.__doc__
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="run these again; 'failed' means all that have not passed",
+        help="run these again; 'failed' means all that have neither passed nor been refused",
     )
     add("--data", metavar="FILE", help="GSM8K's questions, in place of the hub's: a JSONL file")
     add(
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="questions of GSM8K (default %(default)s)",
     )
+    add("--model", metavar="NAME", help="a real target to measure, a folder or a hub name")
+    add("--drafter", metavar="NAME", help="and its published drafter")
     add("--list", action="store_true", help="show the steps and their commands")
     add(
         "--rehearse",
@@ -52,7 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = args.out.resolve()
     data = None if args.rehearse else args.data
-    steps, start = all_steps(folder, tiny=folder / "tiny", data=data, limit=args.limit), launch
+    if (args.model is None) != (args.drafter is None):
+        parser.error("--model and --drafter go together: name both, or neither")
+    pair = (args.model, args.drafter) if args.model and not args.rehearse else None
+    steps = all_steps(folder, tiny=folder / "tiny", data=data, limit=args.limit, pair=pair)
+    start = launch
     if args.rehearse:
         from tests.checks.amd_first_day import rehearsal
 
@@ -66,6 +73,16 @@ def main(argv: list[str] | None = None) -> int:
             )
         )
         return 0
+    gpus = find_gpus() if not args.rehearse else None
+    if gpus is not None and not gpus.number:
+        print(
+            f"no GPU to check: {gpus.why_none} (--rehearse runs the steps without one)",
+            file=sys.stderr,
+        )
+        return 2
+    for step in [step for step in steps if gpus is not None and step.gpus > gpus.number]:
+        print(f"left out: {step.name}, which takes {step.gpus} GPUs")
+        steps.remove(step)
     folder.mkdir(parents=True, exist_ok=True)
     if args.rehearse:
         rehearsal.prepare(folder / "tiny")
@@ -74,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         folder,
         args.again,
         start,
+        needs_gpu=not args.rehearse,
     )
 
 
@@ -84,13 +102,17 @@ def _check_names(names: list[str], steps: list[Step], parser: argparse.ArgumentP
             parser.error(f"no step is called {name!r} (known: {', '.join(known)})")
 
 
-def _run(steps: list[Step], folder: Path, again: list[str], start: Launch) -> int:
+def _run(
+    steps: list[Step], folder: Path, again: list[str], start: Launch, *, needs_gpu: bool
+) -> int:
     """Runs the steps that have no entry yet, or another command's, or are to be run again."""
     about, done = machine(), read(folder / "result.json")
     for number, step in enumerate(steps, 1):
         known = done.get(step.name)
         repeat = step.name in again or (
-            known is not None and "failed" in again and known["verdict"] != "passed"
+            known is not None
+            and "failed" in again
+            and known["verdict"] not in ("passed", "refused")
         )
         print(f"[{number:>2} of {len(steps)}] {step.name}: {step.title} ... ", end="", flush=True)
         if known is not None and known["command"] == command_of(step) and not repeat:
@@ -101,19 +123,26 @@ def _run(steps: list[Step], folder: Path, again: list[str], start: Launch) -> in
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here")
             return 130
+        gone = ""
+        if needs_gpu and done[step.name]["verdict"] not in ("passed", "refused"):
+            gone = find_gpus().why_none
+        if gone:
+            done[step.name]["verdict"] += f", and the GPU has gone: {gone}"
         print(f"{done[step.name]['verdict']}, {done[step.name]['seconds']} s", flush=True)
         write(folder, about, done)
+        if gone:
+            print(
+                "what follows would say nothing of this GPU: reset it, or the machine; the same"
+                " command then goes on behind this step"
+            )
+            return 3
     return _conclude([done[step.name] for step in steps], folder)
 
 
 def _conclude(entries: list[dict[str, Any]], folder: Path) -> int:
-    passed = sum(entry["verdict"] == "passed" for entry in entries)
-    print(
-        f"\n{passed} of {len(entries)} steps passed. Please open an issue with {folder / 'page.md'}"
-        f" as its text,"
-    )
+    print(f"\n{counts(entries)} Please open an issue with {folder / 'page.md'} as its text,")
     print(f"and attach {folder / 'result.json'}.")
-    return int(passed < len(entries))
+    return int(any(entry["verdict"] not in ("passed", "refused") for entry in entries))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 from specdec.device import amd_gpus
 from specdec.device.device import describe_device, resolve_device, torch_build
 from specdec.session.provenance import commit, versions
+from tests.checks.amd_first_day.expected import table
 
-SCHEMA = "specdec amd_first_day 1"
+SCHEMA = "specdec amd_first_day 2"
 LINES = (40, 20, 10, 5)
 """Of an output that the page shows, the last ones: as many as leave it within `MOST`. The JSON has
 all.
@@ -82,6 +83,19 @@ def write(folder: Path, about: Mapping[str, Any], steps: Mapping[str, Any]) -> N
         half.replace(folder / name)
 
 
+def counts(entries: Iterable[Mapping[str, Any]]) -> str:
+    """How many steps have passed, which a machine without a kernel cannot all do.
+
+    >>> counts([{"verdict": "passed"}, {"verdict": "refused"}, {"verdict": "failed (1)"}])
+    '1 of 3 steps passed, 1 refused by this machine, 1 failed.'
+    """
+    verdicts = [entry["verdict"] for entry in entries]
+    passed, refused = (verdicts.count(one) for one in ("passed", "refused"))
+    failed = len(verdicts) - passed - refused
+    rest = f", {refused} refused by this machine" if refused else ""
+    return f"{passed} of {len(verdicts)} steps passed{rest}, {failed} failed."
+
+
 def page(about: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
     """Markdown: the machine, a table of the steps, and the end of every output."""
     pages = (_page(about, steps, lines) for lines in LINES)
@@ -89,8 +103,9 @@ def page(about: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
 
 
 def _page(about: Mapping[str, Any], steps: Mapping[str, Any], most_lines: int) -> str:
-    passed = sum(step["verdict"] == "passed" for step in steps.values())
-    lines = [f"# specdec on {about['device']}", "", f"{passed} of {len(steps)} steps passed.", ""]
+    lines = [f"# specdec on {about['device']}", "", counts(steps.values()), ""]
+    if figures := table(steps):
+        lines += [*figures, ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in about.items()), ""]
     lines += ["| step | what it shows | verdict | seconds |", "|---|---|---|---|"]
     lines += [

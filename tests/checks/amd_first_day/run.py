@@ -55,21 +55,29 @@ def run_step(step: Step, folder: Path, launch: Launch) -> dict[str, Any]:
         step.figures.unlink(missing_ok=True)  # not those of an earlier run
     started, clock = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.perf_counter()
     status = launch(step, log)
+    output = log.read_text(errors="replace")
     return {
         "title": step.title,
         "command": command_of(step),
         "started": started,
         "seconds": round(time.perf_counter() - clock, 1),
-        "verdict": "passed"
-        if status == 0
-        else f"no end after {step.minutes:g} minutes"
-        if status is None
-        else f"failed ({status})",
-        "output": log.read_text(errors="replace")[-LONGEST:],
+        "verdict": _verdict(step, status, output),
+        "output": output[-LONGEST:],
         "figures": json.loads(step.figures.read_text())
         if step.figures and step.figures.exists()
         else None,
     }
+
+
+def _verdict(step: Step, status: int | None, output: str) -> str:
+    """A command that cannot run here says so by status 2; pytest, and one that was typed wrong,
+    mean something else by it.
+    """
+    if status is None:
+        return f"no end after {step.minutes:g} minutes"
+    if status == 2 and step.arguments[0] != "pytest" and "\nusage: " not in f"\n{output}":
+        return "refused"
+    return f"failed ({status})" if status else "passed"
 
 
 def command_of(step: Step) -> str:

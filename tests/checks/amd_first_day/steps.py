@@ -7,6 +7,8 @@ from pathlib import Path
 
 AITER = ("rocm_aiter_fa", "rocm_aiter_fa_shuffle")
 BACKENDS = (*AITER, "triton_fa", "torch_ref")
+DEVICELESS = ("pytest", "tests.checks.triton")
+"""Commands that have no `--device`, and would not run without a GPU."""
 
 _CPU = "--device cpu --dtype bfloat16"
 _TARGET = "--model TINY --device cpu --dtype float32"
@@ -25,6 +27,7 @@ class Step:
         minutes: after which it is ended.
         small: arguments that follow the others in a rehearsal; None where it cannot be rehearsed.
         environ: variables beside those of this process.
+        gpus: that it takes.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Step:
     minutes: float = 60
     small: tuple[str, ...] | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 1
 
     @property
     def figures(self) -> Path | None:
@@ -45,7 +49,14 @@ class Step:
         return path if path.suffix else path / "report.json"
 
 
-def all_steps(folder: Path, *, tiny: Path, data: str | None, limit: int) -> list[Step]:
+def all_steps(
+    folder: Path,
+    *,
+    tiny: Path,
+    data: str | None,
+    limit: int,
+    pair: tuple[str, str] | None = None,
+) -> list[Step]:
     """Every step, what finds an error soonest first.
 
     Args:
@@ -53,6 +64,7 @@ def all_steps(folder: Path, *, tiny: Path, data: str | None, limit: int) -> list
         tiny: the checkpoint of a rehearsal.
         data: GSM8K's questions, a JSONL file; None fetches them where they are needed.
         limit: how many of them.
+        pair: a real target and its drafter, to be measured, too.
     """
 
     def words(command: str) -> tuple[str, ...]:
@@ -66,18 +78,17 @@ def all_steps(folder: Path, *, tiny: Path, data: str | None, limit: int) -> list
         title: str,
         command: str,
         small: str | None = None,
-        minutes: float = 60,
         **environ: str,
     ) -> Step:
-        return Step(
-            name, title, words(command), minutes, None if small is None else words(small), environ
-        )
+        here = command if command.startswith(DEVICELESS) else f"{command} --device cuda"
+        less = None if small is None else words(small)
+        gpus = 2 if "--nproc-per-node 2" in command else 1
+        return Step(name, title, words(here), small=less, environ=environ, gpus=gpus)
 
     questions = f"--data {shlex.quote(f'gsm8k={data}')}" if data else ""
-    steps = [
-        made(*row)
-        for row in (*_first_start(), *_kernels(), *_models(questions, limit), *_latencies())
-    ]
+    real = _real(*pair, questions) if pair else ()
+    rows = (*_first_start(), *_kernels(), *_models(questions, limit), *_latencies(), *real)
+    steps = [made(*row) for row in rows]
     triton = (
         "tests.checks.attention --attention rocm_aiter_fa --against OUT/outputs.pt --out"
         " OUT/tiers.json"
@@ -115,9 +126,15 @@ def _kernels() -> Iterator[Row]:
     command = "tests.checks.attention --save OUT/outputs.pt --out OUT/kernels.json"
     yield (
         "kernels",
-        "attention against float64",
+        "attention against float64, up to 96 requests and 70,000 tokens",
         command,
-        f"{_CPU} --every 13 --attention {' '.join(AITER)}",
+        f"{_CPU} --every 13 --longest 600 --attention {' '.join(AITER)}",
+    )
+    yield (
+        "latent",
+        "latent and sparse attention against float64",
+        "tests.checks.amd_first_day.latent --out OUT/latent.json",
+        "--device cpu --shapes tiny tiny-sparse",
     )
     yield (
         "triton-attention",
@@ -137,6 +154,11 @@ def _models(questions: str, limit: int) -> Iterator[Row]:
             f"tests.checks.lossless --attention {name}",
             small,
         )
+    for name in (AITER[0], "triton_fa"):
+        command = f"tests.checks.lossless --attention {name}"
+        long, many = "--prompts 1 --length 1200 --batches 1", "--prompts 96 --batches 96"
+        yield f"lossless-long-{name}", f"{name} behind 1,200 tokens", f"{command} {long}"
+        yield f"lossless-96-{name}", f"{name} with 96 requests at once", f"{command} {many}"
     yield (
         "lossless-eager",
         f"the same on {AITER[0]}, launched operation by operation",
@@ -168,6 +190,32 @@ def _models(questions: str, limit: int) -> Iterator[Row]:
         command,
         f"{_DRAFTS} --tasks bundled --limit 1",
     )
+
+    yield (
+        "memory",
+        "free memory, and what a run takes",
+        "tests.checks.amd_first_day.memory --out OUT/memory.json",
+    )
+    yield (
+        "serve",
+        "a server under load, beside its engine alone",
+        "tests.checks.serve_speed --at-once 1 8 32 --repeats 2 -- --max-num-seqs 32",
+    )
+    yield (
+        "two-gpus",
+        "sums and tokens of two ranks",
+        "torch.distributed.run --nproc-per-node 2 -m tests.checks.ranks",
+    )
+
+
+def _real(target: str, drafter: str, questions: str) -> Iterator[Row]:
+    for count in (1, 8, 16, 32):
+        command = (
+            f"specdec bench --model {shlex.quote(target)} --drafter {shlex.quote(drafter)}"
+            f" --max-num-seqs {count} --sets gsm8k {questions} --limit {max(64, 2 * count)}"
+            f" --out OUT/real-{count}.json"
+        )
+        yield f"real-{count}", f"{target} with {drafter}, {count} at once", command
 
 
 def _latencies() -> Iterator[Row]:

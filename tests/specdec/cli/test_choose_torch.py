@@ -3,6 +3,7 @@ elsewhere nothing changes.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def python_with_torch(folder: Path, version: str, hip: str | None) -> Path:
     return script
 
 
-def make(folder: Path, *variables: str) -> subprocess.CompletedProcess[str]:
+def make(folder: Path, *variables: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """`make` of the package's stamp in `folder`, with pip's calls printed instead of made."""
     environ = {
         name: value
@@ -94,8 +95,28 @@ def make(folder: Path, *variables: str) -> subprocess.CompletedProcess[str]:
         f"{venv}/.package",
     ]
     return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=HANG, check=False
+        command, cwd=root, env=environ, capture_output=True, text=True, timeout=HANG, check=False
     )
+
+
+@pytest.mark.slow
+def test_the_container_recipe_copies_what_set_up_reads(tmp_path: Path) -> None:
+    """And its target sets up in a folder that has nothing else."""
+    recipe = (ROOT / "docs" / "rocm.Dockerfile").read_text().splitlines()
+    for line in recipe:
+        if line.startswith("COPY "):
+            *sources, target = line.split()[1:]
+            for source in sources:
+                place = tmp_path / "image" / target / (source if target == "./" else "")
+                copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+                place.parent.mkdir(parents=True, exist_ok=True)
+                copy(ROOT / source, place)
+    python_with_torch(tmp_path, "2.12.0+rocm7.2", "7.2")
+    (run,) = (line for line in recipe if line.startswith("RUN make "))
+    assert run.split()[2] == ".venv/.package"
+    done = make(tmp_path, root=tmp_path / "image")
+    assert done.returncode == 0, done.stderr
+    assert "torch 2.12.0+rocm7.2" in done.stderr and "is kept" in done.stderr
 
 
 @pytest.mark.slow

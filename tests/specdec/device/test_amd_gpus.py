@@ -2,14 +2,21 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from specdec.attention.aiter.fa import CDNA, RDNA
-from specdec.device import amd_gpus
-from specdec.device.amd_gpus import UNKNOWN, architectures, wanting_rocm, why_unseen
+from specdec.device import amd_gpus, device
+from specdec.device.amd_gpus import (
+    UNKNOWN,
+    architectures,
+    free_of_apu,
+    wanting_rocm,
+    why_unseen,
+)
 from specdec.device.device import unseen_gpu
 from tests.conftest import pytest_report_header
 
@@ -44,6 +51,61 @@ def test_architectures(tmp_path: Path) -> None:
         "gfx90a",
     ]
     assert architectures(tmp_path / "elsewhere") == []
+
+
+GIB = 2**30
+
+
+def apu(root: Path, index: int = 0, **sizes: int) -> Path:
+    """The files of a GPU that shares the host's memory, in GiB, and of the host."""
+    folder = root / f"sys/class/drm/card{index}/device"
+    folder.mkdir(parents=True)
+    for name, size in sizes.items():
+        if name != "available":
+            (folder / f"mem_info_{name}").write_text(f"{size * GIB}\n")
+    (root / "proc").mkdir(exist_ok=True)
+    kib = sizes.get("available", 0) * 2**20
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {kib} kB\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("sizes", "free"),
+    [
+        # what is set aside is the larger part, and the host's memory another
+        ({"vram_total": 96, "vram_used": 6, "gtt_total": 16, "gtt_used": 1, "available": 12}, 90),
+        # hardly any is set aside
+        ({"vram_total": 1, "vram_used": 1, "gtt_total": 62, "gtt_used": 2, "available": 100}, 60),
+        ({"vram_total": 1, "vram_used": 1, "gtt_total": 62, "gtt_used": 2, "available": 40}, 40),
+        ({"vram_total": 1, "vram_used": 1, "gtt_total": 62, "gtt_used": 63, "available": 40}, 0),
+    ],
+)
+def test_memory_of_a_gpu_within_a_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], free: int
+) -> None:
+    """By the kernel's count, whatever ROCm tells; half of it is for the cache."""
+    root = apu(tmp_path, **sizes)
+    assert free_of_apu(root) == free * GIB
+    integrated = SimpleNamespace(is_integrated=1, gcnArchName="gfx1151")
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: integrated)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 62 * GIB))
+    monkeypatch.setattr(device, "free_of_apu", lambda: free_of_apu(root))
+    gpu = torch.device("cuda", 0)
+    assert device.free_memory(gpu) == free * GIB
+    assert device.default_cache_bytes(gpu) == free * GIB // 2
+    integrated.is_integrated = 0  # a card of its own: the driver is asked, within reason
+    assert device.free_memory(gpu) == 62 * GIB
+
+
+def test_memory_that_the_kernel_does_not_tell(tmp_path: Path) -> None:
+    """Files that are missing, or GPUs that are several."""
+    assert free_of_apu(tmp_path) is None
+    root = apu(tmp_path, gtt_total=62)
+    assert free_of_apu(root) is None
+    sizes = {"vram_total": 1, "vram_used": 1, "gtt_total": 62, "gtt_used": 2}
+    assert free_of_apu(apu(tmp_path / "two", 1, **sizes)) == 0
+    assert free_of_apu(apu(tmp_path / "two", 2, **sizes)) is None
 
 
 def test_a_gpu_that_the_container_may_not_read(tmp_path: Path) -> None:

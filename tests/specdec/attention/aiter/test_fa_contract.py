@@ -502,6 +502,15 @@ def test_e4_wide_groups_in_8_bits_stay_with_hip_on_gfx950(
     assert "pa_fwd_asm" in machine.names()
 
 
+@pytest.mark.parametrize("head_dim", [80, 96, 112])
+def test_heads_that_the_paged_kernels_do_not_sum_whole(rocm: Install, head_dim: int) -> None:
+    """They go by 64 numbers at a time."""
+    machine = rocm()
+    case = case_of("single", head_dim=head_dim)
+    assert_right(case, BACKENDS["plain"](case.spec), scale=0.1)
+    assert "unified_attention" in machine.names()
+
+
 @pytest.mark.parametrize("spare", [0, 1])
 def test_e4_caches_whose_blocks_assembly_cannot_tell_apart_stay_with_hip(
     rocm: Install, monkeypatch: pytest.MonkeyPatch, spare: int

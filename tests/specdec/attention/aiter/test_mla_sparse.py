@@ -198,6 +198,24 @@ def test_growing_past_topk(rocm: Install) -> None:
     case.check(RocmAiterMlaSparseBackend(case.spec), steps)
 
 
+def test_index_keys_cut_from_a_joined_product(rocm: Install) -> None:
+    """AITER's writer walks dense rows, whatever lies between those that it is given."""
+    rocm()
+    case = Case(spec(), [30, 9])
+    backend = RocmAiterMlaSparseBackend(case.spec)
+    written = []
+    for joined in (False, True):
+        layer = case.layers(backend)[0]
+        query, key, weights = (torch.cat(list(ts)) for ts in zip(*layer.index, strict=True))
+        if joined:
+            key = torch.cat([key, key], dim=1)[:, : key.shape[1]]
+        assert key.is_contiguous() != joined
+        plan = backend.plan(case.metadata([0, 0], [30, 9], known=True))
+        backend.select(IndexerRows(query, key, weights), layer.cache, plan)
+        written.append(layer.cache.index_key.clone())
+    assert torch.equal(*written) and written[0].any()
+
+
 def test_scores_past_a_row_are_minus_infinity(rocm: Install) -> None:
     """Also in columns that no kernel writes, for top-k kernels that read in strides."""
     rocm()

@@ -73,6 +73,12 @@ def test_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         "MAX_JOBS",
         "MHA_HIP_CLANG_PATH",
         "HSA_OVERRIDE_GFX_VERSION",
+        "HSA_NO_SCRATCH_RECLAIM",
+        "GPU_MAX_HW_QUEUES",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_TUNABLEOP_ENABLED",
+        "TORCH_BLAS_PREFER_HIPBLASLT",
+        "ROCPROFILER_QUEUE_INTERPOSITION",
     )
     for name in mine:
         monkeypatch.setenv(name, "/mine")

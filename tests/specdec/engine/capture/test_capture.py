@@ -4,6 +4,8 @@ eager steps.
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -124,6 +126,24 @@ def test_on_rocm_every_capture_comes_second(
     for kind in ("plain", "plain", "drafts"):
         capture.capture(lambda kind=kind: launched.append(kind), kind)  # type: ignore[misc]
     assert launched == ["plain"] * 4 + ["drafts"] * 2
+
+
+def test_both_launches_are_on_the_stream_of_the_capture(
+    graph: NoDeviceGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hipBLASLt makes a handle per stream, which cannot be done within a capture."""
+    current: list[object] = ["the caller's"]
+
+    @contextmanager
+    def stream(chosen: object) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    capture, launched = CudaCapture(torch.device("cuda:0")), []
+    capture.capture(lambda: launched.append(current[-1]), "kind")
+    assert launched == [capture._stream] * 2 and current == ["the caller's"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
