@@ -17,7 +17,7 @@ NAMED := $(if $(TORCH_INDEX)$(TORCH),--named)
 
 INTERPRETED := TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 
-.PHONY: help demo test check check-fast check-lowest test-cpus real lint format clean
+.PHONY: help demo docs test check check-fast check-lowest test-cpus real lint format clean
 .DELETE_ON_ERROR:
 
 help: ## what there is
@@ -47,6 +47,9 @@ check-lowest: ## the quick tests with the oldest versions that pyproject.toml al
 
 real: $(VENV)/.dev ## two real models, 1.6 GB, through generate, bench, eval and serve
 	$(BIN)/python -m tests.checks.real --from $(REAL)
+
+docs: $(VENV)/.dev ## the API reference as HTML, in build/reference
+	$(BIN)/python docs/reference.py build/reference
 
 lint: $(VENV)/.dev ## format, lint and types, nothing changed
 	$(BIN)/ruff format --check .

@@ -1,0 +1,1 @@
+"""What docs say and show."""
