@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from threading import Lock
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.base.chat.thinking import Phase, Thinking, thinking_of
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import install_command
+from specdec.grammar.calls import MARKER
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.lanes import Job, lanes
 from specdec.grammar.limits import QUICK_SECONDS
@@ -34,6 +36,15 @@ CACHE_BYTES = 2**29
 """Of compiled grammars that are kept for the next request; those of unfinished requests come on
 top. A schema takes a few MB.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """xgrammar for one vocabulary."""
+
+    info: xgrammar.TokenizerInfo
+    compiler: Any
+    vocabulary: Vocabulary
 
 
 class GrammarCompiler:
@@ -64,7 +75,7 @@ class GrammarCompiler:
             tuple(eos_token_ids),
         )
         self._in_threads, self._limited = in_threads, limited
-        self._vocabulary = Vocabulary(lambda: self._info.serialize_json())
+        self._libraries: dict[frozenset[int], _Library] = {}  # by markers
         self._jobs: dict[Grammar, Job] = {}
         self._lock = Lock()
 
@@ -190,33 +201,42 @@ class GrammarCompiler:
         )
 
     @cached_property
-    def _info(self) -> xgrammar.TokenizerInfo:
-        """What the tokens read. It takes a moment, so it is made once."""
+    def _read(self) -> Any:
+        """The tokens as the library reads them. It takes a moment, so it is made once."""
         import xgrammar
 
-        stop = list(self._eos_token_ids)
-        read = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=stop
-        )
-        # Special tokens would pass as the text that they are written with, such as <s> in a string,
-        # and decoding leaves them out.
-        texts = [
-            b"" if token in self._special_token_ids else text
-            for token, text in enumerate(read.decoded_vocab)
-        ]
-        return xgrammar.TokenizerInfo(
-            texts,
-            xgrammar.VocabType.RAW,
+        return xgrammar.TokenizerInfo.from_huggingface(
+            self._tokenizer,
             vocab_size=self._vocab_size,
-            stop_token_ids=stop,
-            add_prefix_space=read.add_prefix_space,
+            stop_token_ids=list(self._eos_token_ids),
         )
 
-    @cached_property
-    def _library(self) -> Any:
+    def _library(self, markers: frozenset[int]) -> _Library:
+        """The library for a vocabulary in which calls are written with these special tokens."""
         import xgrammar
 
-        return xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        if markers not in self._libraries:
+            read = self._read
+            # Special tokens would pass as the text that they are written with, such as <s> in a
+            # string, and decoding leaves them out.
+            texts = [
+                MARKER.encode()
+                if token in markers
+                else b""
+                if token in self._special_token_ids
+                else text
+                for token, text in enumerate(read.decoded_vocab)
+            ]
+            info = xgrammar.TokenizerInfo(
+                texts,
+                xgrammar.VocabType.RAW,
+                vocab_size=self._vocab_size,
+                stop_token_ids=list(self._eos_token_ids),
+                add_prefix_space=read.add_prefix_space,
+            )
+            compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            self._libraries[markers] = _Library(info, compiler, Vocabulary(info.serialize_json))
+        return self._libraries[markers]
 
     def _compile(self, grammar: Grammar, job: Job, seconds: float) -> xgrammar.CompiledGrammar:
         """Compiles; in a thread.
@@ -226,27 +246,28 @@ class GrammarCompiler:
         """
         for note in grammar.notes if seconds == QUICK_SECONDS else ():
             logger.warning("a JSON schema asks for more than outputs are held to: %s", note)
+        library = self._library(grammar.markers)
         try:
             if grammar.is_quick or not self._limited or not hasattr(os, "fork"):
-                return self._library.compile_grammar(rules_of(grammar))
+                return library.compiler.compile_grammar(rules_of(grammar))
         except Exception as error:
             raise InvalidInputError(reason_of(grammar.kind, error)) from error
-        answer = self._asked(grammar, job, seconds)
+        answer = self._asked(library.vocabulary, grammar, job, seconds)
         for note in answer.notes:
             logger.warning("%s", note)
         if answer.again:
-            return self._library.compile_grammar(answer.text)
+            return library.compiler.compile_grammar(answer.text)
         import xgrammar
 
-        return xgrammar.CompiledGrammar.deserialize_json(answer.text, self._info)
+        return xgrammar.CompiledGrammar.deserialize_json(answer.text, library.info)
 
-    def _asked(self, grammar: Grammar, job: Job, seconds: float) -> Answer:
+    def _asked(self, vocabulary: Vocabulary, grammar: Grammar, job: Job, seconds: float) -> Answer:
         """What another process makes of a grammar."""
         for _ in range(2):  # the first may have been ended by something else
-            with suppress(Ended), lanes().process.open(self._vocabulary) as link:
+            with suppress(Ended), lanes().process.open(vocabulary) as link:
                 job.on_stop = partial(_shut, link)
                 if not job.stopped:
-                    return ask(link, self._vocabulary, grammar, seconds)
+                    return ask(link, vocabulary, grammar, seconds)
             if job.stopped:
                 raise CancelledError
         raise RuntimeError(

@@ -10,11 +10,12 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from specdec.base.errors import InvalidInputError, one_line
+from specdec.grammar.calls import Calls
 from specdec.grammar.limits import MOST_CHARACTERS, MOST_PATTERN_CHARACTERS, check_size
 from specdec.grammar.schema.schema import NO_TEXT, reading
 from specdec.grammar.schema.text_rules import Text
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "calls"]
 
 QUICK_CHARACTERS = 8192
 """Of a schema without counts or patterns of its own, or of choices: fuzzed ones of this length
@@ -30,7 +31,7 @@ class Grammar:
     Attributes:
         kind: how `text` is read.
         text: a JSON schema, a regular expression, a list of strings as JSON, or rules in GBNF,
-            whose first is called root; empty for any JSON object.
+            whose first is called root; of calls what `Calls.text` says; empty for any JSON object.
 
     Raises:
         InvalidInputError: nothing could ever match it, or xgrammar would not hold to all that it
@@ -54,6 +55,12 @@ class Grammar:
                 f" be a string"
             )
         check_size(f"the grammar of kind {self.kind}", len(self.text), MOST_CHARACTERS)
+        if self.kind == "calls":
+            asked = Calls.of(self.text)
+            for name, schema in asked.schemas:
+                self._check_schema(f"the JSON schema of {name}", schema)
+            if asked.answer is not None:
+                Grammar(*asked.answer)
         if self.kind == "choice":
             choices = _parsed("the list of choices", self.text)
             if (
@@ -66,7 +73,7 @@ class Grammar:
                     f" of them empty"
                 )
         plain = "".join(choices) if self.kind == "choice" else self.text
-        if self.kind != "json_schema" and NO_TEXT.search(plain):
+        if self.kind not in ("json_schema", "calls") and NO_TEXT.search(plain):
             raise InvalidInputError(
                 f"the text of a grammar of kind {self.kind} holds NUL or half a character; leave"
                 f" that out"
@@ -74,10 +81,14 @@ class Grammar:
         if self.kind == "regex":
             check_size("the regular expression", len(self.text), MOST_PATTERN_CHARACTERS)
             Text((self.text,)).check()
-        if self.kind == "json_schema" and (reasons := _said(self.text)[0]):
+        if self.kind == "json_schema":
+            self._check_schema("the JSON schema", self.text)
+
+    @staticmethod
+    def _check_schema(what: str, text: str) -> None:
+        if reasons := _said(text)[0]:
             raise InvalidInputError(
-                f"the JSON schema asks for what cannot be held to: {'; '.join(reasons)}; leave that"
-                f" out"
+                f"{what} asks for what cannot be held to: {'; '.join(reasons)}; leave that out"
             )
 
     @property
@@ -85,13 +96,26 @@ class Grammar:
         """What a JSON schema says that the standard lets be, and that the output need not follow;
         said to who asked.
         """
+        if self.kind == "calls":
+            asked = Calls.of(self.text)
+            said = [f"{name}: {one}" for name, text in asked.schemas for one in _said(text)[1]]
+            return [*said, *asked.unheld]
         return list(_said(self.text)[1]) if self.kind == "json_schema" else []
+
+    @property
+    def markers(self) -> frozenset[int]:
+        """Special tokens that calls are written with, and that the text of an output shows."""
+        return frozenset(Calls.of(self.text).markers.values() if self.kind == "calls" else ())
 
     @property
     def is_quick(self) -> bool:
         """Whether it plainly takes little to compile."""
         if self.kind == "json_schema" and len(self.text) <= QUICK_CHARACTERS:
             return not _said(self.text)[2]
+        if self.kind == "calls" and len(self.text) <= QUICK_CHARACTERS:
+            asked = Calls.of(self.text)
+            answers = asked.answer is None or Grammar.known(*asked.answer).is_quick
+            return answers and not any(_said(text)[2] for _, text in asked.schemas)
         return self.kind == "json_object" or (
             self.kind == "choice" and len(self.text) <= QUICK_CHARACTERS
         )
@@ -133,6 +157,34 @@ class Grammar:
             "choice",
             _written("the list of choices", choices if isinstance(choices, str) else [*choices]),
         )
+
+    @classmethod
+    def calls(
+        cls,
+        form: str,
+        functions: Mapping[str, Mapping[str, Any] | None],
+        *,
+        required: bool = False,
+        parallel: bool = True,
+        markers: Mapping[str, int] | None = None,
+        answer: Grammar | None = None,
+    ) -> Grammar:
+        """Calls of functions, or a text without any.
+
+        Args:
+            form: how the model writes calls, one of `specdec.base.chat.tools.FORMATS`.
+            functions: by name the JSON schema of their arguments, None for any object.
+            required: calls alone.
+            parallel: several, where the format has that.
+            markers: see `ToolFormat.markers`.
+            answer: of a text.
+        """
+        texts = tuple(
+            (name, "" if schema is None else _written(f"the JSON schema of {name}", schema))
+            for name, schema in functions.items()
+        )
+        said = None if answer is None else (answer.kind, answer.text)
+        return cls("calls", Calls(form, texts, required, parallel, markers or {}, said).text)
 
     @classmethod
     def ebnf(cls, rules: str) -> Grammar:

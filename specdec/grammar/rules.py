@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from specdec.grammar.calls import Calls
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.schema.schema import FIRST_MARK, reading
 from specdec.grammar.schema.text_rules import Text
@@ -50,6 +51,9 @@ def rules_of(grammar: Grammar) -> str:
             return f"root ::= {' | '.join(map(_literal, json.loads(grammar.text)))}"
         case "ebnf":
             return grammar.text
+        case "calls":
+            asked = Calls.of(grammar.text)
+            return asked.rules(lambda kind, text: rules_of(Grammar.known(kind, text)))
 
 
 def _schema_rules(text: str) -> str:

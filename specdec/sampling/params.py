@@ -237,6 +237,12 @@ class SamplingParams:
         """Whether not every token may follow, by what came before it."""
         return self.grammar is not None or self.thinking_token_budget is not None
 
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """Which of them its text shows, as `IncrementalDecoder` takes it."""
+        shown = frozenset[int]() if self.grammar is None else self.grammar.markers
+        return {"skip_special_tokens": self.skip_special_tokens, "shown": shown}
+
     def for_chat(self) -> "SamplingParams":
         """Those of a conversation: models that think do so before they follow a grammar."""
         if self.grammar is None or self.grammar_after_thinking is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from specdec.base.version import __version__
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.answer import Answer
+from specdec.serve.answers.calls import CallCompletion
 from specdec.serve.answers.chat import ChatCompletion, chat_text
 from specdec.serve.answers.completion import Completion
 from specdec.serve.answers.stream import EventStream
@@ -41,6 +42,7 @@ from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.state.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
+from specdec.serve.tools import Tools, tools_of
 
 T = TypeVar("T")
 
@@ -90,14 +92,20 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, http: Request) -> Response:
         _check(front, asked, 1)
-        sampling = await _sampling(front, asked)
-        size = characters(asked.messages)
+        sampling, tools = await _sampling(front, asked), await _tools(front, asked)
+        given = tools.given if tools else []
+        size = characters([asked.messages, given])
         front.texts.check_length(size, engine.max_model_len)
-        tokens = await _while_there(http, size, _chat_tokens(front, asked, engine.max_model_len))
+        made = _chat_tokens(front, asked, engine.max_model_len, given)
+        tokens = await _while_there(http, size, made)
         if asked.most_output is None:
             sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
-        answer = ChatCompletion(asked, front.names[0], [tokens], tokens_of)
-        return await _respond(front, http, answer, sampling.for_chat())
+        about = asked, front.names[0], [tokens], tokens_of
+        if tools is None:
+            return await _respond(front, http, ChatCompletion(*about), sampling.for_chat())
+        grammar = tools.grammar(engine.reader.tokenizer, sampling.grammar)
+        sampling = replace(sampling, grammar=grammar).for_chat()
+        return await _respond(front, http, CallCompletion(*about, tools=tools), sampling)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -295,10 +303,20 @@ async def _completion_tokens(
     ]
 
 
-async def _chat_tokens(front: Front, asked: Chat | TokenizeRequest, most: int) -> list[int]:
+async def _tools(front: Front, asked: ChatRequest) -> Tools | None:
+    """The tools of a chat. They are looked at in a thread."""
+    if not asked.tools and asked.tool_choice is None:
+        return None
+    tokenizer = front.engine.reader.tokenizer
+    return await asyncio.to_thread(tools_of, asked, tokenizer, front.tool_format)
+
+
+async def _chat_tokens(
+    front: Front, asked: Chat | TokenizeRequest, most: int, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
     """Tokens of a chat."""
-    size = characters([asked.messages, asked.chat_template_kwargs])
-    render, special = chat_text(front.engine.reader, asked), bool(asked.add_special_tokens)
+    size = characters([asked.messages, asked.chat_template_kwargs, list(tools)])
+    render, special = chat_text(front.engine.reader, asked, tools), bool(asked.add_special_tokens)
     return await front.texts.chat(size, render, special=special, most=most)
 
 
@@ -310,7 +328,7 @@ async def _respond(
     """
     if sampling.grammar is not None:
         await unless_gone(http.receive, front.wait_for_grammar(sampling))
-        answer.notes = sampling.grammar.notes
+        answer.notes = [*answer.notes, *sampling.grammar.notes]
     asked = [
         (tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)
     ]

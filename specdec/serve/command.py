@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
                 _say(f"requests that do not say have {says}, {whence}")
             if line := setup.short_cache:
                 _say(line)
+            if line := setup.said_of_tools(decoder.tokenizer):
+                _say(line)
             where = f"{setup.names[0]} with drafter {drafter} at {url}/v1"
             gc.collect()
             gc.freeze()  # what stays is not looked through again

@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from specdec.base.chat.tools import FORMATS
 from specdec.base.errors import InvalidInputError
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -47,6 +48,7 @@ class ServeConfig:
             https://chat.example, or * for all.
         drain_seconds: how long unfinished outputs go on after SIGTERM, SIGINT or SIGHUP.
         vllm_metrics: give the metrics under vLLM's names, too.
+        tool_format: how the model writes calls of tools; None is as the chat template has it.
     """
 
     host: str = "127.0.0.1"
@@ -68,6 +70,7 @@ class ServeConfig:
     allowed_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     vllm_metrics: bool = False
+    tool_format: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "allowed_hosts", "allowed_origins"):
@@ -86,6 +89,10 @@ class ServeConfig:
             raise InvalidInputError(
                 f"allowed_origins has {wrong[0]!r}; give a scheme and a host, such as"
                 f" https://chat.example, or *"
+            )
+        if self.tool_format not in (None, *FORMATS):
+            raise InvalidInputError(
+                f"tool_format is {self.tool_format!r}; choose one of {', '.join(FORMATS)}"
             )
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get(KEY_VARIABLE) or None)

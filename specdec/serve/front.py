@@ -36,6 +36,7 @@ class Front:
     Attributes:
         names: by which the model is called.
         texts: makes tokens of texts.
+        tool_format: how the model writes calls of tools, where that is known.
         most_tokens: of prompt and output of one request together.
         totals: what was done so far.
         draining: nothing new is taken on.
@@ -48,6 +49,7 @@ class Front:
         self.engine, self.config = engine, setup.config
         self.names, self.drafter, self._model = setup.names, setup.drafter_name, setup.model
         self.texts, self.most_tokens = Texts(engine.reader), engine.admission.most_tokens
+        self.tool_format = setup.tool_format(engine.reader.tokenizer)
         self.created = int(time.time())
         self.totals = Totals()
         self._elsewhere: dict[int, Totals] = {}  # of other processes, by whatever tells them apart

@@ -10,6 +10,7 @@ MOST_ENTRIES = {
     "logit_bias": MOST_EDITS,
     "messages": 4096,
     "chat_template_kwargs": 256,
+    "tools": 128,
 }
 """Entries of lists and objects, by the field."""
 

@@ -13,14 +13,15 @@ from specdec.serve.limits import MOST_CHARACTERS, MOST_ENTRIES, MOST_FIELDS
 
 logger = logging.getLogger(__name__)
 
-_NO_TOOLS = "this server calls no tools; leave it out"
+_NO_TOOLS = "completions call no tools; ask /v1/chat/completions"
+_OLD_TOOLS = "give tools and tool_choice instead"
 _NO_SUCH_TEXT = "this server has no such way to choose tokens; leave it out"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
+    "functions": (([],), _OLD_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
+    "function_call": (("none", "auto"), _OLD_TOOLS),
     "audio": ((), "this server answers in text alone; leave it out"),
     "modalities": ((["text"],), 'this server answers in text alone; give ["text"]'),
     "suffix": (("",), "nothing is inserted before a text that follows; leave it out"),
@@ -230,6 +231,9 @@ class Chat(Body):
 class ChatRequest(Chat, Generation):
     """`POST /v1/chat/completions`."""
 
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     separate_reasoning: bool = True
     include_reasoning: bool = True
 

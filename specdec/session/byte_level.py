@@ -30,13 +30,19 @@ class Pieces(dict[int, bytes]):
     Args:
         tokenizer: of a byte-level vocabulary.
         skip_special_tokens: these add nothing.
+        shown: but these do.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        skip_special_tokens: bool,
+        shown: frozenset[int],
+    ) -> None:
         super().__init__()
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items() if skip_special_tokens else ()
-        self._hidden = {token for token, one in added if one.special}
+        self._hidden = {token for token, one in added if one.special} - shown
 
     def __missing__(self, token: int) -> bytes:
         name = None
@@ -53,7 +59,11 @@ class Pieces(dict[int, bytes]):
 
 
 @lru_cache(maxsize=8)
-def pieces_of(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Pieces | None:
+def pieces_of(
+    tokenizer: PreTrainedTokenizerBase,
+    skip_special_tokens: bool,
+    shown: frozenset[int] = frozenset(),
+) -> Pieces | None:
     """Bytes of its tokens; None where a text is more than these in a row."""
     byte_level = steps_of(tokenizer) == ["ByteLevel"]
-    return Pieces(tokenizer, skip_special_tokens) if byte_level else None
+    return Pieces(tokenizer, skip_special_tokens, shown) if byte_level else None

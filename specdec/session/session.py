@@ -285,18 +285,18 @@ class Session:
                 "stop strings need a tokenizer and the session has none; give it one, or use"
                 " stop_token_ids"
             )
-        decoder, skip = None, sampling.skip_special_tokens
+        decoder, special = None, sampling.special_tokens
         if self.tokenizer is not None and (sampling.stop or (text and incremental)):
             # A least length of the checkpoint's own holds off its ends alone, as in Transformers.
             decoder = IncrementalDecoder(
                 self.tokenizer,
                 sampling.stop,
                 min_tokens=sampling.min_tokens or 0,
-                skip_special_tokens=skip,
+                **special,
             )
         push = None if decoder is None else lambda request, tokens: decoder.push(tokens)
         request = self.engine.new_request(token_ids(prompt), sampling, on_tokens=push)
-        whole = partial(text_of, self.tokenizer if text else None, skip_special_tokens=skip)
+        whole = partial(text_of, self.tokenizer if text else None, **special)
         handle = Handle(self, stream, request, index, decoder, whole)
         self._new.append(request)
         stream.open()

@@ -38,10 +38,17 @@ def text_of(
     token_ids: list[int],
     *,
     skip_special_tokens: bool = True,
+    shown: frozenset[int] = frozenset(),
 ) -> str:
-    """Text of tokens that nothing follows; none without a tokenizer."""
+    """Text of tokens that nothing follows; none without a tokenizer. Special tokens that are
+    `shown` are never left out.
+    """
     if tokenizer is None:
         return ""
+    if skip_special_tokens and shown:
+        hidden = frozenset(_special_tokens(tokenizer).values()) - shown
+        token_ids = [token for token in token_ids if token not in hidden]
+        skip_special_tokens = False
     text = tokenizer.decode(
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
@@ -138,6 +145,7 @@ class IncrementalDecoder:
         min_tokens: tokens in whose text no stop string is looked for.
         skip_special_tokens: leave special tokens out of the text; a stop string that is one of them
             is known by its id then.
+        shown: those that are not.
     """
 
     def __init__(
@@ -147,6 +155,7 @@ class IncrementalDecoder:
         *,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer, self._byte_tokens = tokenizer, _byte_tokens(tokenizer)
         self._stop = tuple(stop)
@@ -156,7 +165,7 @@ class IncrementalDecoder:
         self._stops = stop_strings(self._stop)
         self._num_exempt = min_tokens  # tokens before the search begins
         self._node = self._searched = 0  # where the search is, and how much of `_text` it has seen
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens, self._shown = skip_special_tokens, shown
         self._window: list[int] = []  # the context, then the pending tokens
         # tokens whose text is settled, kept for what they do to the next ones
         self._num_context = 0
@@ -166,7 +175,7 @@ class IncrementalDecoder:
         self._taken: list[str] = []  # what `take` has handed out
         self._text = ""  # the rest of the settled text
         self._pending_text = ""  # the rest, as it would read if nothing followed
-        self._pieces = pieces_of(tokenizer, skip_special_tokens)
+        self._pieces = pieces_of(tokenizer, skip_special_tokens, shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stopped = False
 
@@ -236,7 +245,8 @@ class IncrementalDecoder:
             self._shorten_window()
 
     def _decode(self, token_ids: list[int]) -> str:
-        return text_of(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
+        skip = self._skip_special_tokens
+        return text_of(self._tokenizer, token_ids, skip_special_tokens=skip, shown=self._shown)
 
     def _settled_part(self, new_text: str) -> str:
         if new_text.endswith(_REPLACEMENT):

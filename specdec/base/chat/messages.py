@@ -27,6 +27,12 @@ _PROBE = "qzx7 specdec"
 _reads_parts: dict[str, bool] = {}
 """By template, whether it reads the parts of a content, and not the text."""
 
+_reads_objects: dict[str, bool] = {}
+"""By template, whether it reads the arguments of calls as objects, and not as JSON."""
+
+_shows_tools: dict[str, bool] = {}
+"""By template, whether it tells the model of tools."""
+
 
 def readable(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages whose contents are texts, and in which the arguments of calls are objects and not
@@ -48,12 +54,12 @@ def for_template(
     """The same as the template reads them: contents as parts where it reads nothing else, and no
     role that it does not know.
     """
-    template = _template(tokenizer)
+    template = template_of(tokenizer)
     if template not in _reads_parts:
-        _reads_parts[template] = _shows(
-            tokenizer,
-            [{"type": "text", "text": _PROBE}],
-        ) and not _shows(tokenizer, _PROBE)
+        parts = [{"type": "text", "text": _PROBE}]
+        _reads_parts[template] = _shows(tokenizer, _user(parts)) and not _shows(
+            tokenizer, _user(_PROBE)
+        )
     made = [dict(message) for message in messages]
     for message in made:
         if message.get("role") == "developer" and "developer" not in template:
@@ -64,7 +70,20 @@ def for_template(
             message["role"] = "system"
         if _reads_parts[template] and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
+        if message.get("tool_calls") and not _takes_objects(tokenizer):
+            message["tool_calls"] = [_written_call(call) for call in message["tool_calls"]]
     return made
+
+
+def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template tells the model of tools."""
+    template = template_of(tokenizer)
+    if template not in _shows_tools:
+        nothing = {"type": "object", "properties": {}}
+        function = {"name": "probe", "description": _PROBE, "parameters": nothing}
+        tools = [{"type": "function", "function": function}]
+        _shows_tools[template] = _shows(tokenizer, _user("a"), tools=tools)
+    return _shows_tools[template]
 
 
 def template_text(given: Any) -> str | None:
@@ -178,15 +197,53 @@ def _parsed_call(call: Any) -> Any:
     )
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _takes_objects(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether arguments of calls are to be objects. A template that puts texts together fails of
+    them, or writes them as Python does.
+    """
+    template = template_of(tokenizer)
+    if template not in _reads_objects:
+        given = {"a": _PROBE}
+        text = _shown(tokenizer, _call_and_result(given))
+        fits = _PROBE in text and f"'{_PROBE}'" not in text
+        _reads_objects[template] = fits or not _shows(
+            tokenizer, _call_and_result(json.dumps(given))
+        )
+    return _reads_objects[template]
+
+
+def _call_and_result(arguments: Any) -> list[dict[str, Any]]:
+    function, number = {"name": "probe", "arguments": arguments}, "probe1234"
+    calls = [{"id": number, "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": number, "name": "probe", "content": "b"}
+    return [*_user("a"), {"role": "assistant", "content": "", "tool_calls": calls}, result]
+
+
+def _written_call(call: Any) -> Any:
+    """A call of a tool, whose arguments are JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), dict):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template of a tokenizer; of several, all of them as JSON."""
     template = getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else json.dumps(template, default=str)
 
 
-def _shows(tokenizer: PreTrainedTokenizerBase, content: Any) -> bool:
+def _user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def _shows(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **more: Any) -> bool:
+    return _PROBE in _shown(tokenizer, messages, **more)
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **more: Any) -> str:
     try:
-        return _PROBE in str(
-            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False),
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **more))
     except Exception:  # a template may raise whatever it likes
-        return False
+        return ""

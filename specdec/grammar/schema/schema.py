@@ -68,6 +68,13 @@ def reading(text: str) -> Reading:
         raise InvalidInputError("the JSON schema is nested too deeply; make it flatter") from error
 
 
+def misformed(schema: Any) -> list[str]:
+    """What in a schema is not of the metaschema's form, each with its place."""
+    reader = _Reader(schema)
+    reader._look_at_forms()
+    return reader._found.reasons
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 

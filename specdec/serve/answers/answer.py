@@ -73,6 +73,10 @@ class Answer:
         """What came of an output."""
         raise NotImplementedError
 
+    def reason(self, result: GenerationResult, index: int) -> str:
+        """Why an output has ended."""
+        return result.finish_reason
+
     def shown(self, chunk: StreamChunk) -> StreamChunk:
         """What of it is told."""
         return chunk
@@ -86,7 +90,7 @@ class Answer:
                 {
                     "index": index,
                     **choice,
-                    "finish_reason": result.finish_reason,
+                    "finish_reason": self.reason(result, index),
                     "meta_info": meta_info([result]),
                 }
             )
@@ -141,18 +145,22 @@ class Answer:
         output.
         """
         self._counts[chunk.index] += len(chunk.token_ids)
-        chunk = self.shown(chunk)
-        text = chunk.text if chunk.parts is None else "".join(chunk.parts)
-        if text or (chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)):
-            choice = {"index": chunk.index, **self.delta(chunk), "finish_reason": None}
-            if self.asked.return_token_ids:
-                choice["token_ids"] = chunk.token_ids
-            yield self._event([choice])
+        for change in self.changes(self.shown(chunk)):
+            yield self._event([{"index": chunk.index, **change, "finish_reason": None}])
         if chunk.result is not None:
             end = self.delta(StreamChunk(chunk.index, "", []))
-            reason, figures = chunk.result.finish_reason, meta_info([chunk.result])
+            reason, figures = self.reason(chunk.result, chunk.index), meta_info([chunk.result])
             last = {"index": chunk.index, **end, "finish_reason": reason, "meta_info": figures}
             yield self._event([last]) | self._warnings
+
+    def changes(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
+        """What came of an output, none where it shows nothing yet."""
+        text = chunk.text if chunk.parts is None else "".join(chunk.parts)
+        if text or (chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)):
+            choice = self.delta(chunk)
+            if self.asked.return_token_ids:
+                choice["token_ids"] = chunk.token_ids
+            yield choice
 
     def closing(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The event that has no output and the usage of all."""

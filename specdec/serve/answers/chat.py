@@ -17,8 +17,12 @@ from specdec.session.outputs import GenerationResult, StreamChunk
 from specdec.session.prompts import PromptReader
 
 
-def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[], str]:
-    """What makes the prompt of messages, by the model's template.
+def chat_text(
+    reader: PromptReader,
+    asked: Chat | TokenizeRequest,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Callable[[], str]:
+    """What makes the prompt of messages and tools, by the model's template.
 
     Raises:
         RequestError: a message is of no use to a text model, or an option of the template is not
@@ -49,6 +53,7 @@ def chat_text(reader: PromptReader, asked: Chat | TokenizeRequest) -> Callable[[
             "add_generation_prompt": asked.add_generation_prompt
             and not asked.continue_final_message,
             "continue_final_message": asked.continue_final_message,
+            **({"tools": list(tools)} if tools else {}),
             **variables,
         },
     )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specdec.base.chat.messages import knows_tools
+from specdec.base.chat.tools import FORMATS, ToolFormat, format_of
 from specdec.base.files import user_path
 from specdec.base.registry import parts_of
 from specdec.serve.config import ServeConfig
 from specdec.session.link.channel import Facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,24 @@ class Setup:
     def names(self) -> tuple[str, ...]:
         """By which the model is called."""
         return self.config.served_model_name or (_last_part(self.model),)
+
+    def tool_format(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
+        """How the model writes calls of tools, where that is known."""
+        named = self.config.tool_format
+        return format_of(tokenizer) if named is None else FORMATS[named]
+
+    def said_of_tools(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """How tools are called, in one line; None where the template knows none."""
+        form, named = self.tool_format(tokenizer), self.config.tool_format
+        if not knows_tools(tokenizer):
+            what = (
+                "the chat template tells the model of no tools, so requests with tools are refused"
+            )
+            return what if named else None
+        if form is None:
+            return "tools are called with tool_choice required alone, unless --tool-format says how"
+        whence = "the chat template has it" if named is None else "--tool-format says"
+        return f"tools are called in the format {form.name}, as {whence}"
 
     @property
     def drafter_name(self) -> str | None:

@@ -100,16 +100,17 @@ class Remote:
         if self._loop is None:
             raise CapacityError("the engine has ended")
         request = self.admission.new_request(prompt_token_ids, sampling)
-        tokenizer, skip = self.reader.tokenizer, sampling.skip_special_tokens
+        tokenizer = self.reader.tokenizer
         text: IncrementalDecoder | None = None
         thinking = thinking_of(tokenizer) if parted else None
-        options: Any = {"min_tokens": sampling.min_tokens or 0, "skip_special_tokens": skip}
+        special = sampling.special_tokens
+        options: Any = {"min_tokens": sampling.min_tokens or 0, **special}
         if thinking is not None:
             options |= {"thinking": thinking, "place": thinking.behind_prompt(prompt_token_ids)}
             text = PartedDecoder(tokenizer, sampling.stop, **options)
         elif incremental or sampling.stop:
             text = IncrementalDecoder(tokenizer, sampling.stop, **options)
-        whole = partial(text_of, tokenizer, skip_special_tokens=skip)
+        whole = partial(text_of, tokenizer, **special)
         handle = Handle(self, stream, request, index, text, whole)
         self._open[request.request_id] = handle
         if incremental:

@@ -88,12 +88,12 @@ def test_both_ways_give_the_same(
     )
     monkeypatch.setattr(worker, "AGAIN_SECONDS", again)
     monkeypatch.setattr(worker.time, "process_time", lambda: 0.0)
-    again_asked, text = worker._compiled(compiler._library, grammar)
+    again_asked, text = worker._compiled(compiler._library(frozenset()).compiler, grammar)
     assert again_asked == (again > 0)
     made = (
-        compiler._library.compile_grammar(text)
+        compiler._library(frozenset()).compiler.compile_grammar(text)
         if again_asked
-        else xgrammar.CompiledGrammar.deserialize_json(text, compiler._info)
+        else xgrammar.CompiledGrammar.deserialize_json(text, compiler._library(frozenset()).info)
     )
     assert made.serialize_json() == compiler.compiled(grammar).result(HANG).serialize_json()
 
@@ -114,16 +114,17 @@ def test_limits_of_a_process() -> None:
 
 def test_what_takes_too_long(compiler: GrammarCompiler) -> None:
     with (
-        lanes().process.open(compiler._vocabulary) as link,
+        lanes().process.open(compiler._library(frozenset()).vocabulary) as link,
         pytest.raises(TooSlow, match="20 seconds"),
     ):
-        ask(link, compiler._vocabulary, long("a"), 0.01)
+        ask(link, compiler._library(frozenset()).vocabulary, long("a"), 0.01)
 
 
 def test_a_crash_is_of_one_grammar(compiler: GrammarCompiler) -> None:
     """The compiling process, then the one that begins it."""
-    with ThreadPoolExecutor() as threads, lanes().process.open(compiler._vocabulary) as link:
-        asked = threads.submit(ask, link, compiler._vocabulary, long("a"), 600)
+    vocabulary = compiler._library(frozenset()).vocabulary
+    with ThreadPoolExecutor() as threads, lanes().process.open(vocabulary) as link:
+        asked = threads.submit(ask, link, vocabulary, long("a"), 600)
         # it has read its text
         wait_until(lambda: any(os.getpriority(os.PRIO_PROCESS, one) for one in compiling()))
         os.kill(compiling()[0], signal.SIGKILL)
@@ -270,7 +271,7 @@ def test_an_interpreter_that_ends_waits_for_nothing(
     compiler: GrammarCompiler, tmp_path: Path
 ) -> None:
     """And leaves nothing behind."""
-    (tmp_path / "info.json").write_text(compiler._info.serialize_json())
+    (tmp_path / "info.json").write_text(compiler._library(frozenset()).info.serialize_json())
     ended = subprocess.run(
         [sys.executable, "-c", EXIT, tmp_path / "info.json"],
         capture_output=True,

@@ -292,7 +292,7 @@ def test_models_and_tokens(live: Live, client: openai.OpenAI) -> None:
         ({"top_p": 1.5}, 400, None, "top_p is 1.5; it must lie in (0, 1]"),
         ({"n": 0}, 400, "n", "n is 0"),
         ({"n": 300}, 400, None, "300 outputs and the limit is 256"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "this server calls no tools"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", "completions call no tools"),
         ({"best_of": 4}, 400, "best_of", "outputs are not ranked"),
         ({"prompt": [1, 97]}, 400, None, "token id 97"),
         ({"prompt": []}, 400, None, "the prompt is empty"),

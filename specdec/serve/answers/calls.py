@@ -1,0 +1,106 @@
+"""Answers of chats that may call tools."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+from specdec.serve.answers.chat import ChatCompletion
+from specdec.serve.answers.reader import CallReader, Piece
+from specdec.serve.answers.transport import line
+from specdec.serve.tools import Tools
+from specdec.session.outputs import GenerationResult, StreamChunk
+
+_ID = string.ascii_letters + string.digits
+
+
+class CallCompletion(ChatCompletion):
+    """See `Answer`. `tools` are those that may be called."""
+
+    def __init__(self, *arguments: Any, tools: Tools) -> None:
+        super().__init__(*arguments)
+        self._tools = tools
+        self._readers: dict[int, CallReader] = {}
+        self._num_calls: Counter[int] = Counter()  # by output
+        self.notes = tools.notes
+
+    def choice(
+        self, result: GenerationResult, index: int, first: GenerationResult
+    ) -> dict[str, Any]:
+        """An output as a whole."""
+        choice = super().choice(result, index, first)
+        message, calls, text = choice["message"], list[dict[str, Any]](), ""
+        for piece in self._pieces(index, message["content"], end=True):
+            if piece.kind == "name":
+                calls.append(self._call(index, piece.text))
+            elif piece.kind == "arguments":
+                calls[-1]["function"]["arguments"] += piece.text
+            else:
+                text += piece.text
+        if calls:
+            message["tool_calls"] = calls
+        message["content"] = text if text or not calls else None
+        return choice
+
+    def reason(self, result: GenerationResult, index: int) -> str:
+        """Why an output has ended."""
+        called = self._num_calls[index] and result.finish_reason == "stop"
+        return "tool_calls" if called else result.finish_reason
+
+    def lines(self, chunk: StreamChunk) -> bytes:
+        """`events` as they are sent."""
+        return b"".join(map(line, self.events(chunk)))
+
+    def changes(self, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
+        """What came of an output, each name and each piece of arguments by itself."""
+        reasoning, content = chunk.parts or ("", chunk.text)
+        pieces = self._pieces(chunk.index, content, end=chunk.result is not None)
+        deltas = list(self._deltas(chunk.index, pieces))
+        if reasoning:
+            deltas.insert(0, {"reasoning_content": reasoning})
+        told = chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)
+        for number, delta in enumerate(deltas or [{}] if told else deltas):
+            tokens = StreamChunk(chunk.index, "", [])
+            if not number:
+                tokens = StreamChunk(
+                    chunk.index,
+                    "",
+                    chunk.token_ids,
+                    logprobs=chunk.logprobs,
+                    top_logprobs=chunk.top_logprobs,
+                )
+            made = {**super().delta(tokens), "delta": delta}
+            if self.asked.return_token_ids:
+                made["token_ids"] = tokens.token_ids
+            yield made
+
+    def _pieces(self, index: int, text: str, *, end: bool) -> list[Piece]:
+        if index not in self._readers:
+            self._readers[index] = CallReader(self._tools.form, self._tools.functions)
+        return self._readers[index].push(text, end=end)
+
+    def _deltas(self, index: int, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
+        for kind, some in groupby(pieces, lambda piece: piece.kind):
+            texts = [piece.text for piece in some]
+            if kind == "text":
+                yield {"content": "".join(texts)}
+            elif kind == "name":
+                for name in texts:
+                    call = self._call(index, name)
+                    yield {"tool_calls": [{"index": self._num_calls[index] - 1, **call}]}
+            else:
+                more = {
+                    "index": self._num_calls[index] - 1,
+                    "function": {"arguments": "".join(texts)},
+                }
+                yield {"tool_calls": [more]}
+
+    def _call(self, index: int, name: str) -> dict[str, Any]:
+        """A call that begins. Its id is of the kind that Mistral's templates take, and all."""
+        self._num_calls[index] += 1
+        made = "".join(secrets.choice(_ID) for _ in range(9))
+        return {"id": made, "type": "function", "function": {"name": name, "arguments": ""}}

@@ -1,0 +1,161 @@
+"""Reads calls of tools out of the text of an output while it arrives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from specdec.base.chat.tools import ToolFormat
+from specdec.grammar.schema.arguments import Argument, arguments_of
+
+
+class Piece(NamedTuple):
+    """What came: text of the answer, the name of a function that begins a call, or more of its
+    arguments, as JSON.
+    """
+
+    kind: Literal["text", "name", "arguments"]
+    text: str
+
+
+class CallReader:
+    """Reads one output. What it finds does not depend on the pieces in which the text comes.
+
+    A call that is cut in the midst of its arguments is given as far as it came.
+
+    Args:
+        form: how calls are written.
+        functions: by name the JSON schemas of their arguments, None where they have none.
+    """
+
+    def __init__(self, form: ToolFormat, functions: Mapping[str, Any]) -> None:
+        self._form, self._functions = form, functions
+        self._rest = ""  # that is not read yet
+        self._ended = False  # nothing more comes
+        self._found: list[Piece] = []
+        self._reading = self._read()
+
+    def push(self, text: str, *, end: bool = False) -> list[Piece]:
+        """What more text brings; at the `end` all that was held back."""
+        self._rest, self._ended = self._rest + text, end
+        next(self._reading, None)
+        found, self._found = self._found, []
+        return found
+
+    def _read(self) -> Generator[None]:
+        """Reads what there is, and goes on with the next piece at every `yield`."""
+        form, lead = self._form, self._form.opening
+        yield from self._text()
+        while (name := (yield from self._call(lead))) is not None:
+            self._found.append(Piece("name", name))
+            yield from self._object() if form.argument is None else self._arguments(name)
+            yield from self._literal(form.end)
+            lead = form.between
+        yield from self._literal(form.closing)
+        while True:
+            self._add("text", self._taken(len(self._rest)))
+            yield
+
+    def _add(self, kind: Literal["text", "arguments"], text: str) -> None:
+        if text:
+            self._found.append(Piece(kind, text))
+
+    def _taken(self, count: int) -> str:
+        piece, self._rest = self._rest[:count], self._rest[count:]
+        return piece
+
+    def _text(self) -> Generator[None]:
+        """Up to the first call. Blanks before it are no text by themselves."""
+        trigger, said = self._form.trigger, False
+        while (at := self._rest.find(trigger)) < 0:
+            if said or self._ended or self._rest.strip():
+                held = 0 if self._ended else _overlap(self._rest, trigger)
+                said = said or len(self._rest) > held
+                self._add("text", self._taken(len(self._rest) - held))
+            yield
+        before = self._taken(at)
+        self._add("text", before if said or before.strip() else "")
+
+    def _call(self, lead: str) -> Generator[None, None, str | None]:
+        """The name of a function that is called behind `lead`, if one is."""
+        begins = {lead + self._form.called(name): name for name in self._functions}
+        while any(len(one) > len(self._rest) and one.startswith(self._rest) for one in begins):
+            if self._ended:
+                self._rest = ""  # the beginning of one
+                return None
+            yield
+        found = max((one for one in begins if self._rest.startswith(one)), key=len, default="")
+        self._taken(len(found))
+        return begins.get(found)
+
+    def _literal(self, text: str) -> Generator[None]:
+        """What has to follow, or its beginning at the end."""
+        while len(self._rest) < len(text) and text.startswith(self._rest) and not self._ended:
+            yield
+        if text.startswith(self._rest) or self._rest.startswith(text):
+            self._taken(len(text))
+
+    def _object(self) -> Generator[None]:
+        """Arguments that are a JSON object."""
+        depth, quoted, escaped = 0, False, False
+        while True:
+            for at, sign in enumerate(self._rest):
+                if quoted:
+                    quoted = escaped or sign != '"'
+                    escaped = not escaped and sign == "\\"
+                elif sign == '"':
+                    quoted = True
+                elif sign in "{[":
+                    depth += 1
+                elif sign in "}]":
+                    depth -= 1
+                    if depth == 0:
+                        self._add("arguments", self._taken(at + 1))
+                        return
+            self._add("arguments", self._taken(len(self._rest)))
+            yield
+
+    def _arguments(self, function: str) -> Generator[None]:
+        """Arguments that are written one by one."""
+        assert self._form.argument is not None
+        first, last = self._form.argument
+        before, behind = first.split("{key}")
+        known = {one.name: one for one in arguments_of(self._functions[function]) or ()}
+        start = "{"
+        while not self._rest.startswith(self._form.end):
+            at = self._rest.find(behind, len(before)) if self._rest.startswith(before) else -1
+            if at < 0:
+                yield
+                continue
+            name = self._taken(at + len(behind))[len(before) : at]
+            self._add("arguments", f"{start}{_json(name)}: ")
+            start = ", "
+            yield from self._value(known.get(name, Argument(name, {}, False, {})), last)
+        self._add("arguments", "}" if start == ", " else "{}")
+
+    def _value(self, argument: Argument, last: str) -> Generator[None]:
+        """A value: a text as it comes, and whatever else once it is there."""
+        quote = '"' if argument.is_text else ""
+        self._add("arguments", quote)
+        while (at := self._rest.find(last)) < 0:
+            if quote:
+                some = self._taken(len(self._rest) - _overlap(self._rest, last))
+                self._add("arguments", _json(some)[1:-1])
+            yield
+        value = self._taken(at + len(last))[:at]
+        self._add("arguments", _json(value)[1:] if quote else _json(argument.read(value)))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many of the last characters of a text may begin a mark.
+
+    >>> _overlap("a <tool", "<tool_call>"), _overlap("a", "<tool_call>")
+    (5, 0)
+    """
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if mark.startswith(text[-size:])), 0)

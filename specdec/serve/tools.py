@@ -1,0 +1,186 @@
+"""The tools of a request: what is told of them to the model, and what may be called."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from specdec.base.chat.messages import knows_tools
+from specdec.base.chat.tools import FORMATS, ToolFormat
+from specdec.base.errors import InvalidInputError
+from specdec.grammar.calls import NAME
+from specdec.grammar.grammar import Grammar
+from specdec.grammar.schema.refs import Root
+from specdec.grammar.schema.schema import misformed
+from specdec.serve.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specdec.serve.protocol import ChatRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a request may call.
+
+    Attributes:
+        form: how the model writes calls.
+        given: all tools, as the template reads them.
+        functions: by name the schemas of the arguments of those that may be called, None of any.
+        required: an answer is calls alone.
+        parallel: several may come.
+        notes: what calls are not held to.
+    """
+
+    form: ToolFormat
+    given: list[dict[str, Any]]
+    functions: dict[str, Any]
+    required: bool
+    parallel: bool
+    notes: list[str] = field(default_factory=list)
+
+    def grammar(self, tokenizer: PreTrainedTokenizerBase, answer: Grammar | None) -> Grammar:
+        """Of answers; `answer` is that of those that call nothing."""
+        return Grammar.calls(
+            self.form.name,
+            self.functions,
+            required=self.required,
+            parallel=self.parallel,
+            markers=self.form.markers(tokenizer),
+            answer=answer,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    given: dict[str, Any]
+    name: str
+    schema: Any
+    notes: list[str]
+
+
+def tools_of(
+    asked: ChatRequest, tokenizer: PreTrainedTokenizerBase, form: ToolFormat | None
+) -> Tools | None:
+    """The tools of a chat; None where nothing is to be called.
+
+    Args:
+        asked: the request.
+        tokenizer: has the chat template.
+        form: how the model writes calls, where that is known.
+
+    Raises:
+        RequestError: one is not of its form, or cannot be called.
+    """
+    known = [_function(f"tools[{place}]", given) for place, given in enumerate(asked.tools or ())]
+    names = [one.name for one in known]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise _refusal("tools", f"two functions are called {twice!r}; give each another name")
+    allowed, required, single = _choice(asked.tool_choice, names)
+    if not allowed:
+        return None
+    if not knows_tools(tokenizer):
+        what = "the chat template tells the model of no tools"
+        raise _refusal(
+            "tools", f"{what}; leave them out, or start the server with another template"
+        )
+    if form is None and not required:
+        what = "the chat template says in no known way how calls are written"
+        way_out = "ask with tool_choice required, or start the server with --tool-format"
+        raise _refusal("tools", f"{what}; {way_out}")
+    return Tools(
+        FORMATS["json"] if form is None else form,
+        [one.given for one in known],
+        {one.name: one.schema for one in known if one.name in allowed},
+        required,
+        asked.parallel_tool_calls is not False and not single,
+        [note for one in known if one.name in allowed for note in one.notes],
+    )
+
+
+def _function(place: str, given: Any) -> _Function:
+    if not isinstance(given, Mapping) or given.get("type", "function") != "function":
+        kind = given.get("type") if isinstance(given, Mapping) else given
+        raise _refusal("tools", f"{place} is {reprlib.repr(kind)}; give a function", place)
+    function = given.get("function")
+    if not isinstance(function, Mapping):
+        raise _refusal("tools", f"{place} has no function; give an object with its name", place)
+    name, strict = function.get("name"), function.get("strict")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        what = f"{place} is called {reprlib.repr(name)}"
+        raise _refusal("tools", f"{what}; give 1 to 64 letters, digits, _ . or -", place)
+    if not isinstance(function.get("description", ""), str | None):
+        raise _refusal("tools", f"the description of {name} is no text; give one", place)
+    if not isinstance(strict, bool | None):
+        raise _refusal("tools", f"strict of {name} is {strict!r}; give true or false", place)
+    schema = _schema(name, function.get("parameters"), place)
+    shown = {key: value for key, value in function.items() if key != "strict"}
+    shown["parameters"] = schema
+    notes = []
+    try:
+        Grammar.json_schema(schema)
+    except InvalidInputError as error:
+        if strict:
+            raise _refusal("tools", f"{name}, which is strict: {error}", place) from error
+        notes.append(f"{name}: its arguments are any object, since {error}")
+    return _Function(
+        {"type": "function", "function": shown}, name, None if notes else schema, notes
+    )
+
+
+def _schema(name: str, given: Any, place: str) -> dict[str, Any]:
+    """Of the arguments of a function; none at all unless they are described."""
+    schema = {"type": "object", "properties": {}} if given is None else given
+    if not isinstance(schema, Mapping):
+        what = f"the parameters of {name} are {reprlib.repr(given)}"
+        raise _refusal("tools", f"{what}; give a JSON schema of an object", place)
+    if schema.keys().isdisjoint(("type", "$ref", "anyOf", "oneOf", "allOf")):
+        schema = {"type": "object", **schema}
+    if wrong := misformed(schema):
+        raise _refusal("tools", f"the parameters of {name}: {wrong[0]}", place)
+    if Root(schema).kinds(schema) != {"object"}:
+        what = f"the parameters of {name} describe no object"
+        raise _refusal("tools", f"{what}; give a schema of type object", place)
+    return dict(schema)
+
+
+def _choice(given: Any, names: list[str]) -> tuple[list[str], bool, bool]:
+    """The functions that may be called, whether one has to be, and whether one alone."""
+    if given in (None, "auto", "none"):
+        return ([] if given == "none" else names), False, False
+    if not names:
+        what = f"tool_choice is {reprlib.repr(given)} and there are no tools"
+        raise _refusal("tool_choice", f"{what}; give some")
+    if given == "required":
+        return names, True, False
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping) and kind == "function":
+        return [_named(given, names)], True, True
+    allowed = given.get("allowed_tools") if isinstance(given, Mapping) else None
+    if kind == "allowed_tools" and isinstance(allowed, Mapping):
+        mode, some = allowed.get("mode", "auto"), allowed.get("tools")
+        if mode in ("auto", "required") and isinstance(some, list) and some:
+            return [_named(one, names) for one in some], mode == "required", False
+    raise _refusal(
+        "tool_choice",
+        f"tool_choice is {reprlib.repr(given)}; choose none, auto, required, or a function:"
+        ' {"type": "function", "function": {"name": ...}}',
+    )
+
+
+def _named(given: Any, names: list[str]) -> str:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if name not in names:
+        what = f"tool_choice names {reprlib.repr(name)}"
+        raise _refusal(
+            "tool_choice", f"{what}, which is none of the tools; add it, or name another"
+        )
+    return str(name)
+
+
+def _refusal(field: str, message: str, param: str | None = None) -> RequestError:
+    return RequestError(400, message, param=param or field)

@@ -1,0 +1,73 @@
+"""A tiny model that is told of tools, with a tokenizer of single characters."""
+
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from specdec.base.config import CacheConfig, EngineConfig
+from specdec.session.decoder import SpecDecoder
+from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
+
+_TOLD = "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.description }}\n{% endfor %}"
+_BEGIN = "{% if add_generation_prompt %}assistant: {% endif %}"
+_MESSAGES = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{{ c.function.name }}="
+    "{{ c.function.arguments OBJECT }}{% endfor %}"
+    "{{ m.tool_call_id }}\n{% endfor %}"
+)
+
+HERMES = _TOLD + "{# <tool_call> #}" + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
+"""As Qwen 3: the tags of calls are text, arguments of earlier ones objects."""
+
+MISTRAL = _TOLD + "{# [TOOL_CALLS] [ARGS] #}" + _MESSAGES.replace("OBJECT", "+ ''") + _BEGIN
+"""Calls are written with special tokens, arguments of earlier ones are texts."""
+
+UNKNOWN = _TOLD + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
+"""Tells of tools, and not how they are called."""
+
+_DROPPED, _MORE = "^~;!%?&$", "ö市｜▁"
+
+
+def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """One token per character, and Mistral's markers, as large as the tiny models' vocabulary."""
+    markers = ["[TOOL_CALLS]", "[ARGS]"]
+    letters = [chr(place) for place in range(32, 127) if chr(place) not in _DROPPED]
+    pieces = ["<pad>", "<s>", "</s>", *markers, "\n", *letters, *_MORE]
+    assert len(pieces) <= VOCAB
+    pieces += [f"<unused{place}>" for place in range(VOCAB - len(pieces))]
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
+    made.add_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in markers], special_tokens=True
+    )
+    made.chat_template = template
+    return made
+
+
+def tool_decoder(template: str = HERMES, **engine: Any) -> SpecDecoder:
+    """A random target with random drafts."""
+    verifier = paged_verifier(plain_model("llama"), 4)
+    config: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "num_draft_tokens": 3,
+        "max_model_len": 512,
+        "cache": CacheConfig(memory_bytes=2**23),
+        **engine,
+    }
+    drafter, made = random_dflash(verifier), EngineConfig(**config)
+    return SpecDecoder(verifier, tool_tokenizer(template), drafter, made)
+
+
+def function(name: str, schema: Any = None, **more: Any) -> dict[str, Any]:
+    """A tool, as requests have it."""
+    about = {"name": name, "description": f"does {name}", "parameters": schema, **more}
+    return {"type": "function", "function": about}

@@ -1,0 +1,101 @@
+"""Reading calls out of texts that come in pieces."""
+
+import json
+import random
+
+import pytest
+
+from specdec.base.chat.tools import FORMATS, ToolFormat
+from specdec.serve.answers.reader import CallReader, Piece
+
+FUNCTIONS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": ["integer", "string"]},
+            "where": {"type": "object", "properties": {"x": {"type": "string"}}},
+        },
+    },
+    "get": {"type": "object", "properties": {}},
+}
+ARGUMENTS = {"city": 'P"ar{is\\ö\n</', "days": 5, "where": {"x": '}"'}}
+
+
+def called(form: ToolFormat, name: str, arguments: dict[str, object]) -> str:
+    """A call as the model writes it."""
+    if form.argument is None:
+        written = json.dumps(arguments, ensure_ascii=False)
+    else:
+        first, last = form.argument
+        written = "".join(
+            f"{first.replace('{key}', key)}{one if isinstance(one, str) else json.dumps(one)}{last}"
+            for key, one in arguments.items()
+        )
+    return f"{form.called(name)}{written}{form.end}"
+
+
+def together(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of pieces."""
+    text, calls = "", list[tuple[str, str]]()
+    for kind, some in pieces:
+        if kind == "text":
+            text += some
+        elif kind == "name":
+            calls.append((some, ""))
+        else:
+            calls[-1] = calls[-1][0], calls[-1][1] + some
+    return text, calls
+
+
+def read(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    reader = CallReader(form, FUNCTIONS)
+    found = [piece for some in pieces for piece in reader.push(some)]
+    return together(found + reader.push("", end=True))
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_pieces_and_cuts(form: ToolFormat) -> None:
+    calls = [called(form, "get_weather", ARGUMENTS), called(form, "get", {})]
+    whole = f"It is <t.\n{form.opening}{form.between.join(calls)}{form.closing}"
+    text, found = read(form, [whole])
+    assert text == "It is <t.\n" and [name for name, _ in found] == ["get_weather", "get"]
+    assert [json.loads(arguments) for _, arguments in found] == [ARGUMENTS, {}]
+    assert read(form, list(whole)) == (text, found)
+    draw = random.Random(0)
+    for _ in range(20):
+        cuts = sorted(draw.sample(range(len(whole)), 9))
+        some = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+        assert read(form, some) == (text, found)
+    for end in range(len(whole)):
+        said, some_calls = read(form, [whole[:end]])
+        assert (text + form.trigger).startswith(said)
+        assert read(form, list(whole[:end])) == (said, some_calls)
+        for one, other in zip(some_calls, found, strict=False):
+            assert one[0] == other[0] and other[1].startswith(one[1])
+
+
+def test_a_text_comes_as_soon_as_it_is_none_of_a_call() -> None:
+    """So does one of an argument; of other arguments the value as a whole."""
+    reader = CallReader(FORMATS["qwen3_coder"], FUNCTIONS)
+    assert reader.push("a <tool") == [Piece("text", "a ")]
+    assert reader.push("s> b") == [Piece("text", "<tools> b")]
+    assert reader.push("<tool_call>\n<function=get_weather>\n") == [Piece("name", "get_weather")]
+    begun = reader.push("<parameter=city>\nPar\nis\n</par")
+    assert "".join(piece.text for piece in begun) == '{"city": "Par\\nis'
+    assert [piece.text for piece in reader.push("t\n</parameter>\n")] == ['\\n</part"']
+    assert [piece.text for piece in reader.push("<parameter=days>\n1")] == [', "days": ']
+    assert [piece.text for piece in reader.push("2\n</parameter>\n")] == ["12"]
+
+
+def test_blanks_before_a_call_are_no_text() -> None:
+    form = FORMATS["hermes"]
+    assert read(form, ["\n", "\n", called(form, "get", {})]) == ("", [("get", "{}")])
+    assert read(form, ["\n", "a"]) == ("\na", [])
+    assert read(form, ["\n"]) == ("\n", [])
+
+
+def test_what_looks_like_a_call_and_is_none() -> None:
+    """Where no grammar has held the output."""
+    text = 'a <tool_call>\n{"name": "unknown"}\n</tool_call>'
+    assert read(FORMATS["hermes"], [text]) == (text, [])
