@@ -10,8 +10,9 @@ from typing import Any
 from evals.certainty import DRAWS, FEW
 from evals.report.grid import Grid
 from evals.report.report import Report
-from evals.report.sides import drafting, side_of
+from evals.report.sides import PLAIN, drafting, short_name, side_of
 from evals.report.tasks import ALL, MEAN, TaskTable, task_tables
+from evals.speed import TIME_PARTS
 
 Row = dict[str, Any]
 
@@ -36,6 +37,50 @@ def bench_grids(report: Report) -> Iterator[Grid]:
     ):
         if grid.rows:
             yield grid
+
+
+def sides_grid(report: Report) -> Grid:
+    """A line for every side of every part; plain decoding first, which ratios refer to."""
+    rows = []
+    for row in report["rows"]:
+        speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
+        plain, limit, asked = row["drafter"] == PLAIN, row["roofline"], row["num_answers"]
+        share = (
+            "" if limit is None else f"{100 * speed['median'] / limit['tokens_per_second']:.0f}%"
+        )
+        rows.append(
+            (
+                row["prompt_set"],
+                f"{row['temperature']:g}",
+                str(row["concurrency"]),
+                "plain" if plain else short_name(row["drafter"]),
+                "" if plain or row["peer"] else str(row["k"]),
+                f"{speed['median']:.1f}",
+                f"{speed['min']:.1f}-{speed['max']:.1f}",
+                "none" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+                share,
+                *figures({"tau": row.get("peer_tau")} if acceptance is None else acceptance)[:4],
+                "" if plain else f"{asked - len(row['differing_answers'])}/{asked}",
+            )
+        )
+    head = ("set", "T", "conc", "drafter", "k", "tokens/s", "range", "ratio", "of bound")
+    engines = report["settings"].get("num_engines")
+    notes = (
+        f"tokens/s: median of {report['settings']['repeats']} timed passes, prefill included;"
+        f" ratio: to plain decoding of the same part of the sweep.",
+        f"of bound: to what reading weights and cache alone would allow, at"
+        f" {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
+        "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers'"
+        " own tau.",
+        *certainty_note(report),
+        *(
+            [f"tokens/s are those of one engine, of {engines}: all tokens by the time of all."]
+            if engines
+            else []
+        ),
+    )
+    tail = ("tau", "95 %", "mean", "95 %", "same output")
+    return Grid("all sides", (*head, *tail), rows, (0, 3), notes)
 
 
 def task_grid(table: TaskTable) -> Grid:
@@ -161,17 +206,70 @@ def serving_grid(rows: Iterable[Row]) -> Grid:
     )
 
 
+def rank_grid(rows: Iterable[Row]) -> Grid:
+    """Of the accepted drafts of trees, the share of every rank."""
+    own = [row for row in drafting(rows) if row["acceptance"].get("share_by_rank")]
+    most = max((len(row["acceptance"]["share_by_rank"]) for row in own), default=0)
+    return _columns(
+        "accepted drafts of trees by rank",
+        own,
+        [str(number) for number in range(1, most + 1)],
+        lambda row, place: _at(row["acceptance"]["share_by_rank"], place),
+    )
+
+
+def step_grid(rows: Iterable[Row]) -> Grid:
+    """Shares of the verify steps that put out so many tokens."""
+    own = drafting(rows)
+    most = max((len(row["acceptance"]["histogram"]) for row in own), default=1)
+
+    def cell(row: Row, place: int) -> str:
+        counts, steps = row["acceptance"]["histogram"], row["acceptance"]["num_steps"]
+        return _at([count / steps for count in counts], place + 1)
+
+    return _columns("tokens per verify step", own, [str(n) for n in range(1, most)], cell)
+
+
+def time_grid(rows: Iterable[Row]) -> Grid:
+    """Shares of the time."""
+    own = [row for row in rows if row.get("time_split")]
+    return _columns(
+        "where the time goes",
+        own,
+        TIME_PARTS,
+        lambda row, place: f"{row['time_split'][TIME_PARTS[place]]:.2f}",
+    )
+
+
+def speed_grid(rows: Iterable[Row]) -> Grid:
+    """Tokens per second of all requests: the median of the passes, the slowest, the fastest."""
+    names = ("median", "min", "max")
+    return _columns(
+        "tokens/s of all requests",
+        [*rows],
+        names,
+        lambda row, place: f"{row['speed']['tokens_per_second'][names[place]]:.1f}",
+    )
+
+
 def _columns(title: str, rows: Sequence[Row], head: Sequence[str], cell: Any) -> Grid:
     """A line for every side of every part, a column for each of `head`."""
     lines = [
         (
-            f"{row['prompt_set']} T={row['temperature']:g} c={row['concurrency']}",
+            _part(row),
             side_of(row).name(),
             *(cell(row, place) for place in range(len(head))),
         )
         for row in rows
     ]
     return Grid(title, ("part", "side", *head), lines, (0, 1))
+
+
+def _part(row: Row) -> str:
+    """Of a sweep; rows of an evaluation have none."""
+    if "prompt_set" not in row:
+        return ""
+    return f"{row['prompt_set']} T={row['temperature']:g} c={row['concurrency']}"
 
 
 def _at(shares: Sequence[float], place: int) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
-from evals.report.sides import PLAIN, short_name, side_name
+from evals.report.bench_grids import length_range
+from evals.report.palette import Palette, drawn, named
+from evals.report.sides import PLAIN, Side, drafting, side_of
+from evals.report.tasks import MEAN, TaskTable
 from evals.speed import TIME_PARTS
 
 SIZE = (4.6, 3.2)
@@ -18,126 +22,262 @@ it is set in.
 FONT_SIZE = 10
 
 Row = dict[str, Any]
+Draw = Callable[[Any], None]
 
 
-def acceptance_by_position(rows: Sequence[Row]) -> str:
-    """Share of drafts accepted at each position, one line per side with drafts."""
-    return _curves("acceptance", _drafting(rows), "acceptance_rate", "draft position", "accepted")
+class Charts:
+    """Draws plots; an empty text where there is nothing to show.
 
-
-def accepted_by_rank(rows: Sequence[Row]) -> str:
-    """Of the accepted drafts of trees, the share of every rank, one line per side that has any;
-    empty where none has.
-    """
-    own = [row for row in _drafting(rows) if row["acceptance"].get("share_by_rank")]
-    name = "rank among the candidates of a position"
-    return _curves("rank", own, "share_by_rank", name, "share of accepted drafts") if own else ""
-
-
-def _curves(name: str, rows: Sequence[Row], field: str, counted: str, share: str) -> str:
-    """Shares by what is counted from 1, one line per side."""
-
-    def draw(axes: Any) -> None:
-        for row in rows:
-            shares = row["acceptance"][field]
-            axes.plot(
-                range(1, len(shares) + 1), shares, marker="o", markersize=4, label=_label(row)
-            )
-        axes.set(xlabel=counted, ylabel=share, ylim=(0, 1.02))
-        _whole_ticks(axes)
-
-    return _svg(name, draw)
-
-
-def tokens_per_step(rows: Sequence[Row]) -> str:
-    """How often a verify step put out each number of tokens."""
-
-    def draw(axes: Any) -> None:
-        sides = _drafting(rows)
-        width = 0.8 / max(len(sides), 1)
-        for number, row in enumerate(sides):
-            counts, steps = row["acceptance"]["histogram"][1:], row["acceptance"]["num_steps"]
-            places = [
-                tokens + (number - (len(sides) - 1) / 2) * width
-                for tokens in range(1, len(counts) + 1)
-            ]
-            axes.bar(places, [count / steps for count in counts], width, label=_label(row))
-        axes.set(xlabel="tokens per verify step", ylabel="share of steps")
-        _whole_ticks(axes)
-
-    return _svg("histogram", draw)
-
-
-def speed_by_concurrency(rows: Sequence[Row]) -> str:
-    """Median speed and its range against concurrency, one line per side,
-    plain decoding included.
+    Args:
+        palette: gives every side its color.
     """
 
-    def draw(axes: Any) -> None:
+    def __init__(self, palette: Palette) -> None:
+        self._palette = palette
+
+    def tau_by_task(self, table: TaskTable) -> str:
+        """Bars with 95 % intervals."""
+        return self._bars(table, "tau", "tau: tokens per verify step")
+
+    def ratio_by_task(self, table: TaskTable) -> str:
+        """Bars of the speed to plain decoding."""
+        return self._bars(table, "ratio", "times the speed of plain decoding")
+
+    def _bars(self, table: TaskTable, field: str, title: str) -> str:
+        sides = [
+            side
+            for side in table.sides
+            if side.drafter != PLAIN
+            and any(table.of.get((side, task), {}).get(field) for task in table.tasks)
+        ]
+        tasks = [*table.tasks, *([MEAN] if len(table.tasks) > 1 else [])]
+        if not sides:
+            return ""
+        height = 0.8 / len(sides)
+
+        def draw(axes: Any) -> None:
+            for number, side in enumerate(sides):
+                for place, task in enumerate(tasks):
+                    figures = table.of.get((side, task), {})
+                    value = figures.get(field)
+                    if value is None:
+                        continue
+                    at = place + (number - (len(sides) - 1) / 2) * height
+                    low, high = figures.get(f"{field}_interval") or (value, value)
+                    axes.barh(
+                        at,
+                        value,
+                        0.92 * height,
+                        color=self._palette.color(side),
+                        hatch=self._palette.hatch(side),
+                        label=None if place else _label(side),
+                    )
+                    if high > low:
+                        axes.plot([low, high], [at, at], color=drawn("ink"), linewidth=1.4)
+                    axes.annotate(
+                        f"{value:.2f}",
+                        (max(value, high), at),
+                        (4, 0),
+                        textcoords="offset points",
+                        va="center",
+                        fontsize=FONT_SIZE - 1,
+                    )
+            axes.axvline(1, color=drawn("plain"), linestyle="--", linewidth=1, label="plain")
+            axes.set_yticks(range(len(tasks)), [_short(task) for task in tasks])
+            axes.set(xlabel=title)
+            axes.margins(x=0.12)
+            axes.set_xlim(left=0)
+            axes.invert_yaxis()
+            axes.grid(axis="y", visible=False)
+
+        lines = len(sides) * len(tasks)
+        inches = 1.2 + 0.2 * lines + 0.1 * len(tasks) + 0.2 * (len(sides) // 2)
+        return _svg(f"{title}, {table.title}", draw, height=inches)
+
+    def serving_curve(self, rows: Sequence[Row]) -> str:
+        """Speed of all requests against that of one, a point for each concurrency."""
+        own = [row for row in rows if row.get("latency")]
+        if len({row["concurrency"] for row in own}) < 2:
+            return ""
+
+        def draw(axes: Any) -> None:
+            for side, some in _by_side(own):
+                speeds = [row["latency"]["request_tokens_per_second"]["median"] for row in some]
+                totals = [row["speed"]["tokens_per_second"]["median"] for row in some]
+                axes.plot(speeds, totals, label=_label(side), **self._line(side))
+                for row, at in zip(some, zip(speeds, totals, strict=True), strict=True):
+                    axes.annotate(
+                        str(row["concurrency"]),
+                        at,
+                        (5, 5),
+                        textcoords="offset points",
+                        fontsize=FONT_SIZE - 1,
+                        color=self._palette.color(side),
+                    )
+            axes.set(xlabel="tokens/s of one request", ylabel="tokens/s of all")
+            axes.margins(0.12)
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+
+        return _svg("serving curve: tokens/s of all against tokens/s of one request", draw)
+
+    def speed_by_concurrency(self, rows: Sequence[Row]) -> str:
+        """Median speed and its range, one line per side."""
         concurrencies = sorted({row["concurrency"] for row in rows})
-        for side in dict.fromkeys(_side(row) for row in rows):
-            own = sorted(
-                (row for row in rows if _side(row) == side), key=lambda row: row["concurrency"]
-            )
-            speeds = [row["speed"]["tokens_per_second"] for row in own]
-            spread = [
-                [s["median"] - s["min"] for s in speeds],
-                [s["max"] - s["median"] for s in speeds],
-            ]
-            style = {"color": "0.35", "linestyle": "--"} if side[0] == PLAIN else {}
-            axes.errorbar(
-                [row["concurrency"] for row in own],
-                [s["median"] for s in speeds],
-                yerr=spread,
-                marker="o",
-                markersize=4,
-                capsize=3,
-                label=_label(own[0]),
-                **style,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(concurrencies, [str(one) for one in concurrencies])
-        axes.minorticks_off()
-        axes.set(xlabel="conversations at once", ylabel="tokens/s")
-        axes.set_ylim(bottom=0)
+        if len(concurrencies) < 2:
+            return ""
 
-    return _svg("speed", draw)
+        def draw(axes: Any) -> None:
+            for side, own in _by_side(rows):
+                speeds = [row["speed"]["tokens_per_second"] for row in own]
+                spread = [
+                    [s["median"] - s["min"] for s in speeds],
+                    [s["max"] - s["median"] for s in speeds],
+                ]
+                axes.errorbar(
+                    [row["concurrency"] for row in own],
+                    [s["median"] for s in speeds],
+                    yerr=spread,
+                    capsize=3,
+                    label=_label(side),
+                    **self._line(side),
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(concurrencies, [str(one) for one in concurrencies])
+            axes.minorticks_off()
+            axes.set(xlabel="conversations at once", ylabel="tokens/s of all")
+            axes.set_ylim(bottom=0)
+
+        return _svg("speed against concurrency", draw)
+
+    def acceptance_by_position(self, rows: Sequence[Row]) -> str:
+        """Share of drafts accepted at each position, one line per side with drafts."""
+        return self._shares(rows, "acceptance_rate", "draft position", "accepted")
+
+    def accepted_by_rank(self, rows: Sequence[Row]) -> str:
+        """Of the accepted drafts of trees, the share of every rank, one line per side that has
+        any.
+        """
+        name = "rank among the candidates of a position"
+        return self._shares(rows, "share_by_rank", name, "share of accepted drafts")
+
+    def _shares(self, rows: Sequence[Row], field: str, counted: str, share: str) -> str:
+        """Shares by what is counted from 1, one line per side."""
+        own = [row for row in drafting(rows) if row["acceptance"].get(field)]
+
+        def draw(axes: Any) -> None:
+            for row in own:
+                shares, side = row["acceptance"][field], side_of(row)
+                axes.plot(range(1, len(shares) + 1), shares, label=_label(side), **self._line(side))
+            axes.set(xlabel=counted, ylabel=share, ylim=(0, 1.02))
+            _whole_ticks(axes)
+
+        return _svg(f"{share} by {counted}", draw) if own else ""
+
+    def tau_by_length(self, rows: Sequence[Row], field: str, counted: str) -> str:
+        """Tau by ranges of a length, one line per side; see `evals.bench.answers.by_length`."""
+        own = [row for row in drafting(rows) if row["acceptance"].get(field)]
+        ends = sorted({one["end"]: one for row in own for one in row["acceptance"][field]}.items())
+        if len(ends) < 2:
+            return ""
+        places = {end: place for place, (end, _) in enumerate(ends)}
+
+        def draw(axes: Any) -> None:
+            for row in own:
+                some, side = row["acceptance"][field], side_of(row)
+                axes.plot(
+                    [places[one["end"]] for one in some],
+                    [one["tau"] for one in some],
+                    label=_label(side),
+                    **self._line(side),
+                )
+            names = [length_range(one) for _, one in ends]
+            tilted = {"rotation": 30, "ha": "right"} if len(ends) > 4 else {}
+            axes.set_xticks(range(len(ends)), names, **tilted)
+            axes.set(xlabel=counted, ylabel="tau")
+            axes.set_ylim(bottom=0)
+
+        return _svg(f"tau by {counted}", draw)
+
+    def tokens_per_step(self, rows: Sequence[Row]) -> str:
+        """How often a verify step put out each number of tokens."""
+        own = drafting(rows)
+        width = 0.8 / max(len(own), 1)
+
+        def draw(axes: Any) -> None:
+            for number, row in enumerate(own):
+                side = side_of(row)
+                counts, steps = row["acceptance"]["histogram"][1:], row["acceptance"]["num_steps"]
+                places = [
+                    tokens + (number - (len(own) - 1) / 2) * width
+                    for tokens in range(1, len(counts) + 1)
+                ]
+                axes.bar(
+                    places,
+                    [count / steps for count in counts],
+                    width,
+                    color=self._palette.color(side),
+                    hatch=self._palette.hatch(side),
+                    label=_label(side),
+                )
+            axes.set(xlabel="tokens per verify step", ylabel="share of steps")
+            _whole_ticks(axes)
+
+        return _svg("tokens per verify step", draw) if own else ""
+
+    def time_by_part(self, rows: Sequence[Row]) -> str:
+        """Where the time goes, one bar per side; the parts are gray, for colors are those of
+        sides.
+        """
+        own = [row for row in rows if row.get("time_split")]
+
+        def draw(axes: Any) -> None:
+            left = [0.0] * len(own)
+            for number, part in enumerate(TIME_PARTS):
+                shares = [row["time_split"][part] for row in own]
+                axes.barh(
+                    range(len(own)),
+                    shares,
+                    left=left,
+                    label=part,
+                    height=0.7,
+                    color=drawn(f"part-{number}"),
+                )
+                left = [before + share for before, share in zip(left, shares, strict=True)]
+            axes.set_yticks(range(len(own)), [_label(side_of(row)) for row in own])
+            axes.invert_yaxis()
+            axes.set(xlabel="share of the time", xlim=(0, 1))
+
+        return _svg("where the time goes", draw, legend_columns=3) if own else ""
+
+    def _line(self, side: Side) -> dict[str, Any]:
+        """How the line of a side is drawn."""
+        return {
+            "color": self._palette.color(side),
+            "linestyle": "--" if side.drafter == PLAIN else "-",
+            "marker": self._palette.marker(side),
+            "markersize": 5,
+        }
 
 
-def time_by_part(rows: Sequence[Row]) -> str:
-    """Where the time goes, one bar per side."""
-
-    def draw(axes: Any) -> None:
-        own = [row for row in rows if row["time_split"]]
-        labels = [_label(row) for row in own]
-        left = [0.0] * len(own)
-        for part in TIME_PARTS:
-            shares = [row["time_split"][part] for row in own]
-            axes.barh(range(len(own)), shares, left=left, label=part, height=0.7)
-            left = [before + share for before, share in zip(left, shares, strict=True)]
-        axes.set_yticks(range(len(own)), labels)
-        axes.invert_yaxis()
-        axes.set(xlabel="share of the time", xlim=(0, 1))
-
-    return _svg("time", draw, legend_columns=3)
-
-
-def _drafting(rows: Sequence[Row]) -> list[Row]:
+def _by_side(rows: Sequence[Row]) -> list[tuple[Side, list[Row]]]:
+    """Rows of every side by concurrency."""
+    sides = dict.fromkeys(side_of(row) for row in rows)
     return [
-        row
-        for row in rows
-        if row["drafter"] != PLAIN and row["acceptance"] and row["acceptance"]["num_steps"]
+        (
+            side,
+            sorted((row for row in rows if side_of(row) == side), key=lambda r: r["concurrency"]),
+        )
+        for side in sides
     ]
 
 
-def _side(row: Row) -> tuple[str, int | str]:
-    return row["drafter"], row["k"]
+def _label(side: Side) -> str:
+    return side.name(18)
 
 
-def _label(row: Row) -> str:
-    if row.get("peer"):
-        return short_name(row["drafter"])
-    return side_name(row["drafter"], row["k"], 18)
+def _short(task: str) -> str:
+    return task if len(task) <= 16 else task[:15] + "…"
 
 
 def _whole_ticks(axes: Any) -> None:
@@ -146,8 +286,15 @@ def _whole_ticks(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
 
 
-def _svg(name: str, draw: Callable[[Any], None], *, legend_columns: int = 2) -> str:
-    """One figure. The same report gives the same text: no date, and ids from a fixed salt."""
+def _svg(name: str, draw: Draw, *, legend_columns: int = 2, height: float = SIZE[1]) -> str:
+    """One figure. The same report gives the same text: no date, and ids from a fixed salt.
+
+    Args:
+        name: what it shows, for who cannot see it.
+        draw: fills the axes.
+        legend_columns: of the legend above.
+        height: inches.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -159,12 +306,20 @@ def _svg(name: str, draw: Callable[[Any], None], *, legend_columns: int = 2) -> 
         "svg.hashsalt": name,
         "axes.grid": True,
         "axes.axisbelow": True,
-        "grid.alpha": 0.3,
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+        "axes.edgecolor": drawn("soft"),
+        "grid.color": drawn("rule"),
+        "hatch.color": drawn("page"),
+        **{
+            key: drawn("ink")
+            for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+        },
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=SIZE, layout="constrained")
+        figure = Figure(figsize=(SIZE[0], height), layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
         handles, labels = axes.get_legend_handles_labels()
@@ -179,12 +334,9 @@ def _svg(name: str, draw: Callable[[Any], None], *, legend_columns: int = 2) -> 
             )
         target = io.StringIO()
         FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None, "Creator": None})
-    text = target.getvalue()
+    text = named(target.getvalue())
     svg = text[text.index("<svg") :]
     # The page sets the width; without a height of its own the drawing keeps its proportions.
-    return re.sub(
-        r'(<svg[^>]*?) height="[^"]*"',
-        r"\1",
-        re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1),
-        count=1,
-    )
+    for side in ("width", "height"):
+        svg = re.sub(rf'(<svg[^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(name)}"', 1)

@@ -5,10 +5,10 @@ from statistics import median
 from typing import Any
 
 from evals.certainty import paired
-from evals.report.bench_grids import bench_grids, certainty_note, figures
+from evals.report.bench_grids import bench_grids, sides_grid
 from evals.report.grid import align
 from evals.report.report import Report
-from evals.report.sides import PLAIN, part_title, short_name
+from evals.report.sides import part_title, short_name
 from specdec.cli.summary import counted
 
 MOST_SHOWN = 10
@@ -34,77 +34,17 @@ def format_report(report: Report) -> str:
 
 def bench_table(report: Report) -> list[str]:
     """One line per side of every part of the sweep; the plain side first, which ratios refer to."""
-    rows = [
-        (
-            "set",
-            "T",
-            "conc",
-            "drafter",
-            "k",
-            "tokens/s",
-            "range",
-            "ratio",
-            "of bound",
-            "tau",
-            "95 %",
-            "mean",
-            "95 %",
-            "same output",
-        )
-    ]
-    for row in report["rows"]:
-        speed, acceptance = row["speed"]["tokens_per_second"], row["acceptance"]
-        plain = row["drafter"] == PLAIN
-        limit = row["roofline"]
-        tau = figures({"tau": row.get("peer_tau")} if acceptance is None else acceptance)[:4]
-        rows.append(
-            (
-                row["prompt_set"],
-                f"{row['temperature']:g}",
-                str(row["concurrency"]),
-                "plain" if plain else short_name(row["drafter"]),
-                "" if plain or row["peer"] else str(row["k"]),
-                f"{speed['median']:.1f}",
-                f"{speed['min']:.1f}-{speed['max']:.1f}",
-                "none" if row["ratio"] is None else f"{row['ratio']:.2f}x",
-                ""
-                if limit is None
-                else f"{100 * speed['median'] / limit['tokens_per_second']:.0f}%",
-                *tau,
-                ""
-                if plain
-                else f"{row['num_answers'] - len(row['differing_answers'])}/{row['num_answers']}",
-            )
-        )
-    repeats = report["settings"]["repeats"]
+    grid = sides_grid(report)
     return [
-        *align(rows, left=(0, 3)),
+        *align([grid.head, *grid.rows], left=grid.left),
         "",
-        f"tokens/s: median of {repeats} timed passes, prefill included; ratio: to plain decoding of"
-        f" the same part of the sweep.",
-        f"of bound: to what reading weights and cache alone would allow, at"
-        f" {report['bandwidth'] / 1e9:.0f} GB/s measured here.",
-        "tau: tokens output per verify step, pooled over all steps; mean: the mean of the answers'"
-        " own tau.",
-        *certainty_note(report),
-        *_engines(report["settings"].get("num_engines")),
-        *_shapes_and_ranks(report["rows"]),
+        *grid.notes,
+        *shapes_and_ranks(report["rows"]),
         *(line for grid in bench_grids(report) for line in ("", *grid.lines())),
     ]
 
 
-def _engines(number: int | None) -> list[str]:
-    """What a cluster's speeds are those of."""
-    return (
-        []
-        if number is None
-        else [
-            f"tokens/s are those of one engine, of {number}: all tokens by the time of all engines."
-        ]
-    )
-
-
-def _shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
+def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Of sides whose drafts form trees or are chosen step by step, which they were, and which of a
     tree were accepted.
     """

@@ -18,16 +18,19 @@ _LONGEST = 14  # characters of a token that are shown
 STYLE = f"""
 .tree {{ overflow-x: auto; }}
 .tree svg {{ width: auto; max-width: none; }}
-.tree text {{ font: {_FONT}px ui-monospace, monospace; fill: #1c1c1c; }}
-.tree tspan {{ fill: #8a4b08; font-size: 11px; }}
-.tree rect {{ fill: #fff; stroke: #aaa; }}
-.tree path {{ fill: none; stroke: #bbb; }}
-.tree .left-behind text {{ fill: #666; }}
-.tree .anchor rect {{ fill: #eee; stroke: #555; }}
-.tree .accepted rect, mark.accepted {{ fill: #d9efdc; stroke: #2f7d3a; background: #d9efdc; }}
-.tree .own rect, mark.own {{ fill: #dbe7f6; stroke: #2b5d9c; background: #dbe7f6; }}
-.tree path.accepted {{ stroke: #2f7d3a; stroke-width: 2.5; }}
-.tree path.own {{ stroke: #2b5d9c; stroke-width: 2.5; }}
+.tree text {{ font: {_FONT}px ui-monospace, monospace; fill: var(--ink); }}
+.tree tspan {{ fill: var(--note); font-size: 11px; }}
+.tree rect {{ fill: var(--page); stroke: var(--soft); }}
+.tree path {{ fill: none; stroke: var(--rule); }}
+.tree .left-behind text {{ fill: var(--soft); }}
+.tree .anchor rect {{ fill: var(--card); stroke: var(--soft); }}
+.tree .accepted rect {{ fill: var(--good-fill); stroke: var(--good); }}
+.tree .own rect {{ fill: var(--own-fill); stroke: var(--own); }}
+mark {{ color: inherit; }}
+mark.accepted {{ background: var(--good-fill); }}
+mark.own {{ background: var(--own-fill); }}
+.tree path.accepted {{ stroke: var(--good); stroke-width: 2.5; }}
+.tree path.own {{ stroke: var(--own); stroke-width: 2.5; }}
 """
 """For the page: its drawings scroll in an element of class "tree", since trees are as wide as they
 are deep.

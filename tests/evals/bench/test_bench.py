@@ -249,7 +249,7 @@ def test_a_k_chosen_step_by_step_is_a_side_of_its_own(
     assert offered[0] <= {0, 1, 2} and offered[1] >= {0, 3, 7}
     assert chosen["differing_answers"] == [] and chosen["roofline"] is None and fixed["roofline"]
     assert " auto " in capsys.readouterr().out and "ngram k=auto" in compare_reports(report, report)
-    assert html_report(report).count("<svg") == 4
+    assert html_report(report).count("<svg") == 6
     assert main([*sweep[:-1], "all"]) == 2
     assert "'all' is neither a whole number nor auto" in capsys.readouterr().err
 

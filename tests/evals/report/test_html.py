@@ -17,7 +17,10 @@ pytest.importorskip(
     "matplotlib", reason="the page is drawn with matplotlib, which comes with the extra eval"
 )
 
+from evals.report.charts import Charts
 from evals.report.html import html_report
+from evals.report.palette import COLORS, Palette
+from tests.evals.bench.test_answers import KINDS
 from tests.helpers.waiting import HANG
 
 CHROMIUM = next(
@@ -60,7 +63,7 @@ pytestmark = pytest.mark.slow  # a whole report is measured first
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return tiny_report(trees=(12,))
+    return tiny_report(trees=(12,), sets=(KINDS,), max_tokens=40, repeats=1)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,54 @@ def test_page_of_an_evaluation_has_its_plots(report: dict[str, Any]) -> None:
     assert "0.5000" in page
 
 
+def test_every_plot_has_a_name_and_its_numbers(report: dict[str, Any], page: str) -> None:
+    """Catches a plot that a screen reader cannot tell, and one without the table behind it."""
+    figures = re.findall(r"<figure>.*?</figure>", page, re.S)
+    assert len(figures) == 18
+    for figure in figures:
+        assert re.search(r'<svg role="img" aria-label="[^"]{5,}"', figure)
+        assert "<details><summary>" in figure and "<caption>" in figure
+        assert figure.count("<tr>") > 1
+    row = report["rows"][1]
+    low, high = row["acceptance"]["tau_interval"]
+    assert f"{row['acceptance']['tau']:.2f} ({low:.2f}-{high:.2f})" in page
+    assert "40" in page and "made up" in page  # settings and prompts
+
+
+def test_a_side_has_one_color_everywhere(report: dict[str, Any]) -> None:
+    """Catches colors that follow the order within a plot: of three sides one alone has trees."""
+    rows = [row for row in report["rows"] if row["temperature"] == 0 and row["concurrency"] == 1]
+    charts = Charts(Palette(rows))
+
+    def colors(svg: str) -> set[str]:
+        return set(re.findall(r"var\(--(side-\d|plain)\)", svg))
+
+    assert colors(charts.accepted_by_rank(rows)) == {"side-2"}
+    assert colors(charts.tokens_per_step(rows)) == {"side-0", "side-1", "side-2"}
+    assert colors(charts.tokens_per_step(rows[2:3])) == {"side-1"}
+    assert colors(charts.time_by_part(rows)) == set()
+    assert "#0a0b" not in charts.serving_curve(report["rows"])
+
+
+def test_colors_are_read_well_in_light_and_dark() -> None:
+    """Catches a color too near to the ground: 3 to 1 for lines and bars, 4.5 for text (WCAG)."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [
+            part / 12.92 if part <= 0.04 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for mode in (0, 1):
+        for name, pair in COLORS.items():
+            least = 4.5 if name in ("ink", "soft", "note") else 3.0
+            if name.startswith("side") or name in ("ink", "soft", "note", "plain", "good", "own"):
+                for ground in ("page", "card"):
+                    two = sorted(luminance(one) for one in (pair[mode], COLORS[ground][mode]))
+                    assert (two[1] + 0.05) / (two[0] + 0.05) >= least, (name, ground, mode)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None:
@@ -128,7 +179,9 @@ def test_chromium_shows_all_plots(width: int, page: str, tmp_path: Path) -> None
     assert found, done.stdout[:500] + done.stderr[-500:]
     result = json.loads(found[1])
     assert result["scrollWidth"] <= result["width"], "the page scrolls sideways"
-    assert len(result["figures"]) == 5 * 2  # five plots for each of two temperatures
+    # Tau and speed by task, two of concurrency, three of drafts, by output, and of time; at T = 1
+    # the same: tiny prompts and answers are all of one range of contexts.
+    assert len(result["figures"]) == 9 * 2
     for figure in result["figures"]:
         assert figure["width"] > 250
         assert figure["height"] > 150
