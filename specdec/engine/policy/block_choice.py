@@ -226,6 +226,10 @@ class BlockChoice:
         self._at_stake = max(0.0, loss) * afforded
         return run.shape if afforded else BlockShape(0)
 
+    def put_off(self) -> None:
+        """The step that was chosen last has no drafts, and so loses nothing; it is due again."""
+        self._at_stake = 0.0
+
     def _goes_on(self, run: Run) -> bool:
         """Counts one more step of a run, unless it has come to its end."""
         run.steps -= 1

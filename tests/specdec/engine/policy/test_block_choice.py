@@ -237,6 +237,18 @@ def test_a_sure_copy_gets_a_long_block_and_a_text_without_one_none() -> None:
     assert fast > 1.2 * slow and sum(chosen[False]) / len(chosen[False]) > 3
 
 
+def test_a_step_that_is_put_off_puts_nothing_at_stake() -> None:
+    """Else long blocks, of which only one may be afforded at a time, would never come to pass where
+    the drafter has to take over context first.
+    """
+    choice, plain = BlockChoice(shapes(15, trees=0)), BlockShape(0)
+    while not (first := choice.choose(1, outlook=15.0)).drafts:
+        choice.observe(1, plain, [0], 0.05, outlook=15.0)
+    assert choice.choose(1, outlook=15.0) == plain  # what the first loses is not known yet
+    choice.put_off()
+    assert choice.choose(1, outlook=15.0) == first
+
+
 def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
     """A batch that drains meets 13 sizes; most of their 78 kinds of steps, each a graph to capture,
     need not be tried.
