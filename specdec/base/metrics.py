@@ -5,11 +5,14 @@ steps.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, zip_longest
+from itertools import chain, compress, count, zip_longest
 from typing import Any
 
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
+
+PREDICTED = -1
+"""The part of a step whose drafts were copied from what the request predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,9 @@ class AcceptanceStats:
             chain. Left out, all did.
         num_by_rank: accepted drafts of trees by their place among the candidates of their position,
             the likeliest first.
-        parts: which part of a composition of drafters drafted, one entry per verify step. Left out,
-            there was one.
+        parts: which part of a composition of drafters drafted, one entry per verify step;
+            `PREDICTED` where drafts were copied from what the request predicted. Left out, there
+            was one.
 
     >>> stats = AcceptanceStats([3, 3, 0, 3], num_accepted=[3, 1, 0, 2], num_emitted=[4, 2, 1, 2])
     >>> stats.num_steps, stats.tau, stats.mean_accepted
@@ -174,9 +178,21 @@ class AcceptanceStats:
         for part, drafted, accepted in zip(
             self.parts, self.num_drafted, self.num_accepted, strict=True
         ):
-            if drafted:
+            if drafted and part != PREDICTED:
                 kept[part].append(accepted)
         return [(len(one), sum(one) / len(one) if one else 0.0) for one in kept]
+
+    @property
+    def num_predicted(self) -> tuple[int, int]:
+        """Drafts copied from what requests predicted: those accepted, and those rejected.
+
+        >>> parts = [PREDICTED, PREDICTED, 0]
+        >>> AcceptanceStats([3, 3, 3], [3, 2, 1], [4, 3, 2], parts=parts).num_predicted
+        (5, 1)
+        """
+        copied = [part == PREDICTED for part in self.parts]
+        accepted = sum(compress(self.num_accepted, copied))
+        return accepted, sum(compress(self.num_drafted, copied)) - accepted
 
     def to_dict(self) -> dict[str, Any]:
         """Totals and figures for a JSON report."""

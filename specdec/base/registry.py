@@ -76,6 +76,11 @@ checkpoints store.
 COMPOSITION = "drafters.composed.drafter:ComposedDrafter"
 """Makes one drafter of several: `(parts) -> Drafter`."""
 
+PREDICTIONS = "drafters.predicted.drafter:BoundPredicted"
+"""Makes what copies predictions beside a run's drafter: `(drafter, bound, verifier, *, num_slots,
+max_len) -> PredictedDrafter`.
+"""
+
 CHECKPOINTS = {
     "drafter": "drafters.load:load_drafter",
 }

@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue the prompts as they are, without the chat template",
     )
 
+    add(
+        "--prediction",
+        metavar="FILE",
+        help="text that the output will be like, such as a file to be edited; drafts are copied"
+        " from it",
+    )
+
     model_options(parser)
     engine_options(parser)
     sampling_options(parser)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specdec.base.config import CacheConfig, EngineConfig, LoadConfig
 from specdec.base.errors import InvalidInputError
+from specdec.base.files import read_text, user_path
 from specdec.base.packages import require_ours
 from specdec.base.registry import TOKENIZERS, resolve
 from specdec.cli.fields import add_options, from_options, kinds_of
@@ -30,6 +31,10 @@ GRAMMAR_HELP = (
     " ebnf:RULES; @FILE in place of"
     " the text reads it from a file"
 )
+
+
+_ELSEWHERE = {"prediction"}
+"""Fields of a request that are no options of sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,8 @@ def sampling_options(
     `add_options` takes them.
     """
     group = parser.add_argument_group("sampling")
-    add_options(group, SamplingParams, names, **options)
+    every = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
+    add_options(group, SamplingParams, every if names is None else names, **options)
     if names is None:
         group.add_argument("--grammar", metavar="KIND[:TEXT]", help=GRAMMAR_HELP)
 
@@ -153,7 +159,12 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling that the options describe."""
     grammar = None if args.grammar is None else grammar_of(args.grammar)
-    return SamplingParams(**from_options(SamplingParams, args), grammar=grammar)
+    every = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
+    file = getattr(args, "prediction", None)
+    way_out = "--prediction takes a file of text that the output will be like"
+    text = None if file is None else read_text(user_path(file, "--prediction"), way_out=way_out)
+    values = from_options(SamplingParams, args, every)
+    return SamplingParams(**values, grammar=grammar, prediction=text)
 
 
 def grammar_of(option: str) -> Grammar:

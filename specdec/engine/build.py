@@ -14,6 +14,7 @@ from specdec.attention import selector
 from specdec.base.blocks import MOST_NODES, BlockShape
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
+from specdec.base.registry import PREDICTIONS, import_attribute
 from specdec.engine.capture.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.capture.capture import CudaCapture, captures_graphs
 from specdec.engine.capture.captured import capture_steps
@@ -34,7 +35,7 @@ from specdec.engine.step import StepRunner
 from specdec.kernels.kernel import check_all
 from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import BlockPool, PagedKVCache, blocks_for, bytes_per_slot
-from specdec.model.core import Drafter, Verifier
+from specdec.model.core import Drafter, PredictedDrafter, Verifier
 from specdec.parallel.collectives import least
 from specdec.parallel.group import group_of
 
@@ -190,7 +191,7 @@ def build_engine(
         num_lookahead_tokens=num_lookahead_tokens,
         rotates_by_length=verifier.length_rule is not None,
     )
-    bound = None
+    bound = predicted = None
     if drafter:
         bound = drafter.bind(
             verifier,
@@ -198,6 +199,9 @@ def build_engine(
             max_num_seqs=slots.num_slots,
             max_len=slots.longest,
             draft_sampling=config.draft_sampling,
+        )
+        predicted = partial(
+            _beside, drafter, bound, verifier, num_slots=slots.num_slots, max_len=max_model_len
         )
     timer = StepTimer(device, enabled=config.timing)
     taps = drafter.aux_layer_ids if drafter else ()
@@ -210,6 +214,7 @@ def build_engine(
         timer,
         most_rows=most_drafts + 1,
         trees=any(shape.is_tree for shape in blocks),
+        predicted=predicted,
     )
     if captures:
         capture_steps(
@@ -227,6 +232,12 @@ def build_engine(
         slots,
         runner,
     )
+
+
+def _beside(*run: Any, **sizes: int) -> PredictedDrafter:
+    """What copies predictions beside a run's drafter, see `PREDICTIONS`."""
+    made: PredictedDrafter = import_attribute(PREDICTIONS)(*run, **sizes)
+    return made
 
 
 def _max_model_len(verifier: Verifier, asked: int | None) -> int:

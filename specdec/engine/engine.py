@@ -103,6 +103,7 @@ class SpecEngine:
             num_blocks=self.pool.num_blocks - 1,
             overshoot=parts.overshoot,
             grammars=grammars,
+            predicts=bool(self.drafter) and config.draft_sampling != "probabilistic",
             seed=config.seed,
         )
 
@@ -275,7 +276,10 @@ class SpecEngine:
 
     def _decode(self, launch: Launch) -> None:
         """Launches a decode step."""
+        planned = launch.block
         self.runner.defer(launch)
+        if launch.block != planned:
+            self.planner.put_off(launch)
         self.runner.copy_states(self.scheduler.prefix.copies(launch.requests))
         self.runner.decode(launch, self.clock)
         for request in launch.requests:

@@ -30,7 +30,14 @@ from specdec.engine.step_table import result_table
 from specdec.kv_cache import copy_states
 from specdec.model.batch import Context, DecodeBatch, PrefillBatch
 from specdec.model.cache_rows import CacheRows
-from specdec.model.core import AcceptOutput, BoundDrafter, DraftOutput, Verifier, VerifyOutput
+from specdec.model.core import (
+    AcceptOutput,
+    BoundDrafter,
+    DraftOutput,
+    PredictedDrafter,
+    Verifier,
+    VerifyOutput,
+)
 from specdec.parallel.group import group_of
 from specdec.sampling.logprobs import logprobs_of
 from specdec.sampling.masks import TokenMasks
@@ -49,6 +56,7 @@ class StepRunner:
         timer: told when a phase begins and ends.
         most_rows: of a request in a step.
         trees: blocks may be trees.
+        predicted: makes the drafter of batches in which a request has a prediction.
 
     Attributes:
         host_may_look: the device is the host, see `BoundDrafter.host_may_look`; not where steps are
@@ -70,8 +78,11 @@ class StepRunner:
         most_rows: int = 1,
         *,
         trees: bool = False,
+        predicted: Callable[[], PredictedDrafter] | None = None,
     ) -> None:
         self.verifier, self.drafter = verifier, drafter
+        self._make_predicted = predicted
+        self._predicted: PredictedDrafter | None = None
         self._rows = CacheRows(caches) if trees else None
         self.host_may_look = slots.device.type == "cpu"
         self._max_pending = most_rows if drafter else 0
@@ -111,9 +122,10 @@ class StepRunner:
     def draft(self, batch: DecodeBatch) -> Block:
         """The block of each request."""
         draft, token_ids = None, batch.anchors[:, None]
-        if self.drafter and batch.k:
+        drafter = self._drafter_of(batch.sampling.plan)
+        if drafter and batch.k:
             with self._timer.phase("draft"):
-                draft = self.drafter.propose(batch)
+                draft = drafter.propose(batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
         return Block(token_ids, batch.row_positions(draft.tree if draft else None), draft)
 
@@ -155,10 +167,14 @@ class StepRunner:
             if accepted.path is not None:
                 token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)
             self._slots.commit(batch, token_ids, accepted)
-        if self.drafter:
+        drafter = self._drafter_of(batch.sampling.plan)
+        if drafter:
             with self._timer.phase("context"):
-                self.drafter.commit(batch, token_ids, accepted, verify)
+                drafter.commit(batch, token_ids, accepted, verify)
         return accepted
+
+    def _drafter_of(self, plan: SamplingPlan) -> BoundDrafter | None:
+        return self._predicted if plan.predicted else self.drafter
 
     def _follow(
         self, batch: DecodeBatch, path: Tensor, token_ids: Tensor, verify: VerifyOutput
@@ -208,10 +224,11 @@ class StepRunner:
         """Drafts that a request is expected to accept of a chain of `k`, on average, where the
         drafter can tell; else 0.
         """
-        if not self.drafter or not self.drafter.has_outlook or not self._looks:
+        drafter = self._drafter_of(selection.plan)
+        if not drafter or not drafter.has_outlook or not self._looks:
             return 0.0
         with self._timer.phase("draft"):
-            outlook = self.drafter.outlook(self._slots.decode_batch(selection, BlockShape(k)))
+            outlook = drafter.outlook(self._slots.decode_batch(selection, BlockShape(k)))
         return 0.0 if outlook is None else float(outlook.mean())
 
     @property
@@ -239,9 +256,9 @@ class StepRunner:
         longer; else from now on, as `clock` stamps it.
         """
         selection, shape, context = launch.selection, launch.shape, launch.context
-        graph = None
-        if self.drafter:
-            self.drafter.host_may_look = self._looks
+        graph, drafter = None, self._drafter_of(selection.plan)
+        if drafter:
+            drafter.host_may_look = self._looks
         with self._timer.phase("schedule"):
             self._slots.extend_block_tables(selection.requests)
             graphs = self.guided_graphs if selection.plan.guided else self.graphs
@@ -300,6 +317,20 @@ class StepRunner:
         if self.drafter:
             for request in newcomers:
                 self.drafter.begin(request.slot, request.token_ids)
+            self._predict(newcomers)
+
+    def _predict(self, newcomers: Sequence[Request]) -> None:
+        """Takes over what newcomers predict, from the first one that does on."""
+        if self._predicted is None:
+            if self._make_predicted is None or not any(one.plan.predicted for one in newcomers):
+                return
+            self._predicted = self._make_predicted()
+        for one in newcomers:
+            prediction = one.sampling.prediction or ()
+            assert not isinstance(prediction, str)
+            self._predicted.predict(
+                one.slot, one.prompt_token_ids, one.output_token_ids, prediction
+            )
 
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor | None, ScoredPrompts | None]:
         """Writes the KV of prompt chunks and chooses the first token of every prompt that ends

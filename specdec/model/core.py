@@ -384,3 +384,19 @@ class BoundDrafter(Protocol):
         the next step overwrites. `batch.context` is "now" unless `most_deferred` is set.
         """
         return
+
+
+class PredictedDrafter(BoundDrafter, Protocol):
+    """A drafter for batches in which a request has a prediction of its output."""
+
+    def predict(
+        self, slot: int, prompt: Sequence[int], output: Sequence[int], prediction: Sequence[int]
+    ) -> None:
+        """Takes over a prediction, or none, for the request that starts in `slot`; between steps.
+
+        Args:
+            slot: its own.
+            prompt: its tokens.
+            output: what there is of its output, the last of which is the anchor.
+            prediction: tokens.
+        """

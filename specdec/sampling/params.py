@@ -80,6 +80,8 @@ class SamplingParams:
             and still offers it to others.
         skip_special_tokens: leave special tokens out of the text. A stop string that is one of them
             ends the output all the same.
+        prediction: what the output will be like, such as a file that it edits. Drafts are copied
+            from it, and no output depends on it. A text, or tokens.
     """
 
     max_tokens: int = 256
@@ -106,6 +108,7 @@ class SamplingParams:
     cache_salt: str | None = None
     read_prefix_cache: bool = True
     skip_special_tokens: bool = True
+    prediction: str | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         integers(
@@ -123,6 +126,11 @@ class SamplingParams:
         )
         flags(self, "ignore_eos", "logprobs", "read_prefix_cache", "skip_special_tokens")
         flags(self, "grammar_after_thinking")
+        if not isinstance(self.prediction, str):
+            tokens = sequence(self, "prediction", "token ids, or a text")
+            tokens = tuple(as_integer("a token of prediction", token) for token in tokens)
+            object.__setattr__(self, "prediction", tokens)
+        object.__setattr__(self, "prediction", self.prediction or None)
         budget = self.thinking_token_budget
         require(
             budget is None or budget >= 0,

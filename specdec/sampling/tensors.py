@@ -41,6 +41,7 @@ class SamplingPlan(NamedTuple):
             `specdec.sampling.edits`; likewise.
         counted: a request has a presence or a frequency penalty.
         guided: a request has a grammar.
+        predicted: a request has a prediction of its output.
     """
 
     penalized: bool
@@ -53,6 +54,7 @@ class SamplingPlan(NamedTuple):
     edits: int = 0
     counted: bool = False
     guided: bool = False
+    predicted: bool = False
 
     @property
     def filtered(self) -> bool:
@@ -82,6 +84,7 @@ class SamplingPlan(NamedTuple):
             edits=power_of_two(max((num_edits(p) for p in params), default=0)),
             counted=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             guided=any(p.masked for p in params),
+            predicted=any(p.prediction is not None for p in params),
         )
 
     @classmethod

@@ -86,6 +86,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
             http, sum(map(len, prompts)), _completion_tokens(front, asked)
         )
         _check_prompt_logprobs(sampling, made)
+        sampling = await _predicted(front, http, asked, sampling)
         answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
         return await _respond(front, http, answer, sampling)
 
@@ -100,6 +101,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         tokens = await _while_there(http, size, made)
         if asked.most_output is None:
             sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
+        sampling = await _predicted(front, http, asked, sampling)
         about = asked, front.names[0], [tokens], tokens_of
         if tools is None:
             return await _respond(front, http, ChatCompletion(*about), sampling.for_chat())
@@ -280,6 +282,16 @@ async def _sampling(front: Front, asked: Generation) -> SamplingParams:
     ):
         return make()
     return await asyncio.to_thread(make)
+
+
+async def _predicted(
+    front: Front, http: Request, asked: Generation, sampling: SamplingParams
+) -> SamplingParams:
+    """The same with the tokens of what the request predicts."""
+    if asked.prediction is None or not (text := asked.prediction.text):
+        return sampling
+    work = front.texts.tokens(text, special=False, most=front.engine.max_model_len)
+    return replace(sampling, prediction=tuple(await _while_there(http, len(text), work)))
 
 
 async def _while_there(http: Request, size: int, work: Coroutine[Any, Any, T]) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -159,6 +159,28 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class Prediction(Body):
+    """What an output will be like, as OpenAI has it."""
+
+    type: Literal["content"] = "content"
+    content: str | list[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        """Its text.
+
+        Raises:
+            RequestError: a part is no text.
+        """
+        if isinstance(self.content, str):
+            return self.content
+        wrong = [one for one in self.content if not isinstance(one.get("text"), str)]
+        if wrong or any(one.get("type") != "text" for one in self.content):
+            message = 'prediction has a part that is no text; give {"type": "text", "text": ...}'
+            raise RequestError(400, message, param="prediction")
+        return "".join(one["text"] for one in self.content)
+
+
 class Generation(Body):
     """What completions and chats share."""
 
@@ -184,6 +206,7 @@ class Generation(Body):
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     thinking_token_budget: int | None = None
+    prediction: Prediction | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None

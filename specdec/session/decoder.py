@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -310,12 +311,14 @@ class SpecDecoder:
             for prompt, sampling in zip(prompts, samplings, strict=True)
         ]
         wrong = self._wrong_grammars(samplings)
+        predicting = cache(self.reader.with_prediction)  # many prompts may have one way
         served: list[tuple[int, list[int]]] = []
         for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             try:
                 if sampling.grammar in wrong:
                     raise wrong[sampling.grammar]
                 token_ids = self.tokenize(prompt, chat_template_kwargs=variables)
+                samplings[index] = sampling = predicting(sampling)
                 self.engine.admission.check(token_ids, sampling)
                 served.append((index, token_ids))
             except SpecDecError as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specdec.base.chat.messages import check_variables, for_template, readable, template_variables
 from specdec.base.config import LoadConfig
 from specdec.base.errors import InvalidInputError, one_line
+from specdec.sampling.params import SamplingParams
 from specdec.session.text import token_ids
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ class PromptReader:
             return self._ids_of(text, add_special_tokens=bool(add_special_tokens))
         return token_ids(prompt)
 
+    def with_prediction(self, sampling: SamplingParams) -> SamplingParams:
+        """The same with the tokens of its prediction, which go on where the prompt ends."""
+        text = sampling.prediction
+        if not isinstance(text, str):
+            return sampling
+        tokens = self._ids_of(text, what="prediction", add_special_tokens=False)
+        return replace(sampling, prediction=tuple(tokens))
+
     def chat_text(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> str:
         """The text that the chat template makes of messages.
 
@@ -97,17 +106,17 @@ class PromptReader:
         assert isinstance(text, str)
         return text
 
-    def _ids_of(self, text: str, **options: bool) -> list[int]:
+    def _ids_of(self, text: str, *, what: str = "prompt", **options: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             where = f"character {error.start + 1} is half of a surrogate pair; remove it"
-            raise InvalidInputError(f"the prompt is not Unicode text: {where}") from error
+            raise InvalidInputError(f"the {what} is not Unicode text: {where}") from error
         try:
             ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         except BaseException as error:  # what panics in Rust is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
                 raise
-            what = f"the tokenizer of {self.name!r} cannot read the prompt"
-            raise InvalidInputError(f"{what}: {one_line(error)}") from error
+            says = f"the tokenizer of {self.name!r} cannot read the {what}"
+            raise InvalidInputError(f"{says}: {one_line(error)}") from error
         return ids

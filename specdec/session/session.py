@@ -26,6 +26,7 @@ from specdec.session.callers import Callers
 from specdec.session.forks import tell_of_exit, tell_of_forks
 from specdec.session.handle import Handle, Stream
 from specdec.session.outputs import StreamChunk
+from specdec.session.prompts import PromptReader
 from specdec.session.text import IncrementalDecoder, text_of, token_ids
 from specdec.session.turns import Turns
 
@@ -116,6 +117,9 @@ class Session:
             CapacityError: the queue is full and `wait` is False, or the session is closed.
         """
         sampling = sampling or SamplingParams()
+        if self.tokenizer is not None:
+            reader = PromptReader(self.tokenizer, self.engine.verifier.name)
+            sampling = reader.with_prediction(sampling)
         if self._unsound is not None and self._turns.claim(sys._getframe()):
             # a new request is not to end with those of a step that was interrupted
             self._hand_over()

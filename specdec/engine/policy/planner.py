@@ -26,8 +26,8 @@ class Planner:
         shapes: the same.
         num_draft_tokens: most positions for which a step has drafts.
         choice: chooses the shape of every step; None when it is fixed.
-        guided_choice: the same for batches in which an output follows a grammar, whose steps take
-            longer and accept otherwise.
+        guided_choice, predicted_choice: the same for batches in which an output follows a grammar,
+            or has a prediction: their steps take longer and accept otherwise.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Planner:
         self._runner, self._scheduler, self._second_tries = runner, scheduler, second_tries
         self.choice: BlockChoice | None = None
         self.guided_choice: BlockChoice | None = None
+        self.predicted_choice: BlockChoice | None = None
         if len(self.shapes) > 1 and drafter:
             new = partial(
                 BlockChoice,
@@ -50,7 +51,7 @@ class Planner:
                 likeliest_first=drafter.likeliest_first,
                 forward_for_each=drafter.forward_for_each,
             )
-            self.choice, self.guided_choice = new(), new()
+            self.choice, self.guided_choice, self.predicted_choice = new(), new(), new()
 
     def plan(self, batch: Selection) -> Launch:
         """A step of `batch`. A chain is shorter when no request has room for it."""
@@ -85,6 +86,11 @@ class Planner:
             k = next(rung for rung in ladder(self.num_draft_tokens) if rung >= k)
         return k
 
+    def put_off(self, launch: Launch) -> None:
+        """The step has no drafts after all, since drafters must take over context first."""
+        if choice := self._choice(launch.selection):
+            choice.put_off()
+
     def learn(self, launch: Launch, outcome: Outcome) -> None:
         """Takes over what a step took and accepted."""
         if launch.block is not None and (choice := self._choice(launch.selection)):
@@ -99,4 +105,6 @@ class Planner:
             )
 
     def _choice(self, batch: Selection) -> BlockChoice | None:
-        return self.guided_choice if batch.plan.guided else self.choice
+        if batch.plan.guided:
+            return self.guided_choice
+        return self.predicted_choice if batch.plan.predicted else self.choice

@@ -49,6 +49,7 @@ class Admission:
         num_blocks: that one request can have.
         overshoot: rows that a step writes beyond the last token.
         grammars: compiles those of requests; None refuses requests with a grammar.
+        predicts: drafts may be copied from predictions; otherwise these are left aside.
         seed: of the seeds of requests without one; None is random.
     """
 
@@ -61,6 +62,7 @@ class Admission:
         num_blocks: int,
         overshoot: int,
         grammars: GrammarCompiler | None,
+        predicts: bool,
         seed: int | None,
     ) -> None:
         self.verifier: Verifier | Target = verifier
@@ -70,7 +72,7 @@ class Admission:
             block_size,
             num_blocks,
         )
-        self._overshoot = overshoot
+        self._overshoot, self._predicts = overshoot, predicts
         self._ids = count()
         self._told_crossing = False
         self._seeds = random.Random(seed)
@@ -235,10 +237,34 @@ class Admission:
         well where what ends the output must be known beforehand.
         """
         sampling = self.verifier.defaults.fill(sampling, prompt_len)
+        self._check_prediction(sampling.prediction)
+        if not self._predicts and sampling.prediction:
+            sampling = replace(sampling, prediction=None)
         if not sampling.min_tokens or sampling.ignore_eos:
             return sampling
         ends = dict.fromkeys([*sampling.stop_token_ids, *self.verifier.eos_token_ids])
         return replace(sampling, stop_token_ids=tuple(ends))
+
+    def _check_prediction(self, prediction: str | Sequence[int] | None) -> None:
+        """Raises where the engine cannot read it."""
+        if isinstance(prediction, str):
+            raise InvalidInputError(
+                "prediction is a text, and this engine has no tokenizer; give token ids"
+            )
+        if not prediction:
+            return
+        size = self.verifier.vocab_size
+        if min(prediction) < 0 or max(prediction) >= size:
+            wrong = next(token for token in prediction if not 0 <= token < size)
+            raise InvalidInputError(
+                f"the prediction holds token id {wrong}; ids of this model lie in [0, {size}), so"
+                f" tokenize it with the target's own tokenizer"
+            )
+        if len(prediction) > self.max_model_len:
+            raise CapacityError(
+                f"the prediction has {len(prediction):,} tokens and the limit is"
+                f" {self.max_model_len:,}, those of prompt and output together; shorten it"
+            )
 
     def _check_tokens_of(self, sampling: SamplingParams) -> None:
         """Raises where the sampling names tokens that the target does not have."""

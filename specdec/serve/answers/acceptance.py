@@ -42,6 +42,12 @@ def speculative_decoding(results: Sequence[GenerationResult]) -> dict[str, Any]:
     }
 
 
+def prediction_details(results: Sequence[GenerationResult]) -> dict[str, int]:
+    """OpenAI's figures: drafts that were copied from the prediction."""
+    accepted, rejected = pooled(result.stats for result in results).num_predicted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+
 def _histogram(values: Sequence[int], least: int = 0) -> list[int]:
     """How often each of 0, 1, 2, ... occurs, with `least` entries or more."""
     return [values.count(value) for value in range(max(least, max(values, default=-1) + 1))]

@@ -9,7 +9,11 @@ from json.encoder import encode_basestring
 from typing import Any
 from uuid import uuid4
 
-from specdec.serve.answers.acceptance import meta_info, speculative_decoding
+from specdec.serve.answers.acceptance import (
+    meta_info,
+    prediction_details,
+    speculative_decoding,
+)
 from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.answers.transport import escaped, line
 from specdec.serve.protocol import Generation
@@ -188,10 +192,12 @@ class Answer:
         return {"warnings": self.notes} if self.notes else {}
 
     def _figures(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        usage = _usage(
+        usage: dict[str, Any] = _usage(
             sum(map(len, self.prompts)), sum(len(result.token_ids) for result in results)
         )
         cached = sum(result.num_cached_tokens for result in results[:: self.n])
+        if self.asked.prediction is not None:
+            usage["completion_tokens_details"] = prediction_details(results)
         return {
             "usage": usage | {"prompt_tokens_details": {"cached_tokens": cached}},
             "meta_info": meta_info(results),

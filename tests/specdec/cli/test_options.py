@@ -179,7 +179,7 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     """Catches an option that is declared and then forgotten: one of every field, none at its
     default.
     """
-    line = ["generate", "x", *EVERY_OPTION.split()]
+    line = ["generate", "x", *EVERY_OPTION.split(), "--prediction", __file__]
     parsed = verb_parser("generate").parse(line[1:])
     for config, made in (
         (SamplingParams, sampling_params(parsed)),
@@ -206,6 +206,7 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
         skip_special_tokens=False,
         thinking_token_budget=6,
         grammar_after_thinking=True,
+        prediction=Path(__file__).read_text(),
     )
     asked = loaded(monkeypatch, *line)
     assert asked.pop("engine") == EngineConfig(

@@ -1,0 +1,74 @@
+"""Predicted outputs over HTTP: OpenAI's field, and what of it was accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.live_server import Live, live_server
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
+TEXT = {"prompt": "hello there", "max_tokens": 40}
+ROUTES: dict[str, dict[str, Any]] = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+
+
+def text_of(answer: Any) -> str:
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("path", ROUTES)
+def test_the_answer_is_the_same_in_fewer_steps(live: Live, path: str, temperature: float) -> None:
+    """With the answer itself predicted, whole or in parts, or something else; also in a stream."""
+    body = {**ROUTES[path], "temperature": temperature, "seed": 5, "ignore_eos": True}
+    without = httpx.post(live.url + path, json=body).raise_for_status().json()
+    assert "completion_tokens_details" not in without["usage"]
+    text = text_of(without)
+    parts = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
+    for content in (text, parts, "quite another one", ""):
+        asked = {**body, "prediction": {"type": "content", "content": content}}
+        answer = httpx.post(live.url + path, json=asked).raise_for_status().json()
+        assert text_of(answer) == text
+        told = answer["usage"]["completion_tokens_details"]
+        assert set(told) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+        if content in (text, parts):
+            assert told["accepted_prediction_tokens"] > 20
+            steps = [one["meta_info"]["spec_verify_ct"] for one in (answer, without)]
+            assert steps[0] < steps[1]
+    assert told == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    asked = {**body, "prediction": {"content": text}, "stream": True}
+    asked["stream_options"] = {"include_usage": True}
+    lines = httpx.post(live.url + path, json=asked).raise_for_status().text.split("\n\n")
+    usage = json.loads(lines[-3].removeprefix("data: "))["usage"]
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 20
+
+
+@pytest.mark.parametrize(
+    ("prediction", "said"),
+    [
+        ("text", "prediction"),
+        ({"type": "image", "content": "a"}, "prediction"),
+        ({"type": "content"}, "prediction"),
+        ({"content": 5}, "prediction"),
+        ({"content": [{"type": "image_url", "text": "a"}]}, "a part that is no text"),
+        ({"content": [{"type": "text"}]}, "a part that is no text"),
+        ({"content": "a b " * 100_000}, "the limit is"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_no_prediction(live: Live, prediction: Any, said: str) -> None:
+    """In one line."""
+    for path, body in ROUTES.items():
+        got = httpx.post(live.url + path, json={**body, "prediction": prediction})
+        assert got.status_code == 400 and said in got.json()["error"]["message"], got.text
