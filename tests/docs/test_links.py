@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\[(?:[^][]|\[[^]]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
-CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(rf"{FENCED.pattern}|`[^`]*`", FENCED.flags)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -18,7 +19,7 @@ def anchors(text: str) -> set[str]:
     >>> sorted(anchors("# What `auto` takes\\n\\n## A step, with a tree!"))
     ['a-step-with-a-tree', 'what-auto-takes']
     """
-    titles = HEADING.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S))
+    titles = HEADING.findall(FENCED.sub("", text))
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -43,6 +44,11 @@ def test_links_lead_somewhere() -> None:
     assert [line for page in pages() for line in broken(page)] == []
 
 
+def test_every_page_is_linked_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [path.name for path in ROOT.glob("docs/*.md") if f"docs/{path.name}" not in text] == []
+
+
 @pytest.mark.parametrize("link", ["[a](no.md)", "[a](#no)", "[`a`\nb](page.md#b)", '<img src="c">'])
 def test_a_broken_link_is_seen(tmp_path: Path, link: str) -> None:
     page = tmp_path / "page.md"
@@ -50,3 +56,14 @@ def test_a_broken_link_is_seen(tmp_path: Path, link: str) -> None:
         f"# Title\n\n[fine](#title) [away](https://example.org) `[code](no)`\n\n{link}\n"
     )
     assert len(list(broken(page))) == 1
+
+
+def test_prose_has_at_most_100_columns() -> None:
+    """Tables and code may be longer."""
+    found = [
+        f"{page.name}: {line}"
+        for page in pages()
+        for line in FENCED.sub("", page.read_text(encoding="utf-8")).splitlines()
+        if len(line) > 100 and not line.lstrip().startswith(("|", "!["))
+    ]
+    assert found == []
