@@ -7,11 +7,11 @@ without AMD hardware. `fa_routes` holds the table of each tier.
 
 Layouts: plain, and in the full tier shuffled as a backend of its own. Cache: the model's type or
 8-bit floats. Host: never waits for the device. Architectures: gfx942, gfx950; Triton-only gfx110x,
-gfx115x, gfx120x. Known gaps: non-causal blocks with sinks or a softcap; draft trees with windows, a
-softcap or the shuffled layout, and fast ones on an 8-bit cache, whose contexts are gathered for
-each layer; in the shuffled layout head sizes that are no power of two; group sizes above 16 and
-head sizes other than 64, 128 and 256 decode on unified_attention, which is slower there than the
-paged kernels.
+gfx115x, gfx120x. An 8-bit cache is read by our own Triton kernel for blocks and trees; where that
+does not run, their contexts are gathered for each layer. Known gaps: non-causal blocks with sinks
+or a softcap; draft trees with windows, a softcap or the shuffled layout; in the shuffled layout
+head sizes that are no power of two; group sizes above 16 and head sizes other than 64, 128 and 256
+decode on unified_attention, which is slower there than the paged kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ from specdec.attention.aiter.routes import Kernel, Route, choose
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import BY_NAME, AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.attention.check import reasons_against_kernels
+from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.sizes import power_of_two
 from specdec.kernels import aiter, aiter_triton_only, triton_launch
 from specdec.kernels.aiter import AiterFa
@@ -140,18 +141,19 @@ class RocmAiterFaBackend(AttentionBackend):
         super().__init__(spec)
         self.fits_fused_layers = not triton_launch.unavailable_reasons(spec.device)
         self.tier, scratch = tier_of(spec.device), Scratch(spec.device)
+        own = _own_kernels(spec) if self.layout == "plain" else None
         self._setup: Setup[Any]
         self._routes: Sequence[Route]
         self._write: Callable[..., None]
         if self.tier == "triton":
-            self._setup = Setup(spec, self.layout, aiter_triton_only.load(), scratch)
+            self._setup = Setup(spec, self.layout, aiter_triton_only.load(), scratch, own)
             self._routes, self._plan, self._write = (
                 fa_routes.TRITON_ONLY,
                 plan_packed,
                 fa_triton.write,
             )
         else:
-            self._setup = Setup(spec, self.layout, aiter.load(AiterFa), scratch)
+            self._setup = Setup(spec, self.layout, aiter.load(AiterFa), scratch, own)
             self._routes, self._plan, self._write = fa_routes.FULL, plan_groups, fa_compiled.write
 
     def plan(self, metadata: AttentionMetadata) -> AiterPlan:
@@ -236,6 +238,13 @@ def tier_of(device: torch.device) -> Tier | None:
     if architecture is None:
         return "triton" if device.type == "cuda" else None
     return "triton" if architecture.startswith(RDNA) else None
+
+
+def _own_kernels(spec: AttentionSpec) -> AttentionBackend | None:
+    """Our Triton kernels for an 8-bit cache, where they run and have passed their own check."""
+    if spec.kv_dtype.itemsize > 1 or TritonFaBackend.unsupported_reasons(spec):
+        return None
+    return None if TritonFaBackend.reasons_against_auto(spec) else TritonFaBackend(spec)
 
 
 def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout) -> list[str]:

@@ -9,6 +9,7 @@ prefill  any                                               varlen
 extend   sinks                                             unified
 extend   a window                                          windowed_varlen
 extend   any                                               chunked_varlen
+decode   blocks and trees, 8-bit cache, our own kernel     own_kernel
 decode   draft trees                                       context_and_rows
 decode   several rows, causal                              unified
 decode   several rows, plain layout in the model's type    kvcache
@@ -25,6 +26,7 @@ decode   any                                               paged_rocm
 >>> print(table(TRITON_ONLY))
 phase    when                                            kernel
 packed   any                                             unified
+decode   blocks and trees, 8-bit cache, our own kernel   own_kernel
 decode   draft trees                                     context_and_rows
 decode   causal, or one row                              unified
 decode   several rows, plain layout in the model's type  kvcache
@@ -46,7 +48,13 @@ from specdec.attention.aiter.fa_compiled import (
     windowed_varlen,
 )
 from specdec.attention.aiter.fa_trees import context_and_rows
-from specdec.attention.aiter.fa_triton import Layer, gathered_kvcache, kvcache, unified
+from specdec.attention.aiter.fa_triton import (
+    Layer,
+    gathered_kvcache,
+    kvcache,
+    own_kernel,
+    unified,
+)
 from specdec.attention.aiter.routes import Route, always, table
 from specdec.attention.backend import AttentionSpec
 
@@ -82,6 +90,16 @@ def _fits_assembly(spec: AttentionSpec, layer: Layer) -> bool:
     )
 
 
+_OWN = Route(
+    "decode",
+    "blocks and trees, 8-bit cache, our own kernel",
+    lambda group, model, layer: (
+        model.own is not None
+        and group.max_query_len > 1
+        and (group.tree is not None or not group.causal)
+    ),
+    own_kernel,
+)
 _TREES = Route(
     "decode", "draft trees", lambda group, model, layer: group.tree is not None, context_and_rows
 )
@@ -104,6 +122,7 @@ FULL = (
         "extend", "a window", lambda group, model, layer: layer.window is not None, windowed_varlen
     ),
     Route("extend", "", always, chunked_varlen),
+    _OWN,
     _TREES,
     Route(
         "decode",
@@ -137,6 +156,7 @@ FULL = (
 )
 TRITON_ONLY = (
     Route("packed", "", always, unified),
+    _OWN,
     _TREES,
     Route(
         "decode",

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.layout import Layout, read_blocks, shuffled
 from specdec.attention.aiter.scratch import Scratch
-from specdec.attention.backend import AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from specdec.base.sizes import power_of_two
 from specdec.kernels.aiter import AiterTriton
 from specdec.kv_cache import LayerCache, blocks_for
@@ -30,13 +30,15 @@ Ops = TypeVar("Ops", bound=AiterTriton, covariant=True)
 @dataclass(frozen=True)
 class Setup(Generic[Ops]):
     """What does not change for one model on one device: the model's shape, the cache's layout,
-    AITER's functions, scratch.
+    AITER's functions, scratch, and our own kernels where they read an 8-bit cache that AITER's
+    cannot.
     """
 
     spec: AttentionSpec
     layout: Layout
     ops: Ops
     scratch: Scratch
+    own: AttentionBackend | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -132,6 +134,32 @@ def kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -
     """Bidirectional blocks, as many rows per request, on the paged cache."""
     out: Tensor = blocks(setup, group, layer, rows.query, in_place(group, layer), group.seq_lens)
     return out.view(rows.query.shape)
+
+
+def own_kernel(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
+    """Bidirectional blocks and draft trees, as many rows per request, by our own kernel."""
+    assert setup.own is not None
+    metadata = AttentionMetadata(
+        query_start_loc=group.query_start_loc,
+        seq_lens=group.seq_lens,
+        block_table=group.block_table,
+        slot_mapping=group.query_start_loc,  # nothing is written
+        num_reqs=group.num_reqs,
+        num_tokens=len(rows.query),
+        max_query_len=group.max_query_len,
+        max_seq_len=group.max_seq_len,
+        visibility="full" if group.tree is None else "ancestors",
+        tree=group.tree,
+    )
+    return setup.own.read(
+        rows.query,
+        layer.cache,
+        metadata,
+        scale=layer.scale,
+        window=layer.window,
+        softcap=layer.softcap,
+        sinks=layer.sinks,
+    )
 
 
 def gathered_kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:

@@ -4,20 +4,24 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.backend import AttentionMetadata, AttentionSpec
 from specdec.attention.chunks import in_chunks
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import KVLayerSpec, LayerCache, blocks_for
-from tests.helpers.attention_case import attention
+from tests.helpers.attention_case import Case, attention
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.trees import random_trees
 from tests.helpers.triton_interpreter import require_triton
+from tests.specdec.attention.aiter.test_fa import pretend_rocm
 
 DEVICE = require_triton()
 
@@ -373,3 +377,44 @@ def test_refusals() -> None:
         "float8_e5m2 cache"
         in TritonFaBackend.unsupported_reasons(spec(cache_dtype=torch.float8_e5m2))[0]
     )
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("lone", [False, True])
+def test_aiter_leaves_blocks_on_an_eight_bit_cache_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trees: bool, passes: bool, lone: bool
+) -> None:
+    """And reads them in place; where its check has failed, AITER's kernel is given a gathered
+    context, in either tier.
+    """
+    if DEVICE.type != "cpu":
+        pytest.skip("this machine's own GPU is no AMD GPU")
+    if lone:
+        monkeypatch.setenv("AITER_TRITON_ONLY", "1")
+    against = [] if passes else ["its self-check failed"]
+    monkeypatch.setattr(TritonFaBackend, "reasons_against_auto", lambda spec: against)
+    machine = pretend_rocm(monkeypatch, tmp_path)(architecture="gfx950")
+    asked = spec(dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    parents = random_trees(3, 4) if trees else ()
+    case = Case(asked, [40, 5, 33], [5, 5, 5], uniform=True, causal=trees, trees=parents)
+    for window in (None, *(() if trees else (9,))):
+        got = case.attend(RocmAiterFaBackend(asked), scale=0.2, window=window)
+        case.check(got, scale=0.2, window=window)
+    assert ("flash_attn_with_kvcache" in machine.names()) != passes
+
+
+def test_a_lone_row_stays_with_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Causal or not, it sees the same keys; and so do causal rows."""
+    if DEVICE.type != "cpu":
+        pytest.skip("this machine's own GPU is no AMD GPU")
+    monkeypatch.setattr(TritonFaBackend, "reasons_against_auto", lambda spec: [])
+    machine = pretend_rocm(monkeypatch, tmp_path)(architecture="gfx950")
+    asked = spec(dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    for widths, causal, name in (
+        ([1, 1], False, "paged_attention_v1"),
+        ([5, 5], True, "unified_attention"),
+    ):
+        case = Case(asked, [40, 33], widths, uniform=True, causal=causal)
+        case.attend(RocmAiterFaBackend(asked), scale=0.2)
+        assert name in machine.names()
