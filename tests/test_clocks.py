@@ -19,7 +19,7 @@ def clocks(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner, name = ast.unparse(node.func.value), node.func.attr
-        limits = [one.value for one in node.keywords if one.arg in {"timeout", "seconds"}]
+        limits = [one.value for one in node.keywords if one.arg in {"timeout", "seconds", "read"}]
         limits += node.args[-1:] if name in LIMITED else []
         own = any(
             isinstance(limit, ast.Constant) and isinstance(limit.value, int | float)
@@ -45,12 +45,8 @@ def test_no_test_has_a_clock_of_its_own() -> None:
 
 
 def test_clocks_are_seen() -> None:
-    code = [
-        "time.sleep(1)",
-        "process.wait(10)",
-        "run(timeout=5)",
-        "x.run(timeout=5)",
-        "pool.submit().result(HANG)",
-        "await asyncio.sleep(0)",
+    lines = [
+        *("time.sleep(1)", "process.wait(10)", "run(timeout=5)", "x.run(timeout=5)"),
+        *("pool.submit().result(HANG)", "httpx.Timeout(HANG, read=1.0)", "await asyncio.sleep(0)"),
     ]
-    assert [line for line, _ in clocks(ast.parse("\n".join(code)))] == [1, 2, 4]
+    assert [line for line, _ in clocks(ast.parse("\n".join(lines)))] == [1, 2, 4, 6]

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     config = ServeConfig(**from_options(ServeConfig, args))
     sock = listen(config)  # a port that is taken is told before a model is loaded
     others = os.environ.get("RANK", "0") != "0"  # the leading rank serves
-    with closing(Fronts(0 if others else config.front_processes, sock)) as fronts:
+    count = 0 if others else config.front_processes
+    with closing(Fronts(count, sock, config)) as fronts:
         drafter = drafter_name(args.drafter, args.model)
         with closing(load_decoder(args, args.drafter, engine_config(args))) as decoder:
             decoder.get_ready(Phases())

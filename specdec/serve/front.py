@@ -144,6 +144,7 @@ class Front:
             RequestError: too many wait for theirs.
             SpecDecError: there can be no grammars, or this one cannot be compiled.
         """
+        self._check_room("grammars", 1, len(self._waiting), self.config.max_queue)
         waiting = asyncio.ensure_future(self.engine.grammar(sampling))
         self._waiting.add(waiting)
         try:

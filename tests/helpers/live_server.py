@@ -65,7 +65,8 @@ class Live:
         sock = listen(settings)
         self.url = take_connections(sock)
         ours, theirs = socket.socketpair()
-        self.hub, link = Hub(decoder, on_stop=self._stop), Link(ours)
+        limits = settings.max_queue, settings.max_queued_tokens
+        self.hub, link = Hub(decoder, on_stop=self._stop), Link(ours, *limits)
         link.channel.send(Setup(Facts.of(decoder), settings, MODEL, drafter).message())
         self.hub.add(link)
         channel = Channel(theirs)

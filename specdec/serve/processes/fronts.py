@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+from specdec.serve.config import ServeConfig
 from specdec.serve.processes.setup import Setup
 from specdec.serve.server import LAST_SECONDS
 from specdec.session.decoder import SpecDecoder
@@ -36,10 +37,11 @@ class Fronts:
     Args:
         count: how many.
         sock: that clients connect to.
+        config: what one may ask of the engine.
     """
 
-    def __init__(self, count: int, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, count: int, sock: socket.socket, config: ServeConfig) -> None:
+        self._sock, self._limits = sock, (config.max_queue, config.max_queued_tokens)
         self._processes: dict[Link, subprocess.Popen[bytes]] = {}
         for _ in range(count):
             self._start()
@@ -95,7 +97,7 @@ class Fronts:
                 pass_fds=list(numbers.values()),
                 env={**os.environ, **_ALONE},
             )
-        link = Link(ours)
+        link = Link(ours, *self._limits)
         self._processes[link] = process
         return link
 

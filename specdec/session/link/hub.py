@@ -58,8 +58,14 @@ class _Output:
 class Link:
     """One process of callers.
 
+    Args:
+        sock: leads there.
+        max_outputs: unfinished ones, and grammars that it waits for, that it may have; more ends
+            it.
+        max_prompt_tokens: of its unfinished outputs.
+
     Attributes:
-        sock: leads there; `channel` does.
+        channel: leads there.
         number: its own.
         ready: it serves.
         outputs: its unfinished ones, by its own numbers.
@@ -70,13 +76,28 @@ class Link:
         fault: what it sent that is no message of this program.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, max_outputs: int, max_prompt_tokens: int) -> None:
         self.channel, self.ready, self.number = Channel(sock, MOST_BYTES), False, next(_NUMBERS)
+        self._max_outputs, self._max_prompt_tokens = max_outputs, max_prompt_tokens
         self.fault: str | None = None
         self.outputs: dict[int, _Output] = {}
         self.news: dict[Request, _Output] = {}
         self.grammars: dict[int, Future[Any]] = {}
         self.prompt_tokens, self.numbers = 0, Numbers()
+
+    def check_room(self, num_tokens: int) -> None:
+        """Before it gets one more output, or grammar.
+
+        Raises:
+            Malformed: its own limits would have refused that.
+        """
+        for what, most, asked in (
+            ("outputs", self._max_outputs, len(self.outputs) + 1),
+            ("grammars", self._max_outputs, len(self.grammars) + 1),
+            ("prompt tokens", self._max_prompt_tokens, self.prompt_tokens + num_tokens),
+        ):
+            if asked > most:
+                raise Malformed(f"it asks for {asked:,} {what} at once and the limit is {most:,}")
 
     def drop(self, key: int) -> _Output | None:
         """Forgets an output; None where it has ended."""
@@ -212,8 +233,8 @@ class Hub:
 
     def _send(self, link: Link, message: tuple[Any, ...]) -> None:
         link.channel.send(message)
-        if link.channel.congested:
-            self._poll.modify(link.channel.fileno(), select.POLLIN | select.POLLOUT)
+        if link.channel.congested:  # it is heard again once it has read its answers
+            self._poll.modify(link.channel.fileno(), select.POLLOUT)
 
     def _flush(self, link: Link) -> None:
         link.channel.flush()
@@ -264,6 +285,7 @@ class Hub:
         sampling: SamplingParams,
     ) -> None:
         failures: Any = self._failures
+        link.check_room(len(tokens))
         try:
             handle = self._session.submit(
                 tokens,
@@ -288,6 +310,7 @@ class Hub:
             output.handle.cancel()
 
     def _take_grammar(self, link: Link, key: int, sampling: SamplingParams) -> None:
+        link.check_room(0)
         try:
             compiled = self._engine.admission.compiled_grammar(sampling)
         except Exception as error:

@@ -138,12 +138,13 @@ class Remote:
             SpecDecError: see `Admission.compiled_grammar`, or it cannot be compiled.
         """
         key = next(self._keys)
-        self._compiling[key] = asyncio.get_running_loop().create_future()
+        told = self._compiling[key] = asyncio.get_running_loop().create_future()
         self.send(("grammar", key, sampling.plain()))
         try:
-            await self._compiling[key]
+            await told
         finally:
-            if not self._compiling.pop(key).done():
+            del self._compiling[key]
+            if told.cancelled():  # as it is with who waits
                 self.send(("leave", key))
 
     def _forget(self, key: int) -> Handle | None:

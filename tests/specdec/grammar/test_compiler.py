@@ -5,12 +5,14 @@ somebody waits.
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ pytest.importorskip("xgrammar")
 import xgrammar
 
 from specdec.base.errors import CapacityError, InvalidInputError
+from specdec.grammar import compiler as compiler_module
 from specdec.grammar import lanes as lanes_module
 from specdec.grammar import worker
 from specdec.grammar.compiler import GrammarCompiler
@@ -27,6 +30,7 @@ from specdec.grammar.grammar import Grammar
 from specdec.grammar.lanes import Job, Lanes, lanes
 from specdec.grammar.limits import LANES, MOST_SECONDS, QUICK_SECONDS
 from specdec.grammar.process import Ended, TooSlow, ask, reason_of
+from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until
 
@@ -44,8 +48,10 @@ def compiler() -> GrammarCompiler:
 
 
 def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children")
-    return list(map(int, listed.read_text().split())) if listed.exists() else []
+    try:
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    except OSError:  # it has ended
+        return []
 
 
 def compiling() -> list[int]:
@@ -56,6 +62,22 @@ def compiling() -> list[int]:
         if process is None
         else [child for watch in children(process.pid) for child in children(watch)]
     )
+
+
+def has_read() -> bool:
+    """Whether something compiles, and has its text."""
+    with suppress(ProcessLookupError):
+        return any(os.getpriority(os.PRIO_PROCESS, one) for one in compiling())
+    return False
+
+
+def held() -> bool:
+    """Whether something compiles, which then stands still and is never done."""
+    for one in compiling():
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGSTOP)
+            return True
+    return False
 
 
 @pytest.mark.parametrize(
@@ -125,8 +147,8 @@ def test_a_crash_is_of_one_grammar(compiler: GrammarCompiler) -> None:
     vocabulary = compiler._library(frozenset()).vocabulary
     with ThreadPoolExecutor() as threads, lanes().process.open(vocabulary) as link:
         asked = threads.submit(ask, link, vocabulary, long("a"), 600)
-        # it has read its text
-        wait_until(lambda: any(os.getpriority(os.PRIO_PROCESS, one) for one in compiling()))
+        wait_until(has_read)
+        wait_until(held)
         os.kill(compiling()[0], signal.SIGKILL)
         with pytest.raises(InvalidInputError, match="ended the process"):
             asked.result(HANG)
@@ -142,13 +164,14 @@ def test_nobody_waits(compiler: GrammarCompiler) -> None:
     """It is compiled as long as one does."""
     grammar = long("b")
     one, other = compiler.compiled(grammar), compiler.compiled(grammar)
-    wait_until(lambda: bool(compiling()))
+    wait_until(held)
     assert one.cancel() and not compiler._jobs[grammar].stopped
     assert other.cancel() and compiler._jobs[grammar].stopped
     wait_until(lambda: not compiling())
     again = compiler.compiled(grammar)
     assert not compiler._jobs[grammar].stopped
     again.cancel()
+    wait_until(lambda: not compiling())
 
 
 def test_no_process(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,23 +327,37 @@ def test_one_line(error: Exception) -> None:
     )
 
 
-def test_waiting_in_the_callers_thread_can_be_interrupted(compiler: GrammarCompiler) -> None:
-    """Ctrl-C leaves nothing that compiles."""
+def test_waiting_in_the_callers_thread_can_be_interrupted(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C lets go of what compiles."""
     from specdec.engine.requests.admission import Admission
 
     admission = object.__new__(Admission)
     admission.grammars = compiler
-    done = Event()
+    waits, let_go, compiled = Event(), Event(), compiler.compiled
+    main = get_ident()
 
-    def interrupt() -> None:
-        wait_until(lambda: bool(compiling()))
-        os.kill(os.getpid(), signal.SIGINT)
-        done.set()
+    def endless(link: socket.socket, *_: object) -> None:
+        waits.wait(HANG)
+        signal.pthread_kill(main, signal.SIGINT)
+        link.recv(1)  # until it is let go of
+        let_go.set()
+        raise Ended
 
-    params = type("Params", (), {"grammar": long("c")})()
-    thread = Thread(target=interrupt)
-    thread.start()
+    def waited(grammar: Grammar) -> Future[Any]:
+        own = compiled(grammar)
+        result = own.result
+
+        def wait() -> Any:
+            waits.set()
+            return result()
+
+        monkeypatch.setattr(own, "result", wait)
+        return own
+
+    monkeypatch.setattr(compiler_module, "ask", endless)
+    monkeypatch.setattr(compiler, "compiled", waited)
     with pytest.raises(KeyboardInterrupt):
-        admission.wait_for_grammar(params)
-    thread.join()
-    wait_until(lambda: not compiling())
+        admission.wait_for_grammar(SamplingParams(grammar=long("c")))
+    assert let_go.wait(HANG)

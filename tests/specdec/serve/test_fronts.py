@@ -40,14 +40,14 @@ from tests.helpers.live_server import tiny_decoder
 config = ServeConfig(port=0, front_processes=int(sys.argv[1]))
 sock = listen(config)
 start, fronts_module._START = fronts_module._START, sys.argv[2] or fronts_module._START
-with closing(Fronts(config.front_processes, sock)) as fronts:
+with closing(Fronts(config.front_processes, sock, config)) as fronts:
     fronts_module._START = start  # of those that follow
     decoder = tiny_decoder()
     url = take_connections(sock)
     setup = Setup(Facts.of(decoder), config, "tiny")
     sys.exit(fronts.serve(decoder, setup, lambda: print(url, flush=True)))
 """
-LONG = {"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "n": 8}
+LONG = {"prompt": "abc", "max_tokens": 480, "ignore_eos": True, "temperature": 0, "n": 64}
 SHORT = {"prompt": "abc", "max_tokens": 3, "temperature": 0}
 URL = "/v1/completions"
 
@@ -130,6 +130,9 @@ def test_a_front_that_says_nonsense_is_ended_and_another_one_serves() -> None:
         assert "was ended by SIGKILL, for a message is ['nonsense'" in line
 
 
+REGEX = b'{"kind":"regex","text":"a+"}'
+
+
 def _framed(text: bytes, raw: bytes = b"") -> bytes:
     return struct.pack("<Ii", len(text), len(raw)) + text + raw
 
@@ -164,6 +167,10 @@ def test_what_is_no_message_ends_its_sender_alone(tmp_path: Path) -> None:
         _framed(b'["new",1,{"max_tokens":-1}]', tokens),
         _framed(b'["new",1,{"unknown":1}]', tokens),
         new + new,
+        b"".join(_framed(b'["new",%d,{}]' % key, packed([5])) for key in range(4)),
+        _framed(b'["new",1,{}]', packed([5] * 9)),
+        new + _framed(b'["new",2,{}]', packed([5] * 6)),
+        b"".join(_framed(b'["grammar",%d,{"grammar":%b}]' % (key, REGEX)) for key in range(4)),
         _framed(b'["grammar",1,{}]')[:4] + struct.pack("<i", -1) + b'["grammar",1,{}]',
         _framed(b'["totals",1]'),
     ]
@@ -178,11 +185,11 @@ def test_what_is_no_message_ends_its_sender_alone(tmp_path: Path) -> None:
             ours, theirs = socket.socketpair()
             theirs.sendall(left.pop(0))
             kept.append(theirs)
-            hub.add(Link(ours))
+            hub.add(Link(ours, 3, 8))
 
     hub = Hub(decoder, on_loss=next_one)
     ours, theirs = socket.socketpair()
-    hub.add(Link(ours))
+    hub.add(Link(ours, 3, 8))
     next_one()
     thread = threading.Thread(target=hub.run, daemon=True)
     thread.start()
@@ -256,14 +263,14 @@ def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
     """More than sockets hold: the engine waits for nobody."""
     decoder = tiny_decoder(max_num_seqs=8)
     ours, theirs = socket.socketpair()
-    link, channel = Link(ours), Channel(theirs)
+    link, channel = Link(ours, count := 6, 3 * count), Channel(theirs)
     for sock, side in ((ours, socket.SO_SNDBUF), (theirs, socket.SO_RCVBUF)):
         sock.setsockopt(socket.SOL_SOCKET, side, 4096)
     hub = Hub(decoder)
     hub.add(link)
     thread = threading.Thread(target=hub.run, daemon=True)
     thread.start()
-    sampling, count = SamplingParams(max_tokens=48, ignore_eos=True), 6
+    sampling = SamplingParams(max_tokens=48, ignore_eos=True)
     result = decoder.generate([5, 6, 7], sampling)
     asked = sampling.plain(), packed([5, 6, 7])
     channel.send(*(("new", key, *asked) for key in range(count)))
@@ -292,6 +299,26 @@ def test_outputs_that_nobody_reads_go_on_and_are_told_at_once() -> None:
     channel.close()
     thread.join(HANG)
     assert not thread.is_alive()
+
+
+def test_who_reads_no_answers_is_not_heard() -> None:
+    """What waits for it does not grow, and it gets all once it reads."""
+    ours, theirs = socket.socketpair()
+    hub, link, channel = Hub(tiny_decoder()), Link(ours, 8, 64), Channel(theirs)
+    hub.add(link)
+    for sock, side in ((ours, socket.SO_SNDBUF), (theirs, socket.SO_RCVBUF)):
+        sock.setsockopt(socket.SOL_SOCKET, side, 4096)
+    waiting, rounds, each = list[int](), 50, 100
+    for _ in range(rounds):
+        channel.send(*(("new", key, {}, packed([10**6])) for key in range(each)))
+        hub._exchange(0.0)
+        waiting.append(len(link.channel._going))
+    assert 0 < waiting[rounds // 2] == waiting[-1]
+    answers = 0
+    while answers < rounds * each:
+        hub._exchange(0.0)
+        channel.flush()
+        answers += sum(kind == "refused" for kind, *_ in channel.receive())
 
 
 def test_a_slow_client_gets_less_often_more(monkeypatch: pytest.MonkeyPatch) -> None:

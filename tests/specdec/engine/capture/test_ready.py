@@ -227,7 +227,7 @@ def test_shorter_contexts_are_captured_while_nobody_asks(
     with Session(engine) as session:
         served: Any = SimpleNamespace(engine=engine, session=session, ranks=None)
         one = hub.Hub(served)
-        one.add(hub.Link(ours))
+        one.add(hub.Link(ours, 8, 4096))
         serving = Thread(target=one.run)
         serving.start()
         wait_until(lambda: clock.num_captures > before)

@@ -15,6 +15,7 @@ from specdec.kernels import native as library
 from specdec.kernels.native import NO_COMPILER, native
 from specdec.layers.linear_choice import linear
 from specdec.layers.packed.cpu import GgufLinear
+from tests.helpers.waiting import HANG
 from tests.specdec.layers.packed.test_cpu import weight_of
 
 pytestmark = pytest.mark.skipif(native() is None, reason="there is no C++ compiler")
@@ -102,7 +103,7 @@ def test_two_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def waiting(*command: str) -> str:
         if "--version" not in command:
-            both.wait(60)
+            both.wait(HANG)
         return run(*command)
 
     monkeypatch.setattr(library, "_run", waiting)
