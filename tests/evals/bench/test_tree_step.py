@@ -76,7 +76,7 @@ def test_a_bench_shows_one_tree_of_each_part_and_its_ranks(report: dict[str, Any
     stored = json.loads(json.dumps(report))
     page, text = html_report(stored), format_report(stored)
     assert page.count('class="tree"') == 1
-    assert page.count("<svg") == 4 + 1 + 1  # plots, that of ranks, the tree
+    assert page.count("<svg") == 7 + 1 + 1  # plots, that of ranks, the tree
     title = "tiny T=0 c=1 ngram tree 6"
     assert title in compare_reports(stored, stored)
     (line,) = (line for line in text.partition("by rank")[2].splitlines() if title in line)
@@ -116,7 +116,7 @@ def test_reports_of_before_trees_are_still_shown(report: dict[str, Any]) -> None
         for field in ("num_verified", "steps_by_shape", "num_by_rank", "share_by_rank", "by_part"):
             del row["acceptance"][field]
     assert "ngram" in format_report(old) and "by rank" not in format_report(old)
-    assert html_report(old).count("<svg") == 4
+    assert html_report(old).count("<svg") == 7
     assert "only in the second: tiny T=0 c=1 ngram tree 6" in compare_reports(old, report)
 
 
