@@ -73,6 +73,8 @@ DRAWS = 10_000
 SEED = 0
 FEW = 20
 """Conversations below which intervals of a bootstrap come out too narrow."""
+LEAST = 5
+"""Conversations below which there are none, and no test."""
 
 
 def drawn_sums(columns: Array, *, draws: int = DRAWS, seed: int = SEED) -> Array:
@@ -109,15 +111,17 @@ def interval(draws: Array) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def no_difference(differences: Array) -> float:
+def no_difference(differences: Array, pairs: int) -> float:
     """The two-sided p of a difference whose draws these are: how likely so much is where there is
-    none. At least 2 / (draws + 1).
+    none. At least 2 / (draws + 1), and what the signs of so many pairs could show at best.
 
-    >>> no_difference(np.zeros(99)), no_difference(np.ones(99)), no_difference(np.arange(-9.0, 90))
-    (1.0, 0.02, 0.22)
+    >>> no_difference(np.zeros(99), 40), no_difference(np.ones(99), 40)
+    (1.0, 0.02)
+    >>> no_difference(np.arange(-9.0, 90.0), 40), no_difference(np.ones(99), 5)
+    (0.22, 0.0625)
     """
     least = min((differences <= 0).sum(), (differences >= 0).sum())
-    return float(min(1.0, 2 * (least + 1) / (len(differences) + 1)))
+    return float(min(1.0, max(2 * (least + 1) / (len(differences) + 1), 2.0 ** (1 - pairs))))
 
 
 TAU, MEAN_TAU = slice(0, 2), slice(2, 4)
@@ -151,9 +155,9 @@ def quotient(sums: Array, of: slice) -> Array:
 
 
 def intervals(columns: Mapping[str, Sequence[int]], items: Iterable[int]) -> dict[str, Any]:
-    """95 % intervals of both kinds of tau over some conversations; null for fewer than two."""
+    """95 % intervals of both kinds of tau over some conversations; None for fewer than `LEAST`."""
     rows = [row for item, row in conversations(columns).items() if item in set(items)]
-    draws = drawn_sums(np.array(rows)) if len(rows) > 1 else np.empty((0, 4))
+    draws = drawn_sums(np.array(rows)) if len(rows) >= LEAST else np.empty((0, 4))
     return {
         "tau_interval": interval(quotient(draws, TAU)),
         "mean_tau_interval": interval(quotient(draws, MEAN_TAU)),
@@ -162,7 +166,7 @@ def intervals(columns: Mapping[str, Sequence[int]], items: Iterable[int]) -> dic
 
 def mean_of_tasks(columns: Mapping[str, Sequence[int]], tasks: Sequence[str | None]) -> Array:
     """The mean of the tasks' tau in every draw, each task drawn from its own conversations; empty
-    where one has fewer than two.
+    where one has fewer than `LEAST`.
 
     Args:
         columns: `answers` of a row of a report.
@@ -172,7 +176,7 @@ def mean_of_tasks(columns: Mapping[str, Sequence[int]], tasks: Sequence[str | No
     taus = []
     for seed, task in enumerate(task for task in dict.fromkeys(tasks) if task is not None):
         own = [row for item, row in rows.items() if tasks[item] == task]
-        if len(own) < 2:
+        if len(own) < LEAST:
             return np.empty(0)
         taus.append(quotient(drawn_sums(np.array(own), seed=seed), TAU))
     return np.mean(taus, axis=0)

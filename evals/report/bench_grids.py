@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from evals.certainty import DRAWS, FEW
+from evals.certainty import DRAWS, FEW, LEAST
 from evals.report.grid import Grid
 from evals.report.report import Report
 from evals.report.sides import PLAIN, drafting, short_name, side_of
@@ -15,6 +15,9 @@ from evals.report.tasks import ALL, MEAN, TaskTable, task_tables
 from evals.speed import TIME_PARTS
 
 Row = dict[str, Any]
+
+MOST_POSITIONS = 16
+"""Columns that a terminal has room for."""
 
 OF_REQUEST = (
     "tokens/s and ratio of a task: of one request, from its place among those at once to its last"
@@ -30,7 +33,7 @@ def bench_grids(report: Report) -> Iterator[Grid]:
     rows = report["rows"]
     first = [row for row in rows if row["concurrency"] == rows[0]["concurrency"]]
     for grid in (
-        position_grid(first),
+        position_grid(first, MOST_POSITIONS),
         length_grid(first, "by_context", "tau by the tokens before a step, prompt included"),
         length_grid(first, "by_output", "tau by the output tokens before a step"),
         serving_grid(rows),
@@ -128,21 +131,22 @@ def certainty_note(report: Report) -> list[str]:
     rows = [row for row in report["rows"] if row.get("answers")]
     if not rows:
         return []
-    few = min(len({*row["answers"]["item"]}) for row in rows) < FEW
+    sizes = [len({*row["answers"]["item"]}) for row in rows]
+    least = min(sizes + [task["num_items"] for row in rows for task in row["tasks"]])
     return [
         f"95 %: interval by bootstrap over conversations, {DRAWS:,} draws"
-        + (f"; too narrow for fewer than {FEW} of them." if few else ".")
+        + (f"; too narrow below {FEW} of them, none below {LEAST}." if least < FEW else ".")
     ]
 
 
-def position_grid(rows: Iterable[Row]) -> Grid:
-    """Acceptance by the position of a draft."""
+def position_grid(rows: Iterable[Row], widest: int | None = None) -> Grid:
+    """Acceptance by the position of a draft, of all or the first so many positions."""
     own = [row for row in rows if row["acceptance"] and row["acceptance"]["acceptance_rate"]]
     most = max((len(row["acceptance"]["acceptance_rate"]) for row in own), default=0)
     return _columns(
         "drafts accepted by position, of the steps that offered one there",
         own,
-        [str(number) for number in range(1, most + 1)],
+        [str(number) for number in range(1, min(most, widest or most) + 1)],
         lambda row, place: _at(row["acceptance"]["acceptance_rate"], place),
     )
 

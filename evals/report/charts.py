@@ -81,6 +81,7 @@ class Charts:
                         textcoords="offset points",
                         va="center",
                         fontsize=FONT_SIZE - 1,
+                        bbox={"facecolor": drawn("card"), "edgecolor": "none", "pad": 0.8},
                     )
             axes.axvline(1, color=drawn("plain"), linestyle="--", linewidth=1, label="plain")
             axes.set_yticks(range(len(tasks)), [_short(task) for task in tasks])

@@ -43,7 +43,7 @@ h3 { font-size: .95rem; margin: 1rem 0 0; }
 p { margin: 0 0 .5rem; overflow-wrap: anywhere; }
 .about { color: var(--soft); }
 .cards { display: grid; gap: 12px; margin: 0 0 16px; padding: 0; list-style: none; }
-.cards { grid-template-columns: repeat(auto-fill, minmax(min(100%, 220px), 1fr)); }
+.cards { grid-template-columns: repeat(auto-fill, minmax(min(100%, 270px), 1fr)); }
 .cards li { background: var(--card); border-radius: 8px; padding: 12px 14px; }
 .cards li { border-left: 6px solid var(--plain); overflow-wrap: anywhere; }
 .cards strong { display: block; font-size: 1.75rem; line-height: 1.25; }
@@ -194,7 +194,11 @@ def _by_task(charts: Charts, table: TaskTable) -> list[Plot]:
 def _steps(charts: Charts, rows: Sequence[dict[str, Any]]) -> list[Plot]:
     """What became of drafts."""
     return [
-        ("Acceptance by position", charts.acceptance_by_position(rows), position_grid(rows)),
+        (
+            "Drafts accepted by position, where offered",
+            charts.acceptance_by_position(rows),
+            position_grid(rows),
+        ),
         ("Tokens per verify step", charts.tokens_per_step(rows), step_grid(rows)),
         ("Accepted drafts of trees by rank", charts.accepted_by_rank(rows), rank_grid(rows)),
     ]

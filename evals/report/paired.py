@@ -10,6 +10,7 @@ import numpy as np
 
 from evals.certainty import (
     DRAWS,
+    LEAST,
     MEAN_TAU,
     TAU,
     Array,
@@ -57,8 +58,12 @@ def paired_lines(one: Report, other: Report | None) -> list[str]:
                 )
                 break
             tasks = hashes[0][name].get("tasks") or []
-            for what, *figures in _tested(mine, their, tasks):
+            found = [*_tested(mine, their, tasks)]
+            if not found:
+                notes.append(f"tau of {name} is not tested: a test takes {LEAST} conversations")
+            for what, *figures in found:
                 rows.append((title, side_of(mine).name(), side_of(their).name(), what, *figures))
+    notes = [*dict.fromkeys(notes)]
     if not rows:
         return notes
     return [
@@ -115,18 +120,18 @@ def _tested(one: Row, other: Row, tasks: Sequence[str | None]) -> Iterator[tuple
     """Of each kind of tau both sides' figures, their difference, its interval, and p."""
     rows, others = conversations(one["answers"]), conversations(other["answers"])
     items = [item for item in rows if item in others]
-    if len(items) < 2:
+    if len(items) < LEAST:
         return
     both = np.array([np.concatenate([rows[item], others[item]]) for item in items])
     sums, draws = both.sum(axis=0), drawn_sums(both)
     for what, of in (("all steps", TAU), ("answers", MEAN_TAU)):
-        yield what, *_cells(_two(sums, of), _two(draws, of))
+        yield what, *_cells(_two(sums, of), _two(draws, of), len(items))
     names = [name for name in dict.fromkeys(tasks) if name is not None]
     strata = [both[[tasks[item] == name for item in items]] for name in names]
-    if len(names) > 1 and all(len(some) > 1 for some in strata):
+    if len(names) > 1 and all(len(some) >= LEAST for some in strata):
         found = np.mean([_two(some.sum(axis=0), TAU) for some in strata], axis=0)
         drawn = [_two(drawn_sums(some, seed=seed), TAU) for seed, some in enumerate(strata)]
-        yield "mean of tasks", *_cells(found, np.mean(drawn, axis=0))
+        yield "mean of tasks", *_cells(found, np.mean(drawn, axis=0), len(items))
 
 
 def _two(sums: Array, of: slice) -> Array:
@@ -135,10 +140,10 @@ def _two(sums: Array, of: slice) -> Array:
     return np.stack([quotient(sums[..., :half], of), quotient(sums[..., half:], of)])
 
 
-def _cells(found: Array, draws: Array) -> tuple[str, ...]:
+def _cells(found: Array, draws: Array, pairs: int) -> tuple[str, ...]:
     differences = draws[1] - draws[0]
     low, high = interval(differences) or (0.0, 0.0)
-    p = no_difference(differences)
+    p = no_difference(differences, pairs)
     return (
         f"{found[0]:.3f}",
         f"{found[1]:.3f}",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from evals.certainty import TAU, conversations, drawn_sums, interval, quotient
+from evals.certainty import LEAST, TAU, conversations, drawn_sums, interval, quotient
 from evals.report.report import Report
 from evals.report.sides import Side, side_of
 
@@ -119,7 +119,7 @@ def _mean(figures: Sequence[Figures], rows: Sequence[Row]) -> Figures:
         values = [one[name] for one in figures]
         found[name] = None if None in values else float(np.mean(values))
     strata = [list(conversations(row["answers"]).values()) for row in rows if "answers" in row]
-    if len(strata) == len(rows) and all(len(one) > 1 for one in strata):
+    if len(strata) == len(rows) and all(len(one) >= LEAST for one in strata):
         draws = [drawn_sums(np.array(one), seed=seed) for seed, one in enumerate(strata)]
         found["tau_interval"] = interval(np.mean([quotient(one, TAU) for one in draws], axis=0))
     return found

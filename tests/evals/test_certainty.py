@@ -56,11 +56,11 @@ def test_a_p_is_uniform_without_a_difference_and_small_with_one() -> None:
     p = []
     for seed in range(400):
         differences = np.random.default_rng(seed).normal(0.0, 1.0, (60, 1))
-        p.append(no_difference(drawn_sums(differences, draws=500)[:, 0]))
+        p.append(no_difference(drawn_sums(differences, draws=500)[:, 0], 60))
     assert 8 <= sum(one < 0.05 for one in p) <= 34  # 20 are expected
     shifted = np.random.default_rng(0).normal(1.0, 1.0, (60, 1))
     for sign in (1, -1):
-        assert no_difference(drawn_sums(sign * shifted, draws=500)[:, 0]) == 2 / 501
+        assert no_difference(drawn_sums(sign * shifted, draws=500)[:, 0], 60) == 2 / 501
 
 
 def test_both_kinds_of_tau_are_those_of_the_conversations() -> None:
@@ -75,19 +75,20 @@ def test_both_kinds_of_tau_are_those_of_the_conversations() -> None:
     sums = np.array([*rows.values()]).sum(axis=0)
     assert quotient(sums, TAU) == 16 / 7
     assert quotient(sums, MEAN_TAU) == pytest.approx((4 + 2 + 1) / 3)
-    # Of two conversations a quarter of the draws has one alone: the interval ends there.
-    found = intervals(columns, [0, 1, 2])
-    assert found["tau_interval"] == (2.0, 2.5)
-    assert found["mean_tau_interval"] == (2.0, 2.5)
-    assert intervals(columns, [0]) == {"tau_interval": None, "mean_tau_interval": None}
+    # Of five draws the first conversation has three or more in 5.8 %, four or more in 0.7 %.
+    wide = {"item": [*range(5)], "num_emitted": [4, 8, 8, 8, 8], "num_steps": [4, 4, 4, 4, 4]}
+    found = intervals(wide, range(5))
+    assert found["tau_interval"] == pytest.approx((1.4, 2.0))
+    assert found["mean_tau_interval"] == pytest.approx((1.4, 2.0))
+    assert intervals(wide, range(4)) == {"tau_interval": None, "mean_tau_interval": None}
 
 
 def test_the_mean_of_tasks_weighs_tasks_alike() -> None:
     """Catches one that is pooled, where the longer task decides."""
     columns = {
-        "item": [0, 1, 2, 3],
-        "num_emitted": [40, 40, 2000, 2000],
-        "num_steps": [10, 10, 1000, 1000],
+        "item": [*range(10)],
+        "num_emitted": [40] * 5 + [2000] * 5,
+        "num_steps": [10] * 5 + [1000] * 5,
     }
-    assert mean_of_tasks(columns, ["a", "a", "b", "b"]).tolist() == [3.0] * 10_000
-    assert not len(mean_of_tasks(columns, ["a", "a", "b", "c"]))
+    assert mean_of_tasks(columns, ["a"] * 5 + ["b"] * 5).tolist() == [3.0] * 10_000
+    assert not len(mean_of_tasks(columns, ["a"] * 5 + ["b"] * 4 + ["c"]))

@@ -130,6 +130,21 @@ def test_sides_that_do_not_compare_are_not_tested(change: str, why: str) -> None
         paper([("a", one), ("b", other)], "markdown")
 
 
+def test_few_conversations_are_not_tested() -> None:
+    """Catches a p of three prompts; of five the least is 1 in 16."""
+    one, two = made("one", 3.0, 2), made("two", 4.0, 3)
+    for size in (3, 5):
+        for report in (one, two):
+            columns = report["rows"][1]["answers"]
+            report["rows"][1]["answers"] = {name: made_[:size] for name, made_ in columns.items()}
+        text = compare_reports(copy.deepcopy(one), copy.deepcopy(two))
+        if size == 3:
+            assert "tau of a set is not tested: a test takes 5 conversations" in text
+            one, two = made("one", 3.0, 2), made("two", 4.0, 3)
+        else:
+            assert [cells[-1] for cells in cells_of(text).values()] == ["0.062"] * 2
+
+
 def test_a_table_has_the_drafters_of_all_reports() -> None:
     """Catches a report that is left out, characters that LaTeX reads otherwise, and lines of
     unequal length.
