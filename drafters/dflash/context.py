@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from drafters.dflash.model import DFlashModel
-from specdec.layers.linear_choice import linear
+from specdec.layers.linear import Linear
+from specdec.layers.linear_choice import drafting_linear
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Ops
 
@@ -28,8 +29,8 @@ class Context:
         self._norm = norm_of(model.hidden_norm, model.config.gemma)
         self._tap_norms = [norm_of(cast(nn.RMSNorm, norm)) for norm in model.aux_hidden_norms or ()]
         self._unit_norm = Norm(torch.ones_like(model.hidden_norm.weight), model.config.rms_norm_eps)
-        self._features = None if model.fc is None else linear(model.fc.weight)
-        self._projection, self._layers, self._mixture = linear(weight, bias), None, None
+        self._features = None if model.fc is None else drafting_linear(model.fc.weight)
+        self._projection, self._layers, self._mixture = drafting_linear(weight, bias), None, None
         if model.layer_fusion_weights is not None:
             self._mixture = torch.softmax(model.layer_fusion_weights.float(), dim=-1).to(
                 weight.dtype
@@ -37,6 +38,11 @@ class Context:
             # [layers, H_target, 2 * kv]
             self._layers = weight.view(len(model.layers), -1, weight.shape[1]).mT
             self._bias = None if bias is None else bias.view(len(model.layers), 1, -1)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its products."""
+        return [self._projection] if self._features is None else [self._features, self._projection]
 
     def rows(self, features: Tensor) -> Tensor:
         """Keys, and values behind them unless they are the same, of all layers, neither normed nor

@@ -119,7 +119,7 @@ class DFlashDrafter(Drafter):
             if model.lm_head is None
             else 0
         )
-        return own - unread + borrowed
+        return own - unread + borrowed - self.network.saved_bytes
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings [..., H] of tokens of the target, as the draft layers take them."""

@@ -19,7 +19,7 @@ from specdec.layers.attention import HeadAttention
 from specdec.layers.decoder import Decoder, DecoderLayer
 from specdec.layers.latent_attention import LatentAttention
 from specdec.layers.linear import Linear
-from specdec.layers.linear_choice import linear
+from specdec.layers.linear_choice import drafting_linear
 from specdec.layers.mlp import ConvolvedMLP, GatedMLP
 from specdec.layers.ops.choice import ops_for
 from specdec.layers.ops.grouped_convolution import GroupedConvolution
@@ -60,7 +60,15 @@ class DFlashNetwork:
         wide = torch.promote_types(gains.dtype, torch.float32) if rounds_last else gains.dtype
         self._norms = [Norm(gain.to(wide), model.config.rms_norm_eps) for gain in gains]
         self._table = None if model.embed_tokens is None else model.embed_tokens.weight
-        self.head = None if model.lm_head is None else linear(model.lm_head.weight)
+        self.head = None if model.lm_head is None else drafting_linear(model.lm_head.weight)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of weights that are not read, since `drafting_linear` rounds numbers."""
+        own = [one for layer in self._decoder.layers for one in layer.linears]
+        own += self._context.linears + ([] if self.head is None else [self.head])
+        full = sum(one.in_features * one.out_features * one.dtype.itemsize for one in own)
+        return full - sum(one.nbytes for one in own)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows [..., H] of the drafter's own embedding table, which it has."""
@@ -223,7 +231,7 @@ def _join(*projections: nn.Linear) -> Linear:
     Gates have no bias where the projections beside them have one.
     """
     if len(projections) == 1:
-        return linear(projections[0].weight, projections[0].bias)
+        return drafting_linear(projections[0].weight, projections[0].bias)
     weight = torch.cat([projection.weight for projection in projections])
     biases: list[Tensor] = [
         weight.new_zeros(projection.out_features) if projection.bias is None else projection.bias
@@ -234,4 +242,4 @@ def _join(*projections: nn.Linear) -> Linear:
         projections, weight.split([p.out_features for p in projections]), strict=True
     ):
         projection.weight.data = part
-    return linear(weight, bias)
+    return drafting_linear(weight, bias)

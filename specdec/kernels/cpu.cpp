@@ -734,36 +734,63 @@ void gate_rows(const uint16_t* x, int count, int width, uint16_t* out, int threa
 }
 
 struct Attention {
-    const uint16_t *qkv, *cos, *sin;  // [T][heads + 2 * kv_heads][dim]; [T][dim / 2], or null
+    const uint16_t *qkv, *cos, *sin;  // [T][heads + 2 * kv_heads][dim], rows `stride` apart; [T][dim / 2], or null
     uint16_t *keys, *values, *out;    // caches [slots][kv_heads][dim]; [T][heads][dim]
     const uint16_t *query_norm, *key_norm;  // [dim], or null
     const int64_t *slots, *ancestors;  // [T]; of a tree's rows, or null
     const int32_t *lengths, *blocks;  // of requests; their blocks, [requests][blocks]
     int32_t requests, width, heads, kv_heads, dim, num_blocks, block_size, causal, threads;
     float scale, epsilon;
+    int64_t stride;
 };
+
+}  // extern "C"
+
+namespace {
+
+// result [dim] = a row's head, normed and rotated, rounded to bfloat16.
+void turn(const Attention& a, int row, int head, const uint16_t* norm, float* result) {
+    const int half = a.dim / 2;
+    const uint16_t* x = a.qkv + row * a.stride + (int64_t)head * a.dim;
+    uint16_t normed[256];
+    if (norm) {
+        norm_rows(x, 0, 1, a.dim, norm, a.epsilon, normed);
+        x = normed;
+    }
+    for (int i = 0; i < half; i++) {
+        float low = from_bf16(x[i]), high = from_bf16(x[half + i]);
+        float c = a.cos ? from_bf16(a.cos[row * half + i]) : 1, s = a.sin ? from_bf16(a.sin[row * half + i]) : 0;
+        result[i] = low * c - high * s;
+        result[half + i] = high * c + low * s;
+    }
+    for (int i = 0; i < a.dim; i++) result[i] = from_bf16(to_bf16(result[i]));
+}
+
+// Writes a row's key and value of one head to the cache.
+void put(const Attention& a, int row, int kv) {
+    float key[256];
+    const int64_t place = (a.slots[row] * a.kv_heads + kv) * a.dim;
+    turn(a, row, a.heads + kv, a.key_norm, key);
+    for (int i = 0; i < a.dim; i++) a.keys[place + i] = to_bf16(key[i]);
+    memcpy(a.values + place, a.qkv + row * a.stride + (int64_t)(a.heads + a.kv_heads + kv) * a.dim, 2 * a.dim);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Norms and rotates keys of `rows` rows and writes them and their values to the cache; there are no queries in `qkv`.
+void store(const Attention* given, int rows) {
+    for (int row = 0; row < rows; row++)
+        for (int kv = 0; kv < given->kv_heads; kv++) put(*given, row, kv);
+}
 
 // Norms and rotates queries and keys, writes keys and values to the cache, and attends: `width` rows of every request see what lies before
 // them and each other, up to themselves if `causal`, as the bits of `ancestors` say if there are some. All sums are float32, in the
 // order of the keys. `dim` is at most 256.
 void attend(const Attention* given) {
     const Attention a = *given;
-    const int group = a.heads / a.kv_heads, half = a.dim / 2, all = a.heads + 2 * a.kv_heads;
-    auto turned = [&](int row, int head, const uint16_t* norm, float* result) {
-        const uint16_t* x = a.qkv + ((int64_t)row * all + head) * a.dim;
-        uint16_t normed[256];
-        if (norm) {
-            norm_rows(x, 0, 1, a.dim, norm, a.epsilon, normed);
-            x = normed;
-        }
-        for (int i = 0; i < half; i++) {
-            float low = from_bf16(x[i]), high = from_bf16(x[half + i]);
-            float c = a.cos ? from_bf16(a.cos[row * half + i]) : 1, s = a.sin ? from_bf16(a.sin[row * half + i]) : 0;
-            result[i] = low * c - high * s;
-            result[half + i] = high * c + low * s;
-        }
-        for (int i = 0; i < a.dim; i++) result[i] = from_bf16(to_bf16(result[i]));
-    };
+    const int group = a.heads / a.kv_heads;
 #pragma omp parallel for num_threads(std::min(a.threads, a.requests * a.kv_heads)) collapse(2) schedule(dynamic)
     for (int request = 0; request < a.requests; request++)
         for (int kv = 0; kv < a.kv_heads; kv++) {
@@ -773,13 +800,9 @@ void attend(const Attention* given) {
             memory.resize((int64_t)queries * (2 * a.dim + padded));
             float *query = memory.data(), *total = query + queries * a.dim, *weights = total + queries * a.dim;
             for (int row = first; row < first + a.width; row++) {
-                float key[256];
-                const int64_t place = (a.slots[row] * a.kv_heads + kv) * a.dim;
-                turned(row, a.heads + kv, a.key_norm, key);
-                for (int i = 0; i < a.dim; i++) a.keys[place + i] = to_bf16(key[i]);
-                memcpy(a.values + place, a.qkv + ((int64_t)row * all + a.heads + a.kv_heads + kv) * a.dim, 2 * a.dim);
+                put(a, row, kv);
                 for (int g = 0; g < group; g++)
-                    turned(row, kv * group + g, a.query_norm, query + ((row - first) * group + g) * a.dim);
+                    turn(a, row, kv * group + g, a.query_norm, query + ((row - first) * group + g) * a.dim);
             }
             auto at = [&](int position) {
                 const int64_t block = a.blocks[(int64_t)request * a.num_blocks + position / a.block_size];
@@ -827,6 +850,46 @@ void attend(const Attention* given) {
                 for (int i = 0; i < a.dim; i++) out[i] = to_bf16(total[q * a.dim + i]);
             }
         }
+}
+
+// Columns [rows][count] and log-probabilities of the highest of `scores` [rows][width] in falling order, of equal ones the first; a NaN
+// counts as infinite, and a row that has one, or no finite maximum, has probabilities of 0. `count` is at most `width`.
+void best(const uint16_t* scores, int rows, int width, int count, int64_t* columns, float* logprobs, int threads) {
+#pragma omp parallel for num_threads(std::max(1, std::min(threads, rows)))
+    for (int r = 0; r < rows; r++) {
+        const uint16_t* row = scores + (int64_t)r * width;
+        int64_t* found = columns + (int64_t)r * count;
+        float *kept = logprobs + (int64_t)r * count, least = -INFINITY;
+        int have = 0;
+        bool right = true;
+        const auto see = [&](int column) {
+            float score = from_bf16(row[column]);
+            if (score != score) right = false, score = INFINITY;
+            if (have == count && score <= least) return;
+            int place = have < count ? have++ : count - 1;
+            for (; place && kept[place - 1] < score; place--) kept[place] = kept[place - 1], found[place] = found[place - 1];
+            kept[place] = score, found[place] = column;
+            least = kept[have - 1];
+        };
+        int at = 0;
+        for (; at < std::min(width, count); at++) see(at);
+        for (; at % LANES && at < width; at++) see(at);
+        for (; at + LANES <= width; at += LANES) {
+            Ints below = load_bf16(row + at) <= splat(least);  // of a NaN it is not
+            int all = -1;
+            for (int i = 0; i < LANES; i++) all &= below[i];
+            for (int i = 0; i < LANES && !all; i++) see(at + i);
+        }
+        for (; at < width; at++) see(at);
+        const float most = kept[0];
+        Floats total = {};
+        float sum = 0;
+        for (at = 0; at + LANES <= width; at += LANES) total += exponential(load_bf16(row + at) - splat(most));
+        for (; at < width; at++) sum += std::exp(from_bf16(row[at]) - most);
+        const float norm = std::log(sum_of(total) + sum);
+        right = right && std::isfinite(most);
+        for (int i = 0; i < count; i++) kept[i] = right ? std::min(kept[i] - most - norm, 0.0f) : -INFINITY;
+    }
 }
 
 }  // extern "C"

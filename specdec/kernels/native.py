@@ -47,13 +47,14 @@ _NUMBERS = (
 
 
 class Attention(ctypes.Structure):
-    """Arguments of `attend`."""
+    """Arguments of `attend` and `store`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int32) for name in _NUMBERS),
         ("scale", ctypes.c_float),
         ("epsilon", ctypes.c_float),
+        ("stride", ctypes.c_int64),
     )
 
 
@@ -80,6 +81,8 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.norm_rows.argtypes = (pointer, large, number, number, pointer, ctypes.c_float, pointer)
     library.gate_rows.argtypes = (pointer, number, number, pointer, number)
     library.attend.argtypes = (ctypes.POINTER(Attention),)
+    library.store.argtypes = (ctypes.POINTER(Attention), number)
+    library.best.argtypes = (pointer, number, number, number, pointer, pointer, number)
     return library
 
 

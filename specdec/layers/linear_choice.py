@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from specdec.layers.linear import BlockedLinear, DenseLinear, Linear, can_block
-from specdec.layers.packed.cpu import GgufLinear, multiplies
-from specdec.layers.packed.gguf import GgufWeight, Quantized
+from specdec.layers.packed.cpu import GgufLinear, multiplies, multiplies_in
+from specdec.layers.packed.gguf import GgufWeight, Quantized, eight_bits
 from specdec.layers.packed.linear import PackedLinear
 from specdec.layers.packed.weight import PackedWeight
 
@@ -28,3 +28,11 @@ def linear(weight: Tensor | Quantized, bias: Tensor | None = None) -> Linear:
     if not can_block(weight):
         return DenseLinear(weight, bias)
     return BlockedLinear(weight, bias)
+
+
+def drafting_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The layer of a drafter, whose numbers decide how many drafts are accepted and nothing else:
+    `linear`, with 8 bits for a number on a CPU in bfloat16, which reads them in half the time.
+    """
+    rounds = weight.device.type == "cpu" and weight.shape[-1] % 32 == 0
+    return linear(eight_bits(weight) if rounds and multiplies_in(weight.dtype) else weight, bias)

@@ -66,19 +66,41 @@ class CpuOps(TorchOps):
         call = _call(plan, backend) if suits and isinstance(backend, TorchRefBackend) else None
         if call is None:
             return super().attend(backend, qkv, heads, angles, cache, plan, ahead)
-        qkv = qkv.contiguous()  # it may be columns of a product that has gates, too
         out = qkv.new_empty(len(qkv), spec.num_heads * spec.head_dim)
         call.qkv, call.out, call.scale = qkv.data_ptr(), out.data_ptr(), heads.scale
-        call.keys, call.values = cache.key.data_ptr(), cache.value.data_ptr()
-        call.cos = call.sin = call.query_norm = call.key_norm = None
-        if heads.query_norm is not None and heads.key_norm is not None:
-            call.epsilon = heads.query_norm.epsilon
-            call.query_norm = heads.query_norm.weight.data_ptr()
-            call.key_norm = heads.key_norm.weight.data_ptr()
-        if angles is not None:
-            call.cos, call.sin = angles.cos.data_ptr(), angles.sin.data_ptr()
+        call.stride = qkv.stride(0)  # it may be columns of a product that has gates, too
+        call.query_norm = None if heads.query_norm is None else heads.query_norm.weight.data_ptr()
+        _fill(call, heads.key_norm, angles, cache)
         self._library.attend(byref(call))
         return out
+
+    def write(
+        self,
+        backend: AttentionBackend,
+        key: Tensor,
+        value: Tensor,
+        key_norm: Norm | None,
+        angles: Angles,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> None:
+        count, kv_heads, dim = key.shape
+        behind = value.data_ptr() - key.data_ptr() == 2 * kv_heads * dim
+        joined = behind and key.stride() == value.stride() == (key.stride(0), dim, 1)
+        suits = joined and _suits(Heads(1.0, query_norm=key_norm, key_norm=key_norm), angles, key)
+        suits &= isinstance(backend, TorchRefBackend) and dim % LANES == 0 and dim <= MOST_DIM
+        if not suits:
+            return super().write(backend, key, value, key_norm, angles, cache, slot_mapping)
+        call = Attention(
+            qkv=key.data_ptr(),
+            slots=slot_mapping.data_ptr(),
+            kv_heads=kv_heads,
+            dim=dim,
+            stride=key.stride(0),
+        )
+        _fill(call, key_norm, angles, cache)
+        self._library.store(byref(call), count)
+        return None
 
     def _next(self, residual: Tensor, join: Join) -> tuple[Tensor, Tensor]:
         return residual if join.norm is None else self._normed(residual, join.norm), residual
@@ -101,9 +123,20 @@ def _plain(rows: Tensor) -> bool:
     return rows.dtype == torch.bfloat16 and rows.ndim == 2 and rows.is_contiguous()
 
 
+def _fill(call: Attention, norm: Norm | None, angles: Angles | None, cache: LayerCache) -> None:
+    """What a call says of keys."""
+    call.keys, call.values = cache.key.data_ptr(), cache.value.data_ptr()
+    call.cos = None if angles is None else angles.cos.data_ptr()
+    call.sin = None if angles is None else angles.sin.data_ptr()
+    call.key_norm = None if norm is None else norm.weight.data_ptr()
+    call.epsilon = 0.0 if norm is None else norm.epsilon
+
+
 def _suits(heads: Heads, angles: Angles | None, qkv: Tensor) -> bool:
     """Whether heads meet without window, softcap and sinks; norms are of queries and keys alike."""
-    if qkv.dtype != torch.bfloat16 or (angles is not None and not _plain(angles.cos)):
+    if qkv.dtype != torch.bfloat16 or qkv.stride()[1:] != (qkv.shape[2], 1):
+        return False
+    if angles is not None and not _plain(angles.cos):
         return False
     query, key = heads.query_norm, heads.key_norm
     if heads[1:4] != (None, None, None) or heads.value_norm is not None:

@@ -284,6 +284,19 @@ class GgufWeight:
         return replace(self, parts=tuple(Blocks(change(raw), kind) for raw, kind in self.parts))
 
 
+def eight_bits(weight: Tensor) -> GgufWeight:
+    """The numbers [..., out, in] rounded to Q8_0: 8 bits, with a scale for every 32 inputs.
+
+    >>> eight_bits(torch.tensor([[127.0, -63.4] + 30 * [0.0]])).dequantized()[:, :3]
+    tensor([[127., -63.,   0.]])
+    """
+    groups = weight.detach().float().unflatten(-1, (-1, 32))
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    codes = (groups / scale.float().clamp(min=1e-30)).round().clamp(-127, 127).to(torch.int8)
+    blocks = torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], dim=-1)
+    return GgufWeight.from_blocks(blocks.flatten(-2), "Q8_0", weight.dtype)
+
+
 def _read(raw: Tensor, kind: str) -> _Numbers:
     return BLOCK_SHAPES[kind].read(raw.unflatten(-1, (-1, BLOCK_SHAPES[kind].size)))
 

@@ -11,6 +11,7 @@ The softmax is over the whole vocabulary, and weights have to be fitted so. Over
 alone it would promise too much: late positions often hold no right one.
 """
 
+import ctypes
 import math
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from specdec.device.deviation import Deviation, worst
 from specdec.kernels.kernel import Kernel
+from specdec.kernels.native import native
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Purpose, gumbel, gumbel_again, stream
 from specdec.sampling.params import SamplingParams
@@ -73,7 +75,22 @@ def candidates(
             sampled=sampled,
             filtered=filtered,
         )
+    if not sampled and logits.device.type == "cpu" and logits.dtype == torch.bfloat16:
+        library = native()
+        if library is not None and count <= logits.shape[-1]:
+            columns, logprobs = _native(library, logits.contiguous(), count)
+            return columns if target_ids is None else target_ids[columns], logprobs
     return plain_candidates(logits, sampling, positions, count, weights, target_ids)
+
+
+def _native(library: ctypes.CDLL, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`_best` of bfloat16 [num_reqs, n, V] in C++."""
+    columns = logits.new_empty(*logits.shape[:2], count, dtype=torch.int64)
+    logprobs = logits.new_empty(columns.shape, dtype=torch.float32)
+    rows, width = columns.shape[:2].numel(), logits.shape[-1]
+    where = columns.data_ptr(), logprobs.data_ptr()
+    library.best(logits.data_ptr(), rows, width, count, *where, torch.get_num_threads())
+    return columns, logprobs
 
 
 def plain_candidates(

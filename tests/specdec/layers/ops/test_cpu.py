@@ -127,3 +127,31 @@ def test_other_types_are_left_to_torch() -> None:
     linear, ahead = DenseLinear(random(192, 96, seed=1).float()), DenseLinear(random(96, 96))
     expected = TorchOps().gated(linear, x, "silu", ahead)
     assert ops().gated(linear, x, "silu", ahead).equal(expected)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_keys_and_values_that_are_written(normed: bool) -> None:
+    """Of rows of several layers, as drafters have them; beside them the cache stays as it was."""
+    spec = AttentionSpec(torch.device("cpu"), torch.bfloat16, HEADS, KV_HEADS, DIM, BLOCK)
+    backend, rows = TorchRefBackend(spec), random(5, 3, 2, KV_HEADS, DIM)
+    turns = torch.randn(5, DIM // 2, generator=torch.Generator().manual_seed(9))
+    slots, norm = torch.tensor([40, 3, 17, 16, 63]), Norm(random(DIM, seed=7), 1e-6)
+
+    def written(ops: TorchOps, dtype: torch.dtype) -> Tensor:
+        cache = KVLayerSpec(KV_HEADS, DIM).allocate(4, BLOCK, dtype, torch.device("cpu"))
+        for number, side in enumerate(cache):
+            side.copy_(random(*side.shape, seed=number + 5))
+        key, value = rows[:, 1, 0].to(dtype), rows[:, 1, 1].to(dtype)
+        if dtype == torch.bfloat16:
+            key, value = rows[:, 1, 0], rows[:, 1, 1]
+        angles = Angles(turns.cos().bfloat16().to(dtype), turns.sin().bfloat16().to(dtype))
+        own = Norm(norm.weight.to(dtype), norm.epsilon) if normed else None
+        ops.write(backend, key, value, own, angles, cache, slots)
+        return torch.cat([side.flatten() for side in cache])
+
+    plain, exact = written(TorchOps(), torch.bfloat16), written(TorchOps(), torch.float64)
+    got = written(ops(), torch.bfloat16)
+    assert_as_exact(got, plain, exact)
+    untouched = torch.ones(2, 4 * BLOCK, dtype=torch.bool).index_fill_(1, slots, False)
+    same = got.view(2, 4 * BLOCK, -1)[untouched].equal(plain.view(2, 4 * BLOCK, -1)[untouched])
+    assert same and got.view(2, 4 * BLOCK, -1)[1].equal(plain.view(2, 4 * BLOCK, -1)[1])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from specdec.device.device import uses_avx512
 from specdec.kernels import native as library
-from specdec.layers.linear_choice import linear
+from specdec.layers.linear import BlockedLinear, DenseLinear
+from specdec.layers.linear_choice import drafting_linear, linear
 from specdec.layers.packed.cpu import FEW_ROWS, TYPES, GgufLinear
-from specdec.layers.packed.gguf import GgufWeight, joined
+from specdec.layers.packed.gguf import GgufWeight, eight_bits, joined
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.ggml import blocks
 
@@ -93,6 +94,23 @@ def test_rows_that_are_not_finite() -> None:
     got = layer(x)
     assert not got[1:3].isfinite().any() and got[[0, 3]].equal(right[[0, 3]])
     assert layer(torch.zeros_like(x)).abs().sum() == 0
+
+
+def test_weights_of_drafters() -> None:
+    """Half the bytes, within half a step of 8 bits; whole where 32 does not divide the inputs, and
+    in float32.
+    """
+    weight, bias, x = random(OUT, IN, seed=3), random(OUT, seed=1), random(5, IN)
+    weight[0, :32] = 0
+    layer = drafting_linear(weight, bias)
+    assert isinstance(layer, GgufLinear) and layer.nbytes < 0.7 * weight.nbytes
+    numbers = eight_bits(weight).dequantized(torch.float64)
+    step = weight.double().unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, dim=1) / 127
+    assert ((numbers - weight.double()).abs() <= 0.51 * step + 1e-12).all()
+    exact = rounded(x) @ numbers.T + bias.double()
+    assert_as_exact(layer(x), exact.bfloat16(), exact)
+    assert isinstance(drafting_linear(weight[:, :40]), BlockedLinear | DenseLinear)
+    assert isinstance(drafting_linear(weight.float()), DenseLinear)
 
 
 def test_rows_that_do_not_fit() -> None:

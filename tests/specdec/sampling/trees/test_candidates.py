@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.kernels.native import native
 from specdec.sampling.argmax import argmax
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sample
 from specdec.sampling.tensors import SamplingTensors
-from specdec.sampling.trees.candidates import candidates, highest_columns, off
+from specdec.sampling.trees.candidates import (
+    candidates,
+    highest_columns,
+    off,
+    plain_candidates,
+)
 from tests.helpers.guards import no_host_sync
 
 PARAMS = [
@@ -137,3 +143,25 @@ def test_of_equal_ones_the_first_wherever_they_lie(vocab_size: int) -> None:
         )
         expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
         assert found[:, 0].equal(expected)
+
+
+@pytest.mark.skipif(native() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("vocab_size", [1, 5, 17, 100, 1000])
+@pytest.mark.parametrize("value", [None, "ties", torch.nan, torch.inf, -torch.inf])
+def test_greedy_ones_on_a_cpu(vocab_size: int, value: float | str | None) -> None:
+    """In C++ the very tokens of plain torch, also of equal ones and of rows that are not finite."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(2, 3, vocab_size, generator=generator).bfloat16()
+    if value == "ties":
+        logits = logits.round()
+    elif isinstance(value, float):
+        logits[0, 0, vocab_size // 2] = value
+        logits[1, 2, vocab_size // 2 :] = value
+    greedy, positions = SamplingTensors.of([SamplingParams()] * 2, range(2)), torch.zeros(2, 3)
+    target_ids = torch.arange(vocab_size) * 3
+    for count in {1, min(16, vocab_size), min(64, vocab_size)}:
+        arguments = logits, greedy, positions.long(), count
+        tokens, logprobs = candidates(*arguments, target_ids=target_ids)
+        expected = plain_candidates(*arguments, None, target_ids)
+        assert tokens.equal(expected[0])
+        torch.testing.assert_close(logprobs, expected[1], atol=2e-6, rtol=0)
