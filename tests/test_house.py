@@ -11,6 +11,7 @@ one room that imports another one. A floor lies one above the highest that it im
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -163,16 +164,20 @@ def num_lines(*folders: str) -> int:
 
 
 def num_long_lines(root: Path) -> int:
-    return sum(
-        len(line) > COLUMNS
-        for path in sources(root, *PACKAGES, "tests")
-        for line in path.read_text().splitlines()
-    )
+    code = (path.read_text() for path in sources(root, *PACKAGES, "docs", "tests"))
+    return sum(len(line) > COLUMNS for text in [*code, *prose(root)] for line in text.splitlines())
+
+
+def prose(root: Path) -> Iterator[str]:
+    """Pages without code, tables and pictures, which may be wider."""
+    for path in [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("drafters/*/*.md")]:
+        text = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        yield re.sub(r"^ *(\||!\[).*$", "", text, flags=re.MULTILINE)
 
 
 def new_long_lines() -> list[str]:
     """Of the last commit and the working tree."""
-    lines = git("diff", "--unified=0", "HEAD~1", "--", "*.py").splitlines()
+    lines = git("diff", "--unified=0", "HEAD~1", "--", "*.py", "*.md").splitlines()
     return [line for line in lines if line.startswith("+") and len(line) > COLUMNS + 1]
 
 

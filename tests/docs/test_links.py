@@ -56,14 +56,3 @@ def test_a_broken_link_is_seen(tmp_path: Path, link: str) -> None:
         f"# Title\n\n[fine](#title) [away](https://example.org) `[code](no)`\n\n{link}\n"
     )
     assert len(list(broken(page))) == 1
-
-
-def test_prose_has_at_most_100_columns() -> None:
-    """Tables and code may be longer."""
-    found = [
-        f"{page.name}: {line}"
-        for page in pages()
-        for line in FENCED.sub("", page.read_text(encoding="utf-8")).splitlines()
-        if len(line) > 100 and not line.lstrip().startswith(("|", "!["))
-    ]
-    assert found == []
