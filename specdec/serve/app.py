@@ -38,6 +38,8 @@ from specdec.serve.protocol import (
     Generation,
     TokenizeRequest,
 )
+from specdec.serve.responses.answer import ResponseAnswer
+from specdec.serve.responses.protocol import ResponsesRequest
 from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.state.status import PAGE, Status
@@ -92,22 +94,22 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, http: Request) -> Response:
-        _check(front, asked, 1)
-        sampling, tools = await _sampling(front, asked), await _tools(front, asked)
-        given = tools.given if tools else []
-        size = characters([asked.messages, given])
-        front.texts.check_length(size, engine.max_model_len)
-        made = _chat_tokens(front, asked, engine.max_model_len, given)
-        tokens = await _while_there(http, size, made)
-        if asked.most_output is None:
-            sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
-        sampling = await _predicted(front, http, asked, sampling)
+        tokens, sampling, tools = await _conversation(front, asked, http)
         about = asked, front.names[0], [tokens], tokens_of
-        if tools is None:
-            return await _respond(front, http, ChatCompletion(*about), sampling.for_chat())
-        grammar = tools.grammar(engine.reader.tokenizer, sampling.grammar)
-        sampling = replace(sampling, grammar=grammar).for_chat()
-        return await _respond(front, http, CallCompletion(*about, tools=tools), sampling)
+        answer = ChatCompletion(*about) if tools is None else CallCompletion(*about, tools=tools)
+        return await _respond(front, http, answer, sampling)
+
+    @app.post("/v1/responses")
+    async def responses(request: ResponsesRequest, http: Request) -> Response:
+        asked = request.chat()
+        tokens, sampling, tools = await _conversation(front, asked, http)
+        answer = ResponseAnswer(
+            *(asked, front.names[0], [tokens], tokens_of),
+            request=request,
+            tools=tools,
+            thinking=thinking_of(engine.reader.tokenizer),
+        )
+        return await _respond(front, http, answer, sampling)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -297,6 +299,27 @@ async def _predicted(
 async def _while_there(http: Request, size: int, work: Coroutine[Any, Any, T]) -> T:
     """What comes of a text, unless it is long and the client goes meanwhile."""
     return await (work if size <= SHORT else unless_gone(http.receive, work))
+
+
+async def _conversation(
+    front: Front, asked: ChatRequest, http: Request
+) -> tuple[list[int], SamplingParams, Tools | None]:
+    """Tokens of a chat, how it goes on, and what it may call."""
+    engine = front.engine
+    _check(front, asked, 1)
+    sampling, tools = await _sampling(front, asked), await _tools(front, asked)
+    given = tools.given if tools else []
+    size = characters([asked.messages, given])
+    front.texts.check_length(size, engine.max_model_len)
+    made = _chat_tokens(front, asked, engine.max_model_len, given)
+    tokens = await _while_there(http, size, made)
+    if asked.most_output is None:
+        sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
+    sampling = await _predicted(front, http, asked, sampling)
+    if tools is not None:
+        grammar = tools.grammar(engine.reader.tokenizer, sampling.grammar)
+        sampling = replace(sampling, grammar=grammar)
+    return tokens, sampling.for_chat(), tools
 
 
 async def _completion_tokens(

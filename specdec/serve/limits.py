@@ -9,6 +9,7 @@ MOST_ENTRIES = {
     "stop_token_ids": MOST_EDITS,
     "logit_bias": MOST_EDITS,
     "messages": 4096,
+    "input": 4096,
     "chat_template_kwargs": 256,
     "tools": 128,
 }

@@ -16,6 +16,7 @@ from specdec.serve.answers.acceptance import (
 )
 from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.answers.transport import escaped, line
+from specdec.serve.errors import RequestError
 from specdec.serve.protocol import Generation
 from specdec.session.outputs import GenerationResult, StreamChunk
 
@@ -39,6 +40,7 @@ class Answer:
     kind = ""  # of the object
     chunk_kind = ""  # of its events
     prefix = ""  # of its id
+    last = b"data: [DONE]\n\n"  # of a stream
 
     def __init__(
         self, asked: Generation, model: str, prompts: Sequence[list[int]], tokens: TokenBytes
@@ -121,6 +123,14 @@ class Answer:
             begun = self.opening(index)
             if begun is not None:
                 yield self._event([{"index": index, **begun, "finish_reason": None}])
+
+    def opening_lines(self) -> bytes:
+        """The same as they are sent."""
+        return b"".join(map(line, self.openings()))
+
+    def failure(self, error: RequestError) -> bytes:
+        """What ends a stream in which something failed."""
+        return line(error.body)
 
     def lines(self, chunk: StreamChunk) -> bytes:
         """`events` as they are sent. Most hold a text alone, and differ in nothing else."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
 from specdec.serve.answers.chat import ChatCompletion
-from specdec.serve.answers.reader import CallReader, Piece
+from specdec.serve.answers.reader import CallReader, Piece, new_call_id
 from specdec.serve.answers.transport import line
 from specdec.serve.tools import Tools
 from specdec.session.outputs import GenerationResult, StreamChunk
-
-_ID = string.ascii_letters + string.digits
 
 
 class CallCompletion(ChatCompletion):
@@ -100,7 +96,7 @@ class CallCompletion(ChatCompletion):
                 yield {"tool_calls": [more]}
 
     def _call(self, index: int, name: str) -> dict[str, Any]:
-        """A call that begins. Its id is of the kind that Mistral's templates take, and all."""
+        """A call that begins."""
         self._num_calls[index] += 1
-        made = "".join(secrets.choice(_ID) for _ in range(9))
-        return {"id": made, "type": "function", "function": {"name": name, "arguments": ""}}
+        about = {"name": name, "arguments": ""}
+        return {"id": new_call_id(), "type": "function", "function": about}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import secrets
+import string
 from collections.abc import Generator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from specdec.base.chat.tools import ToolFormat
 from specdec.grammar.schema.arguments import Argument, arguments_of
+
+_ID = string.ascii_letters + string.digits
 
 
 class Piece(NamedTuple):
@@ -145,6 +149,11 @@ class CallReader:
             yield
         value = self._taken(at + len(last))[:at]
         self._add("arguments", _json(value)[1:] if quote else _json(argument.read(value)))
+
+
+def new_call_id() -> str:
+    """Of a call: nine letters and digits, as Mistral's templates want them of every id."""
+    return "".join(secrets.choice(_ID) for _ in range(9))
 
 
 def _json(value: Any) -> str:

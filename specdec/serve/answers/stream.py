@@ -63,7 +63,7 @@ class EventStream(Response):
                 wire.hold(lines)
 
         try:
-            wire.hold(b"".join(map(line, answer.openings())))
+            wire.hold(answer.opening_lines())
             outputs.follow(read, wire.may_write)
             results = await outputs.results(receive)
             options = answer.asked.stream_options
@@ -72,11 +72,11 @@ class EventStream(Response):
         except ClientGone:
             return False
         except RequestError as error:  # the status has gone out
-            wire.hold(line(error.body))
+            wire.hold(answer.failure(error))
         except Exception:
             logger.exception("an answer failed")
-            wire.hold(line(defect().body))
-        wire.write(b"data: [DONE]\n\n")
+            wire.hold(answer.failure(defect()))
+        wire.write(answer.last)
         return True
 
 

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, as a layer over chats: nothing is kept between requests."""

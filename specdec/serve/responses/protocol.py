@@ -1,0 +1,185 @@
+"""Requests for responses, which become requests of chats."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from specdec.serve.errors import RequestError, malformed
+from specdec.serve.protocol import Body, ChatRequest
+
+_KEPT = "nothing is kept between requests; give all items as input"
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "previous_response_id": (("",), _KEPT),
+    "conversation": ((), _KEPT),
+    "prompt": ((), _KEPT),
+    "store": ((False,), "nothing is kept; give false or leave it out"),
+    "background": ((False,), "ask with stream, or wait"),
+    "truncation": (("disabled",), "prompts are never cut; shorten it"),
+    "top_logprobs": ((0,), "/v1/chat/completions gives log-probabilities"),
+    "logprobs": ((False,), "/v1/chat/completions gives log-probabilities"),
+    "n": ((1,), "a response has one output"),
+}
+"""Fields that cannot be honored: values that ask for nothing, and what to do."""
+
+INCLUDED = ("reasoning.encrypted_content",)
+"""Entries of `include` that add nothing here: no thinking is encrypted."""
+
+_OWN = {
+    *(
+        "include",
+        "max_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "user",
+        "metadata",
+    ),
+    *("service_tier", "safety_identifier", "stream_options"),
+}
+
+
+class ResponsesRequest(Body):
+    """`POST /v1/responses`. Fields of chats, such as `seed`, are taken as well."""
+
+    input: str | list[Any]
+    model: str | None = None
+    stream: bool = False
+    instructions: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    max_output_tokens: int | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat.
+
+        Raises:
+            RequestError: a field or an item is not of its form, or cannot be honored.
+        """
+        self._check()
+        fields = {
+            **{name: one for name, one in (self.model_extra or {}).items() if name not in _OWN},
+            "model": self.model,
+            "stream": self.stream,
+            "messages": messages_of(self.input, self.instructions),
+            "tools": None if self.tools is None else [_nested(one) for one in self.tools],
+            "tool_choice": _nested_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": _format(self.text),
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
+        for name in REFUSED:
+            fields.pop(name, None)
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            raise malformed(problems) from error
+
+    def _check(self) -> None:
+        for name, (harmless, way_out) in REFUSED.items():
+            value = (self.model_extra or {}).get(name)
+            if value is not None and value not in harmless:
+                raise RequestError(400, f"{name} is not offered: {way_out}", param=name)
+        for name in self.include or ():
+            if name not in INCLUDED:
+                what = f"include asks for {reprlib.repr(name)}, which is not offered"
+                raise RequestError(400, f"{what}; leave it out", param="include")
+
+
+def messages_of(given: str | list[Any], instructions: str | None) -> list[dict[str, Any]]:
+    """The messages of a chat that has so much said: consecutive items of an assistant are one.
+
+    Raises:
+        RequestError: an item is none that this server knows.
+
+    >>> messages_of([{"role": "user", "content": "a"},
+    ...              {"type": "function_call_output", "call_id": "1", "output": "x"}], None)[1]
+    {'content': 'x', 'role': 'tool', 'tool_call_id': '1'}
+    """
+    made = [] if instructions is None else [{"role": "system", "content": instructions}]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for place, item in enumerate(items):
+        _add(made, f"input[{place}]", item)
+    return [{"content": None, **message} for message in made]
+
+
+def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    if kind == "message":
+        role, content = item.get("role"), item.get("content")
+        if not isinstance(role, str):
+            raise RequestError(400, f"{place} has no role; give one, such as user", param=place)
+        if role == "assistant":
+            _assistant(made, "content", "tool_calls")["content"] = content
+        else:
+            made.append({"role": role, "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+        if said := "\n".join(text for text in texts if isinstance(text, str)):
+            taken = ("reasoning_content", "content", "tool_calls")
+            _assistant(made, *taken)["reasoning_content"] = said
+    elif kind == "function_call":
+        _check_texts(place, item, "call_id", "name", "arguments")
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        _assistant(made).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        _check_texts(place, item, "call_id")
+        output = item.get("output")
+        made.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+    else:
+        what = f"{place} is {reprlib.repr(kind if isinstance(item, Mapping) else item)}"
+        known = "message, reasoning, function_call or function_call_output"
+        raise RequestError(400, f"{what}; give {known}", param=place)
+
+
+def _assistant(made: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
+    """The last message where it is an assistant's that has nothing of this, or a new one."""
+    if not made or made[-1]["role"] != "assistant" or not made[-1].keys().isdisjoint(taken):
+        made.append({"role": "assistant"})
+    return made[-1]
+
+
+def _check_texts(place: str, item: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(item.get(name), str):
+            what = f"{name} of {place} is {reprlib.repr(item.get(name))}"
+            raise RequestError(400, f"{what}; give a text", param=place)
+
+
+def _nested(tool: Any) -> Any:
+    """A tool as chats have it."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" in tool:
+        return tool
+    about = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": about}
+
+
+def _nested_choice(given: Any) -> Any:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "function" and "function" not in given:
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if kind == "allowed_tools" and "allowed_tools" not in given:
+        some = given.get("tools")
+        named = [_nested(one) for one in some] if isinstance(some, list) else some
+        return {"type": kind, "allowed_tools": {"mode": given.get("mode", "auto"), "tools": named}}
+    return given
+
+
+def _format(text: Mapping[str, Any] | None) -> Any:
+    """The `response_format` of a chat."""
+    given = (text or {}).get("format")
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        return given
+    about = {name: value for name, value in given.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": about}
