@@ -42,6 +42,9 @@ RDNA = ("gfx110", "gfx115", "gfx120")
 FP8_ARCHITECTURES = (*CDNA, "gfx1200", "gfx1201")
 """Those that compute with 8-bit floats."""
 
+LARGE_TILES = (0, 1, 21)
+"""From it, AITER's tiles may exceed RDNA's shared memory, in some releases."""
+
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_SIZES = (16, 32)
 
@@ -131,11 +134,18 @@ class RocmAiterFaBackend(AttentionBackend):
     @classmethod
     def describe(cls, spec: AttentionSpec) -> list[str]:
         """See `AttentionBackend.describe`."""
-        return (
-            ["with AITER's Triton kernels alone"]
-            if cls.layout == "plain" and tier_of(spec.device) == "triton"
-            else []
-        )
+        if cls.layout != "plain" or tier_of(spec.device) != "triton":
+            return []
+        said = ["with AITER's Triton kernels alone"]
+        architecture = specdec.device.device.rocm_architecture(spec.device) or ""
+        version = aiter.known_numbers(aiter.installed_version() or "")
+        widest = 64 if architecture == "gfx1201" else 128
+        if architecture.startswith(RDNA) and version >= LARGE_TILES and spec.head_dim > widest:
+            said.append(
+                "behind 512 tokens it may ask for more shared memory than there is; auto takes it"
+                " only where its check says that it does not"
+            )
+        return said
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)

@@ -359,3 +359,23 @@ def test_decoding_does_not_wait(rdna: Install) -> None:
             backend.run(
                 case.query, cache=cache, plan=backend.plan(case.metadata), scale=0.1, **case.new
             )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "version", "head_dim", "warns"),
+    [
+        ("gfx1201", "0.1.20", 128, False),
+        ("gfx1201", "0.1.21", 128, True),
+        ("gfx1201", "0.1.21", 64, False),
+        ("gfx1100", "0.1.23", 128, False),
+        ("gfx1100", "0.1.23", 256, True),
+        ("gfx942", "0.1.23", 256, False),
+    ],
+)
+def test_shared_memory_is_told_of(
+    rdna: Install, architecture: str, version: str, head_dim: int, warns: bool
+) -> None:
+    """Whoever names the backend asks no check."""
+    rdna(architecture, version)
+    said = RocmAiterFaBackend.describe(spec(head_dim=head_dim))
+    assert any("shared memory" in line for line in said) == warns
