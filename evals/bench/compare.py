@@ -132,11 +132,12 @@ def compare(
 
 def run(args: argparse.Namespace) -> int:
     """Runs `specdec generate --compare` and prints its report."""
-    prompts, sampling, engine = (
-        read_prompts(args.prompts, args.file),
-        sampling_params(args),
-        engine_config(args),
-    )
+    sampling, engine = sampling_params(args), engine_config(args)
+    prompts = read_prompts(args.prompts, args.file, sampling, args.model)
+    for prompt in prompts:
+        if prompt.request is not None or prompt.error is not None:
+            why = prompt.error or "a batch file's requests are not alike; drop --compare"
+            raise InvalidInputError(f"{prompt.source}: {why}")
     own = next((prompt for prompt in prompts if prompt.asked), None)
     if own is not None:
         name = next(iter(own.asked))

@@ -102,6 +102,10 @@ PARTS = {
     "compare": "evals.bench.compare:run",  # generate --compare
     "train bench": "evals.bench.training:run",
     "needs": "verifiers.needs:read_needs",  # doctor --model
+    # generate --file, in the words of requests to the server
+    "batch line": "specdec.serve.batch.lines:BatchLine",
+    "line wishes": "specdec.serve.batch.lines:line_wishes",
+    "line prompt": "specdec.serve.batch.lines:line_prompt",
     "fit": "drafters.fit:read_fit",  # doctor --drafter
     "quantization": "verifiers.formats.method:check_quantization",  # the same
     "drafter": "drafters.algorithms:drafter_and_target",  # --model, which must not be one

@@ -8,19 +8,20 @@ import argparse
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.packages import require_ours
 from specdec.base.registry import drafter_name
-from specdec.cli.line_fields import sampled
+from specdec.cli.line_fields import OF_TEMPLATE, sampled, served
 from specdec.cli.options import load_decoder, load_pool, prompt_reader
 from specdec.cli.prompts import Prompt, model_inputs
 from specdec.cli.summary import counted, describe_drafts
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from specdec.session.outputs import GenerationResult, StreamChunk
@@ -50,41 +51,39 @@ class LocalAnswers:
         from specdec.cluster.origin import origin
 
         decoder = load_decoder(args, args.drafter, engine)
-        self._decoder = decoder
-        self._samplings = [sampled(prompt.asked, sampling, prompt.source) for prompt in prompts]
-        self._inputs = model_inputs(prompts, decoder.tokenizer, raw=args.raw, system=args.system)
-        self._empty = [not prompt.label for prompt in prompts]
-        self._keys = _keys(self._inputs, self._samplings)
+        self._decoder, self.reader = decoder, getattr(decoder, "reader", None)
+        self._jobs = _jobs(args, prompts, sampling, decoder)
         settings = _asked(args) | origin(decoder) if args.out else {}
         self._journal = Journal(Path(args.out) if args.out else None, settings, command=COMMAND)
         self.drafts = describe_drafts(decoder, drafter_name(args.drafter, args.model))
         self.timer = decoder.engine.timer
 
+    def key(self, index: int) -> str:
+        """Names the output of a prompt."""
+        return self._jobs[index].key
+
     def __iter__(self) -> Iterator[StreamChunk]:
         """Chunks as they come."""
         missing = []
-        for index, key in enumerate(self._keys):
-            if self._empty[index]:
-                yield _refused(index)
-            elif result := self._journal.read(key, _first_result):
+        for index, job in self._jobs.items():
+            if job.error is not None:
+                yield _refused(index, job.error)
+            elif result := self._journal.read(job.key, _first_result):
                 yield _chunk(index, result)
             else:
-                missing.append(index)
+                missing.append((index, job))
         if not missing:
             return
-        inputs, samplings = (
-            [self._inputs[index] for index in missing],
-            [self._samplings[index] for index in missing],
-        )
-        # One input alone raises what is wrong with it; among several, it fails without stopping the
-        # others.
-        alone = len(self._inputs) == 1
-        for chunk in self._decoder.stream(
-            inputs[0] if alone else inputs, samplings[0] if alone else samplings
-        ):
-            chunk.index = missing[chunk.index]
+        inputs: Any = [job.prompt for _, job in missing]
+        samplings: Any = [job.sampling for _, job in missing]
+        # One input alone raises what is wrong with it; among several, or as a line of a batch, it
+        # fails without stopping the others.
+        if len(self._jobs) == 1 and not missing[0][1].in_batch:
+            inputs, samplings = inputs[0], samplings[0]
+        for chunk in self._decoder.stream(inputs, samplings):
+            chunk.index, job = missing[chunk.index]
             if chunk.result is not None and chunk.result.error is None:
-                self._journal.add(self._keys[chunk.index], {"results": [asdict(chunk.result)]})
+                self._journal.add(job.key, {"results": [asdict(chunk.result)]})
             yield chunk
 
 
@@ -104,14 +103,13 @@ class ClusterAnswers:
         from specdec.cluster.rows import Row
 
         require_ours("drafters", "verifiers")
-        reader = prompt_reader(args)
-        inputs = model_inputs(prompts, reader.tokenizer, raw=args.raw, system=args.system)
-        samplings = [sampled(prompt.asked, sampling, prompt.source) for prompt in prompts]
-        keyed = zip(_keys(inputs, samplings), inputs, samplings, prompts, strict=True)
+        self.reader = prompt_reader(args)
+        self._jobs = _jobs(args, prompts, sampling, SimpleNamespace(reader=self.reader))
         self._rows = {
-            index: Row(*row) for index, (*row, prompt) in enumerate(keyed) if prompt.label
+            index: Row(job.key, job.prompt, job.sampling, said=job.said)
+            for index, job in self._jobs.items()
+            if job.error is None
         }
-        self._num_prompts = len(prompts)
         self._journal = ClusterJournal(
             Path(args.out) if args.out else None, _asked(args), command=COMMAND
         )
@@ -119,11 +117,15 @@ class ClusterAnswers:
         engines = counted(self._pool.config.engines or 0, "engine")
         self.drafts = f"drafter {drafter_name(args.drafter, args.model)}, {engines}"
 
+    def key(self, index: int) -> str:
+        """Names the output of a prompt."""
+        return self._jobs[index].key
+
     def __iter__(self) -> Iterator[StreamChunk]:
         """Answers as they come."""
-        yield from (
-            _refused(index) for index in range(self._num_prompts) if index not in self._rows
-        )
+        for index, job in self._jobs.items():
+            if job.error is not None:
+                yield _refused(index, job.error)
         index_of = {row.key: index for index, row in self._rows.items()}
         for key, index in index_of.items():
             if record := self._journal.get(key):
@@ -141,19 +143,92 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _refused(index: int) -> StreamChunk:
+def _refused(index: int, error: str) -> StreamChunk:
     from specdec.session.outputs import GenerationResult
 
-    return _chunk(
-        index, GenerationResult.refused(InvalidInputError("the prompt is empty; give it some text"))
-    )
+    return _chunk(index, GenerationResult.refused(InvalidInputError(error)))
 
 
-def _keys(inputs: Sequence[Any], samplings: Sequence[SamplingParams]) -> list[str]:
-    """One key per input: of its place, of what the tokenizer is given, and of how it is decoded."""
-    pairs = enumerate(zip(inputs, samplings, strict=True))
-    parts = (json.dumps([index, given, repr(sampling)]) for index, (given, sampling) in pairs)
-    return [hashlib.sha256(part.encode()).hexdigest()[:32] for part in parts]
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One output.
+
+    Attributes:
+        key: of its place, of what the tokenizer is given, and of how it is decoded.
+        prompt, sampling: what it is made of.
+        error: why there is none.
+        in_batch: its line is a request of a batch file.
+        said: see `Row`.
+    """
+
+    key: str
+    prompt: Any
+    sampling: SamplingParams
+    error: str | None = None
+    in_batch: bool = False
+    said: tuple[str, ...] | None = None
+
+
+def _jobs(
+    args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, engine: Any
+) -> dict[int, _Job]:
+    """What is to be decoded, by the index of its prompt; `engine` has the `reader` of prompts, and
+    the target where it is here.
+    """
+    jobs: dict[int, _Job] = {}
+    requests: dict[int, list[Any]] = {}
+    for index, prompt in enumerate(prompts):
+        made, own, error = None, sampling, prompt.error
+        if error is None and prompt.request is None and not prompt.label:
+            error = "the prompt is empty; give it some text"
+        try:
+            if error is not None:
+                pass
+            elif prompt.request is not None:
+                if id(prompt.request) not in requests:
+                    requests[id(prompt.request)] = _request_jobs(prompt.request, sampling, engine)
+                made, own = requests[id(prompt.request)][prompt.choice]
+            else:
+                made, own = _line_job(args, prompt, sampling, engine)
+        except InvalidInputError as wrong:
+            error = str(wrong).removeprefix(f"{prompt.source}: ")
+            if prompt.request is None and not prompt.asked:  # an option is at odds with the prompt
+                raise
+        text = json.dumps([index, made, repr(own)])
+        key = hashlib.sha256(text.encode()).hexdigest()[:32]
+        said = tuple(prompt.request.said) if prompt.request is not None else None
+        jobs[index] = _Job(key, made, own, error, prompt.request is not None, said)
+    return jobs
+
+
+def _line_job(
+    args: argparse.Namespace, prompt: Prompt, sampling: SamplingParams, engine: Any
+) -> tuple[Any, SamplingParams]:
+    own = sampled(prompt.asked, sampling, prompt.source).choice(prompt.choice)
+    tokenizer = getattr(engine, "tokenizer", None) or engine.reader.tokenizer
+    (made,) = model_inputs([prompt], tokenizer, raw=args.raw, system=args.system)
+    if not OF_TEMPLATE & prompt.asked.keys():
+        return made, own
+    if isinstance(made, str):
+        raise InvalidInputError("the line has words for a chat template, and none is used")
+    return served("line prompt")(engine.reader, made, prompt.asked), own.for_chat()
+
+
+def _request_jobs(request: Any, sampling: SamplingParams, engine: Any) -> list[Any]:
+    """Those of a request of a batch file: options of the command that are not their defaults hold
+    where it says nothing.
+    """
+    given = {
+        one.name: getattr(sampling, one.name)
+        for one in fields(SamplingParams)
+        if getattr(sampling, one.name) != one.default
+    }
+    if not hasattr(engine, "verifier"):  # where it is, the rest is looked at
+        made: list[Any] = request.jobs(engine.reader, SamplingDefaults(), given, 2**31 - 1)
+        return made
+    admission, defaults = engine.engine.admission, engine.verifier.defaults
+    made = request.jobs(engine.reader, defaults, given, admission.most_tokens, admission.check)
+    return made
 
 
 def _first_result(record: dict[str, Any]) -> GenerationResult:

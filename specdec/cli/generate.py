@@ -13,7 +13,6 @@ from specdec.base.registry import PARTS, resolve
 from specdec.base.writing import check_writable
 from specdec.cli.answers import ClusterAnswers, LocalAnswers
 from specdec.cli.fields import whole_number
-from specdec.cli.line_fields import sampled
 from specdec.cli.options import (
     cluster_config,
     engine_config,
@@ -24,7 +23,7 @@ from specdec.cli.options import (
     sampling_params,
 )
 from specdec.cli.prompts import Prompt, read_prompts
-from specdec.cli.result_writer import ResultWriter
+from specdec.cli.result_writer import BatchWriter, ResultWriter
 from specdec.cli.summary import format_summary, format_timing
 
 _EXAMPLES = """\
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file",
         metavar="FILE",
         help="one prompt per line; a .jsonl line has a prompt, messages or question, and may say"
-        " how it is decoded",
+        " how it is decoded, or is a request of OpenAI's batch files",
     )
     add("--system", metavar="TEXT", help="system message before every prompt")
     add(
@@ -116,22 +115,24 @@ def run(args: argparse.Namespace) -> int:
         status: int = resolve(PARTS, "compare", "part")(args)
         return status
     check_writable(args.out)
-    prompts, sampling, engine = (
-        read_prompts(args.prompts, args.file),
-        sampling_params(args),
-        engine_config(args),
-    )
-    for prompt in prompts:  # told before a model is loaded
-        sampled(prompt.asked, sampling, prompt.source)
+    sampling, engine = sampling_params(args), engine_config(args)
+    prompts = read_prompts(args.prompts, args.file, sampling, args.model)
+    in_batch = prompts[0].request is not None
+    if in_batch:
+        _check_batch(args)
     _say_carried(prompts, as_json=args.json)
-    writer = ResultWriter(prompts, as_json=args.json, live=args.stream)
     cluster_config(args)
     where = LocalAnswers if args.ray is None else ClusterAnswers
     source = where(args, prompts, sampling, engine)
+    writer: ResultWriter | BatchWriter
+    if in_batch:
+        writer = BatchWriter(prompts, source.key, source.reader)
+    else:
+        writer = ResultWriter(prompts, as_json=args.json, live=args.stream)
     started = time.perf_counter()
     writer.write(source)
     seconds = time.perf_counter() - started
-    if not args.json:
+    if not (args.json or in_batch):
         gap = "\n" if sys.stdout.isatty() else ""
         print(gap + format_summary(writer.results, seconds, source.drafts), file=sys.stderr)
     if args.timing and source.timer is not None:
@@ -149,6 +150,14 @@ def _say_carried(prompts: Sequence[Prompt], *, as_json: bool) -> None:
             else "are left out, and carried along with --json"
         )
         print(f"specdec: fields that change no answer {way}: {', '.join(names)}", file=sys.stderr)
+
+
+def _check_batch(args: argparse.Namespace) -> None:
+    """Raises what would change the prompts of a batch file, or how its answers are printed."""
+    for name in ("stream", "compare", "raw", "system"):
+        if getattr(args, name):
+            what = f"{args.file!r} is a batch file, whose requests and answers are OpenAI's"
+            raise InvalidInputError(f"{what}; drop --{name}")
 
 
 def _check_combination(args: argparse.Namespace) -> None:

@@ -1,5 +1,5 @@
 """What a line of a .jsonl file says beside its prompt: how to decode it, and what is carried along
-to its answer.
+to its answer. Its words are those of requests to the server, which reads them.
 """
 
 from __future__ import annotations
@@ -9,26 +9,40 @@ from dataclasses import fields, replace
 from typing import Any
 
 from specdec.base.errors import InvalidInputError, SpecDecError
-from specdec.grammar.fields import MAKERS, grammar_of
+from specdec.base.packages import install_command
+from specdec.base.registry import PARTS, resolve
+from specdec.grammar.fields import MAKERS
 from specdec.sampling.params import SamplingParams
 
-_ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 _NAMES = {field.name for field in fields(SamplingParams)} - {"grammar"}
-_GRAMMAR = ("response_format", "structured_outputs", *(f"guided_{name}" for name in MAKERS))
+_GRAMMAR = {"response_format", "structured_outputs", *(f"guided_{name}" for name in MAKERS)}
+OF_TEMPLATE = {
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
+    *("chat_template_kwargs", "reasoning_effort"),
+}
+"""Fields for the chat template."""
+KNOWN = {*_NAMES, *_GRAMMAR, *OF_TEMPLATE, "n", "max_new_tokens", "max_completion_tokens"}
+"""All that say how a line is decoded."""
 
 
-def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A line; of a batch in OpenAI's form the request within, and what names it.
+def is_request(record: Any) -> bool:
+    """Whether a line is one of an OpenAI batch file."""
+    return isinstance(record, Mapping) and "custom_id" in record and "body" in record
 
-    >>> unpacked({"custom_id": "a", "body": {"prompt": "x", "max_tokens": 3}})
-    {'custom_id': 'a', 'prompt': 'x', 'max_tokens': 3}
+
+def served(part: str) -> Any:
+    """What the server's room has for lines.
+
+    Raises:
+        InvalidInputError: a package is missing.
     """
-    body = record.get("body")
-    if not isinstance(body, Mapping) or "custom_id" not in record:
-        return dict(record)
-    return {
-        name: value for name, value in record.items() if name not in ("body", "url", "method")
-    } | dict(body)
+    try:
+        return resolve(PARTS, part, "part")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("specdec", "torch", "transformers"):
+            raise
+        what = f"lines that say how they are decoded need {error.name}, which is not installed"
+        raise InvalidInputError(f"{what}; run: {install_command('serve')}") from error
 
 
 def parted(line: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -37,9 +51,8 @@ def parted(line: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     >>> parted({"max_tokens": 3, "topic": "x", "temperature": None})
     ({'max_tokens': 3}, {'topic': 'x'})
     """
-    known = {*_NAMES, *_ALIASES, *_GRAMMAR, "n"}
-    asked = {name: value for name, value in line.items() if name in known and value is not None}
-    return asked, {name: value for name, value in line.items() if name not in known}
+    asked = {name: value for name, value in line.items() if name in KNOWN and value is not None}
+    return asked, {name: value for name, value in line.items() if name not in KNOWN}
 
 
 def sampled(asked: Mapping[str, Any], sampling: SamplingParams, source: str) -> SamplingParams:
@@ -48,17 +61,14 @@ def sampled(asked: Mapping[str, Any], sampling: SamplingParams, source: str) -> 
     Raises:
         InvalidInputError: a value is wrong, or cannot be honored here.
     """
+    if not asked:
+        return sampling
     try:
-        values = {
-            _ALIASES.get(name, name): value
-            for name, value in asked.items()
-            if name not in (*_GRAMMAR, "n")
-        }
-        if asked.get("n", 1) != 1:
-            raise InvalidInputError(
-                f"n is {asked['n']}; a line has one answer, so write it several times"
-            )
-        grammar = grammar_of({name: asked[name] for name in _GRAMMAR if name in asked})
-        return replace(sampling, **values, grammar=grammar or sampling.grammar)
+        words = dict(asked)
+        if "max_new_tokens" in words:
+            words["max_tokens"] = words.pop("max_new_tokens")
+        values = served("line wishes")(words)
+        own = {name: words[name] for name in words.keys() & _NAMES - values.keys()}
+        return replace(sampling, **values, **own)
     except SpecDecError as error:
         raise InvalidInputError(f"{source}: {error}") from error

@@ -1,15 +1,18 @@
 """Prompts as a user gives them: arguments, files, a pipe."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specdec.base.chat.messages import readable
 from specdec.base.errors import InvalidInputError
 from specdec.base.files import parse_object, read_lines, reason_of
-from specdec.cli.line_fields import parted, unpacked
+from specdec.cli.line_fields import is_request, parted, sampled, served
+from specdec.sampling.params import SamplingParams
 
 Messages = list[dict[str, Any]]
 
@@ -26,12 +29,18 @@ class Prompt:
         content: text, or chat messages with `role` and `content`.
         asked: what its line says of sampling.
         carried: other fields of its line, which its answer has as well.
+        error: why it cannot be served.
+        choice: which of several outputs of the same line.
+        request: the `BatchLine` of an OpenAI batch file that it is one output of.
     """
 
     source: str
     content: str | Messages
     asked: Mapping[str, Any] = field(default_factory=dict)
     carried: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    choice: int = 0
+    request: Any = None
 
     @property
     def label(self) -> str:
@@ -40,14 +49,22 @@ class Prompt:
         return " ".join(text.split())
 
 
-def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
+def read_prompts(
+    texts: Sequence[str], file: str | None, sampling: SamplingParams, model: str
+) -> list[Prompt]:
     """The prompts of the command line, where "-" stands for standard input, then those of `file`.
 
-    Without either, standard input is the one prompt.
+    Without either, standard input is the one prompt. A line that cannot be served has an error.
+
+    Args:
+        texts: of the command line.
+        file: its name.
+        sampling: of the command, which lines change.
+        model: that requests of a batch file may name.
 
     Raises:
-        InvalidInputError: there is no prompt, an argument is empty, or a file cannot be read or
-            understood.
+        InvalidInputError: there is no prompt, an argument is empty, a file cannot be read, or none
+            of its lines can be served.
     """
     prompts = [
         _read_stdin() if text == "-" else _prompt(f"prompt {number}", text)
@@ -62,7 +79,12 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     for prompt in prompts:
         if not prompt.label:
             raise InvalidInputError(f"{prompt.source} is empty; give it some text")
-    return prompts if file is None else prompts + _read_file(Path(file))
+    if file is None:
+        return prompts
+    read = _read_file(Path(file), sampling, model)
+    if prompts and read[0].request is not None:
+        raise InvalidInputError(f"{file!r} is a batch file; give no other prompts with it")
+    return prompts + read
 
 
 def model_inputs(
@@ -131,18 +153,80 @@ def _prompt(source: str, text: str) -> Prompt:
         raise InvalidInputError(f"{source} is not UTF-8 text (byte {place}); convert it") from error
 
 
-def _read_file(path: Path) -> list[Prompt]:
+def _read_file(path: Path, sampling: SamplingParams, model: str) -> list[Prompt]:
     lines = read_lines(
         path, what="prompt", way_out="--file takes a text file with one prompt per line"
     )
-    as_json = path.suffix.lower() == ".jsonl"
+    if path.suffix.lower() != ".jsonl":
+        return [Prompt(source, line.strip()) for source, line in lines]
+    records = [(source, *_record(line, source)) for source, line in lines]
+    if any(is_request(record) for _, record, _ in records):
+        return _requests(records, model)
+    read: list[Prompt] = []
+    for source, record, error in records:
+        prompt = Prompt(source, "", error=error)
+        try:
+            if record is not None:
+                prompt = _parse(record, source)
+                sampled(prompt.asked, sampling, source)  # told before a model is loaded
+        except InvalidInputError as wrong:
+            prompt = Prompt(source, "", error=str(wrong))
+        read += _choices(prompt)
+    if all(prompt.error for prompt in read):
+        raise InvalidInputError(read[0].error or "")
+    return [_named(prompt) for prompt in read]
+
+
+def _record(line: str, source: str) -> tuple[dict[str, Any] | None, str | None]:
+    """A line's object, or why it is none."""
+    try:
+        return dict(parse_object(line, source)), None
+    except InvalidInputError as error:
+        return None, str(error)
+
+
+def _named(prompt: Prompt) -> Prompt:
+    """The same with an error that does not name its source, which whoever tells it does."""
+    if prompt.error is None:
+        return prompt
+    return replace(prompt, error=prompt.error.removeprefix(prompt.source).lstrip(": "))
+
+
+def _choices(prompt: Prompt) -> list[Prompt]:
+    """One for each output that a line asks for."""
+    count = prompt.asked.get("n", 1)
+    if count == 1:
+        return [prompt]
+    carried = prompt.carried
     return [
-        _parse(line, source) if as_json else Prompt(source, line.strip()) for source, line in lines
+        replace(prompt, choice=number, carried={**carried, "choice": number})
+        for number in range(count)
     ]
 
 
-def _parse(line: str, source: str) -> Prompt:
-    record = unpacked(parse_object(line, source))
+def _requests(
+    records: Sequence[tuple[str, dict[str, Any] | None, str | None]], model: str
+) -> list[Prompt]:
+    """The outputs of a batch file, those of a line one after another."""
+    kind, prompts, names = served("batch line"), list[Prompt](), dict[str, str]()
+    for source, record, error in records:
+        request = kind.read(record or {}, model)
+        name = request.custom_id
+        if error is not None or (isinstance(name, str) and name in names):
+            request = kind.wrong(
+                record or {}, model, error or f"{names[name]} has custom_id {name!r}"
+            )
+        elif isinstance(name, str):
+            names[name] = source
+        why = request.error and request.error.message
+        prompts += [
+            Prompt(source, str(name), error=why, choice=number, request=request)
+            for number in range(request.num_outputs)
+        ]
+    return prompts
+
+
+def _parse(record: dict[str, Any], source: str) -> Prompt:
     given = [name for name in JSON_FIELDS if name in record]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"

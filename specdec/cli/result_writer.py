@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.cli.prompts import Prompt
@@ -31,6 +31,57 @@ _OWN = {
 """Names in a record that are its own; a field of the prompt's line that has one of them gets
 another.
 """
+
+
+class BatchWriter:
+    """Prints the answers of a batch file, a line for each request, in the order of the requests.
+
+    Args:
+        prompts: outputs of the requests.
+        keys: by the index of a prompt, what names it.
+        reader: made tokens of prompts.
+
+    Attributes:
+        results: finished results by index of the prompt.
+        num_failed: requests without an answer.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], keys: Callable[[int], str], reader: Any) -> None:
+        self.results: dict[int, GenerationResult] = {}
+        self.num_failed = 0
+        self._prompts, self._keys, self._reader = prompts, keys, reader
+        self._next = 0  # the first prompt that is not printed
+
+    def write(self, chunks: Iterable[StreamChunk]) -> None:
+        """Prints answers as they arrive; on an interrupt also that the others were cut."""
+        try:
+            for chunk in chunks:
+                if chunk.result is not None:
+                    self.results[chunk.index] = chunk.result
+                    while self._next < len(self._prompts) and self._print(cut=False):
+                        pass
+        except KeyboardInterrupt:
+            while self._next < len(self._prompts):
+                self._print(cut=True)
+            raise
+
+    def _print(self, *, cut: bool) -> bool:
+        """Prints the next request, if all its outputs are there, or none is waited for."""
+        request = self._prompts[self._next].request
+        outputs = range(self._next, self._next + request.num_outputs)
+        whole = all(index in self.results for index in outputs)
+        if not (whole or cut):
+            return False
+        results = [self.results[index] for index in outputs] if whole else None
+        line = request.answer(self._keys(self._next), results, self._reader)
+        print(json.dumps(line), flush=True)
+        answered = line["response"] is not None and line["response"]["status_code"] == 200
+        self.num_failed += not answered
+        if whole and not answered:
+            why = line["response"]["body"]["error"]["message"]
+            print(f"specdec: error: {self._prompts[self._next].source}: {why}", file=sys.stderr)
+        self._next += len(outputs)
+        return True
 
 
 class ResultWriter:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdec.base.errors import SpecDecError
-from specdec.sampling.params import SamplingParams
+from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.session.outputs import GenerationResult
 
 
@@ -24,12 +24,15 @@ class Row:
         sampling: how to decode every turn.
         follow_ups: what the user says next, each behind the answer before it; only after chat
             messages.
+        said: names of `sampling` that no default of the checkpoint changes, as in a server; None
+            where none changes anything.
     """
 
     key: str
     prompt: str | Sequence[int] | Sequence[dict[str, str]]
     sampling: SamplingParams
     follow_ups: tuple[str, ...] = ()
+    said: tuple[str, ...] | None = None
 
     def to_json(self) -> str:
         """One line."""
@@ -44,7 +47,31 @@ class Row:
             given["prompt"],
             SamplingParams.from_plain(given["sampling"]),
             tuple(given["follow_ups"]),
+            None if given["said"] is None else tuple(given["said"]),
         )
+
+    def completed(self, defaults: SamplingDefaults, most: int) -> SamplingParams:
+        """Its sampling with what the checkpoint says, where that counts.
+
+        Args:
+            defaults: of the checkpoint.
+            most: tokens of prompt and output together.
+
+        >>> row = Row("k", [5, 6], SamplingParams(top_p=0.5), said=("top_p", "max_tokens"))
+        >>> made = row.completed(SamplingDefaults(sampled=(("top_p", 0.9), ("top_k", 7))), 512)
+        >>> made.top_p, made.top_k
+        (0.5, 7)
+        """
+        if self.said is None:
+            return self.sampling
+        values: dict[str, Any] = {
+            name: value for name, value in defaults.sampled if name not in self.said
+        }
+        if not self.sampling.ignore_eos:
+            values["stop_token_ids"] = (*self.sampling.stop_token_ids, *defaults.served_ends)
+        if "max_tokens" not in self.said:
+            values["max_tokens"] = max(1, most - len(self.prompt))
+        return replace(self.sampling, **values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from specdec.grammar.fields import GRAMMAR_FIELDS, grammar_of
@@ -12,27 +14,35 @@ from specdec.serve.protocol import ChatRequest, CompletionRequest, Generation
 COMPLETION_TOKENS = 16
 """What a completion gets when it does not say, as everywhere."""
 
-_SAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "cache_salt",
-    "skip_special_tokens",
-    "thinking_token_budget",
+SAME = frozenset(
+    (
+        "temperature",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "min_tokens",
+        "logit_bias",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "cache_salt",
+        "skip_special_tokens",
+        "thinking_token_budget",
+    )
 )
 """Fields that mean the same here and there."""
 
 
-def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int) -> SamplingParams:
+def sampling_params(
+    asked: Generation,
+    defaults: SamplingDefaults,
+    *,
+    most: int,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> SamplingParams:
     """What a request asks for. It is sampled as the checkpoint says when it does not say, else at
     temperature 1.
 
@@ -41,10 +51,29 @@ def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int)
         defaults: of the checkpoint.
         most: tokens that prompt and output can have together, which a chat gets that names no
             limit.
+        given: values that hold before these defaults where the request says nothing.
 
     Raises:
         RequestError: a field that cannot be honored.
         InvalidInputError: a value out of range.
+    """
+    limit = COMPLETION_TOKENS if isinstance(asked, CompletionRequest) else most
+    values: dict[str, Any] = {
+        **{"temperature": 1.0, "max_tokens": limit},
+        **dict(defaults.sampled),
+        **given,
+        **wishes(asked),
+    }
+    if not values.get("ignore_eos"):
+        values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *defaults.served_ends]
+    return SamplingParams(**values)
+
+
+def wishes(asked: Generation) -> dict[str, Any]:
+    """What a request says of sampling, in the engine's words.
+
+    Raises:
+        RequestError, InvalidInputError: see `sampling_params`.
     """
     if asked.best_of not in (None, asked.n or 1):
         raise RequestError(
@@ -52,24 +81,17 @@ def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int)
             f"best_of is {asked.best_of}: outputs are not ranked; leave it out",
             param="best_of",
         )
-    values: dict[str, Any] = {"temperature": 1.0, **dict(defaults.sampled)}
-    for name in _SAME:
-        value = getattr(asked, name)
-        if value is not None:
-            values[name] = value
+    named = {name: getattr(asked, name) for name in SAME}
+    values: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if asked.top_k is not None:
         values["top_k"] = 0 if asked.top_k == -1 else asked.top_k  # vLLM's word for all
     if values.get("seed") == -1:
-        del values["seed"]  # the same for a random one
+        values["seed"] = None  # the same for a random one
     if values.get("top_p") == 0:
         values |= {"temperature": 0.0, "top_p": 1.0}  # the likeliest token alone
-    if not asked.ignore_eos:
-        values["stop_token_ids"] = [*values.get("stop_token_ids", ()), *defaults.served_ends]
     if isinstance(asked, CompletionRequest):
-        values["max_tokens"] = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         values |= _completion_logprobs(asked)
     elif isinstance(asked, ChatRequest):
-        values["max_tokens"] = most if asked.most_output is None else asked.most_output
         values |= {
             "logprobs": bool(asked.logprobs),
             "top_logprobs": asked.top_logprobs or 0 if asked.logprobs else 0,
@@ -78,9 +100,11 @@ def sampling_params(asked: Generation, defaults: SamplingDefaults, *, most: int)
             raise RequestError(
                 400, "top_logprobs needs logprobs; set it to true", param="top_logprobs"
             )
-    return SamplingParams(
-        **values, grammar=grammar_of({name: getattr(asked, name) for name in GRAMMAR_FIELDS})
-    )
+    limit = asked.most_output if isinstance(asked, ChatRequest) else asked.max_tokens
+    if limit is not None:
+        values["max_tokens"] = limit
+    grammar = grammar_of({name: getattr(asked, name) for name in GRAMMAR_FIELDS})
+    return values if grammar is None else {**values, "grammar": grammar}
 
 
 def _completion_logprobs(asked: CompletionRequest) -> dict[str, Any]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.chat.thinking import Phase, Place, Thinking
+from specdec.base.chat.thinking import Phase, Place, Thinking, thinking_of
 from specdec.session.text import IncrementalDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from specdec.sampling.params import SamplingParams
+    from specdec.session.outputs import GenerationResult
 
 
 class PartedDecoder(IncrementalDecoder):
@@ -108,3 +111,29 @@ class PartedDecoder(IncrementalDecoder):
         done = max(0, end - self._num_parted)
         self._unparted, self._num_parted = self._unparted[done:], self._num_parted + done
         return piece
+
+
+def parts_of(
+    tokenizer: PreTrainedTokenizerBase, result: GenerationResult, sampling: SamplingParams
+) -> tuple[str, str] | None:
+    """Thinking and answer of an output that has ended; None where the target does not think.
+
+    Args:
+        tokenizer: of the target.
+        result: the output.
+        sampling: how it was decoded.
+    """
+    thinking = thinking_of(tokenizer)
+    if thinking is None:
+        return None
+    text = PartedDecoder(
+        tokenizer,
+        sampling.stop,
+        thinking=thinking,
+        place=thinking.behind_prompt(result.prompt_token_ids),
+        min_tokens=sampling.min_tokens or 0,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
+    text.push(result.token_ids)
+    text.finish()
+    return text.parts

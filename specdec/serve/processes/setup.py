@@ -49,7 +49,7 @@ class Setup:
     @property
     def names(self) -> tuple[str, ...]:
         """By which the model is called."""
-        return self.config.served_model_name or (_last_part(self.model),)
+        return self.config.served_model_name or (last_part(self.model),)
 
     def tool_format(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
         """How the model writes calls of tools, where that is known."""
@@ -72,7 +72,7 @@ class Setup:
     @property
     def drafter_name(self) -> str | None:
         """What clients are told of what drafts."""
-        return None if self.drafter is None else "+".join(map(_last_part, parts_of(self.drafter)))
+        return None if self.drafter is None else "+".join(map(last_part, parts_of(self.drafter)))
 
     @property
     def short_cache(self) -> str | None:
@@ -87,7 +87,7 @@ class Setup:
         )
 
 
-def _last_part(name: str) -> str:
+def last_part(name: str) -> str:
     """Of the path of a folder; any other name as it is."""
     path = user_path(name)
     return path.resolve().name or name if path.exists() else name

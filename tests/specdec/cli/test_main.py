@@ -44,7 +44,7 @@ class FakeDecoder:
             {"draft": 1.0, "verify": 2.0, "schedule": 0.5, "context": 0.25, "accept": 0.25},
             10,
         )
-        self.engine = SimpleNamespace(shapes=(BlockShape(3),), timer=timer)
+        self.engine = SimpleNamespace(planner=SimpleNamespace(shapes=(BlockShape(3),)), timer=timer)
         self.inputs: Any = None
         self.sampling = SamplingParams()
         self.options: dict[str, Any] = {}
@@ -195,19 +195,27 @@ def test_mistakes_are_one_line(arguments: list[str], fragments: list[str], capsy
         ('{"prompt": "a", "max_tokens": 0}', ["max_tokens is 0", "at least 1"]),
         ('{"prompt": "a", "temperature": "hot"}', ["temperature is 'hot'"]),
         ('{"prompt": "a", "guided_regex": "("}', [r"a ( without its )"]),
-        ('{"prompt": "a", "n": 2}', ["n is 2; a line has one answer"]),
-        ('{"custom_id": "x", "body": {"model": "m"}}', ["has none"]),
+        ('{"prompt": "a", "n": 0}', ["n is 0", "greater than or equal to 1"]),
+        ('{"prompt": "a", "n": 257}', ["asks for 257 outputs and the limit is 256"]),
     ],
 )
 def test_a_malformed_line_is_named_with_its_number(
-    line: str, fragments: list[str], tmp_path: Path, capsys: Capture
+    line: str, fragments: list[str], monkeypatch: Patch, tmp_path: Path, capsys: Capture
 ) -> None:
+    """Alone it is told before anything is loaded; among others it has an error of its own."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "fine"}\n\n' + line + "\n", encoding="utf-8")
+    file.write_text("\n\n" + line + "\n", encoding="utf-8")
     assert main(["generate", "--file", str(file)]) == 2
     message = one_line(capsys)
     assert f"{file}:3" in message
     assert all(fragment in message for fragment in fragments), message
+    file.write_text('{"prompt": "fine"}\n\n' + line + '\n{"prompt": "b"}\n', encoding="utf-8")
+    decoder = use(monkeypatch, FakeDecoder(*(chunk(index, "o", done=True) for index in range(2))))
+    assert main(["generate", "--file", str(file), "--json"]) == 1
+    captured = capsys.readouterr()
+    _, record, _ = (json.loads(made) for made in captured.out.splitlines())
+    assert all(fragment in record["error"] for fragment in fragments), record
+    assert len(decoder.inputs) == 2 and f"{file}:3: {record['error']}" in captured.err
 
 
 def test_files_without_prompts_or_text_are_refused(tmp_path: Path, capsys: Capture) -> None:
@@ -266,7 +274,7 @@ def test_prompts_come_from_arguments_pipe_and_files(monkeypatch: Patch, tmp_path
 def test_lines_say_how_they_are_decoded_and_carry_the_rest(
     monkeypatch: Patch, tmp_path: Path, capsys: Capture
 ) -> None:
-    """In OpenAI's batches as well; what nobody reads is said."""
+    """In the words of requests to the server; what nobody reads is said."""
     file = tmp_path / "lines.jsonl"
     lines: list[Any] = [
         {"id": 7, "prompt": "a", "max_tokens": 3, "temperature": 0.5, "stop": ["x"], "topic": None},
@@ -280,13 +288,16 @@ def test_lines_say_how_they_are_decoded_and_carry_the_rest(
         },
         {
             "custom_id": "r",
-            "method": "POST",
-            "body": {"messages": [{"role": "user", "content": ["d"]}], "guided_regex": "a+"},
+            "messages": [{"role": "user", "content": ["d"]}],
+            "guided_regex": "a+",
+            "seed": -1,
+            "top_k": -1,
         },
         {"prompt": "e"},
+        {"prompt": "f", "n": 2, "max_completion_tokens": 2, "top_logprobs": 1, "logprobs": True},
     ]
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    decoder = use(monkeypatch, FakeDecoder(*(chunk(index, "o", done=True) for index in range(4))))
+    decoder = use(monkeypatch, FakeDecoder(*(chunk(index, "o", done=True) for index in range(6))))
     assert (
         main(["generate", "--file", str(file), "--json", "--max-tokens", "9", "--seed", "1"]) == 0
     )
@@ -294,15 +305,20 @@ def test_lines_say_how_they_are_decoded_and_carry_the_rest(
     assert decoder.sampling == [
         replace(base, max_tokens=3, temperature=0.5, stop=("x",)),
         replace(base, max_tokens=4, seed=5),
-        replace(base, grammar=Grammar.regex("a+")),
+        replace(base, grammar=Grammar.regex("a+"), seed=None),
         base,
+        replace(base, max_tokens=2, logprobs=True, top_logprobs=1),
+        replace(base, max_tokens=2, logprobs=True, top_logprobs=1, seed=2),
     ]
-    assert [one[-1]["content"] for one in decoder.inputs] == ["a", "b", "d", "e"]
+    assert [one[-1]["content"] for one in decoder.inputs] == ["a", "b", "d", "e", "f", "f"]
     captured = capsys.readouterr()
     records = [json.loads(line) for line in captured.out.splitlines()]
     assert (records[0]["id"], records[0]["topic"], records[2]["custom_id"]) == (7, None, "r")
+    assert [one.get("choice") for one in records] == [None] * 4 + [0, 1]
     assert (records[1]["answer"], records[1]["given_text"], records[1]["text"]) == ("c", "t", "o")
-    assert "carried along to the answers: id, topic, answer, text, custom_id\n" in captured.err
+    assert (
+        "carried along to the answers: id, topic, answer, text, custom_id, choice\n" in captured.err
+    )
     main(["generate", "--file", str(file)])
     assert "left out, and carried along with --json: id," in capsys.readouterr().err
     assert main(["generate", "--file", str(file), "--compare"]) == 2

@@ -1,0 +1,1 @@
+"""Requests that come as lines of a file."""

@@ -1,0 +1,282 @@
+"""Lines of a file as requests: those of OpenAI's batches, and what any line says of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from specdec.base.chat.tools import format_of
+from specdec.base.checkpoint.hub import unpinned
+from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.grammar.fields import GRAMMAR_FIELDS
+from specdec.sampling.params import SamplingDefaults, SamplingParams
+from specdec.serve.answers.calls import CallCompletion
+from specdec.serve.answers.chat import ChatCompletion, chat_text
+from specdec.serve.answers.completion import Completion
+from specdec.serve.answers.token_bytes import TokenBytes
+from specdec.serve.config import ServeConfig
+from specdec.serve.errors import RequestError, engine_failed, malformed, refused
+from specdec.serve.processes.setup import last_part
+from specdec.serve.protocol import Chat, ChatRequest, CompletionRequest, Generation
+from specdec.serve.sampling import SAME, sampling_params, wishes
+from specdec.serve.tools import Tools, tools_of
+from specdec.session.outputs import GenerationResult
+from specdec.session.prompts import PromptReader
+from specdec.session.thinking import parts_of
+
+ROUTES: dict[str, type[Generation]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+"""Where the requests of a batch go."""
+
+TEMPLATE_FIELDS = {*Chat.model_fields} - {"messages"}
+LINE_FIELDS = TEMPLATE_FIELDS | {
+    *Generation.model_fields.keys() & SAME.union(GRAMMAR_FIELDS, ("n", "top_k", "max_tokens")),
+    "max_completion_tokens",
+}
+"""What a line that is no request of a batch may say, in the words of one."""
+
+_LIMITS: Any = ServeConfig.__dataclass_fields__
+MOST_OUTPUTS: int = _LIMITS["max_choices"].default
+"""Of a request, as in a server that says nothing else."""
+
+Job = tuple[list[int], SamplingParams]
+
+
+def _read(kind: type[Generation], body: Mapping[str, Any]) -> Any:
+    """A request.
+
+    Raises:
+        RequestError: it is none, or asks for what cannot be had.
+    """
+    try:
+        asked = kind.model_validate(body)
+    except ValidationError as error:
+        raise malformed([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+    asked.check_others()
+    return asked
+
+
+def line_wishes(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `SamplingParams` that the fields of a line ask for.
+
+    Raises:
+        InvalidInputError: one cannot be honored.
+    """
+    try:
+        body = {"messages": [{}], **{name: line[name] for name in line if name in LINE_FIELDS}}
+        asked = _read(ChatRequest, body)
+        _check_outputs(asked.n or 1)
+        made = wishes(asked)
+        return {name: made[name] for name in made.keys() - {"logprobs", "top_logprobs"}}
+    except RequestError as error:
+        raise InvalidInputError(error.message) from error
+
+
+def line_prompt(reader: PromptReader, messages: list[Any], line: Mapping[str, Any]) -> list[int]:
+    """Token ids of a conversation whose line has words for its template.
+
+    Raises:
+        InvalidInputError: the template refuses them.
+    """
+    try:
+        own = {name: line[name] for name in line if name in TEMPLATE_FIELDS}
+        asked = Chat.model_validate({"messages": messages, **own})
+        return _chat_tokens(reader, asked)
+    except RequestError as error:
+        raise InvalidInputError(error.message) from error
+
+
+def _chat_tokens(
+    reader: PromptReader, asked: Chat, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
+    text = chat_text(reader, asked, tools)()
+    return reader.tokenize(text, add_special_tokens=bool(asked.add_special_tokens))
+
+
+def _num_outputs(asked: Generation) -> int:
+    prompts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
+    return prompts * (asked.n or 1)
+
+
+def _check_outputs(count: int) -> None:
+    if count > MOST_OUTPUTS:
+        message = f"the request asks for {count:,} outputs and the limit is {MOST_OUTPUTS}"
+        raise RequestError(400, f"{message}; ask for fewer at once")
+
+
+@dataclass(eq=False)
+class BatchLine:
+    """A request of an OpenAI batch file, and what becomes of it.
+
+    Attributes:
+        record: its line.
+        names: by which the model is called.
+        asked: the request; None where it is none.
+        error: why it cannot be served.
+        said: names of values of `SamplingParams` that no default of the checkpoint changes, once
+            its `jobs` are known.
+    """
+
+    record: Mapping[str, Any]
+    names: Sequence[str]
+    asked: Generation | None = None
+    error: RequestError | None = None
+    said: frozenset[str] = frozenset()
+    _tools: Tools | None = None
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any], model: str) -> BatchLine:
+        """The request of a line, to this model; one that cannot be served has an error."""
+        made = cls(record, tuple(dict.fromkeys([last_part(unpinned(model)), model])))
+        try:
+            made.asked = made._request()
+        except RequestError as error:
+            made.error = error
+        return made
+
+    @classmethod
+    def wrong(cls, record: Mapping[str, Any], model: str, why: str) -> BatchLine:
+        """A line that is no request."""
+        return cls(record, (model,), error=RequestError(400, why, code="invalid_line"))
+
+    def _request(self) -> Generation:
+        method, url, body = (self.record.get(name) for name in ("method", "url", "body"))
+        if not isinstance(self.custom_id, str):
+            raise RequestError(400, f"custom_id is {self.custom_id!r}; give a text")
+        if method != "POST" or url not in ROUTES:
+            known = " or ".join(ROUTES)
+            raise RequestError(400, f"a line asks {method} {url}; it must be POST {known}")
+        if not isinstance(body, Mapping):
+            raise RequestError(400, "the body of a line is no JSON object")
+        asked: Generation = _read(ROUTES[url], body)
+        if asked.stream:
+            raise RequestError(400, "a batch has no streams; leave stream out", param="stream")
+        if asked.model is not None and asked.model not in self.names:
+            message = f"there is no model {asked.model[:200]!r} (known: {', '.join(self.names)})"
+            raise RequestError(404, message, param="model", code="model_not_found")
+        _check_outputs(_num_outputs(asked))
+        return asked
+
+    @property
+    def custom_id(self) -> Any:
+        """Its own name for itself."""
+        return self.record.get("custom_id")
+
+    @property
+    def num_outputs(self) -> int:
+        """Of all prompts; one where there is no request."""
+        return 1 if self.asked is None else _num_outputs(self.asked)
+
+    def jobs(
+        self,
+        reader: PromptReader,
+        defaults: SamplingDefaults,
+        given: Mapping[str, Any],
+        most: int,
+        check: Callable[[list[int], SamplingParams], object] = lambda tokens, sampling: None,
+    ) -> list[Job]:
+        """Token ids and sampling of each output.
+
+        Args:
+            reader: makes tokens of prompts.
+            defaults: of the checkpoint.
+            given: what else holds where the request says nothing.
+            most: tokens of prompt and output together.
+            check: raises where an engine would.
+
+        Raises:
+            InvalidInputError: a value is out of range, or a prompt cannot be read.
+        """
+        if self.error is not None:
+            raise InvalidInputError(self.error.message)
+        asked = self.asked
+        assert asked is not None
+        try:
+            self.said = frozenset(wishes(asked)) | given.keys()
+            if isinstance(asked, CompletionRequest):
+                self.said |= {"max_tokens"}
+            sampling = sampling_params(asked, defaults, most=most, given=given)
+            if asked.prediction is not None and (text := asked.prediction.text):
+                sampling = reader.with_prediction(replace(sampling, prediction=text))
+            if isinstance(asked, CompletionRequest):
+                special = asked.add_special_tokens
+                prompts = [reader.tokenize(one, add_special_tokens=special) for one in asked.prompt]
+            else:
+                assert isinstance(asked, ChatRequest)
+                form = format_of(reader.tokenizer)
+                self._tools = tools_of(asked, reader.tokenizer, form)
+                prompts = [_chat_tokens(reader, asked, self._tools.given if self._tools else ())]
+                if self._tools is not None:
+                    grammar = self._tools.grammar(reader.tokenizer, sampling.grammar)
+                    sampling = replace(sampling, grammar=grammar)
+                if asked.most_output is None and "max_tokens" not in given:
+                    left = max(1, most - len(prompts[0]))
+                    sampling = replace(sampling, max_tokens=left)
+                sampling = sampling.for_chat()
+            for prompt in prompts:
+                check(prompt, sampling)
+        except RequestError as error:
+            self.error = error
+        except SpecDecError as error:
+            self.error = refused(error)
+        if self.error is not None:
+            raise InvalidInputError(self.error.message)
+        self._made, self._sampling = prompts, sampling
+        return [(one, sampling.choice(index)) for one in prompts for index in range(asked.n or 1)]
+
+    def answer(
+        self, key: str, results: Sequence[GenerationResult] | None, reader: PromptReader
+    ) -> dict[str, Any]:
+        """The line that tells of it.
+
+        Args:
+            key: names it.
+            results: of its outputs; None where they were not finished.
+            reader: made tokens of its prompts.
+        """
+        line: dict[str, Any] = {"id": f"batch_req_{key}", "custom_id": self.custom_id}
+        if results is None:
+            error = {"code": "batch_cancelled", "message": "the run was interrupted"}
+            return line | {"response": None, "error": error}
+        status, body = 200, {}
+        try:
+            body = self._body(results, reader)
+        except RequestError as error:
+            status, body = error.status, error.body
+        response = {"status_code": status, "request_id": f"req_{key}", "body": body}
+        return line | {"response": response, "error": None}
+
+    def _body(self, results: Sequence[GenerationResult], reader: PromptReader) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        for result in results:
+            if result.error is not None:
+                error = InvalidInputError(result.error)
+                raise refused(error) if result.bad_input else engine_failed(error)
+        tokens, name = TokenBytes(reader.tokenizer), self.names[0]
+        if isinstance(self.asked, CompletionRequest):
+            echoes = [
+                one if isinstance(one, str) else str(reader.tokenizer.decode(one))
+                for one in self.asked.prompt
+            ]
+            made = Completion(
+                self.asked, name, self._made, tokens, echoes=echoes if self.asked.echo else None
+            )
+            return made.whole(results)
+        assert isinstance(self.asked, ChatRequest)
+        about = self.asked, name, self._made, tokens
+        tools = self._tools
+        chat = CallCompletion(*about, tools=tools) if tools else ChatCompletion(*about)
+        if self._sampling.grammar is not None:
+            chat.notes = [*chat.notes, *self._sampling.grammar.notes]
+        if chat.parted:
+            for result in results:
+                parts = parts_of(reader.tokenizer, result, self._sampling)
+                if parts is not None:
+                    result.reasoning, result.content = parts
+        return chat.whole(results)
