@@ -16,7 +16,8 @@ from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model
 
 SEEDS, MAX_TOKENS, K = 1000, 12, 5
 

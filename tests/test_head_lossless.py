@@ -20,13 +20,8 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.guards import no_host_sync
 from tests.helpers.oracle import OracleDrafter, disturbed_logits
-from tests.helpers.tiny_models import (
-    VOCAB,
-    paged_verifier,
-    plain_model,
-    random_dflash,
-    random_prompts,
-)
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 SEEDS, MAX_TOKENS, K = 60, 12, 5
 HEADS: dict[str, HeadConfig] = {

@@ -18,8 +18,8 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import (
-    CONFIGS,
     paged_verifier,
     plain_greedy,
     plain_model,

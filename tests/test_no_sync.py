@@ -18,8 +18,8 @@ from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.helpers.scripted import BoundScript, ScriptedDrafter
+from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import (
-    VOCAB,
     paged_verifier,
     plain_greedy,
     plain_model,

@@ -19,7 +19,8 @@ from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.edits import Edits
 from specdec.sampling.tensors import SamplingPlan
-from tests.helpers.tiny_models import CONFIGS, random_dflash
+from tests.helpers.tiny_configs import CONFIGS
+from tests.helpers.tiny_models import random_dflash
 from verifiers.config.shape import backend_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

@@ -37,7 +37,8 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling import argmax, sampler, scores, triton_sampler
 from specdec.sampling.params import SamplingParams
 from specdec.sampling.trees import candidates, triton_candidates
-from tests.helpers.tiny_models import CONFIGS, random_dflash
+from tests.helpers.tiny_configs import CONFIGS
+from tests.helpers.tiny_models import random_dflash
 from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

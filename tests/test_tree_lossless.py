@@ -19,10 +19,10 @@ from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.cache_rows import CacheRows
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted_trees import FIRST, ScriptedTrees
-from tests.helpers.tiny_hybrids import hybrid_configs
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS, Make
 from tests.helpers.trees import random_trees
 from tests.test_lossless import MAX_TOKENS, case, engine_config, run
+from verifiers.config.families import family_of
 
 QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
 """One of each kind: fused, windows and softcaps in transformers' own modules, sinks, latent."""
@@ -30,8 +30,14 @@ QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
 WAYS = [(3, 1, 0), (12, 3, 1), (MOST_NODES, 3, 0), (16, 1, 1), (31, 5, 1)]
 """Drafts of a tree, requests at once, steps whose results are unread."""
 
-CHAINS_ALONE = (*hybrid_configs({}), "kimi_linear", "deepseek_v32", "glm_moe_dsa", "llama4")
-SERVING = [name for name in (*CONFIGS, *LATENT_CONFIGS) if name not in CHAINS_ALONE]
+
+def serves_trees(make: Make) -> bool:
+    """Whether nothing of a model goes by chains alone."""
+    family = family_of(make())
+    return not (family.recurrent or family.indexer or family.chunked)
+
+
+SERVING = [name for name, make in (CONFIGS | LATENT_CONFIGS).items() if serves_trees(make)]
 
 
 def decode(name: str, drafts: int, batch: int, **changes: Any) -> list[list[int]]:

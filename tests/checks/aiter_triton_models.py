@@ -224,7 +224,8 @@ def tiny(args: argparse.Namespace, device: torch.device, calls: dict[str, int]) 
     """Tiny random models: ordinary, with sinks and windows, with a softcap; with DFlash drafts."""
     from transformers import AutoModelForCausalLM
 
-    from tests.helpers.tiny_models import CONFIGS, paged_verifier, random_prompts
+    from tests.helpers.tiny_configs import CONFIGS
+    from tests.helpers.tiny_models import paged_verifier, random_prompts
 
     wrong = 0
     for name in args.tiny.split(","):

@@ -26,7 +26,8 @@ from specdec.model.core import Verifier, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from specdec.session.handle import Handle, Stream
 from specdec.session.session import Session
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 
 RUN = 8
 """Steps of a run."""

@@ -24,7 +24,8 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
 K = 5
 VALUES = {"nan": math.nan, "-nan": -math.nan, "inf": math.inf, "-inf": -math.inf}

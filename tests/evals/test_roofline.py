@@ -9,7 +9,8 @@ from evals.roofline import bound, measured_bandwidth, step_bytes
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.model.core import RoutedExperts
-from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model, random_dflash
+from tests.helpers.tiny_configs import CONFIGS, WINDOW
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
 SMALL = EngineConfig(
     num_draft_tokens=None, max_num_seqs=2, max_model_len=64, cache=CacheConfig(memory_bytes=2**22)

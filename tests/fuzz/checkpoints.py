@@ -27,13 +27,8 @@ from tests.evals.tiny import save_tiny
 from tests.fuzz.draw import changed, damaged, damaged_json
 from tests.fuzz.kind import Check, Kind, attempt, line
 from tests.fuzz.notation import meant, written
-from tests.helpers.tiny_models import (
-    CONFIGS,
-    LATENT_CONFIGS,
-    paged_verifier,
-    plain_model,
-    random_dflash,
-)
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 from verifiers.needs import read_needs
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}

@@ -11,7 +11,8 @@ from specdec.grammar.grammar import Grammar
 from tests.fuzz.draw import any_value, changed, damaged_json
 from tests.fuzz.kind import Check, Kind, attempt
 from tests.fuzz.notation import meant, written
-from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.waiting import HANG
 from tests.helpers.wild_schemas import wild_schema
 

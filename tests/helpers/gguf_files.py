@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.helpers.tiny_models import VOCAB
+from tests.helpers.tiny_configs import VOCAB
 
 COMMON = {
     "context_length": "max_position_embeddings",

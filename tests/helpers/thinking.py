@@ -3,7 +3,7 @@
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.helpers.tiny_models import VOCAB
+from tests.helpers.tiny_configs import VOCAB
 
 _TURNS = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
 _BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant "

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, Gemma4TextConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from tests.helpers.tiny_models import VOCAB, plain_model, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 
 WIDTH = 24
 """Of an assistant's layers; its targets are wider."""

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.helpers.tiny_models import VOCAB, WINDOW, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB, WINDOW
+from tests.helpers.tiny_models import tiny_tokenizer
 
 IMAGE, VIDEO = 90, 91
 """Tokens that stand for pictures."""

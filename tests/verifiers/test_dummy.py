@@ -12,7 +12,8 @@ from specdec.base.errors import CheckpointError, InvalidInputError, UnsupportedM
 from specdec.engine.engine import SpecEngine
 from specdec.layers.packed.weight import PackedWeight
 from specdec.sampling.params import SamplingParams
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, random_prompts
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
+from tests.helpers.tiny_models import random_prompts
 from verifiers.config.shape import expert_counts
 from verifiers.dummy import (
     dummy_verifier,

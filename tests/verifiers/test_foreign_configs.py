@@ -14,13 +14,8 @@ import torch
 from specdec import SpecDecoder
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError, SpecDecError
-from tests.helpers.tiny_models import (
-    CONFIGS,
-    LATENT_CONFIGS,
-    plain_greedy,
-    plain_model,
-    tiny_tokenizer,
-)
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
+from tests.helpers.tiny_models import plain_greedy, plain_model, tiny_tokenizer
 from verifiers import needs
 from verifiers.load import load_verifier
 from verifiers.needs import needs_of, read_needs

@@ -22,14 +22,8 @@ from specdec.model.batch import ForwardInput
 from specdec.model.core import Verifier
 from tests.helpers.bounds import assert_as_exact, assert_rows_as_exact, in_float64
 from tests.helpers.guards import no_host_sync
-from tests.helpers.tiny_models import (
-    CONFIGS,
-    SHORT_LEN,
-    WINDOW,
-    paged_verifier,
-    plain_model,
-    random_prompts,
-)
+from tests.helpers.tiny_configs import CONFIGS, SHORT_LEN, WINDOW
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from verifiers.config.families import describe, family_of
 from verifiers.config.shape import peculiarity
 from verifiers.decoder import DecoderVerifier

@@ -13,14 +13,8 @@ from specdec.base.config import PrefillDtype
 from specdec.kv_cache import LatentCache, LatentLayerSpec, PagedKVCache
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
-from tests.helpers.tiny_models import (
-    LATENT_CONFIGS,
-    TOPK,
-    paged_verifier,
-    plain_model,
-    random_prompts,
-    tiny_tokenizer,
-)
+from tests.helpers.tiny_configs import LATENT_CONFIGS, TOPK
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts, tiny_tokenizer
 from tests.verifiers.test_hf import BLOCK, PackedRun, check_logits
 from verifiers.config.families import FAMILIES
 from verifiers.decoder import DecoderVerifier

@@ -17,7 +17,8 @@ from specdec.layers.packed.weight import PackedWeight
 from specdec.layers.sharded import SummedLinear
 from specdec.parallel.group import Group
 from tests.helpers.quantized import quantize_files
-from tests.helpers.tiny_models import CONFIGS, VOCAB, plain_model, tiny_tokenizer
+from tests.helpers.tiny_configs import CONFIGS, VOCAB
+from tests.helpers.tiny_models import plain_model, tiny_tokenizer
 from tests.verifiers.test_load_quantized import cohere, fp8_target
 from tests.verifiers.test_quantized_checkpoint import CASES, PLAIN
 from verifiers.config.families import describe

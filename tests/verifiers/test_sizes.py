@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from tests.checks.public_targets import data
-from tests.helpers.tiny_models import CONFIGS, plain_model
+from tests.helpers.tiny_configs import CONFIGS
+from tests.helpers.tiny_models import plain_model
 from verifiers.config.wrappers import config_of, text_config
 from verifiers.formats.method import stated_quantization
 from verifiers.sizes import parameters, weight_bytes

@@ -36,8 +36,12 @@ from specdec.base.errors import UnsupportedModelError
 from specdec.kv_cache import PagedKVCache
 from specdec.model.batch import ForwardInput
 from tests.helpers.bounds import assert_as_exact, in_float64
+from tests.helpers.tiny_composites import CONFIGS as COMPOSITES
+from tests.helpers.tiny_composites import type_of
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier
 from verifiers.config.families import FAMILIES
+from verifiers.config.wrappers import text_config
 from verifiers.support import check_supported, unsupported_reasons
 
 BLOCK = 4
@@ -242,6 +246,14 @@ def needs_type(model_type: str) -> None:
     """Skips a test of a type that this version of Transformers does not have."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"Transformers {transformers.__version__} has no {model_type}")
+
+
+def test_every_family_has_a_tiny_config() -> None:
+    """Or is the text part of a tiny composite."""
+    described = {name for name, family in FAMILIES.items() if family.describe}
+    tried = {make().model_type for make in (CONFIGS | LATENT_CONFIGS).values()}
+    texts = {text_config(AutoConfig.for_model(type_of(name))).model_type for name in COMPOSITES}
+    assert {name for name in described - tried - texts if name in CONFIG_MAPPING} == set()
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.drafter_choice import find_drafter
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import Noted, check_drafts, noted_run
+from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import (
-    VOCAB,
     paged_verifier,
     plain_greedy,
     plain_model,

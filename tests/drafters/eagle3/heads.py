@@ -16,7 +16,7 @@ from drafters.eagle3.config import parse_config
 from drafters.eagle3.drafter import eagle3_drafter
 from drafters.sequential.drafter import SequentialDrafter
 from specdec.model.core import Verifier
-from tests.helpers.tiny_models import VOCAB
+from tests.helpers.tiny_configs import VOCAB
 
 HIDDEN, TARGET_LAYERS = 32, 4
 

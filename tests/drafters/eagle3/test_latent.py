@@ -19,7 +19,8 @@ from drafters.eagle3.drafter import eagle3_drafter
 from specdec.base.errors import BackendError, CheckpointError
 from tests.drafters.eagle3.heads import head_tensors
 from tests.drafters.sequential.toy import check_drafts, noted_run
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_prompts
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
 HIDDEN = 32
 KIMI: dict[str, Any] = {

@@ -20,7 +20,8 @@ from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.tiny_assistants import assistant_logits, gemma4_target, write_assistant
-from tests.helpers.tiny_models import CONFIGS, WINDOW, random_prompts
+from tests.helpers.tiny_configs import CONFIGS, WINDOW
+from tests.helpers.tiny_models import random_prompts
 from verifiers.load import load_verifier
 
 K = 3

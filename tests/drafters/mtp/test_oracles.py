@@ -21,7 +21,7 @@ from specdec.kv_cache import PagedKVCache
 from specdec.model.core import Verifier
 from tests.drafters.mtp.test_layers import TOLERANCE, case
 from tests.helpers.speculators_reference import speculators
-from tests.helpers.tiny_models import WINDOW
+from tests.helpers.tiny_configs import WINDOW
 from tests.helpers.tiny_predictions import (
     APPENDED,
     CASES,

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from drafters.training.config import TrainConfig
-from tests.helpers.tiny_hybrids import hybrid_configs
+from tests.helpers.tiny_configs import CONFIGS
 
 VOCAB = 64
 MASK = VOCAB - 1  # the only special token without a part of its own
@@ -84,7 +84,7 @@ def write_target(
     configs: dict[str, Callable[[], PreTrainedConfig]] = {
         "llama": lambda: LlamaConfig(**values, **heads),
         "deepseek_v3": lambda: DeepseekV3Config(**values, **LATENT),
-        "qwen3_5": hybrid_configs({**values, **heads, "num_hidden_layers": 4})["qwen3_5"],
+        "qwen3_5": lambda: CONFIGS["qwen3_5"](**values | heads | {"num_hidden_layers": 4}),
     }
     model = AutoModelForCausalLM.from_config(configs[family]())
     with torch.no_grad():

@@ -32,7 +32,7 @@ from specdec.engine.launch import Launch
 from specdec.engine.policy.timing import StepClock
 from specdec.parallel.group import WITHOUT_MULTICAST
 from tests.evals.tiny import PROVENANCE
-from tests.helpers.tiny_models import CONFIGS
+from tests.helpers.tiny_configs import CONFIGS
 from verifiers.dummy import dummy_verifier, random_model, read_config, write_weights
 
 Capture = pytest.CaptureFixture[str]

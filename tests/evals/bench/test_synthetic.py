@@ -22,7 +22,8 @@ from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
 from specdec.engine.engine import SpecEngine
 from tests.evals.bench.test_dummy import FakeVllm, prompts_of, tiny_target
-from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model
+from tests.helpers.tiny_configs import CONFIGS
+from tests.helpers.tiny_models import paged_verifier, plain_model
 from verifiers.dummy import read_config
 
 Capture = pytest.CaptureFixture[str]

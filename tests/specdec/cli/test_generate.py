@@ -17,7 +17,8 @@ from specdec.cli.main import main
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 from tests.specdec.cli.test_main import use
 
 Capture = pytest.CaptureFixture[str]

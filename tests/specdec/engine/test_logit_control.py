@@ -16,13 +16,8 @@ from specdec.engine.requests.request import Request
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import (
-    VOCAB,
-    paged_verifier,
-    plain_model,
-    random_dflash,
-    random_prompts,
-)
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
 MAX_TOKENS = 24
 BIAS = {5: 3.0, 9: -4.0, 11: 2.0}

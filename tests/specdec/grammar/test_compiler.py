@@ -31,7 +31,8 @@ from specdec.grammar.lanes import Job, Lanes, lanes
 from specdec.grammar.limits import LANES, MOST_SECONDS, QUICK_SECONDS
 from specdec.grammar.process import Ended, TooSlow, ask, reason_of
 from specdec.sampling.params import SamplingParams
-from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.waiting import HANG, wait_until
 
 TOKENIZER = tiny_tokenizer()

@@ -20,7 +20,8 @@ from specdec.grammar.grammar import Grammar
 from specdec.grammar.limits import MOST_CHARACTERS, MOST_COMPARISONS, MOST_PATTERN_CHARACTERS
 from specdec.grammar.schema.form import CHOICES, NOT_KNOWN, OF_TYPE
 from tests.helpers.live_server import live_server
-from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import tiny_tokenizer
 from tests.helpers.waiting import HANG
 
 VALUES: list[Any] = [

@@ -13,7 +13,8 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.progress import GrammarProgress
 from specdec.sampling.masks import TokenMasks, mask_logits
-from tests.helpers.tiny_models import VOCAB, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -15,7 +15,7 @@ from specdec.grammar.grammar import Grammar
 from specdec.grammar.progress import GrammarProgress
 from specdec.grammar.thinking import ThinkingProgress
 from tests.helpers.thinking import CHANNELS, OPENED, SWITCHED, thinking_tokenizer
-from tests.helpers.tiny_models import VOCAB
+from tests.helpers.tiny_configs import VOCAB
 
 WORDS = -(-VOCAB // 32)
 TOKENIZERS = {name: thinking_tokenizer(name) for name in (SWITCHED, OPENED, CHANNELS)}

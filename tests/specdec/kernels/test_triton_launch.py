@@ -35,7 +35,8 @@ from specdec.layers import linear_choice, triton_linear
 from specdec.layers.ops import fused, triton_embedding
 from specdec.sampling import argmax
 from specdec.sampling.params import SamplingParams
-from tests.helpers.tiny_models import CONFIGS, random_dflash
+from tests.helpers.tiny_configs import CONFIGS
+from tests.helpers.tiny_models import random_dflash
 from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

@@ -19,7 +19,8 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
 from specdec.session.session import Session
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, tiny_tokenizer
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
 from tests.helpers.waiting import in_time
 
 NUM_THREADS, NUM_PROMPTS = 8, 25

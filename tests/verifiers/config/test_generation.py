@@ -16,8 +16,8 @@ from specdec.grammar.grammar import Grammar
 from specdec.model.core import Drafter, Verifier
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.session.decoder import SpecDecoder
+from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import (
-    VOCAB,
     plain_greedy,
     plain_model,
     random_dflash,

@@ -10,7 +10,8 @@ from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from specdec.kv_cache import KVLayerSpec, StateLayerSpec
 from specdec.layers.experts.router import route
 from tests.helpers.bounds import Float64, assert_as_exact
-from tests.helpers.tiny_models import CONFIGS, paged_verifier, plain_model
+from tests.helpers.tiny_configs import CONFIGS
+from tests.helpers.tiny_models import paged_verifier, plain_model
 from verifiers.config.families import describe
 from verifiers.config.shape import layer_caches
 from verifiers.config.states import attends, is_recurrent

@@ -12,7 +12,8 @@ from specdec.attention.backend import AttentionMetadata, HeadShape
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.kv_cache import KVLayerSpec, PagedKVCache, SharedLayerSpec
 from specdec.model.core import Verifier
-from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier, plain_model
+from tests.helpers.tiny_configs import CONFIGS, WINDOW
+from tests.helpers.tiny_models import paged_verifier, plain_model
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.config.shape import attention_spec, cache_layers, head_shape, layer_kinds
 from verifiers.needs import needs_of

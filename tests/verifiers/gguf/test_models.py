@@ -18,7 +18,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.tiny_models import CONFIGS, LATENT_CONFIGS, SHORT_LEN, VOCAB, WINDOW, plain_model
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS, SHORT_LEN, VOCAB, WINDOW
+from tests.helpers.tiny_models import plain_model
 from verifiers.config.families import ARCHITECTURES
 from verifiers.config.gguf import config_of
 from verifiers.config.wrappers import config_of as made

@@ -18,13 +18,8 @@ from specdec.attention.selector import select_backend
 from specdec.base.errors import CheckpointError
 from specdec.model.core import Verifier
 from tests.helpers import tiny_composites
-from tests.helpers.tiny_models import (
-    CONFIGS,
-    LATENT_CONFIGS,
-    paged_verifier,
-    plain_model,
-    random_prompts,
-)
+from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.verifiers.test_hf import BLOCK, PackedRun
 from verifiers.config.families import FAMILIES, describe
 from verifiers.config.names import name_of

@@ -30,7 +30,8 @@ from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.guards import HostSyncError, no_host_sync
-from tests.helpers.tiny_models import CONFIGS, WINDOW, paged_verifier
+from tests.helpers.tiny_configs import CONFIGS, WINDOW
+from tests.helpers.tiny_models import paged_verifier
 from verifiers.config.shape import attention_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

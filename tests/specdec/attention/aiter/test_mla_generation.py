@@ -15,7 +15,8 @@ from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.model.scratch import next_token_logits
 from tests.helpers import sparse_case
 from tests.helpers.aiter_generation import generate, wide_dflash
-from tests.helpers.tiny_models import TOPK, paged_verifier, plain_model
+from tests.helpers.tiny_configs import TOPK
+from tests.helpers.tiny_models import paged_verifier, plain_model
 from tests.specdec.attention.aiter.test_mla import pretend_rocm
 
 

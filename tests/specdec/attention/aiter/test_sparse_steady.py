@@ -29,7 +29,8 @@ from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.sparse_case import Install, pretend_rocm
-from tests.helpers.tiny_models import TOPK, paged_verifier, plain_model, random_prompts
+from tests.helpers.tiny_configs import TOPK
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.specdec.attention.aiter.test_sparse_generation import INDEX_HEAD_DIM, RoundedReference
 from tests.specdec.engine.capture.test_graphs import Recorder
 

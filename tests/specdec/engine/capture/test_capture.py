@@ -151,7 +151,7 @@ def test_both_launches_are_on_the_stream_of_the_capture(
 def test_on_an_accelerator(drafter: str) -> None:
     """Real graphs: the tokens of eager steps on the same device."""
     from specdec.attention.selector import select_backend
-    from tests.helpers.tiny_models import VOCAB
+    from tests.helpers.tiny_configs import VOCAB
     from verifiers.config.shape import attention_spec
     from verifiers.hf import verifier_for
     from verifiers.hf_attention import ATTENTION_NAME

@@ -20,7 +20,8 @@ from specdec.model.batch import DecodeBatch
 from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.helpers.scripted import ScriptedDrafter
-from tests.helpers.tiny_models import VOCAB, paged_verifier, plain_model, random_dflash
+from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
 
 BLOCK = 4
 NUM_REQUESTS = 150

@@ -19,8 +19,8 @@ from specdec.model.core import Drafter, DraftOutput, Verifier
 from specdec.sampling.params import SamplingParams
 from tests.drafters.eagle3.heads import random_eagle3
 from tests.helpers.scripted import ScriptedDrafter
+from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import (
-    VOCAB,
     paged_verifier,
     plain_greedy,
     plain_model,
