@@ -43,12 +43,15 @@ class Recurrent(NamedTuple):
             convolution alone.
         sizes: of the whole model's, from its config; a convolution has none.
         epsilon: of their norms where no config states it; None for that of the config.
+        same_activation: convolutions have the activation of feed-forward sublayers, and SiLU is
+            the one that ours have.
         steps: least and largest step of Mamba-2, from the config.
     """
 
     rule: Literal["delta", "key decay", "mamba", "convolution"]
     sizes: Callable[[Any], Sizes]
     epsilon: float | None = None
+    same_activation: bool = False
     steps: Callable[[Any], tuple[float, float]] = lambda config: (
         config.time_step_limit or (0.0, float("inf"))
     )
@@ -123,5 +126,12 @@ class Family:
 
 
 def plain(**options: Any) -> Describe:
-    """Layers that differ from those of Llama in these entries of their description alone."""
-    return lambda config, common: Description(**common, **options)
+    """Layers that differ from those of Llama in these entries of their description alone; where one
+    follows from the config, it is a function of that.
+    """
+
+    def describe(config: Any, common: Mapping[str, Any]) -> Description:
+        own = {name: one(config) if callable(one) else one for name, one in options.items()}
+        return Description(**common, **own)
+
+    return describe

@@ -28,163 +28,111 @@ from verifiers.support import unsupported_reasons
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
 
+
+def _size(
+    name: str,
+    *,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    **more: Any,
+) -> tuple[str, dict[str, Any]]:
+    found = {
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads},
+        "num_key_value_heads": kv_heads,
+    }
+    return name, {entry: size for entry, size in found.items() if size is not None} | more
+
+
+def _mixed(layers: int, kind: str, full: Sequence[int]) -> list[str]:
+    """Kinds of layers; some have full attention."""
+    return ["full_attention" if layer in full else kind for layer in range(layers)]
+
+
 _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "axk1": ("A.X-K1", {}),
-    "bamba": ("Bamba 9B", {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128}),
-    "deepseek_v2": ("DeepSeek-V2", {"num_hidden_layers": 60}),
-    "deepseek_v3": ("DeepSeek-V3", {}),
-    "deepseek_v32": ("DeepSeek-V3.2", {}),
-    "dots1": ("dots.llm1", {"n_routed_experts": 128, "num_experts_per_tok": 6}),
-    "ernie4_5": ("ERNIE 4.5 0.3B", {}),
-    "ernie4_5_moe": ("ERNIE 4.5 21B-A3B", {}),
-    "falcon_h1": (
+    "axk1": _size("A.X-K1"),
+    "bamba": _size("Bamba 9B", attn_layer_indices=[9, 18, 27], mamba_d_state=128),
+    "deepseek_v2": _size("DeepSeek-V2", layers=60),
+    "deepseek_v3": _size("DeepSeek-V3"),
+    "deepseek_v32": _size("DeepSeek-V3.2"),
+    "dots1": _size("dots.llm1", n_routed_experts=128, num_experts_per_tok=6),
+    "ernie4_5": _size("ERNIE 4.5 0.3B"),
+    "ernie4_5_moe": _size("ERNIE 4.5 21B-A3B"),
+    "falcon_h1": _size(
         "Falcon-H1 34B",
-        {
-            **{
-                "num_hidden_layers": 72,
-                "hidden_size": 5120,
-                "num_attention_heads": 20,
-                "num_key_value_heads": 4,
-                "head_dim": 128,
-            },
-            **{"mamba_d_ssm": 4096, "mamba_n_heads": 32, "mamba_n_groups": 2, "mamba_d_state": 256},
-        },
+        layers=72,
+        hidden=5120,
+        heads=20,
+        kv_heads=4,
+        head_dim=128,
+        mamba_d_ssm=4096,
+        mamba_n_heads=32,
+        mamba_n_groups=2,
+        mamba_d_state=256,
     ),
-    "gemma": ("Gemma 7B", {}),
-    "gemma2": (
-        "Gemma 2 9B",
-        {
-            "num_hidden_layers": 42,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 256,
-        },
+    "gemma": _size("Gemma 7B"),
+    "gemma2": _size("Gemma 2 9B", layers=42, heads=16, kv_heads=8, head_dim=256),
+    "gemma3_text": _size(
+        "Gemma 3 27B", layers=62, heads=32, kv_heads=16, head_dim=128, sliding_window=1024
     ),
-    "gemma3_text": (
-        "Gemma 3 27B",
-        {
-            "num_hidden_layers": 62,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "sliding_window": 1024,
-        },
-    ),
-    "glm": ("GLM-4 9B of 2024", {}),
-    "glm4": (
-        "GLM-4 9B",
-        {
-            "num_hidden_layers": 40,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-        },
-    ),
-    "glm4_moe_lite": ("GLM-4.7-Flash", {}),
-    "glm_moe_dsa": ("GLM-5", {}),
-    "hy_v3": ("Hy3", {}),
-    "granite": (
-        "Granite 3.3 8B",
-        {"num_hidden_layers": 40, "hidden_size": 4096, "num_key_value_heads": 8},
-    ),
-    "granitemoehybrid": (
+    "glm": _size("GLM-4 9B of 2024"),
+    "glm4": _size("GLM-4 9B", layers=40, heads=32, kv_heads=2, head_dim=128),
+    "glm4_moe_lite": _size("GLM-4.7-Flash"),
+    "glm_moe_dsa": _size("GLM-5"),
+    "hy_v3": _size("Hy3"),
+    "granite": _size("Granite 3.3 8B", layers=40, hidden=4096, kv_heads=8),
+    "granitemoehybrid": _size(
         "Granite 4.0 H Small",
-        {
-            **{
-                "num_hidden_layers": 40,
-                "num_key_value_heads": 8,
-                "mamba_d_state": 128,
-                "num_local_experts": 72,
-            },
-            **{
-                "num_experts_per_tok": 10,
-                "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 4,
-            },
-        },
+        layers=40,
+        kv_heads=8,
+        mamba_d_state=128,
+        num_local_experts=72,
+        num_experts_per_tok=10,
+        layer_types=_mixed(40, "linear_attention", [9, 19, 29, 39]),
     ),
-    "kimi_linear": (
+    "kimi_linear": _size(
         "Kimi Linear 48B-A3B",
-        {
-            "layer_types": [
-                "full_attention" if layer % 4 == 3 or layer == 26 else "linear_attention"
-                for layer in range(27)
-            ]
-        },
+        layer_types=_mixed(27, "linear_attention", [3, 7, 11, 15, 19, 23, 26]),
     ),
-    "lfm2": (
-        "LFM2 1.2B",
-        {
-            **{"num_hidden_layers": 16, "hidden_size": 2048},
-            "layer_types": [
-                "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv"
-                for layer in range(16)
-            ],
-        },
+    "lfm2": _size(
+        "LFM2 1.2B", layers=16, hidden=2048, layer_types=_mixed(16, "conv", [2, 5, 8, 10, 12, 14])
     ),
-    "lfm2_moe": (
-        "LFM2 8B-A1B",
-        {
-            "num_hidden_layers": 24,
-            "layer_types": [
-                "full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv"
-                for layer in range(24)
-            ],
-        },
+    "lfm2_moe": _size(
+        "LFM2 8B-A1B", layers=24, layer_types=_mixed(24, "conv", [2, 6, 10, 14, 18, 21])
     ),
-    "llama4_text": ("Llama 4 Scout", {}),
-    "mellum": ("Mellum 2 12B-A2.5B", {}),
-    "mimo_v2_flash": ("MiMo-V2-Flash", {}),
-    "ministral3": ("Ministral 3 8B", {}),
-    "mistral": ("Mistral 7B", {}),
-    "mistral4": ("Mistral Small 4 119B", {}),
-    "mixtral": ("Mixtral 8x7B", {}),
-    "nemotron_h": (
+    "llama4_text": _size("Llama 4 Scout"),
+    "mellum": _size("Mellum 2 12B-A2.5B"),
+    "mimo_v2_flash": _size("MiMo-V2-Flash"),
+    "ministral3": _size("Ministral 3 8B"),
+    "mistral": _size("Mistral 7B"),
+    "mistral4": _size("Mistral Small 4 119B"),
+    "mixtral": _size("Mixtral 8x7B"),
+    "nemotron_h": _size(
         "Nemotron 3 Nano 30B-A3B",
-        {
-            **{
-                "hidden_size": 2688,
-                "num_key_value_heads": 2,
-                "mamba_num_heads": 64,
-                "n_routed_experts": 128,
-            },
-            **{
-                "num_experts_per_tok": 6,
-                "moe_intermediate_size": 1856,
-                "moe_shared_expert_intermediate_size": 3712,
-            },
-            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        },
+        hidden=2688,
+        kv_heads=2,
+        mamba_num_heads=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     ),
-    "olmo2": ("OLMo 2 7B", {}),
-    "olmo3": ("OLMo 3 7B", {}),
-    "olmoe": ("OLMoE 7B-A1B", {}),
-    "olmo_hybrid": ("OLMo Hybrid 7B", {}),
-    "phi3": ("Phi-3 mini", {}),
-    "qwen2": (
-        "Qwen2.5 7B",
-        {
-            "num_hidden_layers": 28,
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        },
-    ),
-    "qwen2_5_vl_text": ("Qwen2.5-VL 72B", {}),
-    "qwen2_vl_text": ("Qwen2-VL 72B", {}),
-    "qwen3_vl_text": ("Qwen3-VL 8B", {"num_hidden_layers": 36, "num_key_value_heads": 8}),
-    "qwen2_moe": (
-        "Qwen2 57B-A14B",
-        {
-            "num_hidden_layers": 28,
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        },
-    ),
-    "seed_oss": ("Seed-OSS 36B", {}),
-    "smollm3": ("SmolLM3 3B", {}),
-    "youtu": ("Youtu-LLM", {}),
-    "zamba2": ("Zamba2 2.7B", {"n_mamba_heads": 80}),
+    "olmo2": _size("OLMo 2 7B"),
+    "olmo3": _size("OLMo 3 7B"),
+    "olmoe": _size("OLMoE 7B-A1B"),
+    "olmo_hybrid": _size("OLMo Hybrid 7B"),
+    "phi3": _size("Phi-3 mini"),
+    "qwen2": _size("Qwen2.5 7B", layers=28, hidden=3584, heads=28, kv_heads=4),
+    "qwen2_5_vl_text": _size("Qwen2.5-VL 72B"),
+    "qwen2_vl_text": _size("Qwen2-VL 72B"),
+    "qwen3_vl_text": _size("Qwen3-VL 8B", layers=36, kv_heads=8),
+    "qwen2_moe": _size("Qwen2 57B-A14B", layers=28, hidden=3584, heads=28, kv_heads=4),
+    "seed_oss": _size("Seed-OSS 36B"),
+    "smollm3": _size("SmolLM3 3B"),
+    "youtu": _size("Youtu-LLM"),
+    "zamba2": _size("Zamba2 2.7B", n_mamba_heads=80),
 }
 """Sizes that the public drafters' targets do not show: a name, and what is not the default of the
 type.

@@ -11,44 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.helpers.tiny_configs import VOCAB, WINDOW
+from tests.helpers.tiny_configs import COMMON, LATENT_MOE, MOE, PLAIN, WINDOW, WINDOWED
 from tests.helpers.tiny_models import tiny_tokenizer
 
 IMAGE, VIDEO = 90, 91
 """Tokens that stand for pictures."""
 
-_WITHOUT_HEAD_DIM: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
-_TEXT: dict[str, Any] = {**_WITHOUT_HEAD_DIM, "head_dim": 16}
-_WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-_LATENT: dict[str, Any] = {
-    **_WITHOUT_HEAD_DIM,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
 _STATES: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -63,20 +31,12 @@ _STATES: dict[str, Any] = {
     },
 }
 _TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
 }
 _QWEN_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "depth": 1,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 16,
+    **{"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2},
+    **{"out_hidden_size": 32, "num_position_embeddings": 16},
 }
 _PICTURES = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 
@@ -94,35 +54,40 @@ def _sections(*sizes: int, **more: Any) -> dict[str, Any]:
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
-        "text_config": {**_TEXT, **_WINDOWED, "query_pre_attn_scalar": 16},
+        "text_config": {**COMMON, **WINDOWED, "query_pre_attn_scalar": 16},
         "vision_config": _TOWER,
         "mm_tokens_per_image": 4,
         "image_token_index": IMAGE,
     },
     "gemma4": {
-        "text_config": {**_TEXT, **_WINDOWED, "hidden_size_per_layer_input": 0},
+        "text_config": {**COMMON, **WINDOWED, "hidden_size_per_layer_input": 0},
         "vision_config": _TOWER,
         **_PICTURES,
     },
     "mistral3": {
-        "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+        "text_config": {**COMMON, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16},
         "image_token_index": IMAGE,
     },
     "mistral3_latent": {
-        "text_config": {**_LATENT, "n_group": 1, "model_type": "mistral4"},
+        "text_config": {
+            **LATENT_MOE,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "model_type": "mistral4",
+        },
         "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16},
         "image_token_index": IMAGE,
     },
     "mistral3_tied": {
-        "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
+        "text_config": {**COMMON, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 16},
         "image_token_index": IMAGE,
         "tie_word_embeddings": True,
     },
     "llama4": {
         "text_config": {
-            **_TEXT,
+            **COMMON,
             "intermediate_size_mlp": 40,
             "num_local_experts": 4,
             "num_experts_per_tok": 1,
@@ -138,22 +103,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_token_index": IMAGE,
     },
     "llava": {
-        "text_config": {**_TEXT, "model_type": "llama"},
+        "text_config": {**COMMON, "model_type": "llama"},
         "vision_config": {**_TOWER, "model_type": "clip_vision_model", "projection_dim": 16},
         "image_token_index": IMAGE,
     },
     "internvl": {
-        "text_config": {**_WITHOUT_HEAD_DIM, "model_type": "qwen2"},
+        "text_config": {**PLAIN, "model_type": "qwen2"},
         "vision_config": {**_TOWER, "image_size": [28, 28], "patch_size": [14, 14]},
         "image_token_id": IMAGE,
     },
     "kimi_k25": {
-        "text_config": {**_LATENT, "model_type": "kimi_k2"},
+        "text_config": {**LATENT_MOE, "first_k_dense_replace": 1, "model_type": "kimi_k2"},
         "vision_config": _TOWER,
         **_PICTURES,
     },
     "qwen2_vl": {
-        "text_config": {**_WITHOUT_HEAD_DIM, **_sections(1, 1, 2)},
+        "text_config": {**PLAIN, **_sections(1, 1, 2)},
         "vision_config": {
             "embed_dim": 32,
             "hidden_size": 32,
@@ -164,28 +129,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_PICTURES,
     },
     "qwen2_5_vl": {
-        "text_config": {**_WITHOUT_HEAD_DIM, **_sections(1, 1, 2)},
+        "text_config": {**PLAIN, **_sections(1, 1, 2)},
         "vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0]},
         **_PICTURES,
     },
     "qwen3_vl": {
-        "text_config": {**_TEXT, **_sections(2, 3, 3)},
+        "text_config": {**COMMON, **_sections(2, 3, 3)},
         "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0]},
         **_PICTURES,
     },
     "qwen3_vl_moe": {
-        "text_config": {**_TEXT, **_EXPERTS, **_sections(2, 3, 3)},
+        "text_config": {**COMMON, **MOE, **_sections(2, 3, 3)},
         "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0]},
         **_PICTURES,
     },
     "glm4v": {
-        "text_config": {**_WITHOUT_HEAD_DIM, **_sections(1, 1, 2)},
+        "text_config": {**PLAIN, **_sections(1, 1, 2)},
         "vision_config": {**_QWEN_TOWER, "image_size": 28},
         **_PICTURES,
     },
     "glm4v_moe": {
         "text_config": {
-            **_TEXT,
+            **COMMON,
             **_sections(1, 1, 2, partial_rotary_factor=0.5),
             "moe_intermediate_size": 24,
             "n_routed_experts": 4,
@@ -196,13 +161,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_PICTURES,
     },
     "muse_glimmer": {
-        "text_config": {**_TEXT, **_WINDOWED},
+        "text_config": {**COMMON, **WINDOWED},
         "vision_config": _QWEN_TOWER,
         **_PICTURES,
     },
-    "qwen3_5": {"text_config": {**_TEXT, **_STATES}, "vision_config": _QWEN_TOWER, **_PICTURES},
+    "qwen3_5": {"text_config": {**COMMON, **_STATES}, "vision_config": _QWEN_TOWER, **_PICTURES},
     "qwen3_5_moe": {
-        "text_config": {**_TEXT, **_STATES, **_EXPERTS, "shared_expert_intermediate_size": 20},
+        "text_config": {**COMMON, **_STATES, **MOE, "shared_expert_intermediate_size": 20},
         "vision_config": _QWEN_TOWER,
         **_PICTURES,
     },

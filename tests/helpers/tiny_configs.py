@@ -22,15 +22,15 @@ Entries = dict[str, Any]
 Make = Callable[..., PreTrainedConfig]
 """A config, with changes to its entries."""
 
-_PLAIN: Entries = {
+PLAIN: Entries = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3},
 }
-_COMMON: Entries = {**_PLAIN, "head_dim": 16}
+COMMON: Entries = {**PLAIN, "head_dim": 16}
 
 
-def tiny(model_type: str, *entries: Mapping[str, Any], of: Entries = _COMMON, **more: Any) -> Make:
+def tiny(model_type: str, *entries: Mapping[str, Any], of: Entries = COMMON, **more: Any) -> Make:
     """A factory; where an entry is stated twice, the last one counts.
 
     Args:
@@ -50,7 +50,7 @@ def _rope(kind: str = "default", **more: Any) -> Entries:
 
 
 _KINDS = ["sliding_attention", "full_attention"] * 2
-_WINDOWED = {"sliding_window": WINDOW, "layer_types": _KINDS}
+WINDOWED = {"sliding_window": WINDOW, "layer_types": _KINDS}
 _PARTIAL = _rope(partial_rotary_factor=0.5)
 _MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.7}
 _STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 128, **_MSCALE}
@@ -58,7 +58,7 @@ _YARN = _rope("yarn", **_STRETCHED)
 _TEMPERED = _rope(
     "yarn", **_STRETCHED | {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.8}
 )
-_MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GROUPED = {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24}
 _SCALED = {
@@ -72,7 +72,7 @@ _DELTA: Entries = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     **_rope(partial_rotary_factor=0.25),
 }
-_SHARED = {**_MOE, "shared_expert_intermediate_size": 20}
+_SHARED = {**MOE, "shared_expert_intermediate_size": 20}
 _NORMS_BY_GROUP = "group_size" in signature(BambaRMSNormGated.__init__).parameters
 """Older Transformers norm all groups of Bamba and Granite together."""
 _MAMBA: Entries = {
@@ -102,7 +102,7 @@ _ZAMBA: Entries = {
 _LFM2: Entries = {"layer_types": ["conv", "full_attention", "conv", "conv"], **_rope()}
 
 _GEMMA4: Entries = {
-    **_WINDOWED,
+    **WINDOWED,
     **{"global_head_dim": 24, "final_logit_softcapping": 8.0},
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -116,12 +116,12 @@ _SAME = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 CONFIGS: dict[str, Make] = {
     "llama": tiny("llama"),
     "llama_tied": tiny("llama", tie_word_embeddings=True),
-    "qwen2": tiny("qwen2", of=_PLAIN),
+    "qwen2": tiny("qwen2", of=PLAIN),
     "qwen2_window": tiny(
-        "qwen2", of=_PLAIN, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+        "qwen2", of=PLAIN, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
     ),
     "qwen3": tiny("qwen3"),
-    "qwen3_moe": tiny("qwen3_moe", _MOE),
+    "qwen3_moe": tiny("qwen3_moe", MOE),
     "mistral": tiny("mistral", sliding_window=WINDOW),
     "gemma2": tiny(
         "gemma2",
@@ -130,13 +130,13 @@ CONFIGS: dict[str, Make] = {
         attn_logit_softcapping=5.0,
         final_logit_softcapping=8.0,
     ),
-    "gemma3": tiny("gemma3_text", _WINDOWED, query_pre_attn_scalar=16),
-    "gpt_oss": tiny("gpt_oss", _WINDOWED, _LOCAL),
+    "gemma3": tiny("gemma3_text", WINDOWED, query_pre_attn_scalar=16),
+    "gpt_oss": tiny("gpt_oss", WINDOWED, _LOCAL),
     "gemma": tiny("gemma"),
     "glm4": tiny("glm4", _PARTIAL, attention_bias=True),
     "granite": tiny("granite", _SCALED),
     "olmo2": tiny("olmo2"),
-    "olmo3": tiny("olmo3", _WINDOWED),
+    "olmo3": tiny("olmo3", WINDOWED),
     "phi3": tiny("phi3", _PARTIAL),
     "phi3_long": tiny(
         "phi3",
@@ -146,7 +146,7 @@ CONFIGS: dict[str, Make] = {
             short_factor=[1.0, 1.5],
             long_factor=[2.0, 9.0],
         ),
-        of=_PLAIN,
+        of=PLAIN,
         original_max_position_embeddings=SHORT_LEN,
     ),
     "llama_dynamic": tiny("llama", _rope("dynamic", factor=3.0)),
@@ -180,15 +180,15 @@ CONFIGS: dict[str, Make] = {
     ),
     "hy_v3": tiny(
         "hy_v3",
-        _MOE,
+        MOE,
         mlp_layer_types=["dense", *["sparse"] * 3],
         num_experts=8,
         num_shared_experts=1,
         router_scaling_factor=1.5,
     ),
     "glm": tiny("glm", _PARTIAL, attention_bias=True),
-    "mellum": tiny("mellum", _WINDOWED, _MOE, mlp_layer_types=["dense", "sparse"] * 2),
-    "olmoe": tiny("olmoe", of=_PLAIN, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+    "mellum": tiny("mellum", WINDOWED, MOE, mlp_layer_types=["dense", "sparse"] * 2),
+    "olmoe": tiny("olmoe", of=PLAIN, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
     "seed_oss": tiny("seed_oss", attention_bias=True, attention_out_bias=True, mlp_bias=True),
     "mimo_v2_flash": tiny(
         "mimo_v2_flash",
@@ -209,8 +209,8 @@ CONFIGS: dict[str, Make] = {
     "mixtral": tiny("mixtral", _LOCAL),
     "qwen2_moe": tiny(
         "qwen2_moe",
-        _MOE,
-        of=_PLAIN,
+        MOE,
+        of=PLAIN,
         shared_expert_intermediate_size=48,  # two of the others'
         mlp_only_layers=[2],
     ),
@@ -218,17 +218,17 @@ CONFIGS: dict[str, Make] = {
     "bamba": tiny(
         "bamba",
         _MAMBA,
-        of=_PLAIN,
+        of=PLAIN,
         mamba_d_conv=3,
         mamba_proj_bias=True,
         mamba_conv_bias=False,
         attn_layer_indices=[1],
     ),
-    "falcon_h1": tiny("falcon_h1", _FALCON, of=_PLAIN),
+    "falcon_h1": tiny("falcon_h1", _FALCON, of=PLAIN),
     "falcon_h1_normed": tiny(
         "falcon_h1",
         _FALCON,
-        of=_PLAIN,
+        of=PLAIN,
         mamba_rms_norm=True,
         mamba_proj_bias=True,
         projectors_bias=True,
@@ -238,18 +238,18 @@ CONFIGS: dict[str, Make] = {
     "granite_hybrid": tiny(
         "granitemoehybrid",
         _GRANITE,
-        of=_PLAIN,
+        of=PLAIN,
         num_local_experts=0,
         position_embedding_type="rope",
         mamba_proj_bias=True,
     ),
-    "granite_hybrid_moe": tiny("granitemoehybrid", _GRANITE, _LOCAL, of=_PLAIN),
-    "lfm2": tiny("lfm2", _LFM2, of=_PLAIN, conv_bias=True, block_auto_adjust_ff_dim=False),
+    "granite_hybrid_moe": tiny("granitemoehybrid", _GRANITE, _LOCAL, of=PLAIN),
+    "lfm2": tiny("lfm2", _LFM2, of=PLAIN, conv_bias=True, block_auto_adjust_ff_dim=False),
     "lfm2_moe": tiny(
         "lfm2_moe",
         _LFM2,
-        _MOE,
-        of=_PLAIN,
+        MOE,
+        of=PLAIN,
         conv_L_cache=4,
         num_dense_layers=1,
         routed_scaling_factor=1.5,
@@ -257,7 +257,7 @@ CONFIGS: dict[str, Make] = {
     "nemotron_h": tiny(
         "nemotron_h",
         _GROUPED,
-        of={name: value for name, value in _COMMON.items() if name != "num_hidden_layers"},
+        of={name: value for name, value in COMMON.items() if name != "num_hidden_layers"},
         layers_block_type=[
             *("linear_attention", "moe", "full_attention", "linear_attention", "mlp"),
             "linear_attention",
@@ -276,7 +276,7 @@ CONFIGS: dict[str, Make] = {
     ),
     "olmo_hybrid": tiny(
         "olmo_hybrid",
-        of=_PLAIN,
+        of=PLAIN,
         linear_num_key_heads=4,
         linear_num_value_heads=4,
         linear_key_head_dim=8,
@@ -286,11 +286,11 @@ CONFIGS: dict[str, Make] = {
     "qwen3_5": tiny("qwen3_5_text", _DELTA),
     "qwen3_5_moe": tiny("qwen3_5_moe_text", _DELTA, _SHARED),
     "qwen3_next": tiny("qwen3_next", _DELTA, _SHARED),
-    "zamba2": tiny("zamba2", _ZAMBA, of=_PLAIN),
+    "zamba2": tiny("zamba2", _ZAMBA, of=PLAIN),
     "zamba2_adapted": tiny(
         "zamba2",
         _ZAMBA,
-        of=_PLAIN,
+        of=PLAIN,
         num_key_value_heads=4,
         use_shared_attention_adapter=True,
         use_mem_rope=True,
@@ -320,7 +320,7 @@ CONFIGS: dict[str, Make] = {
     ),
     "laguna": tiny(
         "laguna",
-        _WINDOWED,
+        WINDOWED,
         _SHARED,
         num_attention_heads_per_layer=[6, 4, 6, 4],
         moe_routed_scaling_factor=1.5,
@@ -329,7 +329,7 @@ CONFIGS: dict[str, Make] = {
     "dots1": tiny(
         "dots1",
         _GROUPED,
-        _WINDOWED,
+        WINDOWED,
         n_routed_experts=8,
         n_shared_experts=1,
         first_k_dense_replace=1,
@@ -347,52 +347,52 @@ if "gemma4_unified_text" not in CONFIG_MAPPING_NAMES:  # as in older Transformer
 TOPK = 8
 
 _LATENT: Entries = {
-    **_PLAIN,
+    **PLAIN,
     **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16},
     **{"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
 }
-_LATENT_MOE: Entries = {**_LATENT, **_GROUPED, "n_routed_experts": 8, "n_shared_experts": 1}
+LATENT_MOE: Entries = {**_LATENT, **_GROUPED, "n_routed_experts": 8, "n_shared_experts": 1}
 # With few heads in the indexer, a position often scores exactly 0 in all of them, and which of
 # several such a row takes is chance.
 _INDEXER: Entries = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": TOPK}
 _DENSE_FIRST = {"first_k_dense_replace": 1}
 
 LATENT_CONFIGS: dict[str, Make] = {
-    "deepseek_v2": tiny("deepseek_v2", _DENSE_FIRST, of=_LATENT_MOE, q_lora_rank=None),
+    "deepseek_v2": tiny("deepseek_v2", _DENSE_FIRST, of=LATENT_MOE, q_lora_rank=None),
     "deepseek_v2_yarn": tiny(
-        "deepseek_v2", _DENSE_FIRST, _YARN, of=_LATENT_MOE, topk_method="group_limited_greedy"
+        "deepseek_v2", _DENSE_FIRST, _YARN, of=LATENT_MOE, topk_method="group_limited_greedy"
     ),
-    "deepseek_v3": tiny("deepseek_v3", _DENSE_FIRST, _YARN, of=_LATENT_MOE),
+    "deepseek_v3": tiny("deepseek_v3", _DENSE_FIRST, _YARN, of=LATENT_MOE),
     "deepseek_v3_halves": tiny(
         "deepseek_v3",
         _DENSE_FIRST,
-        of=_LATENT_MOE,
+        of=LATENT_MOE,
         q_lora_rank=None,
         rope_interleave=False,
         attention_bias=True,
     ),
-    "deepseek_v32": tiny("deepseek_v32", _INDEXER, _DENSE_FIRST, _YARN, of=_LATENT_MOE),
+    "deepseek_v32": tiny("deepseek_v32", _INDEXER, _DENSE_FIRST, _YARN, of=LATENT_MOE),
     "glm_moe_dsa": tiny(
         "glm_moe_dsa",
         _INDEXER,
         _DENSE_FIRST,
-        of=_LATENT_MOE,
+        of=LATENT_MOE,
         indexer_types=["full", "shared", "full", "shared"],
     ),
-    "glm4_moe_lite": tiny("glm4_moe_lite", of=_LATENT_MOE),
-    "axk1": tiny("axk1", of=_LATENT_MOE),
+    "glm4_moe_lite": tiny("glm4_moe_lite", of=LATENT_MOE),
+    "axk1": tiny("axk1", of=LATENT_MOE),
     "mistral4": tiny(
         "mistral4",
         _DENSE_FIRST,
         _TEMPERED,
-        of=_LATENT_MOE,
+        of=LATENT_MOE,
         n_group=1,
         routed_scaling_factor=1.7,
     ),
     "youtu": tiny("youtu", of=_LATENT),
     "kimi_linear": tiny(
         "kimi_linear",
-        of={name: value for name, value in _LATENT_MOE.items() if name != "n_routed_experts"},
+        of={name: value for name, value in LATENT_MOE.items() if name != "n_routed_experts"},
         q_lora_rank=None,
         num_local_experts=8,
         linear_num_heads=3,

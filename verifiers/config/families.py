@@ -57,12 +57,15 @@ def describe(config: Any) -> Description | None:
     family = family_of(config)
     if family.describe is None:
         return None
+    recurrent = family.recurrent
     activation = ACTIVATIONS.get(
         str(declared(config, "hidden_activation") or getattr(config, "hidden_act", "silu"))
     )
     ropes = _ropes(config)
     known = all(rope is None or rope["rope_type"] in ROPE_TYPES for rope in ropes)
     common = {"ropes": ropes, "activation": activation, "experts": family.experts}
+    if recurrent is not None and recurrent.same_activation and activation != "silu":
+        return None
     description = family.describe(config, common) if activation and known else None
     if description is not None:
         _check_factors(description)

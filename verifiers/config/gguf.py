@@ -4,8 +4,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specdec.base.errors import UnsupportedModelError
 from verifiers.config.families import ARCHITECTURES
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries, rope
+from verifiers.gguf.file import Entries, Facts
+from verifiers.gguf.rope import rope
 
 COMMON = {
     "context_length": "max_position_embeddings",

@@ -7,8 +7,7 @@ from specdec.layers.experts.routing import Routing
 from verifiers.description import BEFORE, Description, sigmoid_routing
 from verifiers.family import Family, Prediction
 from verifiers.gguf.entries import SIGMOID, Gguf, experts_of, first_sparse
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 PREDICTION = Prediction(
     (

@@ -1,39 +1,26 @@
 """Gemma."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from specdec.layers.experts.routing import Routing
 from verifiers.description import AROUND, Description
 from verifiers.entries import layer_windows
-from verifiers.family import Family
+from verifiers.family import Family, plain
 from verifiers.gguf.entries import FULL, NO_WINDOW, Gguf, needed, windows
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries, numbers_of
+from verifiers.gguf.file import Entries, Facts
+from verifiers.gguf.rope import numbers_of
 
-
-def _gemma(config: Any, common: Mapping[str, Any]) -> Description:
-    scale = config.hidden_size**0.5
-    return Description(
-        **common, norm_kind="zero_centered", embedding_scale=scale, rounds_embedding_scale=True
-    )
-
-
-def _gemma2(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(
-        **common,
-        norms=AROUND,
-        norm_kind="zero_centered",
-        scale=config.query_pre_attn_scalar**-0.5,
-        embedding_scale=config.hidden_size**0.5,
-        rounds_embedding_scale=True,
-        final_softcap=config.final_logit_softcapping,
-    )
-
-
-def _gemma3(config: Any, common: Mapping[str, Any]) -> Description:
-    return replace(_gemma2(config, common), norms_of_queries="each head")
+_EMBEDDINGS: dict[str, Any] = {
+    "embedding_scale": lambda config: config.hidden_size**0.5,
+    "rounds_embedding_scale": True,
+}
+_GEMMA2: dict[str, Any] = {
+    "norms": AROUND,
+    "norm_kind": "zero_centered",
+    "scale": lambda config: config.query_pre_attn_scalar**-0.5,
+    "final_softcap": lambda config: config.final_logit_softcapping,
+}
 
 
 def _gemma4(config: Any, common: Mapping[str, Any]) -> Description:
@@ -125,10 +112,16 @@ def _gemma4_entries(facts: Facts, entries: Entries) -> Entries:
 
 
 FAMILIES = {
-    "gemma": Family(describe=_gemma, gguf={"gemma": Gguf(fixed=NO_WINDOW, adds_one=True)}),
-    "gemma2": Family(describe=_gemma2, gguf={"gemma2": Gguf(_gemma2_entries, adds_one=True)}),
+    "gemma": Family(
+        describe=plain(norm_kind="zero_centered", **_EMBEDDINGS),
+        gguf={"gemma": Gguf(fixed=NO_WINDOW, adds_one=True)},
+    ),
+    "gemma2": Family(
+        describe=plain(**_EMBEDDINGS, **_GEMMA2),
+        gguf={"gemma2": Gguf(_gemma2_entries, adds_one=True)},
+    ),
     "gemma3_text": Family(
-        describe=_gemma3,
+        describe=plain(norms_of_queries="each head", **_EMBEDDINGS, **_GEMMA2),
         wrappers=("gemma3",),
         gguf={"gemma3": Gguf(_gemma3_entries, adds_one=True)},
     ),

@@ -1,28 +1,22 @@
 """GLM, and dots.llm1, which is made as GLM-4.5 is."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from specdec.base.errors import UnsupportedModelError
-from verifiers.description import Description, NormNames, sigmoid_routing
+from verifiers.description import NormNames, sigmoid_routing
 from verifiers.families.deepseek import PREDICTION, latent_entries, v3
 from verifiers.family import Family, plain
 from verifiers.gguf.entries import BIAS, NO_WINDOW, Gguf, experts_of, partial_rotation, present
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 _AROUND = NormNames(
     "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 )
 
 
-def _glm4_moe(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(
-        **common,
-        norms_of_queries="each head" if getattr(config, "use_qk_norm", True) else None,
-        routing=sigmoid_routing(config),
-        wide_router=True,
-    )
+_MOE = plain(
+    norms_of_queries=lambda config: "each head" if getattr(config, "use_qk_norm", True) else None,
+    routing=sigmoid_routing,
+    wide_router=True,
+)
 
 
 def _glm4_entries(facts: Facts, entries: Entries) -> Entries:
@@ -36,7 +30,7 @@ def _glm4_entries(facts: Facts, entries: Entries) -> Entries:
 
 FAMILIES = {
     "dots1": Family(
-        describe=_glm4_moe,
+        describe=_MOE,
         gguf={
             "dots1": Gguf(
                 experts_of, needs={"n_routed_experts": "expert_count"}, has=BIAS, fixed=NO_WINDOW
@@ -50,7 +44,7 @@ FAMILIES = {
         gguf={"glm4": Gguf(_glm4_entries)},
     ),
     "glm4_moe": Family(
-        describe=_glm4_moe,
+        describe=_MOE,
         partial_rope=True,
         prediction=PREDICTION,
         gguf={

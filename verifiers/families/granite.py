@@ -5,10 +5,9 @@ from typing import Any
 
 from specdec.layers.experts.routing import Routing
 from verifiers.description import BEFORE, Description
-from verifiers.family import Family, Recurrent, Sizes
+from verifiers.family import Family, Recurrent, Sizes, plain
 from verifiers.gguf.entries import BIASES, FULL, Gguf, partial_rotation, present
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
 BAMBA_NAMES = (
@@ -36,6 +35,9 @@ def mamba_sizes(config: Any) -> Sizes:
     )
 
 
+MAMBA_LAYERS = Recurrent("mamba", mamba_sizes, same_activation=True)
+
+
 def _granite(config: Any, common: Mapping[str, Any], **options: Any) -> Description:
     return Description(
         **common,
@@ -47,9 +49,7 @@ def _granite(config: Any, common: Mapping[str, Any], **options: Any) -> Descript
     )
 
 
-def _hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
-    if common["activation"] != "silu":  # which its convolutions have, too
-        return None
+def _hybrid(config: Any, common: Mapping[str, Any]) -> Description:
     experts = config.num_local_experts
     if config.position_embedding_type != "rope":
         common = {**common, "ropes": [None] * config.num_hidden_layers}
@@ -59,13 +59,6 @@ def _hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
         names=_HYBRID_NAMES if experts else (*_HYBRID_NAMES, (r"\.mlp\.shared_expert\.", ".mlp.")),
         routing=Routing(experts, config.num_experts_per_tok) if experts else None,
     )
-
-
-def _bamba(config: Any, common: Mapping[str, Any]) -> Description | None:
-    if common["activation"] != "silu":
-        return None
-    norms = BEFORE._replace(mlp="pre_ff_layernorm")
-    return Description(**common, names=BAMBA_NAMES, norms=norms)
 
 
 def _granite_entries(facts: Facts, entries: Entries) -> Entries:
@@ -112,11 +105,15 @@ def _hybrid_entries(facts: Facts, entries: Entries) -> Entries:
 
 
 FAMILIES = {
-    "bamba": Family(describe=_bamba, partial_rope=True, recurrent=Recurrent("mamba", mamba_sizes)),
+    "bamba": Family(
+        describe=plain(names=BAMBA_NAMES, norms=BEFORE._replace(mlp="pre_ff_layernorm")),
+        partial_rope=True,
+        recurrent=MAMBA_LAYERS,
+    ),
     "granite": Family(describe=_granite, gguf={"granite": Gguf(_granite_entries, neighbors=True)}),
     "granitemoehybrid": Family(
         describe=_hybrid,
-        recurrent=Recurrent("mamba", mamba_sizes),
+        recurrent=MAMBA_LAYERS,
         renamed=(
             (r"(?<=\d\.)mlp\.input_linear\.weight$", "block_sparse_moe.experts.gate_up_proj"),
             (r"(?<=\d\.)mlp\.output_linear\.weight$", "block_sparse_moe.experts.down_proj"),

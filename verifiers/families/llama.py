@@ -8,8 +8,7 @@ from specdec.layers.rotary.rotary import Temperature
 from verifiers.description import Description
 from verifiers.family import Family, plain
 from verifiers.gguf.entries import BIASES, LOCAL_COUNTS, Gguf, needed, partial_rotation, present
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 
 def _llama4(config: Any, common: Mapping[str, Any]) -> Description | None:

@@ -9,14 +9,11 @@ from verifiers.description import Description
 from verifiers.families.llama import llama_entries
 from verifiers.family import Family, plain
 from verifiers.gguf.entries import Gguf
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 
-def _mixtral(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(
-        **common, routing=Routing(config.num_local_experts, config.num_experts_per_tok)
-    )
+def _mixtral(config: Any) -> Routing:
+    return Routing(config.num_local_experts, config.num_experts_per_tok)
 
 
 def _ministral3(config: Any, common: Mapping[str, Any]) -> Description:
@@ -66,5 +63,5 @@ FAMILIES = {
     ),
     "mistral": Family(describe=plain(), wrappers=("mistral3",)),
     "mistral4": Family(describe=_mistral4, partial_rope=True, latent=True),
-    "mixtral": Family(describe=_mixtral),
+    "mixtral": Family(describe=plain(routing=_mixtral)),
 }

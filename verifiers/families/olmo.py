@@ -8,8 +8,7 @@ from verifiers.families.hybrids.qwen3_next import delta_sizes
 from verifiers.families.qwen import routing
 from verifiers.family import Family, Recurrent, plain
 from verifiers.gguf.entries import COUNTS, Gguf, windows
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 _DENSE: dict[str, Any] = {"norms": AFTER, "norm_kind": "late", "norms_of_queries": "all heads"}
 
@@ -28,12 +27,6 @@ def _olmoe(config: Any, common: Mapping[str, Any]) -> Description | None:
     return Description(**common, norms_of_queries="all heads", routing=routing(config))
 
 
-def _hybrid(config: Any, common: Mapping[str, Any]) -> Description | None:
-    if common["activation"] != "silu":  # which its convolutions have, too
-        return None
-    return Description(**common, names=_HYBRID_NAMES, norms_of_recurrent=BEFORE, **_DENSE)
-
-
 def _entries(facts: Facts, entries: Entries) -> Entries:
     if not facts("attention.sliding_window"):
         return {}
@@ -50,8 +43,8 @@ FAMILIES = {
     "olmo2": Family(describe=plain(**_DENSE), gguf={"olmo2": Gguf(_entries)}),
     "olmo3": Family(describe=plain(**_DENSE)),
     "olmo_hybrid": Family(
-        describe=_hybrid,
-        recurrent=Recurrent("delta", delta_sizes, epsilon=1e-5),
+        describe=plain(names=_HYBRID_NAMES, norms_of_recurrent=BEFORE, **_DENSE),
+        recurrent=Recurrent("delta", delta_sizes, epsilon=1e-5, same_activation=True),
         renamed=(
             (r"\.attention_layer_norm\.", ".input_layernorm."),
             (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),

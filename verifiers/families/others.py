@@ -2,8 +2,7 @@
 
 from verifiers.family import Family
 from verifiers.gguf.entries import LOCAL_COUNTS, NO_WINDOW, Gguf, expert_width, partial_rotation
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 
 def _gpt2_entries(facts: Facts, entries: Entries) -> Entries:

@@ -1,14 +1,11 @@
 """Qwen2 and Qwen3 with attention in every layer, and Mellum."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specdec.layers.experts.routing import Routing
-from verifiers.description import Description
 from verifiers.family import Family, Prediction, plain
 from verifiers.gguf.entries import BIAS, COUNTS, NO_WINDOW, Gguf, first_sparse, needed
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 PREDICTION = Prediction(
     (
@@ -34,14 +31,6 @@ def routing(config: Any) -> Routing:
     )
 
 
-def _qwen2_moe(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(**common, routing=routing(config))
-
-
-def _qwen3_moe(config: Any, common: Mapping[str, Any]) -> Description:
-    return Description(**common, norms_of_queries="each head", routing=routing(config))
-
-
 def _mixture(facts: Facts, entries: Entries) -> Entries:
     """Of Qwen's mixtures, whose sizes older files do not say."""
     sparse = facts.layers_with("ffn_gate_exps.weight")
@@ -61,11 +50,12 @@ def shared_mixture(facts: Facts, entries: Entries) -> Entries:
 
 
 _QWEN3 = plain(norms_of_queries="each head")
+_MOE = plain(norms_of_queries="each head", routing=routing)
 _QWEN3_MOE = Gguf(_mixture, has=BIAS, fixed={"norm_topk_prob": True} | NO_WINDOW)
 
 FAMILIES = {
     "mellum": Family(
-        describe=_qwen3_moe,
+        describe=_MOE,
         partial_rope=True,
         prediction=PREDICTION._replace(kinds=sliding),
     ),
@@ -76,7 +66,7 @@ FAMILIES = {
     ),
     "qwen2_5_vl_text": Family(describe=plain(), wrappers=("qwen2_5_vl",)),
     "qwen2_moe": Family(
-        describe=_qwen2_moe,
+        describe=plain(routing=routing),
         gguf={"qwen2moe": Gguf(shared_mixture, fixed={"norm_topk_prob": False})},
     ),
     "qwen2_vl_text": Family(describe=plain(), wrappers=("qwen2_vl",)),
@@ -84,9 +74,7 @@ FAMILIES = {
         describe=_QWEN3,
         gguf={"qwen3": Gguf(has=BIAS, fixed=NO_WINDOW), "qwen3vl": Gguf(has=BIAS, fixed=NO_WINDOW)},
     ),
-    "qwen3_moe": Family(
-        describe=_qwen3_moe, gguf={"qwen3moe": _QWEN3_MOE, "qwen3vlmoe": _QWEN3_MOE}
-    ),
+    "qwen3_moe": Family(describe=_MOE, gguf={"qwen3moe": _QWEN3_MOE, "qwen3vlmoe": _QWEN3_MOE}),
     "qwen3_vl_moe_text": Family(wrappers=("qwen3_vl_moe",)),
     "qwen3_vl_text": Family(describe=_QWEN3, wrappers=("qwen3_vl",)),
 }

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec.base.errors import CheckpointError
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 EXPERTS = {
     "num_experts_per_tok": "expert_used_count",

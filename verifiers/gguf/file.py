@@ -19,6 +19,9 @@ import numpy as np
 from specdec.base.checkpoint.gguf_names import whole_model
 from specdec.base.errors import CheckpointError
 
+Entries = dict[str, Any]
+"""Of a config."""
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 

@@ -1,14 +1,11 @@
 """RoPE's parameters from what a GGUF file says, and from frequencies that it holds as a tensor."""
 
 import math
-from typing import Any
 
 import numpy as np
 
 from specdec.base.errors import CheckpointError
-from verifiers.gguf.file import Facts
-
-Entries = dict[str, Any]
+from verifiers.gguf.file import Entries, Facts
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How every Llama 3 stretches RoPE; a file has the frequencies' divisors instead."""

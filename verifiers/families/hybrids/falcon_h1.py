@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from verifiers.description import BEFORE, Description
-from verifiers.families.granite import BAMBA_NAMES, mamba_sizes
-from verifiers.family import Family, Recurrent
+from verifiers.families.granite import BAMBA_NAMES, MAMBA_LAYERS, mamba_sizes
+from verifiers.family import Family
 
 
-def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
-    if common["activation"] != "silu":  # which its convolutions have, too
-        return None
+def _describe(config: Any, common: Mapping[str, Any]) -> Description:
     gate, down = config.mlp_multipliers
     sizes = mamba_sizes(config).of_rank(config)
     inner, keys = sizes.value_heads * sizes.value_dim, sizes.key_heads * sizes.key_dim
@@ -49,4 +47,4 @@ def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
     )
 
 
-FAMILIES = {"falcon_h1": Family(describe=_describe, recurrent=Recurrent("mamba", mamba_sizes))}
+FAMILIES = {"falcon_h1": Family(describe=_describe, recurrent=MAMBA_LAYERS)}

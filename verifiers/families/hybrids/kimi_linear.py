@@ -1,13 +1,12 @@
 """Kimi Linear, with latent attention and Kimi Delta Attention (arXiv 2510.26692)."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from verifiers.description import Description, sigmoid_routing
-from verifiers.family import Family, Recurrent, Sizes
+from verifiers.description import sigmoid_routing
+from verifiers.family import Family, Recurrent, Sizes, plain
 
-_NAMES = {
+_PARTS = {
     "o_proj": "out_proj",
     "o_norm": "norm",
     "b_proj": "in_proj_b",
@@ -21,19 +20,16 @@ _NAMES = {
 """Within a layer of linear attention."""
 
 
-def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
-    if common["activation"] != "silu":  # which its convolutions have, too
-        return None
+def _names(config: Any) -> list[tuple[str, str]]:
     # Attention of both kinds has the same name.
     layers = "|".join(
         str(layer) for layer, kind in enumerate(config.layer_types) if kind == "linear_attention"
     )
     names = [(rf"(?<=\.layers\.)({layers})\.self_attn\.", r"\1.linear_attn.")]
-    names += [
+    return names + [
         (rf"\.linear_attn\.{re.escape(old)}(?=\.|$)", f".linear_attn.{new}")
-        for old, new in _NAMES.items()
+        for old, new in _PARTS.items()
     ]
-    return Description(**common, names=names, routing=sigmoid_routing(config), wide_router=True)
 
 
 def _sizes(config: Any) -> Sizes:
@@ -43,9 +39,9 @@ def _sizes(config: Any) -> Sizes:
 
 FAMILIES = {
     "kimi_linear": Family(
-        describe=_describe,
+        describe=plain(names=_names, routing=sigmoid_routing, wide_router=True),
         latent=True,
-        recurrent=Recurrent("key decay", _sizes),
+        recurrent=Recurrent("key decay", _sizes, same_activation=True),
         renamed=((r"(?<=\.self_attn\.)(?=f_a_proj\.|f_b_proj\.|dt_bias$|A_log$)", "forget_gate."),),
     )
 }

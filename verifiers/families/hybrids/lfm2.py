@@ -7,8 +7,7 @@ from specdec.layers.experts.routing import Routing
 from verifiers.description import Description, NormNames
 from verifiers.family import Family, Recurrent, Sizes
 from verifiers.gguf.entries import Gguf, experts_of
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 _NAMES = (
     (r"^model\.embedding_norm\.", "model.norm."),

@@ -8,8 +8,7 @@ from verifiers.description import Description
 from verifiers.families.qwen import PREDICTION, shared_mixture
 from verifiers.family import Family, Recurrent, Sizes
 from verifiers.gguf.entries import FULL, Gguf, partial_rotation
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 
 def delta_sizes(config: Any) -> Sizes:

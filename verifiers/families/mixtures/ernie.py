@@ -1,14 +1,11 @@
 """ERNIE 4.5, dense and with experts."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from specdec.layers.experts.routing import Routing
-from verifiers.description import Description
 from verifiers.family import Family, Prediction, plain
 from verifiers.gguf.entries import Gguf
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 _PREDICTION_NAMES = (
     (r"^model\.mtp_emb_norm\.0\.", "embedding_norm."),
@@ -19,15 +16,8 @@ _PREDICTION_NAMES = (
 """As FastDeploy's `ernie4_5_mtp.py` reads them."""
 
 
-def _moe(config: Any, common: Mapping[str, Any]) -> Description:
-    routing = Routing(config.num_experts, config.num_experts_per_tok, biased=True)
-    return Description(
-        **common,
-        names=((r"\.moe_statics\.", "."),),
-        interleaved=True,
-        routing=routing,
-        wide_router=True,
-    )
+def _routing(config: Any) -> Routing:
+    return Routing(config.num_experts, config.num_experts_per_tok, biased=True)
 
 
 def _moe_entries(facts: Facts, entries: Entries) -> Entries:
@@ -49,7 +39,12 @@ FAMILIES = {
         describe=plain(interleaved=True), gguf={"ernie4_5": Gguf(has={"use_bias": "attn_q.bias"})}
     ),
     "ernie4_5_moe": Family(
-        describe=_moe,
+        describe=plain(
+            names=((r"\.moe_statics\.", "."),),
+            interleaved=True,
+            routing=_routing,
+            wide_router=True,
+        ),
         renamed=((r"\.mlp\.moe_statics\.", ".mlp.gate.moe_statics."),),
         prediction=Prediction(_PREDICTION_NAMES, feed_forward="dense"),
         gguf={"ernie4_5-moe": Gguf(_moe_entries)},

@@ -8,8 +8,7 @@ from specdec.layers.ops.activation import LIMIT, SLOPE
 from verifiers.description import Description
 from verifiers.family import Family
 from verifiers.gguf.entries import LOCAL_COUNTS, Gguf, expert_width, needed, windows
-from verifiers.gguf.file import Facts
-from verifiers.gguf.rope import Entries
+from verifiers.gguf.file import Entries, Facts
 
 
 def _describe(config: Any, common: Mapping[str, Any]) -> Description | None:
