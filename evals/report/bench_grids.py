@@ -177,10 +177,13 @@ def length_range(one: Mapping[str, Any]) -> str:
 
 def serving_grid(rows: Iterable[Row]) -> Grid:
     """Speed in all against that of one request, and latency, over concurrency."""
-    cells = []
+    cells, few = [], list[str]()
     for row in rows:
         latency = row.get("latency")
         if latency:
+            asked = len({*row["answers"]["item"]})
+            if row["concurrency"] > asked:
+                few.append(f"{row['concurrency']} at once are {asked}, as many as were asked.")
             ms = latency["ms_per_token"]
             cells.append(
                 (
@@ -206,6 +209,7 @@ def serving_grid(rows: Iterable[Row]) -> Grid:
             " among those at once to its last token;",
             "ms/token: behind the first token; first ms: from its place to its first token; slow:"
             " where the slowest tenth of the requests begins.",
+            *dict.fromkeys(few),
         ),
     )
 

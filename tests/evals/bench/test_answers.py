@@ -146,6 +146,15 @@ def test_a_report_has_tables_of_categories_and_of_sets(report: dict[str, Any]) -
     )
 
 
+def test_more_places_than_conversations_are_told(report: dict[str, Any]) -> None:
+    """Catches a serving curve over concurrencies that were never reached."""
+    assert "at once are" not in format_report(report)
+    rows = [row | {"concurrency": 16} for row in report["rows"]]
+    text = format_report(report | {"rows": rows})
+    assert text.count("16 at once are 10, as many as were asked.") == 1
+    assert text.count("16 at once are 3, as many as were asked.") == 1
+
+
 def test_a_report_of_before_is_still_shown(report: dict[str, Any]) -> None:
     """Catches fields that are taken for granted in files that lack them."""
     new = ("answers", "tasks", "task_mean", "latency")
