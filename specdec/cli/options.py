@@ -33,8 +33,8 @@ GRAMMAR_HELP = (
 )
 
 
-_ELSEWHERE = {"prediction"}
-"""Fields of a request that are no options of sampling."""
+_ELSEWHERE = {"prediction", "num_draft_tokens", "tree_nodes"}
+"""Fields of a request that are no options of sampling: those of drafts are of the engine."""
 
 
 @dataclass(frozen=True, slots=True)

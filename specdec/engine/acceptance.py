@@ -82,6 +82,8 @@ def accept(
             tokens, token_ids = _forced(tokens, token_ids, forced[:, None], num_drafts, tree)
         if draft is not None and tree is not None:
             proposed = draft.token_ids if forced is None else tokens[:, 1:].contiguous()
+            if draft.offered is not None:
+                proposed = torch.where(draft.offered, proposed, -1)
             path, num_accepted = walk(proposed, tree, token_ids, depth or k, num_drafts)
             return _along(
                 path, num_accepted, token_ids, finite, _logprobs(raw, token_ids, sampling)

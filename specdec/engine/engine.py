@@ -103,6 +103,7 @@ class SpecEngine:
             num_blocks=self.pool.num_blocks - 1,
             overshoot=parts.overshoot,
             grammars=grammars,
+            check_drafts=self.planner.limits.check,
             predicts=bool(self.drafter) and config.draft_sampling != "probabilistic",
             seed=config.seed,
         )

@@ -21,6 +21,7 @@ from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
 from specdec.engine.launch import Launch, ScoredPrompts
 from specdec.engine.policy.block import Block
+from specdec.engine.policy.limits import limit
 from specdec.engine.policy.timing import StepClock, StepTimer
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
@@ -126,6 +127,8 @@ class StepRunner:
         if drafter and batch.k:
             with self._timer.phase("draft"):
                 draft = drafter.propose(batch)
+                if batch.sampling.plan.limited:
+                    limit(draft, batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
         return Block(token_ids, batch.row_positions(draft.tree if draft else None), draft)
 

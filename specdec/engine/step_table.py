@@ -93,7 +93,10 @@ def _positions_offered(
     if draft.tree is None:
         return draft.num_drafts
     drafts = torch.arange(shape.drafts, device=draft.num_drafts.device)
-    return torch.where(drafts < draft.num_drafts[:, None], draft.tree.depths, 0).amax(dim=1)
+    counts = drafts < draft.num_drafts[:, None]
+    if draft.offered is not None:
+        counts = counts & draft.offered
+    return torch.where(counts, draft.tree.depths, 0).amax(dim=1)
 
 
 def num_columns(shape: BlockShape, plan: SamplingPlan | None = None) -> int:

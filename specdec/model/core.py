@@ -65,6 +65,7 @@ class DraftOutput:
         alternatives: int64 [num_reqs, k, C], tokens of each slot of a chain of point masses, the
             likeliest first; None unless an output follows a grammar (`SamplingPlan.guided`), which
             may refuse the draft, and the drafter has some.
+        offered: bool [num_reqs, k], drafts of a tree that may be accepted; None are all.
     """
 
     token_ids: Tensor
@@ -76,6 +77,7 @@ class DraftOutput:
     scores: Tensor | None = None
     part: Tensor | None = None
     alternatives: Tensor | None = None
+    offered: Tensor | None = None
 
 
 @dataclass(slots=True)

@@ -80,6 +80,9 @@ class SamplingParams:
             and still offers it to others.
         skip_special_tokens: leave special tokens out of the text. A stop string that is one of them
             ends the output all the same.
+        num_draft_tokens, tree_nodes: most drafts of this request in a step, see `EngineConfig`: no
+            more than those of the engine; 0 draft tokens decode plainly, 0 nodes make chains. None
+            takes the engine's. No output depends on it.
         prediction: what the output will be like, such as a file that it edits. Drafts are copied
             from it, and no output depends on it. A text, or tokens.
     """
@@ -109,12 +112,20 @@ class SamplingParams:
     read_prefix_cache: bool = True
     skip_special_tokens: bool = True
     prediction: str | tuple[int, ...] | None = None
+    num_draft_tokens: int | None = None
+    tree_nodes: int | None = None
 
     def __post_init__(self) -> None:
         integers(
             self, "max_tokens", "top_k", "seed", "top_logprobs", "prompt_logprobs", "min_tokens"
         )
-        integers(self, "thinking_token_budget")
+        integers(self, "thinking_token_budget", "num_draft_tokens", "tree_nodes")
+        for name in ("num_draft_tokens", "tree_nodes"):
+            drafts = getattr(self, name)
+            require(
+                drafts is None or 0 <= drafts < 2**31,
+                f"{name} is {drafts}; it must be 0 or a count below 2**31",
+            )
         numbers(
             self,
             "temperature",

@@ -21,6 +21,7 @@ _FLOATS = (
     "presence_penalty",
     "frequency_penalty",
 )
+_UNLIMITED = 2**31
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # greedy, nothing filtered, nothing penalized
 
 
@@ -42,6 +43,7 @@ class SamplingPlan(NamedTuple):
         counted: a request has a presence or a frequency penalty.
         guided: a request has a grammar.
         predicted: a request has a prediction of its output.
+        limited: a request wants no more than so many drafts.
     """
 
     penalized: bool
@@ -55,6 +57,7 @@ class SamplingPlan(NamedTuple):
     counted: bool = False
     guided: bool = False
     predicted: bool = False
+    limited: bool = False
 
     @property
     def filtered(self) -> bool:
@@ -85,6 +88,7 @@ class SamplingPlan(NamedTuple):
             counted=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             guided=any(p.masked for p in params),
             predicted=any(p.prediction is not None for p in params),
+            limited=any((p.num_draft_tokens, p.tree_nodes) != (None, None) for p in params),
         )
 
     @classmethod
@@ -105,8 +109,8 @@ class SamplingTensors:
         plan: of the batch.
         floats: float32 [6, num_reqs]: temperature (0 is greedy), top-p, min-p, and the penalties
             for repetition, presence and frequency.
-        ints: int64 [3, num_reqs]: top-k (0 is off), seed, and the position of the first output
-            token.
+        ints: int64 [5, num_reqs]: top-k (0 is off), seed, the position of the first output token,
+            and most positions and nodes of its drafts.
         seen: bool [num_reqs, V], tokens before the anchor that the repetition penalty counts; None
             when no request has one.
         counts: int32 [num_reqs, V], how often the output before the anchor has each token; None
@@ -126,7 +130,7 @@ class SamplingTensors:
         """Rows of requests that decode greedily."""
         floats = torch.tensor(_NEUTRAL, device=device)[:, None].repeat(1, num_rows)
         return cls(
-            SamplingPlan.of([]), floats, torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+            SamplingPlan.of([]), floats, torch.zeros(5, num_rows, dtype=torch.int64, device=device)
         )
 
     @classmethod
@@ -145,6 +149,8 @@ class SamplingTensors:
         numbers = [[_number(p, name) for p in params] for name in _FLOATS]
         floats = torch.tensor(numbers, dtype=torch.float32, pin_memory=pin)
         rows = [[p.top_k for p in params], list(seeds), list(firsts or [0] * len(params))]
+        for asked in ([p.num_draft_tokens for p in params], [p.tree_nodes for p in params]):
+            rows.append([_UNLIMITED if one is None else one for one in asked])
         ints = torch.tensor(rows, dtype=torch.int64, pin_memory=pin)
         return cls(SamplingPlan.of(params), floats, ints, seen)
 
@@ -164,7 +170,9 @@ class SamplingTensors:
             floats=self.floats[:, :0]
             if plain and not plan.penalized
             else self.floats.index_select(1, slots),
-            ints=self.ints[:, :0] if plain else self.ints.index_select(1, slots),
+            ints=self.ints[:, :0]
+            if plain and not plan.limited
+            else self.ints.index_select(1, slots),
             seen=self.seen.index_select(0, slots)
             if plan.penalized and self.seen is not None
             else None,
@@ -227,6 +235,16 @@ class SamplingTensors:
     def firsts(self) -> Tensor:
         """int64 [num_reqs], the positions of the first output tokens."""
         return self.ints[2]
+
+    @property
+    def most_drafts(self) -> Tensor:
+        """int64 [num_reqs], positions for which a request wants drafts."""
+        return self.ints[3]
+
+    @property
+    def most_nodes(self) -> Tensor:
+        """int64 [num_reqs], drafts of a tree that a request wants; 0 for a chain."""
+        return self.ints[4]
 
 
 def _number(params: SamplingParams, name: str) -> float:

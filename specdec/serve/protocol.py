@@ -207,6 +207,8 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     thinking_token_budget: int | None = None
     prediction: Prediction | None = None
+    num_draft_tokens: int | None = None
+    tree_nodes: int | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None

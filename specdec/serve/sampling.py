@@ -31,6 +31,8 @@ SAME = frozenset(
         "cache_salt",
         "skip_special_tokens",
         "thinking_token_budget",
+        "num_draft_tokens",
+        "tree_nodes",
     )
 )
 """Fields that mean the same here and there."""

@@ -6,6 +6,7 @@ from functools import partial
 from specdec.base.blocks import BlockShape
 from specdec.engine.launch import Launch
 from specdec.engine.policy.block_choice import BlockChoice, ladder
+from specdec.engine.policy.limits import DraftLimits
 from specdec.engine.requests.outcome import Outcome
 from specdec.engine.requests.scheduler import Scheduler
 from specdec.engine.requests.second_try import SecondTries
@@ -24,6 +25,7 @@ class Planner:
 
     Attributes:
         shapes: the same.
+        limits: most drafts of a step.
         num_draft_tokens: most positions for which a step has drafts.
         choice: chooses the shape of every step; None when it is fixed.
         guided_choice, predicted_choice: the same for batches in which an output follows a grammar,
@@ -39,7 +41,8 @@ class Planner:
         second_tries: SecondTries,
     ) -> None:
         self.shapes = tuple(shapes)
-        self.num_draft_tokens = max(shape.depth for shape in shapes)
+        self.limits = DraftLimits.of_shapes(shapes)
+        self.num_draft_tokens = self.limits.depth
         self._runner, self._scheduler, self._second_tries = runner, scheduler, second_tries
         self.choice: BlockChoice | None = None
         self.guided_choice: BlockChoice | None = None
@@ -68,6 +71,11 @@ class Planner:
                 outlook=launch.outlook,
                 ready=partial(self._runner.ready, batch),
             )
+        if batch.plan.limited and requests:
+            limits = self.limits.joined(request.sampling for request in requests)
+            launch.block = limits.fit(launch.shape, self.shapes)
+            if choice and not launch.shape.drafts:
+                choice.put_off()
         shape = launch.shape
         # what of a tree reaches too far is cut off
         if not shape.is_tree or (

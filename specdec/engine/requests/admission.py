@@ -49,6 +49,7 @@ class Admission:
         num_blocks: that one request can have.
         overshoot: rows that a step writes beyond the last token.
         grammars: compiles those of requests; None refuses requests with a grammar.
+        check_drafts: raises where a request wants more drafts than there are.
         predicts: drafts may be copied from predictions; otherwise these are left aside.
         seed: of the seeds of requests without one; None is random.
     """
@@ -62,6 +63,7 @@ class Admission:
         num_blocks: int,
         overshoot: int,
         grammars: GrammarCompiler | None,
+        check_drafts: Callable[[SamplingParams], None],
         predicts: bool,
         seed: int | None,
     ) -> None:
@@ -73,6 +75,7 @@ class Admission:
             num_blocks,
         )
         self._overshoot, self._predicts = overshoot, predicts
+        self._check_drafts = check_drafts
         self._ids = count()
         self._told_crossing = False
         self._seeds = random.Random(seed)
@@ -238,6 +241,7 @@ class Admission:
         """
         sampling = self.verifier.defaults.fill(sampling, prompt_len)
         self._check_prediction(sampling.prediction)
+        self._check_drafts(sampling)
         if not self._predicts and sampling.prediction:
             sampling = replace(sampling, prediction=None)
         if not sampling.min_tokens or sampling.ignore_eos:

@@ -17,8 +17,8 @@ class Outcome:
 
     Attributes:
         requests: that had not ended before and have got tokens.
-        num_accepted: drafts accepted, by each of these.
-        paths: of a tree, what was accepted by each of these that accepted any.
+        num_accepted: drafts accepted, by each of these that takes all drafts that there are.
+        paths: of a tree, what was accepted by each of those that accepted any.
         ended: of these, who ends and why; not yet taken out of the schedule.
         filled: of these, whose blocks may have become full.
         starts: of each of those, L before the step.
@@ -61,7 +61,8 @@ def take_over(launch: Launch) -> Outcome:
                 outcome.spoiled.append(request)
                 continue
             outcome.requests.append(request)
-            outcome.num_accepted.append(num_accepted)
+            if not request.plan.limited:  # those tell nothing of a shape
+                outcome.num_accepted.append(num_accepted)
             tokens = token_ids[first : first + num_accepted + 1]
             known, start = len(request.output_token_ids), request.num_kv_tokens
             request.num_unread -= 1
@@ -71,7 +72,7 @@ def take_over(launch: Launch) -> Outcome:
                 if request.num_kv_tokens >= request.offers_from:
                     outcome.filled.append(request)
                     outcome.starts.append(start)
-            if tree and num_accepted:
+            if tree and num_accepted and not request.plan.limited:
                 outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
             is_last = known + num_accepted + 1 >= request.max_output_tokens
             if not is_last and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:
@@ -83,7 +84,11 @@ def take_over(launch: Launch) -> Outcome:
             if logprobs is not None and request.sampling.logprobs:
                 _append_logprobs(request, tokens[:kept], logprobs, first)
             if shape is not None:
-                request.steps += (num_drafts, min(num_accepted, kept), kept, tree_size, told // 2)
+                nodes = request.sampling.tree_nodes
+                size = tree_size if nodes is None else min(tree_size, nodes)
+                if not num_drafts:
+                    size = 0
+                request.steps += (num_drafts, min(num_accepted, kept), kept, size, told // 2)
                 if tree:
                     request.num_by_rank.update(columns.ranks[tree][:kept])
             if request.grammar is not None and not reason and not request.grammar.advance(tokens):

@@ -207,6 +207,7 @@ def test_sampling_state_that_nobody_reads_is_left_out() -> None:
         sampling = state.sampling.select(state.slot_indices(requests), plan_of(requests))
         return [*sampling.floats.tolist(), *sampling.ints.tolist()]
 
-    assert rows([greedy]) == [[]] * 9
+    assert rows([greedy]) == [[]] * 11
     floats = [[0, 0.5], [1, pytest.approx(0.9)], [0, 0], [1, 1.5], [0, 0], [0, 0]]
-    assert rows([greedy, warm]) == [*floats, [0, 0], [2**63 - 1, 2**63 - 4], [2, 2]]
+    ints = [[0, 0], [2**63 - 1, 2**63 - 4], [2, 2], [2**31] * 2, [2**31] * 2]
+    assert rows([greedy, warm]) == [*floats, *ints]

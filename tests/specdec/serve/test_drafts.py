@@ -1,4 +1,4 @@
-"""Predicted outputs over HTTP: OpenAI's field, and what of it was accepted."""
+"""What a request says of its drafts over HTTP: a prediction, as OpenAI has it, and how many."""
 
 from __future__ import annotations
 
@@ -71,4 +71,25 @@ def test_what_is_no_prediction(live: Live, prediction: Any, said: str) -> None:
     """In one line."""
     for path, body in ROUTES.items():
         got = httpx.post(live.url + path, json={**body, "prediction": prediction})
+        assert got.status_code == 400 and said in got.json()["error"]["message"], got.text
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_request_says_how_many_drafts_it_wants(live: Live, path: str) -> None:
+    """None, fewer, or as many as there are; the answer is the same."""
+    body = {**ROUTES[path], "temperature": 0, "ignore_eos": True}
+    answers = [
+        httpx.post(live.url + path, json={**body, **asked}).raise_for_status().json()
+        for asked in ({}, {"num_draft_tokens": 0}, {"num_draft_tokens": 1, "tree_nodes": None})
+    ]
+    assert len({text_of(answer) for answer in answers}) == 1
+    rates = [one["meta_info"]["spec_draft_token_num"] for one in answers]
+    assert rates[0] > rates[2] > rates[1] == 0
+    for name, asked, said in (
+        ("num_draft_tokens", 4, "num_draft_tokens is 4 and this engine has 3 at most"),
+        ("num_draft_tokens", -1, "num_draft_tokens is -1"),
+        ("num_draft_tokens", "2", "num_draft_tokens"),
+        ("tree_nodes", 2, "tree_nodes is 2 and this engine has 0 at most"),
+    ):
+        got = httpx.post(live.url + path, json={**body, name: asked})
         assert got.status_code == 400 and said in got.json()["error"]["message"], got.text
