@@ -106,7 +106,8 @@ class Calls:
 
     def rules(self, others: Rules) -> str:
         """Rules, the first of them called root."""
-        return _CallRules(self, self._format, others).made()
+        rules = _CallRules(self, self._format, others)
+        return rules.of_channels() if self._format.channels else rules.made()
 
 
 @lru_cache(16)
@@ -152,6 +153,38 @@ class _CallRules:
             self._lines.append(f"group ::= {self._literal(begin[len(form.trigger) :])} {group}")
             root = self._text(form.trigger)
         return "\n".join([f"root ::= {root}", *self._lines])
+
+    def of_channels(self) -> str:
+        """Rules of an output that is messages, of which the last is a call or an answer."""
+        asked, form, literal = self._asked, self._form, self._literal
+        others = ", ".join(map(str, asked.markers.values()))
+        given, free = literal("json<|message|>"), f"loop_after_dispatch=false, excludes=({others})"
+        named, first = [], []
+        for number, (name, schema) in enumerate(asked.functions):
+            arguments = self._arguments(number, schema)
+            named.append(f'{literal(name)} " "? {literal("<|constrain|>")} {given} {arguments}')
+            channel = f"{literal(f'{name}<|channel|>commentary ')} {literal('<|constrain|>')}?"
+            first.append(f"{channel} {given} {arguments}")
+        root = "before root | call"
+        if not asked.required:
+            root += f" | {literal('<|channel|>final<|message|>')} answer"
+            answer = "free"
+            if asked.answer is not None:
+                answer = self._put("said", self._others(*asked.answer))
+            self._lines.append(f"answer ::= {answer}")
+        return "\n".join(
+            [
+                f"root ::= {root}",
+                f'before ::= {literal("<|channel|>")} ("analysis" | "commentary")'
+                f" {literal('<|message|>')} free {literal(form.closing + form.opening)}",
+                f"free ::= TokenTagDispatch({free})",
+                f"call ::= {literal('<|channel|>commentary to=functions.')} named |"
+                ' " to=functions." first',
+                f"named ::= {' | '.join(named)}",
+                f"first ::= {' | '.join(first)}",
+                *self._lines,
+            ]
+        )
 
     def _text(self, trigger: str) -> str:
         """Any text, until that what begins a call."""

@@ -318,7 +318,8 @@ async def _conversation(
     sampling = await _predicted(front, http, asked, sampling)
     if tools is not None:
         grammar = tools.grammar(engine.reader.tokenizer, sampling.grammar)
-        sampling = replace(sampling, grammar=grammar)
+        behind = False if tools.form.channels else None
+        sampling = replace(sampling, grammar=grammar, grammar_after_thinking=behind)
     return tokens, sampling.for_chat(), tools
 
 

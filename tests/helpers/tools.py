@@ -25,6 +25,14 @@ HERMES = _TOLD + "{# <tool_call> #}" + _MESSAGES.replace("OBJECT", "| tojson") +
 MISTRAL = _TOLD + "{# [TOOL_CALLS] [ARGS] #}" + _MESSAGES.replace("OBJECT", "+ ''") + _BEGIN
 """Calls are written with special tokens, arguments of earlier ones are texts."""
 
+HARMONY = (
+    _TOLD
+    + "{# <|channel|> functions. #}"
+    + _MESSAGES.replace("OBJECT", "| tojson")
+    + "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As gpt-oss: the output names the channel of every message."""
+
 UNKNOWN = _TOLD + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
 """Tells of tools, and not how they are called."""
 
@@ -33,8 +41,11 @@ _DROPPED, _MORE = "^~;!%?&$", "ö市｜▁"
 
 def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """One token per character, and Mistral's markers, as large as the tiny models' vocabulary."""
-    markers = ["[TOOL_CALLS]", "[ARGS]"]
-    letters = [chr(place) for place in range(32, 127) if chr(place) not in _DROPPED]
+    markers, dropped = ["[TOOL_CALLS]", "[ARGS]"], _DROPPED
+    if template == HARMONY:
+        markers = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"]
+        dropped += "'(*"
+    letters = [chr(place) for place in range(32, 127) if chr(place) not in dropped]
     pieces = ["<pad>", "<s>", "</s>", *markers, "\n", *letters, *_MORE]
     assert len(pieces) <= VOCAB
     pieces += [f"<unused{place}>" for place in range(VOCAB - len(pieces))]

@@ -29,6 +29,8 @@ class ToolFormat:
             written one by one; they are a JSON object otherwise.
         opening, between, closing: around the calls.
         parallel: several may come at once.
+        channels: an output is messages, each of which names its channel, as in gpt-oss's harmony:
+            `opening` begins one, `closing` ends it, and a call is one.
     """
 
     name: str
@@ -40,6 +42,7 @@ class ToolFormat:
     between: str = "\n"
     closing: str = ""
     parallel: bool = True
+    channels: bool = False
 
     @property
     def trigger(self) -> str:
@@ -74,6 +77,16 @@ _LISTED: Any = {"between": ", ", "closing": "]"}
 FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (
+        ToolFormat(
+            "harmony",
+            ("<|channel|>", "functions."),
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            "",
+            opening="<|start|>assistant",
+            closing="<|end|>",
+            parallel=False,
+            channels=True,
+        ),
         ToolFormat(
             "deepseek_v3",
             (_DEEPSEEK["opening"], "```json"),

@@ -24,6 +24,11 @@ class CallCompletion(ChatCompletion):
         self._num_calls: Counter[int] = Counter()  # by output
         self.notes = tools.notes
 
+    @property
+    def parted(self) -> bool:
+        """See `Answer`; of channels the reader tells."""
+        return super().parted and not self._tools.form.channels
+
     def choice(
         self, result: GenerationResult, index: int, first: GenerationResult
     ) -> dict[str, Any]:
@@ -35,8 +40,10 @@ class CallCompletion(ChatCompletion):
                 calls.append(self._call(index, piece.text))
             elif piece.kind == "arguments":
                 calls[-1]["function"]["arguments"] += piece.text
-            else:
+            elif piece.kind == "text" or not self.asked.separate_reasoning:
                 text += piece.text
+            elif self.asked.include_reasoning:
+                message["reasoning_content"] = message.get("reasoning_content", "") + piece.text
         if calls:
             message["tool_calls"] = calls
         message["content"] = text if text or not calls else None
@@ -82,8 +89,11 @@ class CallCompletion(ChatCompletion):
     def _deltas(self, index: int, pieces: Iterable[Piece]) -> Iterator[dict[str, Any]]:
         for kind, some in groupby(pieces, lambda piece: piece.kind):
             texts = [piece.text for piece in some]
-            if kind == "text":
+            if kind == "text" or (kind == "reasoning" and not self.asked.separate_reasoning):
                 yield {"content": "".join(texts)}
+            elif kind == "reasoning":
+                if self.asked.include_reasoning:
+                    yield {"reasoning_content": "".join(texts)}
             elif kind == "name":
                 for name in texts:
                     call = self._call(index, name)

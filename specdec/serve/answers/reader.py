@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Generator, Mapping
@@ -11,15 +12,16 @@ from typing import Any, Literal, NamedTuple
 from specdec.base.chat.tools import ToolFormat
 from specdec.grammar.schema.arguments import Argument, arguments_of
 
+_BODY, _CALLED = "<|message|>", re.compile(r"to=functions\.([\w.-]+)")
 _ID = string.ascii_letters + string.digits
 
 
 class Piece(NamedTuple):
-    """What came: text of the answer, the name of a function that begins a call, or more of its
-    arguments, as JSON.
+    """What came: text of the answer or of the thinking, the name of a function that begins a call,
+    or more of its arguments, as JSON.
     """
 
-    kind: Literal["text", "name", "arguments"]
+    kind: Literal["text", "reasoning", "name", "arguments"]
     text: str
 
 
@@ -50,6 +52,8 @@ class CallReader:
     def _read(self) -> Generator[None]:
         """Reads what there is, and goes on with the next piece at every `yield`."""
         form, lead = self._form, self._form.opening
+        if form.channels:
+            yield from self._messages()
         yield from self._text()
         while (name := (yield from self._call(lead))) is not None:
             self._found.append(Piece("name", name))
@@ -61,7 +65,7 @@ class CallReader:
             self._add("text", self._taken(len(self._rest)))
             yield
 
-    def _add(self, kind: Literal["text", "arguments"], text: str) -> None:
+    def _add(self, kind: Literal["text", "reasoning", "arguments"], text: str) -> None:
         if text:
             self._found.append(Piece(kind, text))
 
@@ -80,6 +84,26 @@ class CallReader:
             yield
         before = self._taken(at)
         self._add("text", before if said or before.strip() else "")
+
+    def _messages(self) -> Generator[None]:
+        """An output that is messages: their channels say what they are."""
+        form = self._form
+        while True:
+            while (at := self._rest.find(_BODY)) < 0:
+                yield
+            head = self._taken(at + len(_BODY))
+            called = _CALLED.search(head)
+            kind: Literal["text", "reasoning", "arguments"] = "text"
+            if called is not None:
+                self._found.append(Piece("name", called[1]))
+                kind = "arguments"
+            elif "<|channel|>analysis" in head:
+                kind = "reasoning"
+            while (at := self._rest.find(form.closing)) < 0:
+                held = 0 if self._ended else _overlap(self._rest, form.closing)
+                self._add(kind, self._taken(len(self._rest) - held))
+                yield
+            self._add(kind, self._taken(at + len(form.closing))[:at])
 
     def _call(self, lead: str) -> Generator[None, None, str | None]:
         """The name of a function that is called behind `lead`, if one is."""

@@ -39,9 +39,15 @@ class ResponseAnswer(ChatCompletion):
     ) -> None:
         super().__init__(*arguments)
         self._request, self._thinking, self._items = request, thinking, Items()
+        self._tools = tools
         self._reader = None if tools is None else CallReader(tools.form, tools.functions)
         self._number = 0  # of the next event
         self.notes = [] if tools is None else tools.notes
+
+    @property
+    def parted(self) -> bool:
+        """See `Answer`; of channels the reader tells."""
+        return self._tools is None or not self._tools.form.channels
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -87,6 +93,8 @@ class ResponseAnswer(ChatCompletion):
             yield from self._items.add("reasoning", reasoning)
         if self._reader is not None:
             for piece in self._reader.push(content, end=result is not None):
+                if piece.kind == "reasoning" and not self.asked.include_reasoning:
+                    continue
                 call_id = new_call_id() if piece.kind == "name" else ""
                 yield from self._items.add(piece.kind, piece.text, call_id)
         elif content:
@@ -148,6 +156,8 @@ class ResponseAnswer(ChatCompletion):
 
     def _thought(self, result: GenerationResult) -> int:
         """Tokens of the thinking, those that open and close it among them."""
+        if not self.parted:
+            return sum(self._in_analysis(result.token_ids))
         if self._thinking is None or not result.reasoning:
             return 0
         place = self._thinking.behind_prompt(result.prompt_token_ids)
@@ -156,6 +166,16 @@ class ResponseAnswer(ChatCompletion):
                 return number
             place = self._thinking.step(place, token)
         return len(result.token_ids)
+
+    def _in_analysis(self, token_ids: Sequence[int]) -> Iterator[bool]:
+        """Of each token of an output that is messages, whether it thinks."""
+        head, thinks = "", False
+        for text in map(self.tokens.text, token_ids):
+            head, before = head + text, thinks
+            thinks = thinks if text != "<|message|>" else "<|channel|>analysis" in head
+            if text == "<|end|>":
+                head, thinks = "", False
+            yield before or thinks
 
 
 def _status(result: GenerationResult) -> str:

@@ -15,8 +15,8 @@ from specdec.base.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.rules import rules_of
-from tests.helpers.tools import tool_tokenizer
-from tests.specdec.serve.test_call_reader import ARGUMENTS, called
+from tests.helpers.tools import HARMONY, tool_tokenizer
+from tests.specdec.serve.test_call_reader import ARGUMENTS, IN_TEXTS, called
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -55,7 +55,7 @@ def matches(rules: Any) -> Callable[[str], bool]:
     return match
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [form.name for form in IN_TEXTS])
 def test_calls_and_texts(name: str) -> None:
     form = FORMATS[name]
     one, two = called(form, "get_weather", ARGUMENTS), called(form, "get", {})
@@ -113,6 +113,35 @@ def test_special_tokens_stand_in_calls_alone() -> None:
     assert not takes(*call[:-3], 4) and not takes(*name, 1)
 
 
+def test_channels() -> None:
+    """Thinking and talk come first, a call or an answer last; what is special stands in heads."""
+    tokenizer = tool_tokenizer(HARMONY)
+    markers = FORMATS["harmony"].markers(tokenizer)
+    assert set(markers) == {
+        *("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>")
+    }
+    grammars = [
+        Grammar.calls("harmony", {"get": None, "now": None}, required=required, markers=markers)
+        for required in (False, True)
+    ]
+    free, forced = (GrammarCompiler(tokenizer, 97, [2]).compiled(one).result() for one in grammars)
+
+    def takes(compiled: Any, text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return all(matcher.accept_token(one) for one in tokenizer(text)["input_ids"])
+
+    before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.get <|constrain|>json<|message|>{}</s>"
+    first = " to=functions.now<|channel|>commentary json<|message|>{}</s>"
+    answer = "<|channel|>final<|message|>yes</s>"
+    for text in (call, first, before + before + call, before + first, before.replace("s<", "<")):
+        good = "analysi<" not in text
+        assert takes(free, text) == takes(forced, text) == good, text
+    assert takes(free, before + answer) and not takes(forced, before + answer)
+    assert not takes(free, "<|channel|>analysis<|message|>hm</s>") and not takes(free, "yes")
+    assert not takes(free, call.replace("get", "other")) and not takes(free, call[:-4] + "<|end|>")
+
+
 def test_names_of_rules_stay_apart() -> None:
     """Of two schemas, one of which says in a string what is a name of the other."""
     one = {"type": "object", "properties": {"root": {"enum": ["basic_string", "root_0"]}}}
@@ -166,7 +195,7 @@ def test_names_and_formats_are_checked() -> None:
     for name in ("", "a b", 'a"', "a" * 65, "a<"):
         with pytest.raises(InvalidInputError, match="1 to 64 letters"):
             Grammar.calls("hermes", {name: None})
-    with pytest.raises(InvalidInputError, match="choose one of deepseek_v3"):
+    with pytest.raises(InvalidInputError, match="choose one of harmony"):
         Grammar.calls("other", {"a": None})
     with pytest.raises(InvalidInputError, match="no function"):
         Grammar.calls("hermes", {})
@@ -185,6 +214,7 @@ def test_names_and_formats_are_checked() -> None:
         ("glm_4.7", "<tool_call>{name}<arg_key>{key}</arg_key><arg_value>"),
         ("deepseek_v3", "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\\n```json'"),
         ("deepseek_v31", "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name"),
+        ("harmony", "'<|start|>assistant to=functions.' + name + '<|channel|>commentary'"),
         (None, "{{ messages }}"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from specdec.base.chat.tools import FORMATS, ToolFormat
 from specdec.serve.answers.reader import CallReader, Piece
 
+IN_TEXTS = [form for form in FORMATS.values() if not form.channels]
 FUNCTIONS = {
     "get_weather": {
         "type": "object",
@@ -54,7 +55,7 @@ def read(form: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]
     return together(found + reader.push("", end=True))
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", IN_TEXTS, ids=lambda form: form.name)
 def test_pieces_and_cuts(form: ToolFormat) -> None:
     calls = [called(form, "get_weather", ARGUMENTS), called(form, "get", {})]
     whole = f"It is <t.\n{form.opening}{form.between.join(calls)}{form.closing}"
@@ -99,3 +100,24 @@ def test_what_looks_like_a_call_and_is_none() -> None:
     """Where no grammar has held the output."""
     text = 'a <tool_call>\n{"name": "unknown"}\n</tool_call>'
     assert read(FORMATS["hermes"], [text]) == (text, [])
+
+
+def test_messages_that_name_their_channels() -> None:
+    """Whichever way calls are addressed; a message that is cut in its head is none."""
+    form = FORMATS["harmony"]
+    for call in (
+        '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"a": "<|e"}',
+        ' to=functions.get<|channel|>commentary json<|message|>{"a": "<|e"}',
+    ):
+        thought = "<|channel|>analysis<|message|>hm < |<|end|><|start|>assistant"
+        said = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+        whole = thought + said + call
+        for pieces in ([whole], list(whole)):
+            reader = CallReader(form, FUNCTIONS)
+            found = [piece for some in pieces for piece in reader.push(some)]
+            found += reader.push("", end=True)
+            assert "".join(text for kind, text in found if kind == "reasoning") == "hm < |"
+            rest = [piece for piece in found if piece.kind != "reasoning"]
+            assert together(rest) == ("Let me see.", [("get", '{"a": "<|e"}')])
+    assert read(form, ["<|channel|>final<|message|>Hello <|"]) == ("Hello <|", [])
+    assert read(form, ["<|channel|>fin"]) == ("", [])

@@ -14,7 +14,7 @@ pytest.importorskip("xgrammar")
 from specdec.serve.responses.protocol import messages_of
 from tests.helpers.live_server import MODEL, Live, live_server
 from tests.helpers.thinking import OPENED
-from tests.helpers.tools import HERMES, MISTRAL, tool_decoder
+from tests.helpers.tools import HARMONY, HERMES, MISTRAL, tool_decoder
 from tests.helpers.waiting import HANG
 from tests.specdec.serve.test_thinking import decoder_of
 from tests.specdec.serve.test_tools import BLANKS, CITY, client_of
@@ -159,6 +159,22 @@ def test_thinking_is_an_item_of_its_own() -> None:
         thought = made.output[0]
         assert deltas["response.reasoning_text.delta"] == thought.content[0].text
         assert deltas["response.output_text.delta"] == made.output_text
+
+
+def test_the_thinking_of_channels_is_counted() -> None:
+    with live_server(tool_decoder(HARMONY)) as live:
+        client, ids = client_of(live.url), live.decoder.tokenizer.convert_tokens_to_ids
+        bias = {str(ids("<|end|>")): 2.5, str(ids("f")): -20.0}  # no letter of channel final
+        for seed in range(12):
+            body = {"seed": seed, "logit_bias": bias}
+            made: Any = client.responses.create(**ASKED, tools=[TOOL], extra_body=body)
+            texts = [one.content[0].text for one in made.output if one.type == "reasoning"]
+            least = len("".join(texts)) + len(texts)  # a token a letter, and those that begin it
+            found = made.usage.output_tokens_details.reasoning_tokens
+            assert least <= found <= least + len(made.output)
+            if texts:
+                return
+    raise AssertionError("no output has thought")
 
 
 @pytest.mark.parametrize(

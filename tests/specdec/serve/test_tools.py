@@ -16,7 +16,7 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.link.channel import Facts
 from tests.checks.calls import asked, compare
 from tests.helpers.live_server import MODEL, live_server
-from tests.helpers.tools import HERMES, MISTRAL, UNKNOWN, function, tool_decoder
+from tests.helpers.tools import HARMONY, HERMES, MISTRAL, UNKNOWN, function, tool_decoder
 from tests.helpers.waiting import HANG
 
 CITY: Any = {
@@ -146,6 +146,38 @@ def test_text_and_calls_as_the_model_likes(mistral: openai.OpenAI) -> None:
         assert (reason == "tool_calls") == bool(calls) or reason == "length"
         kinds.add((bool(text), bool(calls)))
     assert {(True, False), (True, True)} <= kinds
+
+
+def test_channels() -> None:
+    """Thinking, talk, answers and calls of gpt-oss, in answers, streams and responses."""
+    kinds = set()
+    with live_server(tool_decoder(HARMONY)) as live:
+        client, ids = client_of(live.url), live.decoder.tokenizer.convert_tokens_to_ids
+        ends = {str(ids("<|end|>")): 2.5, str(ids("</s>")): 2.0, str(ids("\n")): -9.0}
+        for seed in range(9):
+            # In turn: any channel; that of thinking, by its letter; a call before its channel.
+            first = {str(ids(sign)): -20.0 * (seed % 3 == 1) for sign in "fc"}
+            first[str(ids(" "))] = 9.0 * (seed % 3 == 2)
+            bias = {**ends, **first}
+            way = {**ASKED, "seed": seed, "logit_bias": bias, "max_tokens": 150}
+            made: Any = client.chat.completions.create(**way).choices[0]
+            message, thought, text, arguments = made.message, "", "", ""
+            events: Any = client.chat.completions.create(**way, stream=True)
+            for event in events:
+                delta = event.choices[0].delta
+                text += delta.content or ""
+                thought += getattr(delta, "reasoning_content", None) or ""
+                arguments += "".join(
+                    one.function.arguments for one in delta.tool_calls or () if not one.id
+                )
+            assert thought == (getattr(message, "reasoning_content", None) or "")
+            assert text == (message.content or "") and "<|" not in text + thought
+            assert arguments == "".join(given for _, given in called(message))
+            if made.finish_reason != "length":
+                assert (made.finish_reason == "tool_calls") == bool(message.tool_calls)
+            kinds |= {name for name in ("content", "tool_calls") if getattr(message, name)}
+            kinds |= {"thought"} if thought else set()
+    assert kinds == {"content", "tool_calls", "thought"}
 
 
 def test_a_schema_for_answers_beside_tools(mistral: openai.OpenAI) -> None:
