@@ -38,7 +38,7 @@ _OTHERS = {
     "use_head_wise_attn_gate", "use_mtp", "use_pos_enc", "use_rmsnorm", "use_rotary_pos_emb",
     "use_routing_bias", "yarn_only_types",
 }  # fmt: skip
-"""Of published configs, which Transformers' classes do not declare; the three of the target are
+"""Keys of published configs that Transformers' classes do not declare; the three of the target are
 DeepSpec's and SpecForge's.
 """
 

@@ -36,7 +36,7 @@ class TargetShape(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the target."""
+        """Name of the target."""
 
     @property
     def hidden_size(self) -> int:

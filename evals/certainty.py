@@ -129,8 +129,8 @@ TAU, MEAN_TAU = slice(0, 2), slice(2, 4)
 
 
 def conversations(columns: Mapping[str, Sequence[int]]) -> dict[int, Array]:
-    """Of every conversation with verify steps tokens emitted, verify steps, the sum of its answers'
-    own tau, and their number.
+    """For every conversation with verify steps: tokens emitted, verify steps, the sum of its
+    answers' own tau, and their number.
 
     Args:
         columns: `answers` of a row of a report.

@@ -76,7 +76,7 @@ class PromptSet:
 
     @property
     def tasks(self) -> list[str | None]:
-        """Of every item the task that tables report it under: its category. Beside tasks of other
+        """The task that tables report each item under: its category. Beside tasks of other
         kinds the eight of MT-Bench are one, as Spec-Bench reports them.
 
         >>> rows = [Item(str(i), ("?",), category=name) for i, name in enumerate(sorted(MT_BENCH))]

@@ -137,7 +137,7 @@ def sigmoid_routing(config: Any) -> Routing:
 
 
 def norm_epsilon(config: Any) -> float:
-    """Of a model's norms."""
+    """Epsilon of a model's norms."""
     names = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
     return float(
         next(value for name in names if (value := getattr(config, name, None)) is not None)

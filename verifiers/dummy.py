@@ -50,7 +50,7 @@ _LEFT_PLAIN = re.compile(r"\.(in_proj_a|in_proj_b|shared_expert_gate|weights_pro
 """Linear layers of few outputs, which published checkpoints do not quantize."""
 
 _SHARD_BYTES = 4 * 2**30
-"""Of a file of weights; its last tensor may exceed it."""
+"""Bytes of a file of weights; its last tensor may exceed it."""
 
 
 def read_config(path: Path) -> PreTrainedConfig:

@@ -210,7 +210,7 @@ class _Reading(NamedTuple):
 
     @property
     def config(self) -> Any:
-        """Of the text part."""
+        """The config of the text part."""
         from verifiers.config.wrappers import text_config
 
         return text_config(self.whole)

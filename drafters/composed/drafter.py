@@ -236,7 +236,7 @@ class BoundComposed(BoundDrafter):
         return self._padded(self.parts[number].propose(self._limited(number, batch)), batch)
 
     def _forecasts(self, drafts: Mapping[int, DraftOutput], batch: DecodeBatch) -> Forecasts:
-        """Of all parts."""
+        """Forecasts of all parts."""
         zeros = torch.zeros_like(batch.anchors, dtype=torch.float32)
         told = {n: draft.forecast for n, draft in drafts.items()}
         every = torch.stack(

@@ -104,8 +104,8 @@ class Drafts:
         return self._path(block, self._head, self._head.num_candidates)
 
     def _choose(self, block: _Block, logits: Tensor, first: int) -> Choice:
-        """Of slots `first` and so on, as many as `logits` [num_reqs, n, draft_vocab_size] has, each
-        for itself.
+        """Chooses drafts of the slots from `first` on, as many as `logits` [num_reqs, n,
+        draft_vocab_size] has, each for itself.
         """
         return choose(
             block.batch,

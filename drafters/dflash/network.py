@@ -76,7 +76,7 @@ class DFlashNetwork:
         return self._ops.embed(token_ids, self._table)
 
     def angles(self, position_ids: Tensor) -> dict[Rope, Angles]:
-        """Of positions int64 [T]."""
+        """Angles of positions int64 [T]."""
         return self._decoder.angles(position_ids, self._attention.spec.dtype)
 
     def block_forward(

@@ -114,7 +114,7 @@ class Eagle3Config:
 
     @property
     def latent(self) -> LatentSizes | None:
-        """Of latent attention (arXiv 2405.04434); None without it."""
+        """Sizes of latent attention (arXiv 2405.04434); None without it."""
         layers = self.layers
         if not isinstance(layers, DeepseekV3Config):
             return None

@@ -16,7 +16,7 @@ from specdec.layers.ops.norm import Norm
 from specdec.layers.rotary.rotary import Rope
 
 EPSILON = 1e-6
-"""Of the norms inside the attention, whatever config.json says about others."""
+"""Epsilon of the norms inside the attention, whatever config.json says about others."""
 
 
 def latent_attention(

@@ -53,7 +53,7 @@ class Level(NamedTuple):
 
     @classmethod
     def first(cls, guesses: Guesses) -> "Level":
-        """Of guesses [num_reqs, 1, C]."""
+        """The first level, of guesses [num_reqs, 1, C]."""
         token_ids, scores = (one[:, 0] for one in guesses)
         places = torch.arange(scores.shape[1], device=scores.device).expand_as(token_ids)
         return cls(token_ids, scores, scores, places)

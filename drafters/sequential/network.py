@@ -47,7 +47,8 @@ class SequentialNetwork(Protocol):
     takes_trees: bool = True
     """Whether its attention serves rows that see what is above them in a tree alone."""
     mask: Mask | None = None
-    """Of a network that drafts all tokens in one forward; None where it takes a forward for each.
+    """The mask of a network that drafts all tokens in one forward; None where it takes a forward
+    for each.
     """
 
     @property

@@ -16,9 +16,9 @@ from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
 MOST_MATCHES = 64
-"""Of which a program keeps what followed."""
+"""Most matches of which a program keeps what followed."""
 MOST_TOKENS = 64
-"""Of an end, and of a continuation."""
+"""Most tokens of an end, and of a continuation."""
 CHUNK = 1024
 """Columns per program, or more where there would be too many programs for one to look through what
 they find.
@@ -155,7 +155,7 @@ def _best_matches_kernel(
 
 
 def warps_for(chunk: int) -> int:
-    """Of a chunk's program, so that no thread has too many columns at once."""
+    """Warps of a chunk's program, so that no thread has too many columns at once."""
     return max(1, min(16, chunk // 256))
 
 

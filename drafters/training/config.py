@@ -153,7 +153,7 @@ class TrainConfig:
     head: str = _option(
         "none",
         "drafter",
-        "what the token before a draft has a say through: none, markov, gated, selector, domino",
+        "head that corrects logits by the token before: none, markov, gated, selector, domino",
     )
     head_rank: int = _count(128, "drafter", "rank of the head's corrections")
     head_state: int = _count(256, "drafter", "numbers of a recurrent head's state (domino)")

@@ -213,8 +213,8 @@ def _acceptance(samples: list[Sample]) -> dict[str, Any]:
 
 
 def _metrics(results: Mapping[str, Any], task: str) -> dict[str, dict[str, Any]]:
-    """Of a side by "metric,filter": value and standard error, and where answers are right or wrong
-    a 95 % interval, and which are right (`evals.certainty.rights`).
+    """Metrics of a side by "metric,filter": value and standard error, and where answers are right
+    or wrong a 95 % interval and which are right (`evals.certainty.rights`).
     """
     right = rights(results["samples"][task])
     own = results["results"][task]

@@ -12,7 +12,7 @@ from evals.accuracy import confined
 from specdec.base.errors import SpecDecError
 
 SECONDS = 5
-"""Of the processor's time that a program may take."""
+"""Seconds of the processor's time that a program may take."""
 
 WAIT_SECONDS = 60
 """That a program may sleep or wait."""

@@ -94,7 +94,7 @@ def _speed(passes: Sequence[Pass], places: Sequence[int]) -> Speed | None:
 
 
 def latency(passes: Sequence[Pass]) -> dict[str, Any] | None:
-    """Of the requests of all passes the median and the tenth that fared worst: tokens per second of
+    """The median of all passes' requests, and the tenth that fared worst: tokens per second of
     each, milliseconds per token after the first, and to the first from where it got its place.
     None where they are not known.
     """

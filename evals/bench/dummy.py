@@ -100,7 +100,7 @@ class DummyConfig:
 
     @property
     def shapes(self) -> list[BlockShape]:
-        """Of the blocks that steps with drafts verify."""
+        """Shapes of the blocks that steps with drafts verify."""
         chains = [BlockShape(rows - 1) for rows in self.verify_rows if rows > 1]
         return [
             *chains,

@@ -37,7 +37,7 @@ class Side:
 
     @property
     def speed(self) -> Speed:
-        """Of its passes."""
+        """Speed of its passes."""
         return Speed([one.num_tokens for one in self.passes], [one.seconds for one in self.passes])
 
     def row(self, plain: Side, prompts: PromptSet, *, raw: bool) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Figures:
     memory: int | None
 
     def row(self, peak: float | None) -> tuple[str, ...]:
-        """Of the table, under `COLUMNS`."""
+        """A row of the table, under `COLUMNS`."""
         seconds, rate = self.step / 1e3, self.flop / self.step / 1e9
         return (
             f"{self.batch_size}",

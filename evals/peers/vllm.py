@@ -24,7 +24,7 @@ from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 MEMORY_SHARE = 0.4
-"""Of the accelerator; the other system's weights and cache have to fit beside it."""
+"""Share of the accelerator's memory; the other system's weights and cache have to fit beside it."""
 
 KNOWS_HEADS = Version("0.25")
 """The first release that corrects drafts by a Markov head (DSpark)."""

@@ -215,7 +215,7 @@ def serving_grid(rows: Iterable[Row]) -> Grid:
 
 
 def rank_grid(rows: Iterable[Row]) -> Grid:
-    """Of the accepted drafts of trees, the share of every rank."""
+    """The share of every rank among the accepted drafts of trees."""
     own = [row for row in drafting(rows) if row["acceptance"].get("share_by_rank")]
     most = max((len(row["acceptance"]["share_by_rank"]) for row in own), default=0)
     return _columns(
@@ -274,7 +274,7 @@ def _columns(title: str, rows: Sequence[Row], head: Sequence[str], cell: Any) ->
 
 
 def _part(row: Row) -> str:
-    """Of a sweep; rows of an evaluation have none."""
+    """The part of a sweep; rows of an evaluation have none."""
     if "prompt_set" not in row:
         return ""
     return f"{row['prompt_set']} T={row['temperature']:g} c={row['concurrency']}"

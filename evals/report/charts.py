@@ -156,7 +156,7 @@ class Charts:
         return self._shares(rows, "acceptance_rate", "draft position", "accepted")
 
     def accepted_by_rank(self, rows: Sequence[Row]) -> str:
-        """Of the accepted drafts of trees, the share of every rank, one line per side that has
+        """The share of every rank among the accepted drafts of trees, a line per side that has
         any.
         """
         name = "rank among the candidates of a position"

@@ -80,7 +80,7 @@ def compare_reports(one: Report, other: Report | None = None) -> str:
 
 
 def _judged_differently(one: Report, other: Report) -> list[str]:
-    """Of both reports' sides the answers that one of them alone has right."""
+    """Answers that one side alone has right, of both reports."""
     others = {task["task"]: task for task in other["tasks"]}
     lines = []
     for task in one["tasks"]:

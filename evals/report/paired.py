@@ -117,7 +117,7 @@ def _pairs(mine: Sequence[Row], theirs: Sequence[Row], *, alone: bool) -> Iterat
 
 
 def _tested(one: Row, other: Row, tasks: Sequence[str | None]) -> Iterator[tuple[str, ...]]:
-    """Of each kind of tau both sides' figures, their difference, its interval, and p."""
+    """Both sides' figures of each kind of tau, their difference, its interval, and p."""
     rows, others = conversations(one["answers"]), conversations(other["answers"])
     items = [item for item in rows if item in others]
     if len(items) < LEAST:

@@ -88,7 +88,7 @@ class Palette:
         self._place = {side: place for place, side in enumerate(sides)}
 
     def name(self, side: Side) -> str:
-        """Of its color, among `COLORS`."""
+        """Name of its color, among `COLORS`."""
         if side.drafter == PLAIN:
             return "plain"
         return f"side-{self._place[side] % len(_SIDES)}"
@@ -103,5 +103,5 @@ class Palette:
         return MARKERS[(place + place // len(_SIDES)) % len(MARKERS)]
 
     def hatch(self, side: Side) -> str:
-        """Of its bars, where its color is another side's as well."""
+        """Hatch of its bars, where its color is another side's as well."""
         return "///" if self._place.get(side, 0) >= len(_SIDES) else ""

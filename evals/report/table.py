@@ -45,7 +45,7 @@ def bench_table(report: Report) -> list[str]:
 
 
 def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Of sides whose drafts form trees or are chosen step by step, which they were, and which of a
+    """Shapes of sides with trees or chosen shapes, and which drafts of a
     tree were accepted.
     """
     shapes, ranks, parts = [], [], []
@@ -280,7 +280,7 @@ def _accuracy(metric: dict[str, Any]) -> tuple[str, str]:
 
 
 def _judged_differently(task: dict[str, Any]) -> list[str]:
-    """Of every side beside plain decoding the answers that it alone has right, or wrong."""
+    """Answers that a side alone has right, or wrong, beside plain decoding."""
     lines = []
     peers = {name: one["metrics"] for name, one in task.get("peers", {}).items()}
     for side, metrics in ({"speculative": task["speculative"]["metrics"]} | peers).items():

@@ -51,8 +51,8 @@ class TaskTable:
 
 
 def task_tables(report: Report) -> Iterator[TaskTable]:
-    """Of every part one for each set with categories, and one of the sets where there are several;
-    a set alone, without categories, is the only task of its part.
+    """Tables of every part: one for each set with categories, and one of the sets where there are
+    several; a set alone, without categories, is the only task of its part.
     """
 
     def part(row: Row) -> tuple[float, int]:
@@ -103,7 +103,7 @@ def _sets(
 
 
 def _whole(row: Row) -> Figures:
-    """Of a whole set; speeds are those of all requests together."""
+    """A row of a whole set; speeds are those of all requests together."""
     acceptance = row["acceptance"] or {"tau": row.get("peer_tau")}
     names = ("tau", "tau_interval", "mean_tau", "mean_tau_interval")
     return {name: acceptance.get(name) for name in names} | {

@@ -63,7 +63,7 @@ class _Node:
 
     @property
     def width(self) -> float:
-        """Of the box, in pixels."""
+        """Width of the box, in pixels."""
         return _ADVANCE * len(self.label + self.note) + 2 * _PAD
 
 

@@ -109,7 +109,9 @@ class TreeRows(NamedTuple):
         return seen
 
     def within(self, width: int, window: int | None) -> "TreeRows":
-        """The same, of the ancestors those that a window shows; of `width` rows per request."""
+        """Which rows see each other within a window, for `width` rows per request: a row sees those
+        of its ancestors that the window shows.
+        """
         if window is None or window >= width:
             return self
         bits = torch.arange(width - 1, device=self.ancestors.device)

@@ -213,7 +213,7 @@ class Requests:
         return metadata
 
     def metadata(self, slot_mapping: Tensor) -> AttentionMetadata:
-        """Of the forward that is checked."""
+        """Metadata of the forward that is checked."""
         phase, device = self.phase, slot_mapping.device
         table = self.table.to(device)
         if phase.known:

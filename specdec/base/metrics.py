@@ -159,7 +159,7 @@ class AcceptanceStats:
 
     @property
     def share_by_rank(self) -> list[float]:
-        """Of the accepted drafts of trees, the share that each rank has.
+        """The share of each rank among the accepted drafts of trees.
 
         >>> AcceptanceStats([2, 2], [2, 2], [3, 3], [8, 8], num_by_rank=[3, 0, 1]).share_by_rank
         [0.75, 0.0, 0.25]
@@ -168,7 +168,7 @@ class AcceptanceStats:
 
     @property
     def by_part(self) -> list[tuple[int, float]]:
-        """Of each part of a composition the verify steps that it drafted for, and its drafts
+        """For each part of a composition: the verify steps that it drafted for, and its drafts
         accepted in one of them.
 
         >>> AcceptanceStats([3, 3, 3, 0], [3, 2, 1, 0], [4, 3, 2, 1], parts=[0, 2, 2, 0]).by_part

@@ -39,7 +39,7 @@ _KINDS = {
 }
 _MOST_LINKS = 40  # as Linux has it
 _OF_TORCH = ("PytorchStreamWriter", "unexpected pos")
-"""Of the RuntimeError by which torch.save reports a full disk."""
+"""Words of the RuntimeError by which torch.save reports a full disk."""
 
 
 class Place(NamedTuple):

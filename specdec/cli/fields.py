@@ -25,7 +25,7 @@ _FLAGS = {
     "memory_bytes": ("--kv-memory",),
     "tree_nodes": ("--tree",),
 }
-"""Of the fields whose options are not called as they are."""
+"""Options of fields that are called otherwise."""
 
 _SIZES = {"memory_bytes", "kv_memory"}
 """Fields in bytes, which an option or a config file may give as 512M."""
@@ -228,7 +228,7 @@ def _shown(value: Any) -> str:
 
 
 def _field_docs(config: type) -> dict[str, tuple[str, str]]:
-    """Of every field the first sentence about it, and what its None stands for."""
+    """The first sentence about every field, and what its None stands for."""
     found: dict[str, str] = {}
     name = ""
     lines = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")[2].splitlines()

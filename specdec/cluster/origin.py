@@ -9,7 +9,7 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.provenance import origin_of_run
 
 _OF_ONE_RUN = ("command", "commit")
-"""Of what every file names, what may differ from machine to machine and from run to run."""
+"""Entries that may differ from machine to machine and from run to run."""
 
 
 def origin(decoder: SpecDecoder) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def origin(decoder: SpecDecoder) -> dict[str, Any]:
 
 
 SIZES = ("k", "max_num_seqs", "max_model_len")
-"""Of an origin, what the run itself decides; the rest is the machine's."""
+"""Entries of an origin that the run itself decides; the rest is the machine's."""
 
 
 def machine_of(origin: dict[str, Any]) -> dict[str, Any]:

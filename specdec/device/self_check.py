@@ -331,7 +331,7 @@ def _kept_or_run(
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=PATIENCE)
     except Timeout:
-        return Verdict(f"another process has been in the midst of it for {PATIENCE:.0f} s")
+        return Verdict(f"another process has been running it for {PATIENCE:.0f} s")
     except (OSError, NotImplementedError):
         return make()
     try:
@@ -341,7 +341,7 @@ def _kept_or_run(
 
 
 def _decided(path: Path, make: Callable[[], Verdict], device: torch.device, again: bool) -> Verdict:
-    """The same under the lock: nobody else is in the midst of this check, so one that was begun
+    """Runs the check under the lock. Nobody else runs it meanwhile, so one that was begun
     ended with its process.
     """
     kept = _read(path)

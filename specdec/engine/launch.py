@@ -93,7 +93,7 @@ class Launch:
 
     @property
     def shape(self) -> BlockShape:
-        """Of its blocks; without drafts for first tokens."""
+        """Shape of its blocks; without drafts for first tokens."""
         return self.block or BlockShape(0)
 
     def columns(self) -> StepColumns:

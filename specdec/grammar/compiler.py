@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CACHE_BYTES = 2**29
-"""Of compiled grammars that are kept for the next request; those of unfinished requests come on
-top. A schema takes a few MB.
+"""Bytes of compiled grammars that are kept for the next request; those of unfinished requests come
+on top. A schema takes a few MB.
 """
 
 

@@ -18,8 +18,8 @@ from specdec.grammar.schema.text_rules import Text
 Kind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "calls"]
 
 QUICK_CHARACTERS = 8192
-"""Of a schema without counts or patterns of its own, or of choices: fuzzed ones of this length
-compile in a fifth of a second.
+"""Most characters of a schema without counts or patterns of its own, or of choices: fuzzed ones of
+this length compile in a fifth of a second.
 """
 
 
@@ -194,7 +194,7 @@ class Grammar:
 
 @lru_cache(16)
 def _said(text: str) -> tuple[list[str], list[str], bool]:
-    """Of a schema the reasons and notes, and whether it has counts or patterns of its own."""
+    """Reasons and notes of a schema, and whether it has counts or patterns of its own."""
     found = reading(text)
     return found.reasons, found.notes, found.counts or any(one.patterns for one in found.texts)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from specdec.base.errors import InvalidInputError
 
 MOST_CHARACTERS = 2**20
-"""Of a grammar's text: schema, pattern, rules, or all choices as JSON."""
+"""Most characters of a grammar's text: schema, pattern, rules, or all choices as JSON."""
 
 MOST_PATTERN_CHARACTERS = 2**14
-"""Of a regular expression, and of a schema's patterns that differ together."""
+"""Most characters of a regular expression, and of a schema's patterns that differ together."""
 
 DEEPEST = 100
 """Schemas within schemas, and groups within groups of a pattern."""
@@ -19,7 +19,7 @@ other.
 """
 
 MOST_STATES = 1000
-"""Of the automaton of a string with lookaheads, lengths or several patterns."""
+"""Most states of the automaton of a string with lookaheads, lengths or several patterns."""
 
 MOST_EXPRESSIONS = 100_000
 """That are made on the way there."""

@@ -14,7 +14,7 @@ from specdec.base.packages import install_command
 
 HOPPER_SHARED_MEMORY = 227 * 1024
 AMD_SHARED_MEMORY = {"gfx950": 160 * 1024}
-"""Of architectures that have more than the others' 64 KiB."""
+"""Bytes of shared memory of architectures that have more than the others' 64 KiB."""
 
 
 def unavailable_reasons(device: torch.device) -> list[str]:

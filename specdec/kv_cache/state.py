@@ -68,8 +68,8 @@ class StateLayerSpec:
         return self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
 
     def columns(self, most_rows: int) -> int:
-        """Of the ring: what a step may have to take in with what its convolution looks back to, and
-        its own rows beside that.
+        """Columns of the ring: what a step may have to take in with what its convolution looks back
+        to, and its own rows beside that.
         """
         return self.taps - 1 + 2 * most_rows
 

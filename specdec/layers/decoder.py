@@ -138,7 +138,7 @@ class Decoder:
     def angles(
         self, position_ids: Tensor, dtype: torch.dtype, rope_lens: Tensor | None = None
     ) -> dict[Rope, Angles]:
-        """Of positions int64 [T], once for every kind of rotation; for `rope_lens` see
+        """Angles of positions int64 [T], once for every kind of rotation; for `rope_lens` see
         `specdec.model.batch.ForwardInput`.
         """
         return {rope: Angles.of(position_ids, rope, dtype, rope_lens) for rope in self._ropes}

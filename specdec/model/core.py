@@ -229,7 +229,7 @@ class Verifier(Protocol):
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """Of each of those layers the sliding window in tokens, None for full attention."""
+        """The sliding window of each of those layers in tokens; None for full attention."""
 
     @property
     def attention(self) -> AttentionBackend | MlaBackend:
@@ -348,8 +348,8 @@ class BoundDrafter(Protocol):
     """`outlook` tells something."""
 
     def allow(self, most_drafts: int) -> None:
-        """Told before the first request by who composes drafters: the drafts of a step may be
-        another's, up to so many.
+        """Lets the drafts of a step be another drafter's, at most `most_drafts`. A composition
+        calls it before the first request.
         """
         return
 

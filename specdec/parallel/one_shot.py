@@ -95,8 +95,8 @@ def one_shot(
 
 
 def most_bytes(size: int) -> int:
-    """Of a message: beyond, rings and trees are faster, for here each rank reads all of every other
-    one's.
+    """Most bytes of a message: beyond, rings and trees are faster, for here each rank reads all of
+    every other one's.
     """
     return 512 * 1024 if size <= 4 else 256 * 1024
 

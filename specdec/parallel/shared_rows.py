@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 MOST_ROWS = 64
-"""Of a sum: as many programs of a kernel wait for those of other ranks, so all of them have to run
-at once.
+"""Most rows of a sum: as many programs of a kernel wait for those of other ranks, so all of them
+have to run at once.
 """
 
 

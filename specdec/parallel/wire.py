@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.parallel.group import Group
 
 NUMBERS = 12
-"""Of a message, its length in bytes among them."""
+"""Numbers of a message, its length in bytes among them."""
 
 _HEAD = struct.Struct(f"<{NUMBERS}q")
 _SEAL = 16  # bytes
@@ -111,7 +111,7 @@ class Wire:
         return Message(numbers, payload)
 
     def _seal(self, head: bytes, payload: bytes) -> bytes:
-        """Of the next message."""
+        """The seal of the next message."""
         self._count += 1
         seal = blake2b(self._count.to_bytes(8) + head, digest_size=_SEAL, key=self._secret)
         seal.update(payload)

@@ -26,8 +26,8 @@ class TokenMasks:
 
     @classmethod
     def empty(cls, num_reqs: int, rows: int, vocab_size: int, memory: Tensor) -> TokenMasks:
-        """Masks of nobody, with room for all requests: in `memory`, int32 [any], or beside it where
-        that is too small.
+        """Masks that hold no request yet, with room for all: in `memory`, int32 [any], or beside it
+        where that is too small.
         """
         shape = (num_reqs, rows, -(-vocab_size // 32))
         words = (

@@ -9,7 +9,8 @@ from specdec.base.chat.tools import FORMATS
 from specdec.base.errors import InvalidInputError
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
-"""Of the environment: the key where no option names one, so that it stands in no list of processes.
+"""A variable of the environment: the key where no option names one, so that it stands in no list of
+processes.
 """
 
 

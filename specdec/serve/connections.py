@@ -14,7 +14,7 @@ from specdec.serve.config import ServeConfig
 Phase = Literal["idle", "headers", "body", "answer", "unread"]
 
 _OTHER_FILES = 128
-"""Of the process: weights, libraries, pipes, and connections that come within a tick."""
+"""Files of the process: weights, libraries, pipes, and connections that come within a tick."""
 
 _FEWEST = 8
 
@@ -33,7 +33,7 @@ take all time there is.
 
 
 class Patient:
-    """Of a protocol of uvicorn: reads a little at a time."""
+    """A protocol of uvicorn that reads a little at a time."""
 
     _bytes = _ends = 0
 

@@ -210,7 +210,7 @@ class Front:
         while not self.idle and not self.dead and time.monotonic() < until:
             await asyncio.sleep(0.02)
         for outputs in list(self._open):
-            outputs.cut(busy("the server ends and has cut this output; ask another one"))
+            outputs.cut(busy("the server is stopping and ended this output; ask another one"))
         self.texts.close()
 
     def _check_room(self, what: str, more: int, now: int, limit: int) -> None:
@@ -424,4 +424,4 @@ def _check_result(result: GenerationResult) -> None:
     if result.finish_reason == "error":
         raise engine_failed(RuntimeError(result.error or "the engine failed"))
     if result.finish_reason == "cancelled":
-        raise busy("the server ends and has cut this output; ask another one")
+        raise busy("the server is stopping and ended this output; ask another one")

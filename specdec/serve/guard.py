@@ -103,5 +103,5 @@ def _local(host: str) -> bool:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of equal length for all keys, so that a comparison takes the same time."""
+    """A digest, equally long for all keys, so that a comparison takes the same time."""
     return sha256(key).digest()

@@ -43,7 +43,7 @@ class Tools:
     notes: list[str] = field(default_factory=list)
 
     def grammar(self, tokenizer: PreTrainedTokenizerBase, answer: Grammar | None) -> Grammar:
-        """Of answers; `answer` is that of those that call nothing."""
+        """The grammar of answers; `answer` is that of those that call nothing."""
         return Grammar.calls(
             self.form.name,
             self.functions,
@@ -132,7 +132,7 @@ def _function(place: str, given: Any) -> _Function:
 
 
 def _schema(name: str, given: Any, place: str) -> dict[str, Any]:
-    """Of the arguments of a function; none at all unless they are described."""
+    """The schema of a function's arguments; none at all unless they are described."""
     schema = {"type": "object", "properties": {}} if given is None else given
     if not isinstance(schema, Mapping):
         what = f"the parameters of {name} are {reprlib.repr(given)}"

@@ -214,7 +214,7 @@ class Session:
                         on_step()
                     if not self._callers and not ready():
                         raise RuntimeError(
-                            "the session has no request left, and somebody waits for one"
+                            "the session has no request left, and a caller still waits for one"
                         )
             finally:
                 self._hand_over()

@@ -16,7 +16,7 @@ from verifiers.config.families import family_of
 from verifiers.weights.weights import Weights
 
 EPSILON = 1e-6
-"""Of the norms within latent attention, which no config states."""
+"""Epsilon of the norms within latent attention, which no config states."""
 
 
 def latent_attention(

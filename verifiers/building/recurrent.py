@@ -172,7 +172,7 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
 
 
 def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
-    """Of what Mamba-2 puts out, over groups of that width; None where it is only gated."""
+    """The norm of what Mamba-2 puts out, over groups of that width; None where it is only gated."""
     weight = weights.optional("norm.weight")
     if weight is None:
         return None
@@ -184,7 +184,7 @@ def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:
 
 
 def _epsilon(config: Any) -> float:
-    """Of the norms of recurrent layers."""
+    """Epsilon of the norms of recurrent layers."""
     own = recurrent_of(config).epsilon
     return norm_epsilon(config) if own is None else own
 

@@ -42,7 +42,7 @@ ARCHITECTURES = {
 """By llama.cpp's name, the model type that it usually is, and what is to be known of its files."""
 
 UNKNOWN = Family()
-"""Of every other one."""
+"""The family of every other type."""
 
 
 def family_of(config: Any) -> Family:

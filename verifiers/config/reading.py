@@ -34,8 +34,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "length": (-LARGEST, LARGEST),
     "theta": (1e-30, 1e30),
 }
-"""Of numbers in a config, by the last word of an entry: parts, of each of which Transformers makes
-an object or a list's item, what norms add, a tokenizer's longest text, and bases of RoPE."""
+"""Ranges of numbers in a config, by the last word of an entry: parts, of each of which Transformers
+makes an object or a list's item, what norms add, a tokenizer's longest text, and bases of RoPE.
+"""
 
 
 _COUNTS = re.compile(

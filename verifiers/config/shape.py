@@ -183,7 +183,7 @@ def _layer_specs(
 
 
 def layer_caches(config: PreTrainedConfig) -> list[list[int]]:
-    """Of each decoder layer which of the `layer_specs` are its own."""
+    """For each decoder layer, which of the `layer_specs` are its own."""
     counts = [
         attends(config, layer) + is_recurrent(config, layer)
         for layer in range(config.num_hidden_layers)

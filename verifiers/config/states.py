@@ -40,7 +40,7 @@ def state_layer_spec(config: Any, dtype: torch.dtype) -> StateLayerSpec:
 
 
 def sizes_of(config: Any) -> Sizes:
-    """Of the recurrent layers of a model, or of a rank's part of them."""
+    """Sizes of the recurrent layers of a model, or of a rank's part of them."""
     return recurrent_of(config).sizes(config).of_rank(config)
 
 

@@ -93,7 +93,7 @@ def latent_entries(facts: Facts, entries: Entries) -> Entries:
 
 
 def _indexed(facts: Facts) -> Entries:
-    """Of attention to the positions that an indexer chooses, in layers that have one."""
+    """A description of attention to positions that an indexer chooses, in layers that have one."""
     sparse = facts.layers_with("ffn_gate_exps.weight")
     own, layers = facts.layers_with("indexer.proj.weight"), range(facts.layers)
     return {

@@ -24,7 +24,7 @@ _HYBRID_NAMES = (
 
 
 def mamba_sizes(config: Any) -> Sizes:
-    """Of Mamba-2 layers (arXiv 2405.21060)."""
+    """Sizes of Mamba-2 layers (arXiv 2405.21060)."""
     return Sizes(
         key_heads=config.mamba_n_groups,
         value_heads=config.mamba_n_heads,

@@ -32,7 +32,7 @@ def routing(config: Any) -> Routing:
 
 
 def _mixture(facts: Facts, entries: Entries) -> Entries:
-    """Of Qwen's mixtures, whose sizes older files do not say."""
+    """Sizes of Qwen's mixtures, whose sizes older files do not say."""
     sparse = facts.layers_with("ffn_gate_exps.weight")
     shape = facts.files.shape(f"blk.{first_sparse(facts)}.ffn_gate_exps.weight")
     return {
@@ -44,7 +44,7 @@ def _mixture(facts: Facts, entries: Entries) -> Entries:
 
 
 def shared_mixture(facts: Facts, entries: Entries) -> Entries:
-    """Of a mixture with an expert that all rows have."""
+    """A description of a mixture with an expert that all rows have."""
     shared = facts.files.shape(f"blk.{first_sparse(facts)}.ffn_gate_shexp.weight")[0]
     return {**_mixture(facts, entries), "shared_expert_intermediate_size": shared}
 

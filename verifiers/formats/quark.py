@@ -30,7 +30,7 @@ class Scheme(NamedTuple):
 
     @property
     def bits(self) -> float:
-        """Of a number, with its part of a scale."""
+        """Bits of a number, with its part of a scale."""
         if self.kind == "fp4":
             return MX_BITS if self.group == MX_GROUP else NV_BITS
         return (

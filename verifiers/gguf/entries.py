@@ -100,7 +100,7 @@ def experts_of(facts: Facts, entries: Entries) -> Entries:
 
 
 def expert_width(facts: Facts, entries: Entries) -> Entries:
-    """Of families whose configs say it as others say that of a dense MLP."""
+    """The width of experts in families whose configs say it as others say that of a dense MLP."""
     width = facts("expert_feed_forward_length", entries.get("intermediate_size"))
     return {"intermediate_size": width}
 

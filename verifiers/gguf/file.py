@@ -124,7 +124,7 @@ class GgufFiles:
         return str(self.metadata["general.architecture"])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor.
+        """Shape of a tensor.
 
         Raises:
             CheckpointError: there is none of that name.
@@ -335,7 +335,7 @@ class Facts:
 
     @property
     def name(self) -> str:
-        """Of the file, for messages."""
+        """Name of the file, for messages."""
         return self.files.path.name
 
     @property
@@ -364,7 +364,7 @@ class Facts:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of all tensors, and of those of layers without the layer's number."""
+        """Names of all tensors, and of those of layers without the layer's number."""
         bare = (re.sub(r"^blk\.\d+\.", "blk.", name) for name in self.files.entries)
         return frozenset([*self.files.entries, *bare])
 

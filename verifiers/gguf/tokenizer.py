@@ -226,7 +226,7 @@ class _Vocabulary:
         return tokenizer
 
     def config(self) -> dict[str, Any]:
-        """Of tokenizer_config.json."""
+        """The content of tokenizer_config.json."""
         tokens = ((name, self._token(key)) for name, key in SPECIAL.items())
         found: dict[str, Any] = {name: token for name, token in tokens if token is not None}
         found["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -40,7 +40,7 @@ WITHOUT_GATES = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """The same of experts without gates."""
 
 CONVOLUTIONS = re.compile(r"^(.*\.)q_conv1d\.weight$")
-"""Of queries; transformers has one convolution for queries, keys and values."""
+"""Convolutions of queries; transformers has one convolution for queries, keys and values."""
 
 
 def read_weights(
@@ -283,7 +283,7 @@ class _Reader:
 
     @staticmethod
     def _name(module: str) -> str:
-        """Of a module's weight; joined experts have the module's own."""
+        """Name of a module's weight; joined experts have the module's own."""
         return (
             module
             if module.endswith((".experts.gate_up_proj", ".experts.down_proj"))

@@ -62,7 +62,7 @@ class Recipes:
         self._map = gguf.get_tensor_name_map(numbers[self._architecture], layers)
 
     def recipe(self, name: str) -> Recipe:
-        """Of the tensor that Transformers calls so.
+        """Recipe of the tensor that Transformers calls so.
 
         Raises:
             CheckpointError: the file does not have what it takes.
@@ -163,7 +163,7 @@ class Recipes:
         )
 
     def shared_gate(self, name: str, found: re.Match[str]) -> Recipe:
-        """Of shared experts, which is a vector in the file."""
+        """The gate of shared experts, which is a vector in the file."""
         return Recipe(
             (f"blk.{_layer(name)}.ffn_gate_inp_shexp.weight",),
             change=lambda parts: parts[0].reshape(1, -1),
@@ -205,7 +205,7 @@ class Recipes:
         return Recipe(tuple(f"{begin}_{part}{end}" for part in parts))
 
     def router(self, name: str, found: re.Match[str]) -> Recipe | None:
-        """Of Gemma 4's experts, with factors that are no weights, and of Granite's."""
+        """The router of Gemma 4's experts, with factors that are no weights, and of Granite's."""
         ends = {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
         return Recipe((f"blk.{_layer(name)}.{ends.get(found['part'], 'ffn_gate_inp.weight')}",))
 
@@ -311,4 +311,4 @@ def _special() -> Iterator[tuple[str, Callable[[Recipes, str, re.Match[str]], Re
 
 
 _SPECIAL = [(re.compile(expression), make) for expression, make in _special()]
-"""Of tensors of which more is to be said than their names."""
+"""How tensors are made of which more is to be said than their names."""

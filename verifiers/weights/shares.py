@@ -72,8 +72,8 @@ class Share:
         self._transposed = description.experts in ("transposed", "interleaved")
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of this rank's part of a tensor, which is called `name` by transformers and has this
-        shape.
+        """Shape of this rank's part of a tensor, which is called `name` by transformers and has
+        this shape.
 
         Raises:
             UnsupportedModelError: the ranks do not divide it.
@@ -178,7 +178,7 @@ class Share:
         return next((rule for expression, rule in self._rules if expression.search(name)), None)
 
     def _slices(self, name: str, rule: _Rule, size: int) -> list[range]:
-        """Of an axis of that size what this rank has, in order."""
+        """Slices of an axis of that size that this rank has, in order."""
         if rule.kind == "tokens":
             each = -(-size // self.group.size)
             return [
@@ -273,7 +273,7 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
 
 
 def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:
-    """Of tensors of recurrent layers that are no projections."""
+    """Rules for tensors of recurrent layers that are no projections."""
     rule, sizes = recurrent_of(config).rule, sizes_of(config)
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
     channels: tuple[int, ...] = (1,) if rule == "convolution" else (keys, keys, values)
@@ -289,7 +289,7 @@ def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:
 
 
 def _recurrent_outputs(config: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Of projections of recurrent layers."""
+    """Rules for projections of recurrent layers."""
     rule, sizes = recurrent_of(config).rule, sizes_of(config)
     if rule == "convolution":
         return [(r"linear_attn\.in_proj", (1, 1, 1))]

@@ -25,7 +25,7 @@ def config_json(config: DFlashConfig, layout: Layout, *, dtype: str) -> dict[str
 
 
 def misreading(config: DFlashConfig, layout: Layout) -> str | None:
-    """Who takes a drafter in a layout for another one, and which layout to give it instead; None
+    """Readers that take a drafter in a layout for another one, and which layout to give them; None
     where nobody is known to.
     """
     if layout == "speculators" and len(set(config.causal)) > 1:

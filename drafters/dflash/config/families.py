@@ -35,7 +35,7 @@ class Family:
     partial_rope: bool = False
 
     def sizes(self, keys: Keys) -> LatentSizes | None:
-        """Of latent attention; None without it.
+        """Sizes of latent attention; None without it.
 
         Raises:
             CheckpointError: one is missing.
@@ -53,7 +53,8 @@ class Family:
         )
 
     def gate(self, keys: Keys) -> AttentionGate | None:
-        """Of attention's output, as Laguna's `gating` says; its absence means one for each head.
+        """The gate of attention's output, as Laguna's `gating` says; its absence means one for each
+        head.
 
         Raises:
             CheckpointError: another kind.

@@ -100,7 +100,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _spans(row: Row) -> list[list[int]]:
-    """Of the answers in a row of tokens."""
+    """Spans of the answers in a row of tokens."""
     found, start = [], 0
     for answered, run in groupby(map(bool, row[MASK])):
         end = start + len(list(run))

@@ -223,7 +223,7 @@ class _Drafts:
     def accepted(
         self, hidden: Tensor, blocks: Blocks, sampling: SamplingTensors
     ) -> tuple[Tensor, Tensor]:
-        """Of blocks of sequences that were drawn as `sampling` says.
+        """Counts accepted drafts of blocks of sequences drawn as `sampling` says.
 
         Args:
             hidden: [S, N, K, H], final states.

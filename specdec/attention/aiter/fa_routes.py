@@ -63,8 +63,8 @@ __all__ = ["FULL", "TRITON_ONLY", "table"]
 PAGED_HEAD_DIMS = (64, 128, 256)
 PAGED_MAX_GROUP = 16
 ASSEMBLY_BLOCKS = 2**16
-"""Of a cache: before 0.1.17 the assembly kernel cuts their numbers to 16 bits, and after it nobody
-has shown that one load may reach further.
+"""Most blocks of a cache: before 0.1.17 the assembly kernel cuts their numbers to 16 bits, and
+after it nobody has shown that one load may reach further.
 """
 
 

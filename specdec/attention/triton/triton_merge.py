@@ -10,7 +10,7 @@ from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
 ROWS = 16
-"""Of a program."""
+"""Rows of a program."""
 
 
 @triton.jit

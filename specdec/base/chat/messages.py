@@ -170,7 +170,7 @@ def _readable(number: int, message: Any) -> dict[str, Any]:
 
 
 def _text_of(number: int, part: Any) -> str:
-    """Of a part of a content."""
+    """The text of a part of a content."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping):

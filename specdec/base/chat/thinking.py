@@ -32,7 +32,7 @@ _FORMS = (
 
 
 class Phase(Enum):
-    """Of an output: nothing has begun, it is thinking, or it answers."""
+    """Phase of an output: nothing has begun, it is thinking, or it answers."""
 
     BEFORE = "before"
     WITHIN = "within"

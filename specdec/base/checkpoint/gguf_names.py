@@ -56,7 +56,7 @@ def part_names(name: str) -> list[str]:
 
 
 def models_among(files: Iterable[str]) -> list[str]:
-    """Of names of files those of models, the first part of each."""
+    """Names of model files among these, the first part of each."""
     found = (file for file in files if file.endswith(".gguf"))
     whole = (file for file in found if (part := PART.search(file)) is None or int(part[1]) == 1)
     return sorted(file for file in whole if not _NO_MODEL.search(file.rpartition("/")[2]))

@@ -64,7 +64,7 @@ cache since.
 """
 
 _UNPACKED: dict[str, Path] = {}
-"""Of names on the hub that mean a GGUF file the folders that these were unpacked to."""
+"""Folders to which GGUF files were unpacked, by their names on the hub."""
 
 
 class _Place(NamedTuple):

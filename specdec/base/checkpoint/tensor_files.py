@@ -121,7 +121,7 @@ class TensorFiles:
         )
 
     def shape(self, name: str) -> list[int]:
-        """Of one tensor; errors are those of `read`."""
+        """Shape of one tensor; errors are those of `read`."""
         return self._asked(name, lambda handle: handle.get_slice(name).get_shape())
 
     def _check_there(self, files: Iterable[str], teller: str) -> None:

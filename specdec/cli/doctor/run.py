@@ -28,7 +28,7 @@ SHAPES = ((32, 8, 128), (9, 3, 64), (16, 2, 256))
 
 
 INDEXER = IndexerSpec(64, 128, 2048)
-"""Of DeepSeek-V3.2, as are the heads of latent attention."""
+"""The indexer of DeepSeek-V3.2, as are the heads of latent attention."""
 
 
 class Kind(NamedTuple):

@@ -30,7 +30,7 @@ from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 
 LEAST_ROWS = 128
-"""Of a request; fewer take as long."""
+"""Fewest rows of a request; fewer take as long."""
 MOST_ROWS = 8192
 """Padding included, of which many chunks of unlike lengths have much."""
 MOST_CHUNK_ROWS = 2048

@@ -44,7 +44,7 @@ from specdec.sampling.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 KEYS_PER_KERNEL = 16384
-"""Of AITER's paged kernels, which are compiled anew for each further so many keys."""
+"""Keys after which AITER's paged kernels are compiled anew."""
 
 UNPADDED = 16
 """Eager batches of up to so many requests are launched in every size, on which the splits of

@@ -17,7 +17,7 @@ about it.
 
 _LATE = 8  # the same, of what tells whether acceptance has changed
 FIRST_GUESS = 0.9
-"""Of the first position before anything is known; high, so that drafting is tried."""
+"""Acceptance of the first position before anything is known; high, so that drafting is tried."""
 _GUESS_WEIGHT = 0.5  # in observations
 # of a chain's accepted drafts so many more with each doubling of a tree's rows; by sampled
 _HOPE = {False: 0.1, True: 0.25}

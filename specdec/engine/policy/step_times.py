@@ -106,7 +106,7 @@ class StepSize(NamedTuple):
 
     @property
     def forwards(self) -> int:
-        """Of the drafter."""
+        """Forwards of the drafter."""
         return self.shape.depth if self.forward_for_each else min(self.shape.depth, 1)
 
     @property
@@ -128,8 +128,8 @@ class StepSize(NamedTuple):
         of them what the other took.
 
         Without one above it grows on, a quarter as fast as between fewer drafts. Plain decoding is
-        hoped to take no longer than what is below, lest it be given up unmeasured when it would be
-        the fastest.
+        taken to be no slower than the shapes below it. Else it could be given up unmeasured when it
+        would be the fastest.
         """
         below = max(
             ((took, step.rows) for step, took in known.items() if self.exceeds(step)), default=None

@@ -11,8 +11,8 @@ from specdec.engine.requests.request import Request, Status
 from specdec.kv_cache import BlockPool, blocks_for
 
 MOST_ROWS_TO_SCORE = 1024
-"""Of a step: enough to keep a device busy, few enough that their logits over a large vocabulary fit
-its memory.
+"""Rows of a step: enough to keep a device busy, few enough that their logits over a large
+vocabulary fit its memory.
 """
 
 

@@ -38,7 +38,7 @@ BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 NOT_HELD = ", which cannot be held to; write it without"
 
 MOST = 2**16
-"""Of one part in a row."""
+"""Most repetitions of one part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from specdec.grammar.limits import MOST_COMPARISONS
 from specdec.grammar.schema.form import OF_TYPE, TYPES, malformed
 
 MOST_OPTIONS = 100
-"""Of a `oneOf`, beside constants: each is compared with each."""
+"""Most options of a `oneOf`, beside constants: each is compared with each."""
 
 
 class Root:

@@ -32,7 +32,7 @@ NAME = "aiter_layers"
 EPSILON = 1e-5
 
 STORED_DTYPES = (torch.bfloat16,)
-"""Of a cache that is written by the kernel that rotates; from 0.1.15.post1 on it takes no float16.
+"""Types of a cache that the rotating kernel writes; from 0.1.15.post1 on it takes no float16.
 """
 
 

@@ -18,7 +18,7 @@ from specdec.layers.experts.routing import Experts, Routing, SharedExperts
 from specdec.layers.linear import DenseLinear, Linear
 
 GATE_ROWS = 64
-"""Of which a joined gate has a multiple: products of few rows divide among as many columns."""
+"""A joined gate has a multiple of these rows: products of few rows divide among as many columns."""
 
 
 class MLP(Protocol):

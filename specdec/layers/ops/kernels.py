@@ -170,7 +170,7 @@ class TritonOps(TorchOps):
         return mix(hidden, weights, ids, joined.experts, joined.shared)
 
     def _logits(self, gate: Linear, hidden: Tensor) -> Tensor:
-        """Of rows [T, H], for experts; perhaps as partial sums."""
+        """Router logits of rows [T, H], for experts; perhaps as partial sums."""
         rows = hidden.to(gate.dtype)
         logits = gate.few_rows(rows, may_split=True) if self._multiplies_few_rows else None
         return gate(rows) if logits is None else logits

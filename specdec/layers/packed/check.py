@@ -21,7 +21,7 @@ _SIZES: dict[Code, float] = {"e4m3": 1.0, "int8": 74.0, "int4": 4.6, "e2m1": 3.0
 """About how large the values of codes are."""
 
 _OF_EXPERTS: tuple[Code, ...] = ("e4m3", "int4")
-"""Of bytes and of halves; the kernels of experts read codes as the others do."""
+"""Codes of bytes and of halves; the kernels of experts read codes as the others do."""
 
 
 def keeps_packed(device: torch.device, dtype: torch.dtype) -> bool:

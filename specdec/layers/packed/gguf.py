@@ -182,7 +182,7 @@ class GgufWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its numbers, [..., out, in]."""
+        """Shape of its numbers, [..., out, in]."""
         return *self.parts[0].raw.shape[:-2], self.out_features, self.in_features
 
     @property

@@ -98,12 +98,14 @@ many of them at once.
 """
 
 MOST_SCALES = 8
-"""Of a column and lane that are asked for at once with their codes: more would not fit into
-registers.
+"""Most scales of a column and lane that are asked for at once with their codes: more would not fit
+into registers.
 """
 
 FEW_REGISTERS = 168
-"""Of a thread that unpacks scales of few rows, so that a processor has room for three programs."""
+"""Registers of a thread that unpacks scales of few rows, so that a processor has room for three
+programs.
+"""
 
 MANY_ROWS = Tile(64, 1, 128, stages=3)
 """For `MOST_ROWS` < rows <= `MOST_TILED_ROWS`, 64 at a time."""

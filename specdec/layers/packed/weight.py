@@ -113,7 +113,7 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its numbers, [..., out, in]."""
+        """Shape of its numbers, [..., out, in]."""
         return *self.codes.shape[:-1], self.in_features
 
     @property

@@ -17,7 +17,7 @@ from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
 
 EPSILON = 1e-6
 MOST_ROWS = 4
-"""Of a step with drafts."""
+"""Most rows of a step with drafts."""
 
 
 def check_recurrence(device: torch.device, dtype: torch.dtype) -> Deviation:
@@ -198,7 +198,7 @@ def _convolution_deviations(device: torch.device, dtype: torch.dtype) -> Iterato
 
 
 def _gated_convolution(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
-    """Of a whole sequence, in the type of `x`; sums in float32 at least."""
+    """The convolution of a whole sequence, in the type of `x`; sums in float32 at least."""
     before, after, value = x.chunk(3, dim=1)
     wide, taps = torch.promote_types(x.dtype, torch.float32), kernel.shape[1]
     padded = F.pad((before * value).to(wide), (0, 0, taps - 1, 0))

@@ -145,7 +145,7 @@ class Recurrence:
 
     @property
     def decays(self) -> int:
-        """Of a row and value head."""
+        """Decays of a row and value head."""
         return self.key_dim if self.decays_by_key else 1
 
     @property

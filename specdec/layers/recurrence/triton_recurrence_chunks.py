@@ -79,7 +79,7 @@ def _product(exact: tl.tensor, wide: tl.tensor, SPLIT: tl.constexpr) -> tl.tenso
 def _wide_product(
     a: tl.tensor, b: tl.tensor, dtype: tl.constexpr, SPLIT: tl.constexpr
 ) -> tl.tensor:
-    """Of float32 numbers, by way of products in the model's type."""
+    """The product of float32 numbers, by way of products in the model's type."""
     high = a.to(dtype)
     result = _product(high, b, SPLIT)
     if SPLIT:

@@ -107,8 +107,8 @@ def _within_kernel(
 
 @triton.jit
 def _inverse(below: tl.tensor) -> tl.tensor:
-    """Of a triangular block with ones on its diagonal, given what is below that: its columns are
-    eliminated one after the other.
+    """The inverse of a triangular block with ones on its diagonal, given what is below that: its
+    columns are eliminated one after the other.
     """
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]

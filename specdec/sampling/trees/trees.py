@@ -156,8 +156,8 @@ class _Rows(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _rows(widths: tuple[int, ...], num_nodes: int, device: torch.device) -> _Rows:
-    """Of levels of so many paths; made once, since on a CPU many small operations are what a tree
-    costs.
+    """Rows of levels of so many paths; made once, since on a CPU many small operations are what a
+    tree costs.
     """
     firsts = accumulate((1, *widths), initial=0)
     levels = [

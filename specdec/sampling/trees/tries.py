@@ -239,7 +239,7 @@ KERNEL = Kernel("tries", check_tries)
 
 
 def _mismatches(ours: ScoredDrafts, expected: ScoredDrafts) -> list[Deviation]:
-    """Of all but the scores."""
+    """Mismatches of all but the scores."""
     sides = (
         (x.token_ids, x.num_drafts, x.tree.parents, x.tree.depths, x.tree.ancestors, x.tree.ranks)
         for x in (ours, expected)

@@ -176,7 +176,7 @@ class CallReader:
 
 
 def new_call_id() -> str:
-    """Of a call: nine letters and digits, as Mistral's templates want them of every id."""
+    """The id of a call: nine letters and digits, as Mistral's templates want them of every id."""
     return "".join(secrets.choice(_ID) for _ in range(9))
 
 

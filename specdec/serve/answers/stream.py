@@ -17,7 +17,7 @@ from specdec.session.outputs import StreamChunk
 logger = logging.getLogger(__name__)
 
 CONNECTION = "specdec.connection"
-"""Of a scope: uvicorn's own state of the request."""
+"""Key of a scope: uvicorn's own state of the request."""
 
 
 class EventStream(Response):

@@ -88,6 +88,6 @@ class Setup:
 
 
 def last_part(name: str) -> str:
-    """Of the path of a folder; any other name as it is."""
+    """The last part of a folder's path; any other name as it is."""
     path = user_path(name)
     return path.resolve().name or name if path.exists() else name

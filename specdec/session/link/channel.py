@@ -31,8 +31,8 @@ _BUFFER = 2**22
 
 
 MOST_BYTES = 2**26
-"""Of a message to an engine. Fronts let no longer one in: the tokens of a prompt fit the context,
-and a grammar is of limited size.
+"""Most bytes of a message to an engine. Fronts let no longer one in: the tokens of a prompt fit the
+context, and a grammar is of limited size.
 """
 
 
@@ -135,7 +135,7 @@ class Channel:
         self._behind: list[list[Any]] = []  # what came with the first message
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """The socket's number."""
         return self._sock.fileno()
 
     @property

@@ -22,7 +22,7 @@ _FORMS: dict[str, Callable[[Any], Any]] = {
     "num_by_rank": lambda pairs: Counter(dict(pairs)),
     "prompt_top_logprobs": lambda tops: [dict(top) for top in tops],
 }
-"""Of what a request knows at its end, what JSON has no word for."""
+"""Values that a request has at its end and JSON has no word for."""
 
 
 class Remote:

@@ -12,7 +12,7 @@ from verifiers.gguf.file import Entries, Facts
 
 
 def delta_sizes(config: Any) -> Sizes:
-    """Of layers with the gated delta rule (arXiv 2412.06464)."""
+    """Sizes of layers with the gated delta rule (arXiv 2412.06464)."""
     key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     return Sizes(key_heads, value_heads, key_dim, value_dim, config.linear_conv_kernel_dim, 2)
