@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -190,7 +191,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def server_info() -> dict[str, Any]:
         return {"internal_states": [{"avg_spec_accept_length": front.count().tau}]}
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/ping", methods=["GET", "HEAD"])
     async def health() -> Response:
         front.check_open()
         return Response()
@@ -232,11 +234,14 @@ def _add_errors(app: FastAPI, front: Front) -> None:
 
     @app.exception_handler(HTTPException)
     async def refuse_route(http: Request, error: HTTPException) -> Response:
-        return answer(
-            RequestError(
-                error.status_code, f"{http.method} {http.url.path}: {str(error.detail).lower()}"
+        what = f"{http.method} {http.url.path}: {str(error.detail).lower()}"
+        if error.status_code == 404:
+            routes = [one.path for one in app.routes if isinstance(one, APIRoute)]
+            asked = ", ".join(
+                path for path in routes if path.startswith("/v1/") and "{" not in path
             )
-        )
+            what = f"{what}; there are {asked}"
+        return answer(RequestError(error.status_code, what))
 
     @app.exception_handler(ClientGone)
     async def forget(http: Request, error: ClientGone) -> Response:

@@ -92,6 +92,9 @@ def malformed(problems: Sequence[Any]) -> RequestError:
         return RequestError(
             400, f"the body is not JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
         )
+    if not place and problem["type"] == "string_unicode":
+        what = "the name of a field is not Unicode text: it has half of a surrogate pair; remove it"
+        return RequestError(400, what)
     if not place:
         return RequestError(
             400, "the body is no JSON object; send one, with Content-Type: application/json"

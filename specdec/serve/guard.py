@@ -13,7 +13,7 @@ from specdec.serve.bodies import Bodies
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError
 
-OPEN_PATHS = {"/", "/health", "/version"}
+OPEN_PATHS = {"/", "/health", "/ping", "/version"}
 """What anybody may ask; the page at the root asks for the key before it shows numbers."""
 
 

@@ -133,4 +133,6 @@ class ChatCompletion(Answer):
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         """Bytes are those that the token adds, so that joined they are the text."""
-        return {"token": self.name(token), "logprob": value, "bytes": list(self.tokens.of(token))}
+        left_out = self.asked.skip_special_tokens is not False and self.tokens.is_special(token)
+        added = [] if left_out else list(self.tokens.of(token))
+        return {"token": self.name(token), "logprob": value, "bytes": added}

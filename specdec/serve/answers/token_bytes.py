@@ -44,6 +44,10 @@ class TokenBytes:
             return bytes(BYTE_OF[sign] for sign in piece)
         return text.encode()
 
+    def is_special(self, token: int) -> bool:
+        """Whether texts leave it out, unless they are to have special tokens."""
+        return not self._tokenizer.decode([token], skip_special_tokens=True)
+
     def name(self, token: int) -> str:
         """A token in print: as OpenAI's completions have it, bytes where these are no text."""
         made = self.of(token)

@@ -234,6 +234,47 @@ def test_what_benchmarks_of_others_read(live: Live) -> None:
     assert state["avg_spec_accept_length"] == live.front.totals.tau >= 1
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_balancers_ask_in_their_ways(method: str, path: str) -> None:
+    """Without a key."""
+    with live_server(api_key="k") as live:
+        assert httpx.request(method, live.url + path).status_code == 200
+
+
+def test_a_wrong_route_is_told_the_right_ones(live: Live) -> None:
+    """To a client whose base URL lacks /v1, or that asks for what there is not."""
+    for path in ("/chat/completions", "/v1/embeddings"):
+        message = httpx.post(live.url + path, json={}).json()["error"]["message"]
+        assert f"POST {path}: not found; there are /v1/completions, /v1/chat" in message
+
+
+def test_the_name_of_a_field_may_be_no_text(live: Live) -> None:
+    body = b'{"prompt": "a", "\\ud800": 1}'
+    kind = {"Content-Type": "application/json"}
+    answer = httpx.post(live.url + "/v1/completions", content=body, headers=kind)
+    assert answer.status_code == 400
+    assert "name of a field is not Unicode" in answer.json()["error"]["message"]
+
+
+def test_bytes_of_tokens_are_the_text(live: Live) -> None:
+    """The end-of-sequence token adds none, unless special tokens are shown."""
+    end = live.decoder.tokenizer.eos_token
+    asked = {
+        "messages": [{"role": "user", "content": "a"}],
+        "guided_choice": ["ab"],
+        "logprobs": True,
+    }
+    for shown, text in ((True, "ab"), (False, f"ab{end}")):
+        answer = httpx.post(
+            live.url + "/v1/chat/completions", json={**asked, "skip_special_tokens": shown}
+        )
+        (choice,) = answer.json()["choices"]
+        entries = choice["logprobs"]["content"]
+        assert len(entries) == 3 and choice["message"]["content"] == text
+        assert bytes(byte for one in entries for byte in one["bytes"]).decode() == text
+
+
 def test_pages_from_elsewhere_are_let_in_by_name_alone() -> None:
     ask = {
         "Origin": "https://a.example",
