@@ -141,10 +141,7 @@ CONFIGS: dict[str, Make] = {
     "phi3_long": tiny(
         "phi3",
         _rope(
-            "longrope",
-            partial_rotary_factor=0.5,
-            short_factor=[1.0, 1.5],
-            long_factor=[2.0, 9.0],
+            "longrope", partial_rotary_factor=0.5, short_factor=[1.0, 1.5], long_factor=[2.0, 9.0]
         ),
         of=PLAIN,
         original_max_position_embeddings=SHORT_LEN,
@@ -382,12 +379,7 @@ LATENT_CONFIGS: dict[str, Make] = {
     "glm4_moe_lite": tiny("glm4_moe_lite", of=LATENT_MOE),
     "axk1": tiny("axk1", of=LATENT_MOE),
     "mistral4": tiny(
-        "mistral4",
-        _DENSE_FIRST,
-        _TEMPERED,
-        of=LATENT_MOE,
-        n_group=1,
-        routed_scaling_factor=1.7,
+        "mistral4", _DENSE_FIRST, _TEMPERED, of=LATENT_MOE, n_group=1, routed_scaling_factor=1.7
     ),
     "youtu": tiny("youtu", of=_LATENT),
     "kimi_linear": tiny(

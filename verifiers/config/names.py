@@ -19,9 +19,14 @@ DROPPED = re.compile(
 )
 """Towers of composites, layers that draft, and what is computed from the config."""
 
-RENAMED = (
-    (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),  # of composites, old and new
+TEXT_PART = (
+    (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
     (r"^(model\.)?language_model\.lm_head", "lm_head"),
+)
+"""Of the text part in files of composites, old and new."""
+
+RENAMED = (
+    *TEXT_PART,
     (r"^thinker\.(?=model\.|lm_head)", ""),
     (r"^(?=(embed_tokens|layers|norm)\.)", "model."),  # saved without a head
     (r"\.block_sparse_moe\.", ".mlp."),

@@ -28,15 +28,9 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.base.errors import CheckpointError
 from verifiers.config.families import READ_AS
-from verifiers.config.names import EMBEDDING, HEAD
+from verifiers.config.names import EMBEDDING, HEAD, TEXT_PART
 
 logger = logging.getLogger(__name__)
-
-TEXT_KEYS = {
-    r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
-    r"^language_model\.lm_head": "lm_head",
-}
-"""From names of the text part in files of composites, old and new, to those of its own class."""
 
 OURS = frozenset(
     {
@@ -224,7 +218,9 @@ def load_text(
     }
     with _without_reports():
         if (own := text_class(text)) is not None:
-            model, report = own.from_pretrained(path, config=text, key_mapping=TEXT_KEYS, **options)
+            model, report = own.from_pretrained(
+                path, config=text, key_mapping=dict(TEXT_PART), **options
+            )
             return model, sorted(report["missing_keys"])
         composite, report = AutoModelForImageTextToText.from_pretrained(
             path, config=config, trust_remote_code=False, **options

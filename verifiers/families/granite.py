@@ -10,11 +10,7 @@ from verifiers.gguf.entries import BIASES, FULL, Gguf, partial_rotation, present
 from verifiers.gguf.file import Entries, Facts
 
 MAMBA = (r"\.mamba\.", ".linear_attn.")
-BAMBA_NAMES = (
-    MAMBA,
-    (r"\.feed_forward\.", ".mlp."),
-    (r"^model\.final_layernorm\.", "model.norm."),
-)
+BAMBA_NAMES = (MAMBA, (r"\.feed_forward\.", ".mlp."), (r"^model\.final_layernorm\.", "model.norm."))
 _HYBRID_NAMES = (
     MAMBA,
     (r"\.block_sparse_moe\.", ".mlp."),
@@ -97,8 +93,7 @@ def _hybrid_entries(facts: Facts, entries: Entries) -> Entries:
         "num_local_experts": experts,
         **({"num_experts_per_tok": facts("expert_used_count")} if experts else {}),
         "shared_intermediate_size": facts(
-            "expert_shared_feed_forward_length",
-            facts("feed_forward_length"),
+            "expert_shared_feed_forward_length", facts("feed_forward_length")
         ),
         "position_embedding_type": None,
     }

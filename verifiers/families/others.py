@@ -15,10 +15,7 @@ def _gpt2_entries(facts: Facts, entries: Entries) -> Entries:
     found = {name: entries.pop(entry) for name, entry in names.items()}
     for entry in ("rope_parameters", "num_key_value_heads", "head_dim"):
         entries.pop(entry, None)
-    return {
-        **found,
-        "layer_norm_epsilon": facts.need("attention.layer_norm_epsilon"),
-    }
+    return {**found, "layer_norm_epsilon": facts.need("attention.layer_norm_epsilon")}
 
 
 FAMILIES = {

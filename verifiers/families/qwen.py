@@ -55,9 +55,7 @@ _QWEN3_MOE = Gguf(_mixture, has=BIAS, fixed={"norm_topk_prob": True} | NO_WINDOW
 
 FAMILIES = {
     "mellum": Family(
-        describe=_MOE,
-        partial_rope=True,
-        prediction=PREDICTION._replace(kinds=sliding),
+        describe=_MOE, partial_rope=True, prediction=PREDICTION._replace(kinds=sliding)
     ),
     "qwen2": Family(
         describe=plain(),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    Dots1Config,
     GPT2Config,
     MiniMaxM2Config,
     PreTrainedConfig,
@@ -127,6 +126,19 @@ CASES = {
             },
         },
     ),
+    "dots1": Case(
+        "dots1",
+        "dots1",
+        {
+            **EIGHT,
+            **GROUPS,
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+        },
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
     "ernie4_5": Case("ernie4_5", "ernie4_5"),
     "ernie4_5_moe": Case("ernie4_5_moe", "ernie4_5-moe", {**EXPERTS, "expert_shared_count": 1}),
     "gemma": Case("gemma", "gemma", {}, {"tie_word_embeddings": True}),
@@ -151,9 +163,7 @@ CASES = {
     ),
     "gemma4": Case("gemma4", "gemma4", {**GEMMA4, "attention.head_count_kv": [2, 1, 2, 1]}),
     "gemma4_moe": Case(
-        "gemma4_moe",
-        "gemma4",
-        {**GEMMA4, **EXPERTS, "attention.head_count_kv": [2, 1, 2, 1]},
+        "gemma4_moe", "gemma4", {**GEMMA4, **EXPERTS, "attention.head_count_kv": [2, 1, 2, 1]}
     ),
     "gemma4_shared": Case(
         "gemma4_shared",
@@ -403,25 +413,6 @@ def test_a_model_is_what_was_converted(name: str, tmp_path: Path) -> None:
 
 
 OTHERS: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
-    "dots1": (
-        Dots1Config(
-            **SMALL,
-            moe_intermediate_size=24,
-            n_routed_experts=4,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            norm_topk_prob=True,
-            sliding_window=None,
-        ),
-        {
-            **EXPERTS,
-            "expert_shared_count": 1,
-            "leading_dense_block_count": 1,
-            "expert_weights_norm": True,
-            "expert_weights_scale": 1.0,
-        },
-    ),
     "minimax-m2": (
         MiniMaxM2Config(
             **{**SMALL, "intermediate_size": 24},
@@ -447,7 +438,7 @@ OTHERS: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_of_no_tiny_config(name: str, tmp_path: Path) -> None:
-    """All but one run through Transformers' modules."""
+    """They run through Transformers' modules."""
     given, facts = OTHERS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(given)

@@ -35,7 +35,6 @@ def _sizes(config: Any) -> Sizes:
 
 FAMILIES = {
     "zamba2": Family(
-        describe=_describe,
-        recurrent=Recurrent("mamba", _sizes, epsilon=1e-5, steps=least_step),
+        describe=_describe, recurrent=Recurrent("mamba", _sizes, epsilon=1e-5, steps=least_step)
     )
 }

@@ -40,10 +40,7 @@ FAMILIES = {
     ),
     "ernie4_5_moe": Family(
         describe=plain(
-            names=((r"\.moe_statics\.", "."),),
-            interleaved=True,
-            routing=_routing,
-            wide_router=True,
+            names=((r"\.moe_statics\.", "."),), interleaved=True, routing=_routing, wide_router=True
         ),
         renamed=((r"\.mlp\.moe_statics\.", ".mlp.gate.moe_statics."),),
         prediction=Prediction(_PREDICTION_NAMES, feed_forward="dense"),

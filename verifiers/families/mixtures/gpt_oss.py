@@ -32,5 +32,5 @@ def _entries(facts: Facts, entries: Entries) -> Entries:
 FAMILIES = {
     "gpt_oss": Family(
         describe=_describe, sinks=True, experts="interleaved", gguf={"gpt-oss": Gguf(_entries)}
-    ),
+    )
 }
