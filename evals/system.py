@@ -62,7 +62,7 @@ class System(Protocol):
     settings: dict[str, Any]
 
     def plain(self) -> System:
-        """The same without a drafter."""
+        """The system without a drafter."""
 
     def warm_up(self) -> None:
         """Decodes a little, so that no answer's time has what only the first one takes."""

@@ -59,7 +59,7 @@ def load_model(
 def model_of(
     config: PreTrainedConfig, weights: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The same from weights that have been read, so that transformers need not know how the
+    """The model from weights that have been read, so that transformers need not know how the
     checkpoint stores them.
 
     Args:

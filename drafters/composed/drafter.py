@@ -284,7 +284,7 @@ class BoundComposed(BoundDrafter):
         )
 
     def _padded(self, draft: DraftOutput, batch: DecodeBatch) -> DraftOutput:
-        """The same with as many columns as the block has drafts."""
+        """Drafts with as many columns as the block has drafts."""
         missing = batch.k - draft.token_ids.shape[1]
         if not missing:
             return draft

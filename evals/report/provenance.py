@@ -62,7 +62,7 @@ def checkpoint(name: str) -> dict[str, Any]:
 
 
 def _drafter_checkpoint(name: str) -> dict[str, Any]:
-    """The same for a drafter."""
+    """Where a drafter's checkpoint comes from."""
     if name != "smollm2-dflash":
         return checkpoint(name)
     from drafters.shipped import shipped_drafter_path

@@ -212,7 +212,7 @@ class MlaBackend(ABC):
 
 
 class SparseMlaBackend(MlaBackend):
-    """The same for models with an indexer."""
+    """A backend for models with an indexer."""
 
     @abstractmethod
     def select(self, rows: IndexerRows, cache: LatentCache, plan: Any) -> Tensor:

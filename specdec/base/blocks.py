@@ -81,5 +81,5 @@ class DraftTree:
     ranks: Tensor
 
     def to(self, where: device) -> DraftTree:
-        """The same tree on another device."""
+        """This tree on another device."""
         return DraftTree(*(getattr(self, field.name).to(where) for field in fields(self)))

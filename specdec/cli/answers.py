@@ -88,7 +88,7 @@ class LocalAnswers:
 
 
 class ClusterAnswers:
-    """The same of a cluster, where an answer is one chunk; the tokenizer alone is loaded here."""
+    """Answers of a cluster, where an answer is one chunk; the tokenizer alone is loaded here."""
 
     timer = None
 

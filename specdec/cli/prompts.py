@@ -186,7 +186,7 @@ def _record(line: str, source: str) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _named(prompt: Prompt) -> Prompt:
-    """The same with an error that does not name its source, which whoever tells it does."""
+    """The prompt, its error without the source, which the caller names."""
     if prompt.error is None:
         return prompt
     return replace(prompt, error=prompt.error.removeprefix(prompt.source).lstrip(": "))

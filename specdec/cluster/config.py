@@ -37,7 +37,7 @@ class ClusterConfig:
             )
 
     def placed(self, *, gpus: float, cpus: float, machines: int) -> ClusterConfig:
-        """The same with every number, for a cluster that has so much.
+        """This config with every number, for a cluster that has so much.
 
         Raises:
             InvalidInputError: the cluster does not have what is asked for, so an engine would wait
@@ -84,7 +84,7 @@ class EngineSpec:
     warm_up: SamplingParams | None = None
 
     def plain(self) -> EngineSpec:
-        """The same without drafts, see `SpecDecoder.plain`."""
+        """This config without drafts, see `SpecDecoder.plain`."""
         return replace(
             self, drafter=None, engine=replace(self.engine, num_draft_tokens=0, tree_nodes=0)
         )

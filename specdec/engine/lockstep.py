@@ -184,7 +184,7 @@ class FollowingEngine(_RankEngine):
         self._touched.clear()
 
     def _plan(self, batch: Selection) -> Launch:
-        """The same step as rank 0 has."""
+        """The step that rank 0 has planned."""
         self._check()
         return Launch(batch, self._block)
 

@@ -244,7 +244,7 @@ class SlotState:
         min_seq_len: int = 0,
         context: Context = "now",
     ) -> DecodeBatch:
-        """The same for rows named by `slots` int64 [num_reqs]; only device operations."""
+        """Gathers rows named by `slots` int64 [num_reqs]; only device operations."""
         seq_lens, anchors = self._progress.index_select(1, slots)
         return DecodeBatch(
             slots=slots,

@@ -31,7 +31,7 @@ def rows_of(caches: Iterable[object]) -> list[Tensor]:
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory in fewer tensors: those of `rows_of` that follow each other at equal
+    """The memory of rows in fewer tensors: those of `rows_of` that follow each other at equal
     distances are one.
 
     Returns:

@@ -93,7 +93,7 @@ def _below_by_sorting(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
 
 
 def _below_by_digits(scores: Tensor, mass: Tensor, spare: Tensor) -> Tensor:
-    """The same for a large vocabulary, which takes a CPU several times as long to sort.
+    """The filter for a large vocabulary, which takes a CPU several times as long to sort.
 
     The score at the edge is found from its leading bits down, by adding up the mass of all scores
     that begin alike.

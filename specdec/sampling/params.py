@@ -332,7 +332,7 @@ class SamplingDefaults:
     served_ends: tuple[int, ...] = ()
 
     def fill(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
-        """The same with what the checkpoint asks of it, for a prompt of so many tokens.
+        """These parameters with what the checkpoint asks, for a prompt of so many tokens.
 
         A grammar says itself where an output may end. Mostly nothing is asked, and nothing copied.
 

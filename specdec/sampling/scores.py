@@ -89,8 +89,8 @@ def lowered(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Ten
 
 
 def lowered_in_cache(scores: Tensor, seen: Tensor, penalties: Tensor, fed: Tensor) -> Tensor:
-    """The same, bit for bit, one row after the other and without conditions: many times as fast on
-    a CPU.
+    """Lowered scores, the same bit for bit, one row after the other and without conditions: many
+    times as fast on a CPU.
 
     Of a score times and by its penalty the smaller one is meant, and the larger one where the
     penalty is below 1: the smaller one with both signs turned.

@@ -145,8 +145,8 @@ def _highest_listed(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The same for logits that are read each time; each weighs 1, or with WEIGHTED exp((x - best) /
-    temperature).
+    """The highest of logits that are read each time; each weighs 1, or with WEIGHTED exp((x - best)
+    / temperature).
     """
     while low < high:
         # Reading takes longest, so one look compares with three places. Lanes add up their own, and

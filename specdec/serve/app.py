@@ -294,7 +294,7 @@ async def _sampling(front: Front, asked: Generation) -> SamplingParams:
 async def _predicted(
     front: Front, http: Request, asked: Generation, sampling: SamplingParams
 ) -> SamplingParams:
-    """The same with the tokens of what the request predicts."""
+    """The sampling with the tokens of what the request predicts."""
     if asked.prediction is None or not (text := asked.prediction.text):
         return sampling
     work = front.texts.tokens(text, special=False, most=front.engine.max_model_len)

@@ -111,7 +111,7 @@ class Front:
             )
 
     def without_folder(self, text: str) -> str:
-        """The same without the folder that the model comes from."""
+        """The text without the folder that the model comes from."""
         return text.replace(repr(self.engine.reader.name), repr(self.names[0]))
 
     def check_choices(self, count: int) -> None:

@@ -180,13 +180,13 @@ class SpecDecoder:
             ranks.let_go()
 
     def plain(self) -> SpecDecoder:
-        """The same target without a drafter and with a cache of its own: the baseline of every
+        """This target without a drafter and with a cache of its own: the baseline of every
         ratio.
         """
         return self.variant(None, replace(self.engine.config, num_draft_tokens=0, tree_nodes=0))
 
     def variant(self, drafter: Drafter | None, config: EngineConfig) -> SpecDecoder:
-        """The same target, read in the same way, with another drafter and engine."""
+        """This target with another drafter and engine."""
         return SpecDecoder(self.verifier, self.tokenizer, drafter, config, self._variables)
 
     @overload

@@ -205,7 +205,7 @@ class Handle:
         yield from self.stream  # not the stream itself, which would let go of the handle
 
     def __aiter__(self) -> Handle:
-        """The same for asynchronous callers."""
+        """Iterates for asynchronous callers."""
         return self
 
     async def __anext__(self) -> StreamChunk:

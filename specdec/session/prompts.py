@@ -77,7 +77,7 @@ class PromptReader:
         return token_ids(prompt)
 
     def with_prediction(self, sampling: SamplingParams) -> SamplingParams:
-        """The same with the tokens of its prediction, which go on where the prompt ends."""
+        """The prompt with the tokens of its prediction, which go on where the prompt ends."""
         text = sampling.prediction
         if not isinstance(text, str):
             return sampling

@@ -10,13 +10,13 @@ from specdec.base.errors import SpecDecError
 from tests.docs.test_links import FENCED, ROOT, pages
 from tests.specdec.cli.test_options import verb_parser
 
-TARGETS = re.compile(r"(?:^|&& |-m )specdec ([a-z].*)$", re.MULTILINE)
+SHOWN = re.compile(r"(?:^|&& |-m )specdec ([a-z].*)$", re.MULTILINE)
 
 
 def commands(page: Path) -> list[list[str]]:
     """Arguments of every `specdec` command in the page's blocks of code."""
     blocks = FENCED.findall(page.read_text(encoding="utf-8"))
-    lines = TARGETS.findall("\n".join(block.replace("\\\n", " ") for block in blocks))
+    lines = SHOWN.findall("\n".join(block.replace("\\\n", " ") for block in blocks))
     found = [shlex.split(line, comments=True) for line in lines]
     stands_for_others = re.compile(r"OPTIONS|\$.*")
     return [line for line in found if not any(map(stands_for_others.fullmatch, line))]

@@ -348,7 +348,7 @@ class Facts:
         return self.files.metadata.get(f"{self.files.architecture}.{key}")
 
     def need(self, key: str) -> Any:
-        """The same of a value that has to be there.
+        """The value of a key that has to be there.
 
         Raises:
             CheckpointError: it is not.

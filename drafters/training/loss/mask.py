@@ -106,7 +106,7 @@ class BlockAttention:
         ]
 
     def block_mask(self, kind: Kind) -> BlockMask:
-        """The same for FlexAttention: which tiles are seen follows from the anchors in them."""
+        """The mask for FlexAttention: which tiles are seen follows from the anchors in them."""
         anchors, context_len, block_size = self.anchors, self.context_len, self.block_size
         rows, device = self.num_rows, anchors.device
 

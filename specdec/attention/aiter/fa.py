@@ -203,7 +203,7 @@ class RocmAiterFaBackend(AttentionBackend):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """The same for keys and values that are in the cache already."""
+        """Attends to keys and values that are in the cache already."""
         rows, layer = (
             Rows(query.contiguous(), key, value),
             Layer(cache, scale, window, softcap, sinks),
@@ -227,7 +227,7 @@ class RocmAiterFaBackend(AttentionBackend):
 
 
 class RocmAiterFaShuffleBackend(RocmAiterFaBackend):
-    """The same on the shuffled layout, whose single-token kernels are AITER's fastest. Chosen by
+    """The backend on the shuffled layout, whose single-token kernels are AITER's fastest. Chosen by
     name only.
     """
 

@@ -163,7 +163,7 @@ def own_kernel(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows
 
 
 def gathered_kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
-    """The same where the kernel cannot read the cache, which is gathered first."""
+    """Attends where the kernel cannot read the cache, which is gathered first."""
     out: Tensor = blocks(
         setup,
         group,

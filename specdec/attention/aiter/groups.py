@@ -207,7 +207,7 @@ def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
 
 
 def plan_packed(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
-    """The same for Triton's kernels alone: causal rows stay together, bidirectional ones go by the
+    """A plan for Triton's kernels alone: causal rows stay together, bidirectional ones go by the
     number of rows per request.
     """
     if metadata.query_lens is None:

@@ -189,7 +189,7 @@ class RocmAiterMlaBackend(MlaBackend):
         )
 
     def varlen(self, group: Group, plan: MlaPlan, layer: MlaLayer, rows: MlaRows) -> Tensor:
-        """The same on keys and values as they are."""
+        """Attends on keys and values as they are."""
         key, value = _keys_and_values(*rows[2:], layer.up)
         ops, scale = self._kernels.ops, layer.scale
         out: Tensor = attend(

@@ -51,7 +51,7 @@ def for_template(
     messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
-    """The same as the template reads them: contents as parts where it reads nothing else, and no
+    """Messages as the template reads them: contents as parts where it reads nothing else, and no
     role that it does not know.
     """
     template = template_of(tokenizer)
@@ -128,7 +128,7 @@ def template_variables(given: Any) -> dict[str, Any]:
 
 
 def variables_text(given: Any) -> str | None:
-    """The same as JSON; None for none."""
+    """Variables as JSON; None for none."""
     return json.dumps(template_variables(given), sort_keys=True) if given else None
 
 

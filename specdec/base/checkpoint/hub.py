@@ -327,7 +327,7 @@ def files_of(name: str | Path) -> list[str]:
 
 
 def _listed(place: _Place) -> list[str]:
-    """The same of a name on the hub."""
+    """Files that the hub lists."""
     try:
         root = f"{place.folder}/" if place.folder else ""
         listed = HfApi().model_info(place.repo, revision=place.revision, timeout=10).siblings or []

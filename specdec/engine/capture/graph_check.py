@@ -40,7 +40,7 @@ def check_captured_step(make_engine: Callable[..., Any], verifier: Verifier) -> 
 
 
 def _deviation(make_engine: Callable[..., Any], verifier: Verifier, num_drafts: int) -> Deviation:
-    """The same of steps with so many drafts."""
+    """The deviation of steps with so many drafts."""
     tokens, logprobs = _generate(
         make_engine, verifier, num_drafts, capturing.CudaCapture(verifier.device)
     )
@@ -81,7 +81,7 @@ class Counting(Drafter):
 
 
 class BoundCounting(BoundDrafter):
-    """The same in one engine."""
+    """Drafts that count up, in one engine."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

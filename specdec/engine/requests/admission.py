@@ -81,7 +81,7 @@ class Admission:
         self._seeds = random.Random(seed)
 
     def elsewhere(self) -> Admission:
-        """The same for another process: without the target, and without what compiles grammars."""
+        """Admission for another process: without the target, and without what compiles grammars."""
         made = copy(self)
         values = {one.name: getattr(self.verifier, one.name) for one in fields(Target)}
         made.verifier, made.grammars, made._far = Target(**values), None, True
@@ -236,7 +236,7 @@ class Admission:
         self._told_crossing = True
 
     def _complete(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
-        """The same with the checkpoint's defaults, naming the model's own end-of-sequence ids as
+        """Sampling with the checkpoint's defaults, naming the model's own end-of-sequence ids as
         well where what ends the output must be known beforehand.
         """
         sampling = self.verifier.defaults.fill(sampling, prompt_len)

@@ -31,7 +31,7 @@ ECMA_SPACES = "\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + ""
 
 
 def ranges(pairs: Iterable[tuple[int, int]]) -> Ranges:
-    """The same in order and apart.
+    """Spans in order and apart.
 
     >>> ranges([(5, 9), (1, 2), (3, 6)])
     ((1, 9),)

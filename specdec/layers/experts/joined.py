@@ -56,7 +56,8 @@ class JoinedExperts:
     def of(
         cls, router: Router, experts: Experts, mlp: MLP, mlp_gate: Linear | None
     ) -> JoinedExperts | None:
-        """The same layers for such kernels; None where they have none, or AITER's choose.
+        """The layers for kernels that take them together; None where they have none, or AITER's
+        choose.
 
         Args:
             router: chooses.

@@ -134,7 +134,7 @@ def _highest(numbers: Tensor, count: int) -> Tensor:
 def route_with_aiter(
     ops: AiterRouter, logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same with AITER's kernels; `bias` has the type of `logits`, since a kernel reads it as
+    """Routes with AITER's kernels; `bias` has the type of `logits`, since a kernel reads it as
     such.
     """
     assert bias is None or bias.dtype == logits.dtype, (

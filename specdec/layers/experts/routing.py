@@ -145,7 +145,7 @@ class Experts:
         return sum(part.nbytes for part in parts if part is not None)
 
     def to(self, target: torch.device | torch.dtype) -> "Experts":
-        """The same on that device, or in that type."""
+        """The routing on that device, or in that type."""
 
         def moved(bias: Tensor | None) -> Tensor | None:
             return None if bias is None else bias.to(target)

@@ -57,7 +57,7 @@ def check_packed(device: torch.device, dtype: torch.dtype) -> Deviation:
 
 
 def check_blocks(device: torch.device, dtype: torch.dtype) -> Deviation:
-    """The same of GGUF's types, two of which are joined; and rows of a table."""
+    """Checks products of GGUF's types, two of which are joined; and rows of a table."""
     found: list[Deviation] = []
     for kind in ("Q4_K", "Q5_K", "Q6_K", "Q5_1", "IQ4_NL"):
         weight = random_blocks(kind, (80, 512), dtype)

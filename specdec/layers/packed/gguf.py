@@ -208,7 +208,7 @@ class GgufWeight:
         return numbers
 
     def packed(self) -> PackedWeight:
-        """The same numbers in the form that kernels read.
+        """These numbers in the form that kernels read.
 
         Parts of several types get codes, and groups, that have room for those of each.
         """
@@ -251,7 +251,7 @@ class GgufWeight:
         return self._changed(lambda raw: raw[number])
 
     def to(self, target: torch.device | torch.dtype) -> GgufWeight:
-        """The same on that device, or for rows of that type; blocks stay as they are."""
+        """The weight on that device, or for rows of that type; blocks stay as they are."""
         if isinstance(target, torch.dtype):
             return replace(self, dtype=target)
         return self._changed(lambda raw: raw.to(target))
@@ -313,7 +313,7 @@ _RANGES: dict[Code, int] = {"int4": 15, "int5": 31, "int6": 63}
 
 
 def _widened(parts: Sequence[_Numbers]) -> list[_Numbers]:
-    """The same numbers with one kind of code, middle, group and scale; none is rounded."""
+    """These numbers with one kind of code, middle, group and scale; none is rounded."""
     group, middle = min(part.group for part in parts), 0
     code: Code = "int8"
     if all(part.code in _RANGES for part in parts):

@@ -194,7 +194,7 @@ class PackedWeight:
         return self._changed(lambda tensor: tensor[number])
 
     def to(self, target: torch.device | torch.dtype) -> PackedWeight:
-        """The same on that device, or for rows of that type; codes stay as they are."""
+        """The weight on that device, or for rows of that type; codes stay as they are."""
         if isinstance(target, torch.dtype):
             return replace(self, dtype=target)
         return self._changed(lambda tensor: tensor.to(target))
@@ -206,7 +206,7 @@ class PackedWeight:
         return found | {"codes": _bytes(self.codes)}
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The same with other tensors; codes go through as bytes, for few operations know 8-bit
+        """The weight with other tensors; codes go through as bytes, for few operations know 8-bit
         floats.
         """
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
@@ -233,7 +233,8 @@ class PackedWeight:
         return self.group, self.code, self.dtype, self.middle, order, extra
 
     def arranged(self) -> PackedWeight:
-        """The same as kernels read it, once for good; it has to look at numbers, so the host waits.
+        """The weight as kernels read it, once for good; it has to look at numbers, so the host
+        waits.
 
         Neighboring words hold neighboring inputs of one group, and rows are padded. Scales are in
         half precision if none is rounded by it. A zero that all groups share is a number.

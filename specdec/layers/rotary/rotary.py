@@ -200,7 +200,7 @@ class Rope:
         return torch.where(lengths[..., None] > self.growth.start, grown, self.frequencies)
 
     def to(self, device: torch.device) -> "Rope":
-        """The same on another device."""
+        """This rope on another device."""
         amplitude = (
             self.amplitude.to(device) if isinstance(self.amplitude, Tensor) else self.amplitude
         )

@@ -66,7 +66,7 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
 
 
 def _filled_up(best: BestPaths, num_nodes: int) -> BestPaths:
-    """The same with further drafts behind the anchor that do not count."""
+    """The tree with further drafts behind the anchor that do not count."""
     tree, known = best.tree, best.tree.parents.shape[1]
     rows = torch.arange(known, num_nodes, device=tree.parents.device).expand(len(tree.parents), -1)
     parts = (

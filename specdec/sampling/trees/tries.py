@@ -36,7 +36,7 @@ class ScoredDrafts(NamedTuple):
     shift: Tensor | None = None
 
     def to(self, device: torch.device) -> "ScoredDrafts":
-        """The same drafts on another device."""
+        """These drafts on another device."""
         moved = (None if tensor is None else tensor.to(device) for tensor in self[1:])
         return ScoredDrafts(self.tree.to(device), *moved)  # type: ignore[arg-type]
 

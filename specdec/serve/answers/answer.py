@@ -125,7 +125,7 @@ class Answer:
                 yield self._event([{"index": index, **begun, "finish_reason": None}])
 
     def opening_lines(self) -> bytes:
-        """The same as they are sent."""
+        """The opening lines as they are sent."""
         return b"".join(map(line, self.openings()))
 
     def failure(self, error: RequestError) -> bytes:

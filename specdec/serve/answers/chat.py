@@ -111,7 +111,7 @@ class ChatCompletion(Answer):
         return {"delta": delta, "logprobs": some}
 
     def shown(self, chunk: StreamChunk) -> StreamChunk:
-        """The same without a thinking that is not wanted."""
+        """The chunk without a thinking that is not wanted."""
         if chunk.parts is None or self.asked.include_reasoning:
             return chunk
         return replace(chunk, parts=("", chunk.parts[1]))

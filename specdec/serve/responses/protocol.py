@@ -58,7 +58,7 @@ class ResponsesRequest(Body):
     metadata: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
-        """The same as a chat.
+        """The request as a chat.
 
         Raises:
             RequestError: a field or an item is not of its form, or cannot be honored.

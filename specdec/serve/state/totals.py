@@ -84,7 +84,7 @@ class Totals:
         return self.step_tokens / self.steps if self.steps else 1.0
 
     def plain(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """The totals as JSON has them."""
         told = dict(vars(self))
         for name, one in told.items():
             if isinstance(one, Histogram):
