@@ -99,8 +99,8 @@ class HeadConfig(Protocol):
         """
 
     def modules(self, sizes: HeadSizes) -> Mapping[str, nn.Module]:
-        """Its weights, by the name before theirs in a checkpoint. A model has them as its own
-        children.
+        """The head's weights, by the name before theirs in a checkpoint. A model has them as its
+        own children.
         """
 
     def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:

@@ -75,7 +75,7 @@ def _itemsize(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def packed_names(names: Iterable[str], form: Format) -> Iterator[str]:
-    """Those of the tensors that the file has quantized, as far as the config tells."""
+    """Names of the tensors that the file has quantized, as far as the config tells."""
     for name in names:
         if not any(part in name for part in _ALWAYS_PLAIN) and not form.lists_as_plain(
             name.removesuffix(".weight")

@@ -41,7 +41,7 @@ class Context:
 
     @property
     def linears(self) -> list[Linear]:
-        """Its products."""
+        """The products of a layer's context."""
         return [self._projection] if self._features is None else [self._features, self._projection]
 
     def rows(self, features: Tensor) -> Tensor:

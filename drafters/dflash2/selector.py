@@ -92,7 +92,7 @@ class CandidateSelector(nn.Module):
 
     @property
     def gathered_bytes(self) -> int:
-        """Those of both codebooks."""
+        """Bytes that are read of both codebooks."""
         return self.predecessor_codebook.nbytes + self.successor_codebook.nbytes
 
     @property

@@ -201,7 +201,7 @@ class DSparkHead:
         return self._markov.left(hidden, previous, state)
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Those of `confidences`, for training."""
+        """Logits of `confidences`, for training."""
         if self._confidence is None:
             return None
         features = hidden

@@ -15,7 +15,7 @@ SECONDS = 5
 """Seconds of the processor's time that a program may take."""
 
 WAIT_SECONDS = 60
-"""That a program may sleep or wait."""
+"""Seconds that a program may sleep or wait."""
 
 
 def passes(program: str) -> bool:

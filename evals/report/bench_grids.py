@@ -26,7 +26,7 @@ OF_REQUEST = (
 
 
 def bench_grids(report: Report) -> Iterator[Grid]:
-    """Those that the report has figures for."""
+    """Grids that the report has figures for."""
     for table in task_tables(report):
         if len(table.tasks) > 1:
             yield task_grid(table)

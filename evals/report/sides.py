@@ -15,7 +15,7 @@ class Side(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its whole name.
+        """The side's whole name.
 
         >>> Side("none", 0).title, Side("ngram", 7).title, Side("vllm", 0, True).title
         ('plain', 'ngram k=7', 'vllm')

@@ -58,7 +58,7 @@ class _Node:
 
     @property
     def note(self) -> str:
-        """Its place among the candidates of its position, where that is not the first."""
+        """The draft's place among the candidates of its position, where that is not the first."""
         return f" {self.rank + 1}" if self.rank else ""
 
     @property

@@ -215,7 +215,7 @@ def _line_job(
 
 
 def _request_jobs(request: Any, sampling: SamplingParams, engine: Any) -> list[Any]:
-    """Those of a request of a batch file: options of the command that are not their defaults hold
+    """Jobs of a request of a batch file: options of the command that are not their defaults hold
     where it says nothing.
     """
     given = {

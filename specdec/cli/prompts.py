@@ -44,7 +44,7 @@ class Prompt:
 
     @property
     def label(self) -> str:
-        """Its text, or its last message, on one line."""
+        """The prompt's text, or its last message, on one line."""
         text = self.content if isinstance(self.content, str) else self.content[-1]["content"]
         return " ".join(text.split())
 

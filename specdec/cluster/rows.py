@@ -51,7 +51,7 @@ class Row:
         )
 
     def completed(self, defaults: SamplingDefaults, most: int) -> SamplingParams:
-        """Its sampling with what the checkpoint says, where that counts.
+        """The row's sampling with what the checkpoint says, where that counts.
 
         Args:
             defaults: of the checkpoint.

@@ -355,8 +355,8 @@ def _draft_distributions(draft: DraftOutput, like: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, sampling: SamplingTensors) -> Logprobs | None:
-    """Those of `token_ids` int64 [num_reqs, k + 1], under the unprocessed logits; None when nobody
-    asked.
+    """Log-probabilities of `token_ids` int64 [num_reqs, k + 1], under the unprocessed logits; None
+    when nobody asked.
     """
     return (
         logprobs_of(logits, token_ids, sampling.plan.top_logprobs)

@@ -309,7 +309,7 @@ def tree_reasons(verifier: Verifier, drafter: Drafter | None, config: EngineConf
 
 
 def target_tree_reasons(verifier: Verifier) -> list[str]:
-    """Those that lie in the target, whatever the drafter."""
+    """Reasons that lie in the target, whatever the drafter."""
     recurrent = bytes_per_slot(verifier.kv_specs, 1) > 0
     reasons = (
         [f"{verifier.name!r} has recurrent layers, whose states follow a chain"]

@@ -234,7 +234,7 @@ class OnItsWay:
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> list[list[int]]:
-        """Its rows; waits for the copy."""
+        """The rows that were copied; waits for the copy."""
         if self._event is not None:
             self._event.synchronize()
         rows: list[list[int]] = self._host.tolist()

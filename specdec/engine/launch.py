@@ -88,7 +88,7 @@ class Launch:
 
     @property
     def requests(self) -> list[Request]:
-        """Those of its batch."""
+        """Requests of its batch."""
         return self.selection.requests
 
     @property

@@ -49,7 +49,7 @@ class StepColumns:
 
     @classmethod
     def of(cls, table: Tensor, shape: BlockShape) -> StepColumns:
-        """Those of the table of a step, on the host, of blocks of one shape."""
+        """Columns of a step's table, on the host, of blocks of one shape."""
         width, depth = shape.depth + 1, shape.tree_depth
         widths = [_COUNTS, width, depth, depth, table.shape[1] - num_columns(shape)]
         counts, tokens, rows, ranks, logprobs = table.split(widths, dim=1)

@@ -64,5 +64,5 @@ class StopStrings:
 
 @lru_cache(maxsize=64)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """That of several outputs, which only read it."""
+    """One object for all outputs with these strings, which only read it."""
     return StopStrings(strings)

@@ -184,7 +184,7 @@ _lock = threading.Lock()
 
 
 def lanes() -> Lanes:
-    """Those of this process."""
+    """The lanes of this process."""
     global _lanes
     with _lock:
         _lanes = _lanes or Lanes()

@@ -246,7 +246,7 @@ def _blocks(sets: frozenset[Ranges]) -> list[Ranges]:
 
 
 def _alive(algebra: Algebra, states: dict[Expression, Steps]) -> dict[Expression, Steps]:
-    """Those from which a text can end."""
+    """States from which a text can end."""
     sources: dict[Expression, list[Expression]] = {}
     for state, steps in states.items():
         for target in steps:

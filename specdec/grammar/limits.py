@@ -22,7 +22,7 @@ MOST_STATES = 1000
 """Most states of the automaton of a string with lookaheads, lengths or several patterns."""
 
 MOST_EXPRESSIONS = 100_000
-"""That are made on the way there."""
+"""Most expressions that are made on the way there."""
 
 MOST_REASONS = 8
 """Reasons that one refusal names."""

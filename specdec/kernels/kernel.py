@@ -78,7 +78,7 @@ class Kernel:
         return () if not self.dtypes else (dtype if dtype in self.dtypes else torch.float16,)
 
     def check_on(self, device: torch.device, *dtype: torch.dtype) -> Check:
-        """Its check for one device and type."""
+        """The kernel's check for one device and type."""
         return partial(self.check, device, *dtype)
 
     def times(

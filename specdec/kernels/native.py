@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 NO_COMPILER = "no C++ compiler; install g++, or name one in CXX"
 MOST_SECONDS = 300
-"""That a compiler may take."""
+"""Seconds that a compiler may take."""
 SOURCE = Path(__file__).with_name("cpu.cpp")
 OPTIONS = (
     *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),

@@ -40,7 +40,7 @@ class Attention(Protocol):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its weights, the first product's first."""
+        """The layer's weights, the first product's first."""
 
     def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
         """[T, inputs of the output projection `ahead`] from `hidden` [T, H]."""

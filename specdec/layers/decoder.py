@@ -58,7 +58,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its weights that every token reads, the first product's first."""
+        """The layer's weights that every token reads, the first product's first."""
         convolution = () if self.convolution is None else (self.convolution.projection,)
         attention = () if self.attention is None else self.attention.linears
         output = () if self.output is None else (self.output,)

@@ -62,12 +62,12 @@ class InputGate:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its weights."""
+        """The layer's weights."""
         return self.gate, self.projection
 
     def __call__(
         self, ops: Ops, residual: Tensor, layer_input: Tensor, join: Join, ahead: Linear | None
     ) -> tuple[Tensor, Tensor]:
-        """Its output for `layer_input` [T, P] joins the stream `residual` [T, H]; see `Ops.add`."""
+        """The output for `layer_input` [T, P] joins the stream `residual` [T, H]; see `Ops.add`."""
         opened = gated(ops.project(self.gate, residual), layer_input, self.activation)
         return ops.project_add(self.projection, opened, residual, join, ahead)

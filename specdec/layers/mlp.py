@@ -22,12 +22,12 @@ class FeedForward(Protocol):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its weights that every token reads, the first product's first."""
+        """The layer's weights that every token reads, the first product's first."""
 
     def __call__(
         self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
     ) -> tuple[Tensor, Tensor]:
-        """Its output for `hidden` [T, H] joins the stream `residual` [T, H]; see `Ops.add`."""
+        """The output for `hidden` [T, H] joins the stream `residual` [T, H]; see `Ops.add`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -205,7 +205,7 @@ class Verifier(Protocol):
     """
 
     random_weights: bool
-    """Its output means nothing: weights are random, to measure its shape."""
+    """The output means nothing: weights are random, to measure its shape."""
     weight_codes: tuple[str, ...]
     """How packed weights are read (`specdec.layers.packed.weight.Code`); empty where all are plain
     numbers.

@@ -38,7 +38,7 @@ class Logprobs(NamedTuple):
     top_values: Tensor
 
     def along(self, path: Tensor) -> Logprobs:
-        """Those of the rows `path` int64 [num_reqs, depth + 1] of [num_reqs, k + 1]."""
+        """Log-probabilities of the rows `path` int64 [num_reqs, depth + 1] of [num_reqs, k + 1]."""
         places = path[..., None].expand(-1, -1, self.top_ids.shape[-1])
         return Logprobs(
             self.values.gather(1, path),
@@ -114,7 +114,7 @@ class Unpacked(Sequence[tuple[float, Sequence[int], Sequence[float]]]):
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        """That of token number `index`."""
+        """The log-probability of token number `index`."""
         if index >= self._length:
             raise IndexError(index)
         top, start = self._top, index * (1 + self._top)

@@ -263,7 +263,7 @@ class SamplingParams:
         return {"skip_special_tokens": self.skip_special_tokens, "shown": shown}
 
     def for_chat(self) -> "SamplingParams":
-        """Those of a conversation: models that think do so before they follow a grammar."""
+        """Parameters of a conversation: models that think do so before they follow a grammar."""
         if self.grammar is None or self.grammar_after_thinking is not None:
             return self
         return replace(self, grammar_after_thinking=True)
@@ -293,8 +293,8 @@ class SamplingParams:
         return cls(**{**given, "grammar": grammar and make(**grammar)})
 
     def choice(self, index: int) -> "SamplingParams":
-        """Those of output number `index` of several from one prompt: its seed lies so much higher,
-        and of those that go on only the first scores the prompt.
+        """Parameters of output number `index` of several from one prompt: its seed is `seed` plus
+        `index`. Unless `max_tokens` is 0, only output 0 scores the prompt.
 
         >>> SamplingParams(seed=7, prompt_logprobs=2).choice(3) == SamplingParams(seed=10)
         True

@@ -51,7 +51,7 @@ class RequestError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those of the answer."""
+        """Headers of the answer."""
         more = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(RETRY_SECONDS)}}.get(
             self.status, {}
         )

@@ -167,7 +167,7 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """Its text.
+        """The message's text.
 
         Raises:
             RequestError: a part is no text.

@@ -1,4 +1,4 @@
-"""Who waits for the unfinished requests of a session."""
+"""Callers that wait for the unfinished requests of a session."""
 
 from collections.abc import Iterable
 from weakref import ref
@@ -27,7 +27,7 @@ class Callers:
 
     @property
     def handles(self) -> list[Handle]:
-        """Those that somebody holds."""
+        """Handles that somebody holds."""
         held = [handle for known in list(self._handles.values()) if (handle := known()) is not None]
         return held if self._served is None else [*held, self._served]
 

@@ -1,4 +1,4 @@
-"""Who has to know when the process was forked, or ends."""
+"""Objects that have to know when the process was forked, or ends."""
 
 import atexit
 import os

@@ -16,7 +16,7 @@ from specdec.session.thinking import PartedDecoder
 
 
 class Owner(Protocol):
-    """Who steps the engine, as far as handles and streams know: a `Session`."""
+    """The owner of an engine, as far as handles and streams know: a `Session`."""
 
     def run_until(self, ready: Callable[[], bool]) -> None:
         """Steps the engine until `ready`, or waits while another caller does."""

@@ -1,4 +1,4 @@
-"""Who steps an engine: a session, for any number of callers in any number of threads.
+"""A session steps an engine, for any number of callers in any number of threads.
 
 Nobody owns a thread. Of the callers that wait, one steps the engine and hands every request its
 news; when it has what it waited for, another goes on. So a single caller pays for no thread at all,

@@ -115,7 +115,7 @@ def blamed(entries: Mapping[str, Any], judge: Judge, error: BaseException) -> st
 
 
 def _paths(entries: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Those of all entries, nested ones before the one that they stand in."""
+    """Paths of all entries, nested ones before the one that they stand in."""
     for key, value in entries.items():
         if isinstance(value, Mapping):
             yield from ((key, *path) for path in _paths(value))

@@ -87,7 +87,7 @@ class _State(NamedTuple):
 
     @staticmethod
     def of(module: str, parts: Parts) -> "_State":
-        """Those among the parts of a module."""
+        """The state among the parts of a module."""
         stored = next((parts[name] for name in TABLES if name in parts), None)
         scales, table = parts["weight.absmax"], parts.get("weight.quant_map")
         nested = [

@@ -13,7 +13,7 @@ WIDTHS = range(2, 9)
 
 
 ALIGNED = (4, 8)
-"""Those that take the same in files."""
+"""Bits that take the same in files."""
 
 
 def check_width(bits: int, name: str) -> None:

@@ -28,8 +28,8 @@ ALGORITHMS = {
 """What is read, with its bits of a number."""
 
 SCALED_INPUTS = ("nvfp4_awq", "w4a16_awq", "w4a8_awq", "w8a8_sq_per_channel")
-"""Those whose layers may have factors of their inputs, which belong to the weight here: no packed
-form of ours has them.
+"""Algorithms whose layers may have factors of their inputs, which belong to the weight here: no
+packed form of ours has them.
 """
 
 

@@ -114,8 +114,8 @@ class Quark(Format):
         return integers(module, paired(codes.contiguous()), scale, zeros, None, 4, group, dtype)
 
     def _scheme(self, module: str) -> Scheme | None:
-        """That of a module: of a name or a pattern before the one of its class, before the one of
-        all.
+        """The scheme of a module: of a name or a pattern before the one of its class, before the
+        one of all.
         """
         own = aliases(module)
         return next(

@@ -154,10 +154,10 @@ WHOLE_WORDS = frozenset(
 """Names of splits whose words are tokens where there are such tokens, whatever merges say."""
 
 BEGINS = WHOLE_WORDS - {"glm4", "glm5"}
-"""Those whose texts begin with a token of their own, where the file does not say."""
+"""Tokenizers whose texts begin with a token of their own, where the file does not say."""
 
 COMPOSES = frozenset({"qwen2", "qwen35", "deepseek-r1-qwen"})
-"""Those whose models compose letters and marks first."""
+"""Tokenizers whose models compose letters and marks first."""
 
 
 def tokenizer_files(files: GgufFiles) -> dict[str, bytes]:

@@ -86,7 +86,7 @@ def read_named(
     as_stored: bool,
     share: Share | None = None,
 ) -> dict[str, Stored]:
-    """Those weights of a checkpoint that `name` has a name for.
+    """Weights of a checkpoint that `name` has a name for.
 
     Args:
         path: a local folder with safetensors files.

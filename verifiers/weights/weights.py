@@ -46,11 +46,11 @@ class Weights:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> "Weights":
-        """Those of a transformers model, whose parameters are left empty as they are taken."""
+        """Weights of a transformers model, whose parameters are left empty as they are taken."""
         return cls({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
     def under(self, scope: str) -> "Weights":
-        """Those whose names begin with this."""
+        """Weights whose names begin with this."""
         return replace(self, prefix=self.prefix + scope)
 
     def has(self, name: str) -> bool:

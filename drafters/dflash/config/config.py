@@ -306,7 +306,7 @@ class DFlashConfig:
 
     @property
     def algorithm(self) -> str:
-        """Its name in `drafters.algorithms`."""
+        """The algorithm's name in `drafters.algorithms`."""
         return "dflash" if self.head is None else self.head.algorithm
 
     @property

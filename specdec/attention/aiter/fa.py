@@ -40,7 +40,7 @@ RDNA = ("gfx110", "gfx115", "gfx120")
 """Beginnings of the names of RDNA 3, 3.5 and 4."""
 
 FP8_ARCHITECTURES = (*CDNA, "gfx1200", "gfx1201")
-"""Those that compute with 8-bit floats."""
+"""Architectures that compute with 8-bit floats."""
 
 LARGE_TILES = (0, 1, 21)
 """From it, AITER's tiles may exceed RDNA's shared memory, in some releases."""

@@ -358,7 +358,7 @@ def aiter_warnings() -> list[str]:
 
 
 def environment_lines() -> list[str]:
-    """Those of `ENVIRONMENT` that are set, with their values."""
+    """Variables of `ENVIRONMENT` that are set, with their values."""
     order = [
         name for pattern in ENVIRONMENT for name in sorted(os.environ) if fnmatchcase(name, pattern)
     ]

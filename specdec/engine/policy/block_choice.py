@@ -130,7 +130,7 @@ class Situation(NamedTuple):
 
     @classmethod
     def of(cls, num_reqs: int, sampled: bool, outlook: float) -> "Situation":
-        """That of a batch whose requests are expected to accept so many drafts on average."""
+        """The situation of a batch that is expected to accept so many drafts of a request."""
         return cls(sampled, batch_bucket(num_reqs), int(log2(1 + outlook)))
 
     @property

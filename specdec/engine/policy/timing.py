@@ -14,7 +14,7 @@ PHASES = ("schedule", "prefill", "draft", "verify", "grammar", "accept", "contex
 """In the order of a step."""
 
 MODEL_PHASES = ("prefill", "draft", "verify", "context")
-"""Those that are forwards of the target or the drafter; the rest is the engine's own share."""
+"""Phases that are forwards of the target or the drafter; the rest is the engine's own share."""
 
 
 class StepTimer:

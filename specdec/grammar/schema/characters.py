@@ -80,7 +80,7 @@ class Characters:
 
     @classmethod
     def either(cls, some: Iterable[Characters]) -> Characters:
-        """Those of several sets."""
+        """Characters of several sets."""
         given = list(some)
         return cls(
             ranges(pair for one in given for pair in one.sure),

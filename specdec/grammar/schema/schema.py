@@ -39,7 +39,7 @@ SHORT = 64
 """A longest length up to which an endless format is held to it as well."""
 
 DECIMALS = 6
-"""That xgrammar 0.2.8 writes of a number with a bound."""
+"""Decimals that xgrammar 0.2.8 writes of a number with a bound."""
 
 COUNTS = {"minLength", "maxLength", "minProperties", "maxProperties"}
 

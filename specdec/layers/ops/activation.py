@@ -38,7 +38,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 ACTIVATIONS = tuple(_FUNCTIONS)
-"""Those with a gate; `PLAIN` has the others."""
+"""Activations with a gate; `PLAIN` has the others."""
 
 
 def activate(product: Tensor, kind: str) -> Tensor:

@@ -114,7 +114,7 @@ GGUF_TYPES = tuple(BLOCK_SHAPES)
 """Names of ggml's types that can be multiplied as they are stored."""
 
 PLAIN_TYPES = ("Q4_0", "Q8_0")
-"""Those that become codes and scales alone, see `PackedWeight.plain`."""
+"""Types that become codes and scales alone, see `PackedWeight.plain`."""
 
 
 class Blocks(NamedTuple):

@@ -200,7 +200,7 @@ class PackedWeight:
         return self._changed(lambda tensor: tensor.to(target))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by the names of fields."""
+        """Tensors that there are, by the names of fields."""
         names = ("scale", "zero", "high", "minimum", "outer")
         found = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         return found | {"codes": _bytes(self.codes)}

@@ -55,7 +55,7 @@ class RecurrentRows(NamedTuple):
         final: bool,
         counts: Tensor | None = None,
     ) -> RecurrentRows:
-        """Those of a forward.
+        """The rows of a forward.
 
         Args:
             slots: int64 [num_reqs].

@@ -20,7 +20,7 @@ from specdec.layers.recurrence.triton_recurrence_ring import keep_last
 from specdec.layers.recurrence.triton_recurrence_rows import Layer, Prepared, Rows, pending_rows
 
 CHANNELS_PER_PROGRAM = 1024
-"""That a program convolves, as whole heads."""
+"""Channels that a program convolves, as whole heads."""
 FEW_ROWS = 64
 """Most rows of a request of which each has programs of its own."""
 ROWS_PER_PROGRAM = 16

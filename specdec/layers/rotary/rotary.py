@@ -23,7 +23,7 @@ sequence grows.
 """
 
 ROPE_TYPES = (*STATIC_ROPE_TYPES, "dynamic", "longrope")
-"""Those that targets may have; of the last two frequencies depend on a request's length."""
+"""Types that targets may have; of the last two frequencies depend on a request's length."""
 
 
 _POSITIVE = {
@@ -230,7 +230,7 @@ class Angles:
     def of(
         cls, position_ids: Tensor, rope: Rope, dtype: torch.dtype, rope_lens: Tensor | None = None
     ) -> "Angles":
-        """Those of positions int64 [...], computed in float32, in type `dtype`.
+        """Angles of positions int64 [...], computed in float32, in type `dtype`.
 
         Args:
             position_ids: of the rows.

@@ -81,7 +81,7 @@ class Whole(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Its JSON."""
+        """The answer as JSON."""
         frame = JSONResponse({**content, "choices": None}).body
         choices = b",".join(bytes(JSONResponse(choice).body) for choice in content["choices"])
         return bytes(frame).replace(b'"choices":null', b'"choices":[%s]' % choices, 1)

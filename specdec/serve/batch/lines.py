@@ -164,7 +164,7 @@ class BatchLine:
 
     @property
     def custom_id(self) -> Any:
-        """Its own name for itself."""
+        """The line's own name for itself."""
         return self.record.get("custom_id")
 
     @property

@@ -61,7 +61,7 @@ _ERRORS = {kind.__name__: kind for kind in (CapacityError, InvalidInputError)}
 
 
 def plain_error(error: BaseException) -> tuple[str, str]:
-    """Its kind, and its line."""
+    """The error's kind, and its line."""
     return type(error).__name__, str(error)
 
 
@@ -88,7 +88,7 @@ class Facts:
 
     @classmethod
     def of(cls, decoder: SpecDecoder) -> Facts:
-        """Those of a decoder's engine."""
+        """Facts of a decoder's engine."""
         engine = decoder.engine
         return cls(
             decoder.reader,
