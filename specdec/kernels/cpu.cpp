@@ -766,6 +766,78 @@ void turn(const Attention& a, int row, int head, const uint16_t* norm, float* re
     for (int i = 0; i < a.dim; i++) result[i] = from_bf16(to_bf16(result[i]));
 }
 
+// Of two vectors lanes with bit `STEP` of the second, else of the first, each with its neighbor across that bit added.
+template <int STEP>
+inline Floats add_across(Floats x, Floats y) {
+#if defined(__clang__)
+    Floats sums;
+    for (int i = 0; i < LANES; i++) sums[i] = i & STEP ? y[i] + y[i ^ STEP] : x[i] + x[i ^ STEP];
+    return sums;
+#else
+    Ints own, other;
+    for (int i = 0; i < LANES; i++) own[i] = i + (i & STEP ? LANES : 0), other[i] = (i ^ STEP) + (i & STEP ? LANES : 0);
+    return __builtin_shuffle(x, y, own) + __builtin_shuffle(x, y, other);
+#endif
+}
+
+// The sums of LANES vectors, one in each lane, all in one order.
+inline Floats sums_of(Floats* v) {
+    for (int i = 0; i < LANES / 2; i++) v[i] = add_across<1>(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < LANES / 4; i++) v[i] = add_across<2>(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < LANES / 8; i++) v[i] = add_across<4>(v[2 * i], v[2 * i + 1]);
+#if LANES == 16
+    v[0] = add_across<8>(v[0], v[1]);
+#endif
+    return v[0];
+}
+
+// scores [LANES] = the products of LANES keys [LANES][dim] with a query [dim].
+inline Floats products(const float* keys, const float* query, int dim) {
+    Floats sums[LANES];
+#pragma GCC unroll 16
+    for (int k = 0; k < LANES; k++) {
+        sums[k] = load_floats(keys + k * dim) * load_floats(query);
+        for (int i = LANES; i < dim; i += LANES) sums[k] = fma(load_floats(keys + k * dim + i), load_floats(query + i), sums[k]);
+    }
+    return sums_of(sums);
+}
+
+constexpr int TOGETHER = 4;  // queries, and vectors of a value, that are summed at once
+
+// Adds to N vectors of R totals, `dim` apart, the values at `places` times weights, `apart` apart, in their order; a weight of 0 adds nothing.
+template <int R, int N>
+void add_values(const uint16_t* values, const int64_t* places, int count, const float* weights, int64_t apart, float* totals, int dim) {
+    Floats sums[R][N] = {};
+    for (int k = 0; k < count; k++) {
+        Floats value[N];
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) value[i] = load_bf16(values + places[k] + i * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const float weight = weights[r * apart + k];
+            if (weight == 0) continue;
+#pragma GCC unroll 4
+            for (int i = 0; i < N; i++) sums[r][i] = fma(value[i], splat(weight), sums[r][i]);
+        }
+    }
+    for (int r = 0; r < R; r++) memcpy(totals + r * dim, sums[r], sizeof sums[r]);
+}
+
+template <int N>
+void add_values(int queries, const uint16_t* values, const int64_t* places, int count, const float* weights, int64_t apart, float* totals,
+                int dim) {
+    for (int q = 0; q < queries; q += TOGETHER) {
+        const float* own = weights + q * apart;
+        float* out = totals + q * dim;
+        switch (std::min(TOGETHER, queries - q)) {
+            case 4: add_values<4, N>(values, places, count, own, apart, out, dim); break;
+            case 3: add_values<3, N>(values, places, count, own, apart, out, dim); break;
+            case 2: add_values<2, N>(values, places, count, own, apart, out, dim); break;
+            default: add_values<1, N>(values, places, count, own, apart, out, dim);
+        }
+    }
+}
+
 // Writes a row's key and value of one head to the cache.
 void put(const Attention& a, int row, int kv) {
     float key[256];
@@ -795,9 +867,11 @@ void attend(const Attention* given) {
     for (int request = 0; request < a.requests; request++)
         for (int kv = 0; kv < a.kv_heads; kv++) {
             thread_local std::vector<float> memory;
+            thread_local std::vector<int64_t> places;
             const int length = a.lengths[request], context = length - a.width, queries = a.width * group, first = request * a.width;
             const int padded = (length + LANES - 1) / LANES * LANES;
             memory.resize((int64_t)queries * (2 * a.dim + padded));
+            places.resize(length);
             float *query = memory.data(), *total = query + queries * a.dim, *weights = total + queries * a.dim;
             for (int row = first; row < first + a.width; row++) {
                 put(a, row, kv);
@@ -813,37 +887,53 @@ void attend(const Attention* given) {
                 if (other <= 0 || !a.causal) return true;
                 return a.ancestors ? other == row || (a.ancestors[first + row] >> (other - 1) & 1) : other <= row;
             };
-            for (int k = 0; k < length; k++) {
-                const uint16_t* key = a.keys + at(k);
+            for (int k = 0; k < length; k++) places[k] = at(k);
+            float keys[LANES * 256];
+            for (int k = 0; k < padded; k += LANES) {
+                for (int j = 0; j < LANES; j++)
+                    for (int i = 0; i < a.dim; i += LANES) {
+                        Floats v = k + j < length ? load_bf16(a.keys + places[k + j] + i) : Floats{};
+                        memcpy(keys + j * a.dim + i, &v, sizeof v);
+                    }
                 for (int q = 0; q < queries; q++) {
-                    Floats sum = {};
-                    for (int i = 0; i < a.dim; i += LANES) sum = fma(load_bf16(key + i), load_floats(query + q * a.dim + i), sum);
-                    weights[(int64_t)q * padded + k] = sees(q / group, k) ? sum_of(sum) * a.scale : -INFINITY;
+                    Floats scores = products(keys, query + q * a.dim, a.dim) * splat(a.scale);
+                    memcpy(weights + (int64_t)q * padded + k, &scores, sizeof scores);
                 }
             }
             for (int q = 0; q < queries; q++) {
                 float* own = weights + (int64_t)q * padded;
-                float most = -INFINITY, weight = 0;
+                for (int k = context + 1; k < length; k++)
+                    if (!sees(q / group, k)) own[k] = -INFINITY;
                 for (int k = length; k < padded; k++) own[k] = -INFINITY;
-                for (int k = 0; k < length; k++) most = std::max(most, own[k]);
+                Floats highest = splat(-INFINITY);
+                for (int k = 0; k < padded; k += LANES) {
+                    Floats v = load_floats(own + k);
+                    highest = (v > highest) ? v : highest;
+                }
+                float most = -INFINITY;
+                for (int i = 0; i < LANES; i++) most = std::max(most, highest[i]);
                 for (int k = 0; k < padded; k += LANES) {
                     Floats e = exponential(load_floats(own + k) - splat(most));
                     memcpy(own + k, &e, sizeof e);
                 }
-                for (int k = 0; k < length; k++) weight += own[k];
-                for (int k = 0; k < length; k++) own[k] /= weight;
             }
-            memset(total, 0, sizeof(float) * queries * a.dim);
-            for (int k = 0; k < length; k++) {
-                const uint16_t* value = a.values + at(k);
-                for (int q = 0; q < queries; q++) {
-                    const float weight = weights[(int64_t)q * padded + k];
-                    if (weight == 0) continue;
-                    for (int i = 0; i < a.dim; i += LANES) {
-                        Floats sum = fma(load_bf16(value + i), splat(weight), load_floats(total + q * a.dim + i));
-                        memcpy(total + q * a.dim + i, &sum, sizeof sum);
-                    }
-                }
+            for (int q = 0; q < queries; q += TOGETHER) {  // several sums at once, since each waits for its last number
+                const int many = std::min(TOGETHER, queries - q);
+                float *own = weights + (int64_t)q * padded, sum[TOGETHER] = {};
+                if (many == TOGETHER)
+                    for (int k = 0; k < length; k++)
+                        for (int r = 0; r < TOGETHER; r++) sum[r] += own[r * padded + k];
+                else
+                    for (int r = 0; r < many; r++)
+                        for (int k = 0; k < length; k++) sum[r] += own[r * padded + k];
+                for (int r = 0; r < many; r++)
+                    for (int k = 0; k < length; k++) own[r * padded + k] /= sum[r];
+            }
+            for (int i = 0; i < a.dim;) {
+                const int left = (a.dim - i) / LANES;
+                const auto add = left >= TOGETHER ? add_values<TOGETHER> : add_values<1>;
+                add(queries, a.values + i, places.data(), length, weights, padded, total + i, a.dim);
+                i += left >= TOGETHER ? TOGETHER * LANES : LANES;
             }
             for (int q = 0; q < queries; q++) {
                 uint16_t* out = a.out + ((int64_t)(first + q / group) * a.heads + kv * group + q % group) * a.dim;

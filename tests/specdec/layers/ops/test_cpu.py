@@ -1,6 +1,7 @@
 """What lies between products on a CPU, by our own C++, beside plain torch."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Heads, Join, TorchOps
 from specdec.layers.rotary.rotary import Angles
 from tests.helpers.bounds import assert_as_exact
+from tests.helpers.processors import PROCESSORS, library_for
 
 library = native()
 pytestmark = pytest.mark.skipif(library is None, reason="there is no C++ compiler")
@@ -59,6 +61,20 @@ def test_gates(rows: int) -> None:
     assert_as_exact(ops().gated(linear, x, "silu", ahead), plain, exact)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_other_instructions(processor: str, tmp_path: Path) -> None:
+    """What processors without VNNI, AVX-512 and AVX2 compute, as exactly."""
+    other = CpuOps(library_for(processor, tmp_path))
+    for width, visibility in ((1, "causal"), (6, "causal"), (6, "full"), (6, "ancestors")):
+        plain, exact = (
+            attended(TorchOps(), dtype, width, visibility, normed=True)
+            for dtype in (torch.bfloat16, torch.float64)
+        )
+        got = attended(other, torch.bfloat16, width, visibility, normed=True)
+        assert_as_exact(got, plain, exact)
+
+
 def attended(
     ops: TorchOps,
     dtype: torch.dtype,
@@ -66,6 +82,7 @@ def attended(
     visibility: Any,
     normed: bool = False,
     beside: int = 0,
+    dim: int = DIM,
 ) -> Tensor:
     """Rows of three requests, one of which has no context, and what they leave in the cache.
 
@@ -73,9 +90,9 @@ def attended(
     """
     lengths = torch.tensor([width + 37, width, width + 150], dtype=torch.int32)
     table = torch.randperm(3 * 12, generator=torch.Generator().manual_seed(3)).view(3, 12).int()
-    spec = AttentionSpec(torch.device("cpu"), dtype, HEADS, KV_HEADS, DIM, BLOCK)
+    spec = AttentionSpec(torch.device("cpu"), dtype, HEADS, KV_HEADS, dim, BLOCK)
     backend = TorchRefBackend(spec)
-    cache = KVLayerSpec(KV_HEADS, DIM).allocate(3 * 12, BLOCK, dtype, torch.device("cpu"))
+    cache = KVLayerSpec(KV_HEADS, dim).allocate(3 * 12, BLOCK, dtype, torch.device("cpu"))
     for number, side in enumerate(cache):
         side.copy_(random(*side.shape, seed=number + 5))
     places = (lengths[:, None] - width + torch.arange(width)).long()
@@ -87,13 +104,13 @@ def attended(
         above = [sum(1 << bit for bit in range(i % 2, i + 1, 2)) for i in range(width - 1)]
         tree = TreeRows(torch.tensor([0, *above]).repeat(3), torch.arange(width).repeat(3))
     metadata = replace(metadata, visibility=visibility, tree=tree)
-    qkv = random(3 * width, HEADS + 2 * KV_HEADS, DIM).to(dtype)
+    qkv = random(3 * width, HEADS + 2 * KV_HEADS, dim).to(dtype)
     qkv = torch.nn.functional.pad(qkv.flatten(1), (0, beside))[:, : qkv[0].numel()].view(qkv.shape)
-    turns = torch.randn(3 * width, DIM // 2, generator=torch.Generator().manual_seed(9))
+    turns = torch.randn(3 * width, dim // 2, generator=torch.Generator().manual_seed(9))
     angles = Angles(turns.cos().bfloat16().to(dtype), turns.sin().bfloat16().to(dtype))
     ahead = DenseLinear(torch.zeros(1, 1))
-    norms = [Norm(random(DIM, seed=seed).to(dtype), 1e-6) if normed else None for seed in (7, 8)]
-    heads = Heads(DIM**-0.5, query_norm=norms[0], key_norm=norms[1])
+    norms = [Norm(random(dim, seed=seed).to(dtype), 1e-6) if normed else None for seed in (7, 8)]
+    heads = Heads(dim**-0.5, query_norm=norms[0], key_norm=norms[1])
     out = ops.attend(backend, qkv, heads, angles, cache, backend.plan(metadata), ahead)
     return torch.cat([out.flatten(), *(side.flatten() for side in cache)])
 
@@ -112,6 +129,14 @@ def test_bits_of_a_row_do_not_depend_on_rows_after_it() -> None:
     """A token that is verified among drafts is the token that is decoded alone."""
     one, many = (attended(ops(), torch.bfloat16, width, "causal") for width in (1, 6))
     assert one[: HEADS * DIM].equal(many[: HEADS * DIM])
+
+
+@pytest.mark.parametrize("dim", [16, 80, 256])
+def test_attention_of_other_widths(dim: int) -> None:
+    """Of heads that are no multiple of what is summed at once, and of the widest."""
+    kinds = torch.bfloat16, torch.float64
+    plain, exact = (attended(TorchOps(), kind, 6, "causal", dim=dim) for kind in kinds)
+    assert_as_exact(attended(ops(), torch.bfloat16, 6, "causal", dim=dim), plain, exact)
 
 
 def test_attention_of_some_columns() -> None:

@@ -1,15 +1,11 @@
 """Products with weights in ggml's blocks on a CPU, by our own C++."""
 
-import ctypes
-import platform
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdec.device.device import uses_avx512
 from specdec.kernels import native as library
 from specdec.layers.linear import BlockedLinear, DenseLinear
 from specdec.layers.linear_choice import drafting_linear, linear
@@ -17,6 +13,7 @@ from specdec.layers.packed.cpu import FEW_ROWS, TYPES, GgufLinear
 from specdec.layers.packed.gguf import GgufWeight, eight_bits, joined
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.ggml import blocks
+from tests.helpers.processors import PROCESSORS, library_for
 
 pytestmark = pytest.mark.skipif(library.native() is None, reason="there is no C++ compiler")
 
@@ -125,23 +122,14 @@ def test_rows_that_do_not_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
+@pytest.mark.parametrize("processor", PROCESSORS)
 def test_other_instructions(
-    processor: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What processors without VNNI, AVX-512 and AVX2 compute, to a rounding of the sums."""
-    avx2 = "AVX" in torch.backends.cpu.get_cpu_capability()
-    if not {"x86-64": True, "haswell": avx2, "skylake-avx512": uses_avx512()}[processor]:
-        pytest.skip("this CPU has no such instructions")
+    other = library_for(processor, tmp_path)
     weights = [weight_of(kind) for kind in TYPES]
     own = [linear(weight)(random(7, IN)) for weight in weights]
-    options = [option.replace("native", processor) for option in library.OPTIONS]
-    path = tmp_path / "library.so"
-    subprocess.run(["g++", *options, library.SOURCE, "-o", path], check=True)
-    other = library.declared(ctypes.CDLL(str(path)))
     monkeypatch.setattr("specdec.layers.packed.cpu.native", lambda: other)
     for weight, expected in zip(weights, own, strict=True):
         got = linear(weight)(random(7, IN))
