@@ -322,9 +322,7 @@ async def _conversation(
         sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
     sampling = await _predicted(front, http, asked, sampling)
     if tools is not None:
-        grammar = tools.grammar(engine.reader.tokenizer, sampling.grammar)
-        behind = False if tools.form.channels else None
-        sampling = replace(sampling, grammar=grammar, grammar_after_thinking=behind)
+        sampling = tools.sampling(engine.reader.tokenizer, sampling)
     return tokens, sampling.for_chat(), tools
 
 

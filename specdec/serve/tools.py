@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specdec.base.chat.messages import knows_tools
@@ -19,6 +19,7 @@ from specdec.serve.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from specdec.sampling.params import SamplingParams
     from specdec.serve.protocol import ChatRequest
 
 
@@ -41,6 +42,14 @@ class Tools:
     required: bool
     parallel: bool
     notes: list[str] = field(default_factory=list)
+
+    def sampling(
+        self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams
+    ) -> SamplingParams:
+        """The same with the grammar of what may be called."""
+        grammar = self.grammar(tokenizer, sampling.grammar)
+        behind = False if self.form.channels else None
+        return replace(sampling, grammar=grammar, grammar_after_thinking=behind)
 
     def grammar(self, tokenizer: PreTrainedTokenizerBase, answer: Grammar | None) -> Grammar:
         """The grammar of answers; `answer` is that of those that call nothing."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from specdec.base.chat.thinking import thinking_of
 from specdec.base.chat.tools import format_of
 from specdec.base.checkpoint.hub import unpinned
 from specdec.base.errors import InvalidInputError, SpecDecError
@@ -20,16 +21,19 @@ from specdec.serve.answers.token_bytes import TokenBytes
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError, engine_failed, malformed, refused
 from specdec.serve.processes.setup import last_part
-from specdec.serve.protocol import Chat, ChatRequest, CompletionRequest, Generation
+from specdec.serve.protocol import Body, Chat, ChatRequest, CompletionRequest, Generation
+from specdec.serve.responses.answer import ResponseAnswer
+from specdec.serve.responses.protocol import ResponsesRequest
 from specdec.serve.sampling import SAME, sampling_params, wishes
 from specdec.serve.tools import Tools, tools_of
 from specdec.session.outputs import GenerationResult
 from specdec.session.prompts import PromptReader
 from specdec.session.thinking import parts_of
 
-ROUTES: dict[str, type[Generation]] = {
+ROUTES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
 }
 """Where the requests of a batch go."""
 
@@ -47,7 +51,7 @@ MOST_OUTPUTS: int = _LIMITS["max_choices"].default
 Job = tuple[list[int], SamplingParams]
 
 
-def _read(kind: type[Generation], body: Mapping[str, Any]) -> Any:
+def _read(kind: type[Body], body: Mapping[str, Any]) -> Any:
     """A request.
 
     Raises:
@@ -128,6 +132,7 @@ class BatchLine:
     error: RequestError | None = None
     said: frozenset[str] = frozenset()
     _tools: Tools | None = None
+    _response: ResponsesRequest | None = None
 
     @classmethod
     def read(cls, record: Mapping[str, Any], model: str) -> BatchLine:
@@ -153,14 +158,18 @@ class BatchLine:
             raise RequestError(400, f"a line asks {method} {url}; it must be POST {known}")
         if not isinstance(body, Mapping):
             raise RequestError(400, "the body of a line is no JSON object")
-        asked: Generation = _read(ROUTES[url], body)
+        asked: Any = _read(ROUTES[url], body)
+        if isinstance(asked, ResponsesRequest):
+            self._response, asked = asked, asked.chat()
+            asked.check_others()
         if asked.stream:
             raise RequestError(400, "a batch has no streams; leave stream out", param="stream")
         if asked.model is not None and asked.model not in self.names:
             message = f"there is no model {asked.model[:200]!r} (known: {', '.join(self.names)})"
             raise RequestError(404, message, param="model", code="model_not_found")
         _check_outputs(_num_outputs(asked))
-        return asked
+        made: Generation = asked
+        return made
 
     @property
     def custom_id(self) -> Any:
@@ -212,8 +221,7 @@ class BatchLine:
                 self._tools = tools_of(asked, reader.tokenizer, form)
                 prompts = [_chat_tokens(reader, asked, self._tools.given if self._tools else ())]
                 if self._tools is not None:
-                    grammar = self._tools.grammar(reader.tokenizer, sampling.grammar)
-                    sampling = replace(sampling, grammar=grammar)
+                    sampling = self._tools.sampling(reader.tokenizer, sampling)
                 if asked.most_output is None and "max_tokens" not in given:
                     left = max(1, most - len(prompts[0]))
                     sampling = replace(sampling, max_tokens=left)
@@ -271,7 +279,12 @@ class BatchLine:
         assert isinstance(self.asked, ChatRequest)
         about = self.asked, name, self._made, tokens
         tools = self._tools
-        chat = CallCompletion(*about, tools=tools) if tools else ChatCompletion(*about)
+        chat: ChatCompletion
+        if self._response is not None:
+            thinking = thinking_of(reader.tokenizer)
+            chat = ResponseAnswer(*about, request=self._response, tools=tools, thinking=thinking)
+        else:
+            chat = CallCompletion(*about, tools=tools) if tools else ChatCompletion(*about)
         if self._sampling.grammar is not None:
             chat.notes = [*chat.notes, *self._sampling.grammar.notes]
         if chat.parted:

@@ -22,7 +22,7 @@ from tests.helpers.live_server import live_server, tiny_decoder
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 SAMPLED = {"temperature": 0.9, "seed": 7, "max_tokens": 6}
 GOOD: list[tuple[str, dict[str, Any]]] = [
@@ -32,6 +32,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": ["abc", "de"], "n": 2, **SAMPLED, "echo": True, "logprobs": 1}),
     (TEXT, {"prompt": [5, 6, 7], "temperature": 0}),
     (TEXT, {"prompt": "abc", "guided_regex": "a{3}", "seed": -1}),
+    (RESPONSE, {"input": "hi", "temperature": 0, "max_output_tokens": 5}),
 ]
 BAD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "abc", "temperature": -1}),
@@ -42,6 +43,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": "abc", "suffix": "d"}),
     (CHAT, {"messages": [{"content": "a"}]}),
     (TEXT, {"prompt": "abc", "n": 300}),
+    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+    (RESPONSE, {"input": "hi", "previous_response_id": "r"}),
 ]
 
 
@@ -65,6 +68,8 @@ def run(capsys: Capture, file: Path, *options: str) -> tuple[int, list[Any], str
 
 def shown(body: dict[str, Any]) -> tuple[Any, Any]:
     """What does not depend on the time, or on what was decoded before."""
+    if "choices" not in body:  # a response
+        return [one["content"] for one in body["output"]], body["usage"]["output_tokens"]
     choices = [
         {name: value for name, value in one.items() if name not in ("meta_info", "logprobs")}
         for one in body["choices"]
@@ -94,7 +99,7 @@ def test_answers_are_those_of_the_server(
     assert len({one["id"] for one in made}) == len(made)
     logprobs = made[1]["response"]["body"]["choices"][1]["logprobs"]["content"]
     assert len(logprobs) == 6 and len(logprobs[0]["top_logprobs"]) == 2
-    assert made[-1]["response"]["body"]["choices"][0]["text"] == "aaa"
+    assert made[-2]["response"]["body"]["choices"][0]["text"] == "aaa"
 
 
 @pytest.mark.parametrize(
