@@ -88,11 +88,11 @@ class Charts:
             axes.set(xlabel=title)
             axes.margins(x=0.12)
             axes.set_xlim(left=0)
-            axes.invert_yaxis()
+            axes.set_ylim(len(tasks) - 0.5, -0.5)
             axes.grid(axis="y", visible=False)
 
         lines = len(sides) * len(tasks)
-        inches = 1.2 + 0.2 * lines + 0.1 * len(tasks) + 0.2 * (len(sides) // 2)
+        inches = 1.2 + 0.2 * lines + 0.1 * len(tasks)
         return _svg(f"{title}, {table.title}", draw, height=inches)
 
     def serving_curve(self, rows: Sequence[Row]) -> str:
@@ -294,7 +294,7 @@ def _svg(name: str, draw: Draw, *, legend_columns: int = 2, height: float = SIZE
         name: what it shows, for who cannot see it.
         draw: fills the axes.
         legend_columns: of the legend above.
-        height: inches.
+        height: inches, with two lines of the legend.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -325,6 +325,8 @@ def _svg(name: str, draw: Draw, *, legend_columns: int = 2, height: float = SIZE
         draw(axes)
         handles, labels = axes.get_legend_handles_labels()
         if handles:
+            more = max(0, -(-len(handles) // legend_columns) - 2)
+            figure.set_size_inches(SIZE[0], height + 0.2 * more)
             figure.legend(
                 handles,
                 labels,

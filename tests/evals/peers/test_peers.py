@@ -76,7 +76,9 @@ def test_transformers_gives_the_same_tokens_side_by_side(
     assert rows["none"]["peer"] is None
     assert "transformers-lookup" in format_report(report)
     assert "transformers-lookup" in compare_reports(report, report)
-    assert html_report(report).count("<svg") == 4
+    page = html_report(report)
+    assert page.count("<svg") == 5
+    assert "fill: var(--side-2)" in page  # the last peer's bar
 
 
 def test_a_batch_stops_each_answer_at_its_own_end(folder: Path) -> None:
