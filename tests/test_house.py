@@ -10,6 +10,7 @@ one room that imports another one. A floor lies one above the highest that it im
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -31,6 +32,8 @@ PACKAGES = ("specdec", "drafters", "verifiers", "evals")
 COLUMNS = 100
 FULL = 15
 """Files of a folder that reads at a glance."""
+
+NOUNLESS = re.compile(r"\s*(Of|Those|That|Its|Told|Who|Them) ")
 
 Import = tuple[str, str]
 """Two modules, the first of which imports the second."""
@@ -135,6 +138,7 @@ class House:
         found[f"folders of more than {FULL} files"] = sum(size > FULL for size in folders.values())
         found["files of the largest folder"] = max(folders.values())
         found[f"lines over {COLUMNS} columns"] = num_long_lines(self.root)
+        found["docstrings without a subject"] = len(nounless(self.root))
         return found
 
     def as_held(self) -> dict[str, Any]:
@@ -173,6 +177,19 @@ def prose(root: Path) -> Iterator[str]:
     for path in [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("drafters/*/*.md")]:
         text = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
         yield re.sub(r"^ *(\||!\[).*$", "", text, flags=re.MULTILINE)
+
+
+def nounless(root: Path) -> list[str]:
+    """Docstrings that begin with a pronoun or "Of", so that a reader has to guess their subject."""
+    return [
+        f"{path.relative_to(root)}:{node.lineno}: {node.value.value.strip().splitlines()[0]}"
+        for path in sources(root, *PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and NOUNLESS.match(node.value.value)
+    ]
 
 
 def new_long_lines() -> list[str]:
@@ -223,6 +240,8 @@ def raised() -> list[str]:
         lines += [f"a circle: {', '.join(circle)}" for circle in house().circles()]
     if f"lines over {COLUMNS} columns" in risen:
         lines += new_long_lines()
+    if "docstrings without a subject" in risen:
+        lines += nounless(ROOT)
     return lines
 
 
@@ -275,6 +294,15 @@ def test_an_import_that_climbs_is_named_with_its_line(tmp_path: Path, climbs: st
     assert house.new_arrows({"c": ["a"]}) == [
         f"{line} (a new arrow)" for line in house.lines(("built.a", "built.c"))
     ]
+
+
+def test_what_is_long_and_what_lacks_a_subject_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec" / "x.py").write_text('"""Of rows."""\nX = 3\n"""Rows of a step."""\n')
+    assert nounless(tmp_path) == ["specdec/x.py:1: Of rows."]
+    long = "word " * 21
+    (tmp_path / "page.md").write_text(f"{long}\n\n| {long} |\n\n```\n{long}\n```\n")
+    assert num_long_lines(tmp_path) == 1
 
 
 if __name__ == "__main__":

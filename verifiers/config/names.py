@@ -23,7 +23,7 @@ TEXT_PART = (
     (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
     (r"^(model\.)?language_model\.lm_head", "lm_head"),
 )
-"""Of the text part in files of composites, old and new."""
+"""Names of the text part in files of composites, old and new."""
 
 RENAMED = (
     *TEXT_PART,

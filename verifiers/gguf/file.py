@@ -20,7 +20,7 @@ from specdec.base.checkpoint.gguf_names import whole_model
 from specdec.base.errors import CheckpointError
 
 Entries = dict[str, Any]
-"""Of a config."""
+"""Entries of a config."""
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

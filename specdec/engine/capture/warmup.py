@@ -73,7 +73,7 @@ Bounds = Sequence[int] | None
 """On lengths; None takes all that occur."""
 
 Progress = Callable[[str, int, int], object]
-"""Told what is being done, and how many of how many are."""
+"""Called with what is being done, and how many of how many are."""
 
 
 @dataclass(frozen=True, slots=True)

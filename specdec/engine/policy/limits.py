@@ -29,7 +29,7 @@ class DraftLimits(NamedTuple):
 
     @classmethod
     def of_shapes(cls, shapes: Iterable[BlockShape]) -> "DraftLimits":
-        """Of an engine's steps.
+        """The limits of an engine's steps.
 
         >>> DraftLimits.of_shapes([BlockShape(7), BlockShape(31, 15)])
         DraftLimits(depth=15, nodes=31)
@@ -41,7 +41,7 @@ class DraftLimits(NamedTuple):
         )
 
     def joined(self, params: Iterable[SamplingParams]) -> "DraftLimits":
-        """Of a batch: those of who wants most."""
+        """The limits of a batch: those of the request that wants most."""
         depths, nodes = [], []
         for one in params:
             depths.append(self.depth if one.num_draft_tokens is None else one.num_draft_tokens)

@@ -1,4 +1,4 @@
-"""Who works in the next step: admission, chunked prefill, growth of the block tables, preemption by
+"""The scheduler: admission, chunked prefill, growth of the block tables, preemption by
 recompute.
 """
 

@@ -46,7 +46,7 @@ LINE_FIELDS = TEMPLATE_FIELDS | {
 
 _LIMITS: Any = ServeConfig.__dataclass_fields__
 MOST_OUTPUTS: int = _LIMITS["max_choices"].default
-"""Of a request, as in a server that says nothing else."""
+"""Most outputs of a request, as in a server that says nothing else."""
 
 Job = tuple[list[int], SamplingParams]
 
@@ -178,7 +178,7 @@ class BatchLine:
 
     @property
     def num_outputs(self) -> int:
-        """Of all prompts; one where there is no request."""
+        """Outputs of all prompts; one where there is no request."""
         return 1 if self.asked is None else _num_outputs(self.asked)
 
     def jobs(

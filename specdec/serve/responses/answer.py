@@ -168,7 +168,7 @@ class ResponseAnswer(ChatCompletion):
         return len(result.token_ids)
 
     def _in_analysis(self, token_ids: Sequence[int]) -> Iterator[bool]:
-        """Of each token of an output that is messages, whether it thinks."""
+        """Whether each token of an output of messages thinks."""
         head, thinks = "", False
         for text in map(self.tokens.text, token_ids):
             head, before = head + text, thinks
