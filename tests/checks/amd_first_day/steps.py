@@ -97,7 +97,7 @@ def all_steps(
         "tiers",
         "AITER's Triton kernels alone, beside its others",
         triton,
-        f"{_CPU} --every 13",
+        f"{_CPU} --every 13 --longest 600",
         AITER_TRITON_ONLY="1",
     )
     place = next(index for index, step in enumerate(steps) if step.name == "kernels") + 1

@@ -50,6 +50,10 @@ def mla_reduce_v1(
     refuse_unless(known, f"{name} is not compiled for {heads} heads of {dim}")
     machine.compile(name, heads, dim)
     longest = max((b - a for a, b in pairwise(host(reduce_indptr))), default=0)
+    widest = max((b - a for a, b in host(reduce_final_map)), default=0)
+    refuse_unless(
+        widest <= max_seqlen_q, f"{name}: {max_seqlen_q} rows of a group of {widest} are merged"
+    )
     limit = max(machine.num_compute_units, num_kv_splits)
     refuse_unless(longest <= limit, f"{name}: {longest} parts of one group, room for {limit}")
     reduce_parts(
