@@ -24,11 +24,11 @@ class Grid:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Lines for a terminal."""
         return [f"{self.title}:", *align([self.head, *self.rows], left=self.left), *self.notes]
 
     def html(self) -> str:
-        """For a page; a wide one scrolls by itself.
+        """Table of a page; a wide one scrolls by itself.
 
         >>> Grid("tau", ("task", "tau"), [("a < b", "1.50")]).html().count("&lt;")
         1

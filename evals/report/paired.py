@@ -27,16 +27,16 @@ from evals.report.sides import drafting, side_of
 Row = dict[str, Any]
 Part = tuple[str, float, int]
 
-DECIDING = ("max_tokens", "top_k", "top_p", "seed", "raw")
-"""Settings without which the same drafter has another tau."""
+SPEED_ALONE = {"prompt_sets", "repeats", "warmup", "graphs", "num_engines"}
+"""Settings that leave tau alone; prompts are compared set by set."""
 MODEL = ("dtype", "weights", "kv_dtype", "prefill_dtype", "generation_config")
-"""The same of where a report comes from."""
+"""Fields of where a report comes from without which the same drafter has another tau."""
 
 
 def paired_lines(one: Report, other: Report | None) -> list[str]:
     """A line for each kind of tau of every two sides of a part: those that both reports have, and
-    of the others every one of the first with every one of the second. Of one report alone
-    every two.
+    of the others every one of the first with every one of the second; every two sides of one
+    report alone.
     """
     other, alone = other or one, other is None
     if why := unlike(one, other):
@@ -80,9 +80,10 @@ def unlike(one: Report, other: Report) -> str:
         not ours["target"]["sha256"] and ours["target"] != theirs["target"]
     ):
         return f"the target differs: {ours['target']['name']} / {theirs['target']['name']}"
+    deciding = [name for name in one["settings"] if name in other["settings"].keys() - SPEED_ALONE]
     for first, second, names in (
         (ours, theirs, MODEL),
-        (one["settings"], other["settings"], DECIDING),
+        (one["settings"], other["settings"], deciding),
     ):
         for name in names:
             if first.get(name) != second.get(name):

@@ -94,11 +94,11 @@ class Palette:
         return f"side-{self._place[side] % len(_SIDES)}"
 
     def color(self, side: Side) -> str:
-        """For matplotlib."""
+        """Color that matplotlib draws with."""
         return drawn(self.name(side))
 
     def marker(self, side: Side) -> str:
-        """For matplotlib; the same color comes with another marker."""
+        """Marker of matplotlib; where a color comes again, the marker is another."""
         place = self._place.get(side, 0)
         return MARKERS[(place + place // len(_SIDES)) % len(MARKERS)]
 

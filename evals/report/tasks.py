@@ -24,7 +24,7 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class TaskTable:
-    """What sides reached on tasks at one temperature and one concurrency.
+    """Figures of sides on tasks at one temperature and one concurrency.
 
     Attributes:
         name: of the set, or of several.
