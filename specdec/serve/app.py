@@ -45,7 +45,7 @@ from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.state.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
-from specdec.serve.tools import Tools, tools_of
+from specdec.serve.tools import Tools, told, tools_of
 
 T = TypeVar("T")
 
@@ -123,8 +123,9 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError(400, "give either prompt or messages", param="prompt")
         if asked.prompt is None:
-            front.texts.check_length(characters(asked.messages), most)
-            tokens = await _chat_tokens(front, asked, most)
+            tools = await asyncio.to_thread(told, asked.tools)
+            front.texts.check_length(characters([asked.messages, tools]), most)
+            tokens = await _chat_tokens(front, asked, most, tools)
         elif asked.prompt:
             tokens = await front.texts.tokens(
                 asked.prompt, special=asked.add_special_tokens is not False, most=most

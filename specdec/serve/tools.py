@@ -71,6 +71,15 @@ class _Function:
     notes: list[str]
 
 
+def told(tools: Any) -> list[dict[str, Any]]:
+    """Tools as the template reads them.
+
+    Raises:
+        RequestError: one is not of its form.
+    """
+    return [_function(f"tools[{place}]", one).given for place, one in enumerate(tools or ())]
+
+
 def tools_of(
     asked: ChatRequest, tokenizer: PreTrainedTokenizerBase, form: ToolFormat | None
 ) -> Tools | None:

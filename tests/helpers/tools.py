@@ -33,6 +33,9 @@ HARMONY = (
 )
 """As gpt-oss: the output names the channel of every message."""
 
+THINKING = HERMES.replace(_BEGIN, _BEGIN.replace("assistant: ", "assistant: <think>"))
+"""The same, with a thinking that the prompt opens."""
+
 UNKNOWN = _TOLD + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
 """Tells of tools, and not how they are called."""
 
@@ -41,12 +44,15 @@ _DROPPED, _MORE = "^~;!%?&$", "ö市｜▁"
 
 def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """One token per character, and Mistral's markers, as large as the tiny models' vocabulary."""
-    markers, dropped = ["[TOOL_CALLS]", "[ARGS]"], _DROPPED
+    markers, dropped, plain = ["[TOOL_CALLS]", "[ARGS]"], _DROPPED, list[str]()
     if template == HARMONY:
         markers = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"]
         dropped += "'(*"
+    if template == THINKING:
+        markers = []
+        plain = ["<think>", "</think>"]
     letters = [chr(place) for place in range(32, 127) if chr(place) not in dropped]
-    pieces = ["<pad>", "<s>", "</s>", *markers, "\n", *letters, *_MORE]
+    pieces = ["<pad>", "<s>", "</s>", *markers, *plain, "\n", *letters, *_MORE]
     assert len(pieces) <= VOCAB
     pieces += [f"<unused{place}>" for place in range(VOCAB - len(pieces))]
     vocab = {piece: place for place, piece in enumerate(pieces)}
@@ -61,6 +67,7 @@ def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     made.add_tokens(
         [AddedToken(name, special=True, normalized=False) for name in markers], special_tokens=True
     )
+    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
     made.chat_template = template
     return made
 

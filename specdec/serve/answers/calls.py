@@ -51,7 +51,8 @@ class CallCompletion(ChatCompletion):
 
     def reason(self, result: GenerationResult, index: int) -> str:
         """Why an output has ended."""
-        called = self._num_calls[index] and result.finish_reason == "stop"
+        called = self._num_calls[index] and not self._readers[index].within
+        called = called and result.finish_reason == "stop"
         return "tool_calls" if called else result.finish_reason
 
     def lines(self, chunk: StreamChunk) -> bytes:

@@ -33,7 +33,12 @@ class CallReader:
     Args:
         form: how calls are written.
         functions: by name the JSON schemas of their arguments, None where they have none.
+
+    Attributes:
+        within: the text has ended in the midst of arguments, as far as these are told apart.
     """
+
+    within = False
 
     def __init__(self, form: ToolFormat, functions: Mapping[str, Any]) -> None:
         self._form, self._functions = form, functions
@@ -57,7 +62,9 @@ class CallReader:
         yield from self._text()
         while (name := (yield from self._call(lead))) is not None:
             self._found.append(Piece("name", name))
+            self.within = True
             yield from self._object() if form.argument is None else self._arguments(name)
+            self.within = False
             yield from self._literal(form.end)
             lead = form.between
         yield from self._literal(form.closing)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -16,7 +17,15 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.link.channel import Facts
 from tests.checks.calls import asked, compare
 from tests.helpers.live_server import MODEL, live_server
-from tests.helpers.tools import HARMONY, HERMES, MISTRAL, UNKNOWN, function, tool_decoder
+from tests.helpers.tools import (
+    HARMONY,
+    HERMES,
+    MISTRAL,
+    THINKING,
+    UNKNOWN,
+    function,
+    tool_decoder,
+)
 from tests.helpers.waiting import HANG
 
 CITY: Any = {
@@ -120,6 +129,13 @@ def test_the_client_puts_streams_together(hermes: openai.OpenAI) -> None:
     assert parsed["unit"] in ("C", "F")
 
 
+def test_a_stop_string_within_arguments(hermes: openai.OpenAI) -> None:
+    """Such a call is none to answer."""
+    way = {**ASKED, "tool_choice": NAMED, "stop": "city", "seed": 0}
+    made = hermes.chat.completions.create(**way).choices[0]
+    assert made.finish_reason == "stop" and called(made.message)[0][1].endswith('{"')
+
+
 def test_one_call_where_several_are_not_wanted(hermes: openai.OpenAI) -> None:
     way = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False, "n": 6, "seed": 0}
     made = hermes.chat.completions.create(**way)
@@ -178,6 +194,49 @@ def test_channels() -> None:
             kinds |= {name for name in ("content", "tool_calls") if getattr(message, name)}
             kinds |= {"thought"} if thought else set()
     assert kinds == {"content", "tool_calls", "thought"}
+
+
+def test_a_model_thinks_before_it_calls() -> None:
+    with live_server(tool_decoder(THINKING)) as live:
+        client = client_of(live.url)
+        way = {**ASKED, "tool_choice": NAMED, "seed": 0}
+        extra = {"thinking_token_budget": 5}
+        made: Any = client.chat.completions.create(**way, extra_body=extra).choices[0]
+        assert len(made.message.reasoning_content) == 5 and made.finish_reason == "tool_calls"
+        ((name, arguments),) = called(made.message)
+        assert name == "get_weather" and set(json.loads(arguments)) == {"city", "unit"}
+        parts = ["", ""]
+        events: Any = client.chat.completions.create(**way, extra_body=extra, stream=True)
+        for event in events:
+            delta = event.choices[0].delta
+            parts[0] += getattr(delta, "reasoning_content", None) or ""
+            parts[1] += "".join(one.function.arguments for one in delta.tool_calls or ())
+        assert parts == [made.message.reasoning_content, arguments]
+
+
+def test_log_probabilities_and_tokens_beside_calls(mistral: openai.OpenAI) -> None:
+    """Of every token one, whatever its text is part of."""
+    way = {**ASKED, "tool_choice": "required", "logprobs": True, "seed": 1}
+    extra = {"return_token_ids": True}
+    made: Any = mistral.chat.completions.create(**way, extra_body=extra)
+    (choice,) = made.choices
+    assert len(choice.logprobs.content) == len(choice.token_ids) == made.usage.completion_tokens
+    values, tokens = list[Any](), list[int]()
+    events: Any = mistral.chat.completions.create(**way, extra_body=extra, stream=True)
+    for event in events:
+        some = event.choices[0]
+        values += some.logprobs.content if some.logprobs else ()
+        tokens += getattr(some, "token_ids", None) or ()
+    assert tokens == choice.token_ids
+    whole = [one.logprob for one in choice.logprobs.content]
+    assert [one.logprob for one in values] == pytest.approx(whole, abs=1e-4)
+
+
+def test_tools_are_counted_where_texts_become_tokens(hermes: openai.OpenAI) -> None:
+    made: Any = hermes.chat.completions.create(**{**ASKED, "max_tokens": 1})
+    body = {"messages": ASKED["messages"], "tools": TOOLS}
+    url = f"{str(hermes.base_url).removesuffix('/v1/')}/tokenize"
+    assert httpx.post(url, json=body, timeout=HANG).json()["count"] == made.usage.prompt_tokens
 
 
 def test_a_schema_for_answers_beside_tools(mistral: openai.OpenAI) -> None:
