@@ -73,6 +73,7 @@ class Link:
         grammars: those that it waits for.
         prompt_tokens: of its unfinished outputs.
         numbers: what it was told last.
+        untold: processes whose counts it has not been told as they are.
         fault: what it sent that is no message of this program.
     """
 
@@ -84,6 +85,7 @@ class Link:
         self.news: dict[Request, _Output] = {}
         self.grammars: dict[int, Future[Any]] = {}
         self.prompt_tokens, self.numbers = 0, Numbers()
+        self.untold: set[int] = set()
 
     def check_room(self, num_tokens: int) -> None:
         """Before it gets one more output, or grammar.
@@ -240,6 +242,7 @@ class Hub:
         link.channel.flush()
         if not link.channel.congested:
             self._poll.modify(link.channel.fileno(), select.POLLIN)
+            self._tell_totals(link)
             self._tell_news(link, self._numbers())
 
     def _hear(self, link: Link) -> None:
@@ -271,8 +274,8 @@ class Hub:
 
     def _take_ready(self, link: Link) -> None:
         link.ready = True
-        for number, totals in self._totals.items():
-            self._send(link, ("totals", number, totals))
+        link.untold.update(self._totals)
+        self._tell_totals(link)
         if all(one.ready for one in self._links.values()):
             self._on_ready()
             self._on_ready = lambda: None
@@ -341,7 +344,14 @@ class Hub:
         self._totals[link.number] = totals
         for other in self._links.values():
             if other is not link:
-                self._send(other, ("totals", link.number, totals))
+                other.untold.add(link.number)
+                self._tell_totals(other)
+
+    def _tell_totals(self, link: Link) -> None:
+        """Counts of others as they are now, as fast as they are read."""
+        while link.untold and not link.channel.congested:
+            number = link.untold.pop()
+            self._send(link, ("totals", number, self._totals[number]))
 
     def _note(self, touched: list[Request]) -> None:
         """Remembers who is to be told of what a step gave."""

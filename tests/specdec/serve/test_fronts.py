@@ -321,6 +321,28 @@ def test_who_reads_no_answers_is_not_heard() -> None:
         answers += sum(kind == "refused" for kind, *_ in channel.receive())
 
 
+def test_counts_that_nobody_reads_do_not_pile_up() -> None:
+    """Of what another front tells, one that reads slowly is told the latest."""
+    hub, links, fars = Hub(tiny_decoder()), list[Link](), list[Channel]()
+    for _ in range(2):
+        ours, theirs = socket.socketpair()
+        links.append(Link(ours, 8, 64))
+        fars.append(Channel(theirs))
+        hub.add(links[-1])
+    for number in range(40):
+        fars[0].send(("totals", {"count": number, "text": "a" * 2**20}))
+        while fars[0].congested:
+            hub._exchange(0.0)
+            fars[0].flush()
+        hub._exchange(0.0)
+        assert len(links[1].channel._going) < 2**21
+    told: list[int] = []
+    while told[-1:] != [39]:
+        told += [totals["count"] for _, _, totals in fars[1].receive()]
+        hub._exchange(0.0)
+    assert told == sorted(told)
+
+
 def test_a_slow_client_gets_less_often_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does not read is put together, and it gets all; also one that knows no chunks."""
     monkeypatch.setattr(Wire, "may_write", lambda wire: False)
