@@ -19,7 +19,7 @@ def _gpt2_entries(facts: Facts, entries: Entries) -> Entries:
 
 
 FAMILIES = {
-    "gpt2": Family(gguf={"gpt2": Gguf(_gpt2_entries)}),
+    "gpt2": Family(gguf={"gpt2": Gguf(_gpt2_entries, transposed=True)}),
     "minimax_m2": Family(
         gguf={
             "minimax-m2": Gguf(

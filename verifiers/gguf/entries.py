@@ -43,6 +43,7 @@ class Gguf:
         neighbors: rows of a head that RoPE rotates against each other lie side by side.
         adds_one: norms hold what they multiply by, and not what it differs from 1 by.
         groups_values: value heads are sorted by their place in a group first.
+        transposed: Transformers has projections as [in, out].
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Gguf:
         neighbors: bool = False,
         adds_one: bool = False,
         groups_values: bool = False,
+        transposed: bool = False,
     ) -> None:
         self._more, self._needs, self._has, self._fixed = more, needs, has, fixed
         self.neighbors, self.adds_one, self.groups_values = neighbors, adds_one, groups_values
+        self.transposed = transposed
 
     def entries(self, facts: Facts, entries: Entries) -> Entries:
         """Further entries of a file; a "model_type" is there if it is not the usual one."""

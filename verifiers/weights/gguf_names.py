@@ -264,8 +264,8 @@ class Recipes:
         return torch.cat([torch.arange(keys), values + keys])
 
     def turned(self, name: str, found: re.Match[str]) -> Recipe | None:
-        """GPT-2's projections, which Transformers has as [in, out]."""
-        if self._architecture != "gpt2":
+        """GPT-2's projections."""
+        if not self._gguf.transposed:
             return None
         return Recipe((self.source(name),), change=lambda parts: parts[0].T)
 

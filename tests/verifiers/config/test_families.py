@@ -2,10 +2,13 @@
 
 from collections import Counter
 from importlib import import_module
+from pathlib import Path
 from pkgutil import walk_packages
 
 import verifiers.families
 from verifiers.config.families import ARCHITECTURES, FAMILIES, READ_AS, WRAPPERS
+
+ROOT = Path(verifiers.families.__path__[0]).parent
 
 
 def test_nothing_is_said_twice() -> None:
@@ -24,3 +27,15 @@ def test_nothing_is_said_twice() -> None:
     assert list(map(len, said.values())) == list(
         map(len, (FAMILIES, WRAPPERS, READ_AS, ARCHITECTURES))
     )
+
+
+def test_no_other_file_names_a_model_type() -> None:
+    """But for tokenizers of GGUF files, whose kinds go by names of models."""
+    names = {*FAMILIES, *WRAPPERS, *READ_AS, *ARCHITECTURES}
+    files = {path.relative_to(ROOT): path.read_text() for path in ROOT.rglob("*.py")}
+    found = {
+        str(path): [name for name in sorted(names) if f'"{name}"' in text]
+        for path, text in files.items()
+        if path.parts[0] != "families" and path != Path("gguf/tokenizer.py")
+    }
+    assert {path: types for path, types in found.items() if types} == {}
