@@ -89,7 +89,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
             http, sum(map(len, prompts)), _completion_tokens(front, asked)
         )
         _check_prompt_logprobs(sampling, made)
-        sampling = await _predicted(front, http, asked, sampling)
+        sampling = await _predicted(front, http, sampling)
         answer = Completion(asked, front.names[0], made, tokens_of, echoes=echoes)
         return await _respond(front, http, answer, sampling)
 
@@ -292,11 +292,10 @@ async def _sampling(front: Front, asked: Generation) -> SamplingParams:
     return await asyncio.to_thread(make)
 
 
-async def _predicted(
-    front: Front, http: Request, asked: Generation, sampling: SamplingParams
-) -> SamplingParams:
+async def _predicted(front: Front, http: Request, sampling: SamplingParams) -> SamplingParams:
     """The sampling with the tokens of what the request predicts."""
-    if asked.prediction is None or not (text := asked.prediction.text):
+    text = sampling.prediction
+    if not isinstance(text, str):
         return sampling
     work = front.texts.tokens(text, special=False, most=front.engine.max_model_len)
     return replace(sampling, prediction=tuple(await _while_there(http, len(text), work)))
@@ -321,7 +320,7 @@ async def _conversation(
     tokens = await _while_there(http, size, made)
     if asked.most_output is None:
         sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
-    sampling = await _predicted(front, http, asked, sampling)
+    sampling = await _predicted(front, http, sampling)
     if tools is not None:
         sampling = tools.sampling(engine.reader.tokenizer, sampling)
     return tokens, sampling.for_chat(), tools

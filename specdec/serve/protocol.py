@@ -206,7 +206,7 @@ class Generation(Body):
     cache_salt: str | None = None
     skip_special_tokens: bool | None = None
     thinking_token_budget: int | None = None
-    prediction: Prediction | None = None
+    prediction: Prediction | str | None = None
     num_draft_tokens: int | None = None
     tree_nodes: int | None = None
     return_token_ids: bool = False

@@ -91,6 +91,9 @@ def wishes(asked: Generation) -> dict[str, Any]:
         values["seed"] = None  # the same for a random one
     if values.get("top_p") == 0:
         values |= {"temperature": 0.0, "top_p": 1.0}  # the likeliest token alone
+    if asked.prediction is not None:
+        said = asked.prediction
+        values["prediction"] = said if isinstance(said, str) else said.text
     if isinstance(asked, CompletionRequest):
         values |= _completion_logprobs(asked)
     elif isinstance(asked, ChatRequest):

@@ -37,9 +37,10 @@ ROUTES: dict[str, type[Body]] = {
 }
 """Where the requests of a batch go."""
 
+_OWN = ("n", "top_k", "max_tokens", "prediction")
 TEMPLATE_FIELDS = {*Chat.model_fields} - {"messages"}
 LINE_FIELDS = TEMPLATE_FIELDS | {
-    *Generation.model_fields.keys() & SAME.union(GRAMMAR_FIELDS, ("n", "top_k", "max_tokens")),
+    *Generation.model_fields.keys() & SAME.union(GRAMMAR_FIELDS, _OWN),
     "max_completion_tokens",
 }
 """What a line that is no request of a batch may say, in the words of one."""
@@ -210,8 +211,7 @@ class BatchLine:
             if isinstance(asked, CompletionRequest):
                 self.said |= {"max_tokens"}
             sampling = sampling_params(asked, defaults, most=most, given=given)
-            if asked.prediction is not None and (text := asked.prediction.text):
-                sampling = reader.with_prediction(replace(sampling, prediction=text))
+            sampling = reader.with_prediction(sampling)
             if isinstance(asked, CompletionRequest):
                 special = asked.add_special_tokens
                 prompts = [reader.tokenize(one, add_special_tokens=special) for one in asked.prompt]

@@ -31,6 +31,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": HI, **SAMPLED, "chat_template_kwargs": {"name": "bot"}, "stop": None}),
     (TEXT, {"prompt": ["abc", "de"], "n": 2, **SAMPLED, "echo": True, "logprobs": 1}),
     (TEXT, {"prompt": [5, 6, 7], "temperature": 0}),
+    (CHAT, {"messages": HI, **SAMPLED, "prediction": {"type": "content", "content": "hi there"}}),
+    (TEXT, {"prompt": "abc", **SAMPLED, "prediction": "abcabc", "num_draft_tokens": 1}),
     (TEXT, {"prompt": "abc", "guided_regex": "a{3}", "seed": -1}),
     (RESPONSE, {"input": "hi", "temperature": 0, "max_output_tokens": 5}),
 ]

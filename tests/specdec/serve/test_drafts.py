@@ -36,13 +36,14 @@ def test_the_answer_is_the_same_in_fewer_steps(live: Live, path: str, temperatur
     assert "completion_tokens_details" not in without["usage"]
     text = text_of(without)
     parts = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]
-    for content in (text, parts, "quite another one", ""):
-        asked = {**body, "prediction": {"type": "content", "content": content}}
+    for content in (text, parts, "plain", "quite another one", ""):
+        said: Any = {"type": "content", "content": content}
+        asked = {**body, "prediction": text if content == "plain" else said}
         answer = httpx.post(live.url + path, json=asked).raise_for_status().json()
         assert text_of(answer) == text
         told = answer["usage"]["completion_tokens_details"]
         assert set(told) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
-        if content in (text, parts):
+        if content in (text, parts, "plain"):
             assert told["accepted_prediction_tokens"] > 20
             steps = [one["meta_info"]["spec_verify_ct"] for one in (answer, without)]
             assert steps[0] < steps[1]
@@ -57,7 +58,7 @@ def test_the_answer_is_the_same_in_fewer_steps(live: Live, path: str, temperatur
 @pytest.mark.parametrize(
     ("prediction", "said"),
     [
-        ("text", "prediction"),
+        (5, "prediction"),
         ({"type": "image", "content": "a"}, "prediction"),
         ({"type": "content"}, "prediction"),
         ({"content": 5}, "prediction"),
