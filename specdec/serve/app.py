@@ -43,6 +43,7 @@ from specdec.serve.responses.answer import ResponseAnswer
 from specdec.serve.responses.protocol import ResponsesRequest
 from specdec.serve.sampling import sampling_params
 from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
+from specdec.serve.state.request_log import HEADER, RequestLog, note
 from specdec.serve.state.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
 from specdec.serve.tools import Tools, told, tools_of
@@ -64,8 +65,13 @@ def make_app(front: Front) -> FastAPI:
     if front.config.allowed_origins:
         origins = list(front.config.allowed_origins)
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER],
         )
+    app.add_middleware(RequestLog, lines=front.config.log_requests)
     _add_errors(app, front)
     _add_generation(app, front)
     _add_tokens(app, front)
@@ -190,7 +196,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        return {"internal_states": [{"avg_spec_accept_length": front.count().tau}]}
+        state = {"avg_spec_accept_length": front.count().tau}
+        return {**front.described(), "internal_states": [state]}
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     @app.api_route("/ping", methods=["GET", "HEAD"])
@@ -371,9 +378,11 @@ async def _respond(
     asked = [
         (tokens, sampling.choice(number)) for tokens in answer.prompts for number in range(answer.n)
     ]
-    if answer.asked.stream:
-        return EventStream(front.submit(asked, incremental=True, parted=answer.parted), answer)
-    outputs = front.submit(asked, incremental=False, parted=answer.parted)
+    stream = bool(answer.asked.stream)
+    outputs = front.submit(asked, incremental=stream, parted=answer.parted)
+    note(http.scope, outputs)
+    if stream:
+        return EventStream(outputs, answer)
     try:
         results = await outputs.results(http.receive)
         if answer.num_logprobs(results) <= FEW_LOGPROBS:

@@ -48,6 +48,8 @@ class ServeConfig:
         allowed_origins: web pages from elsewhere that may ask, by scheme and host such as
             https://chat.example, or * for all.
         drain_seconds: how long unfinished outputs go on after SIGTERM, SIGINT or SIGHUP.
+        log_requests: write a line about each request to standard error: its name, tokens, seconds
+            and tau.
         vllm_metrics: give the metrics under vLLM's names, too.
         tool_format: how the model writes calls of tools; None is as the chat template has it.
     """
@@ -70,6 +72,7 @@ class ServeConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+    log_requests: bool = False
     vllm_metrics: bool = False
     tool_format: str | None = None
 

@@ -7,12 +7,14 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from starlette.types import Receive
 
 from specdec.base.errors import CapacityError, SpecDecError
 from specdec.base.metrics import AcceptanceStats
+from specdec.base.version import __version__
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.transport import ClientGone, gone
 from specdec.serve.errors import RequestError, busy, engine_failed, refused
@@ -90,6 +92,22 @@ class Front:
             self._elsewhere[number] = Totals.from_plain(given)
         except (ValueError, TypeError, KeyError, AttributeError):
             logger.exception("another front has told counts that are none")
+
+    def described(self) -> dict[str, Any]:
+        """The model, the engine and the limits, without what is nobody's business."""
+        limits = {
+            name: value
+            for name, value in asdict(self.config).items()
+            if name.startswith("max_") or name.endswith("_seconds")
+        }
+        return {
+            "version": __version__,
+            "served_model_name": self.names[0],
+            "drafter": self.drafter,
+            "max_model_len": self.most_tokens,
+            **self.engine.facts.settings,
+            "limits": limits,
+        }
 
     @property
     def num_waiting(self) -> int:
@@ -285,6 +303,18 @@ class Outputs(Stream):
                 parted=self._parted,
             )
             self._handles.append(made)
+
+    @property
+    def told(self) -> str:
+        """Tokens, the first of them and tau, in words."""
+        requests = [handle.request for handle in self._handles]
+        tokens = sum(len(request.output_token_ids) for request in requests)
+        emitted = [count for request in requests for count in request.num_emitted]
+        told = f"{self.num_prompt_tokens} + {tokens} tokens"
+        if self._first:
+            first = min(when for when, _ in self._first.values()) - self._arrived
+            told += f", the first after {first:.3f} s"
+        return f"{told}, tau {sum(emitted) / len(emitted):.2f}" if emitted else told
 
     @property
     def paused(self) -> bool:

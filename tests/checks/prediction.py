@@ -120,7 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured(decoder, prompt[-200:], ids[:200], prediction if helped else None)
             result, seconds = measured(decoder, prompt, ids, prediction if helped else None)
             rows.append((name, helped, result.stats.tau, len(ids) / seconds, result))
-            print(f"{name} {'with' if helped else 'without'}: {seconds:.0f} s", file=sys.stderr)
+            side = "with" if helped else "without"
+            speed = len(ids) / seconds
+            told = f"{name} {side}: tau {result.stats.tau:.2f}, {speed:.1f} tokens/s"
+            print(told, file=sys.stderr, flush=True)
     print(f"{len(lines)} lines, {len(ids):,} tokens, edit: {args.edit}\n")
     print("| drafter | prediction | tau | tokens/s | accepted, rejected |\n|---|---|---|---|---|")
     for name, helped, tau, speed, result in rows:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specdec.base.errors import CapacityError, InvalidInputError, one_line
 from specdec.engine.requests.admission import Admission
 from specdec.session.prompts import PromptReader
+from specdec.session.provenance import origin_of_run
 
 if TYPE_CHECKING:
     from specdec.session.decoder import SpecDecoder
@@ -79,12 +80,14 @@ class Facts:
         admission: checks requests.
         max_num_seqs: requests decoded at once.
         num_blocks: of the cache, that requests can have.
+        settings: what it may tell of itself, as JSON has it.
     """
 
     reader: PromptReader
     admission: Admission
     max_num_seqs: int
     num_blocks: int
+    settings: Mapping[str, Any]
 
     @classmethod
     def of(cls, decoder: SpecDecoder) -> Facts:
@@ -95,7 +98,30 @@ class Facts:
             engine.admission.elsewhere(),
             engine.config.max_num_seqs,
             engine.pool.num_blocks - 1,
+            _settings(decoder),
         )
+
+
+def _settings(decoder: SpecDecoder) -> dict[str, Any]:
+    """Device, types, versions, choices and sizes; no names of files, nor the command."""
+    engine, config = decoder.engine, decoder.engine.config
+    origin = origin_of_run(decoder.verifier, decoder.reader)
+    names = "device", "dtype", "weights", "attention", "versions", "generation_config"
+    depth, nodes = engine.planner.limits
+    return {name: origin[name] for name in names} | {
+        "engine": {
+            "num_draft_tokens": depth,
+            "tree_nodes": nodes,
+            "chosen": engine.planner.choice is not None,
+            "draft_sampling": config.draft_sampling,
+            "max_num_seqs": config.max_num_seqs,
+            "cache_blocks": engine.pool.num_blocks - 1,
+            "block_size": engine.kv_cache.block_size,
+            "prefix_caching": config.cache.prefix_caching,
+            "pipeline_depth": engine.pipeline_depth,
+            "graphs": engine.runner.graphs is not None,
+        }
+    }
 
 
 class Numbers(NamedTuple):

@@ -1,0 +1,67 @@
+"""A name for every request, which its answer has as well, and a line about each."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import MutableMapping
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.serve.front import Outputs
+
+logger = logging.getLogger(__name__)
+
+HEADER = "x-request-id"
+
+_KEY = "specdec.outputs"
+_NAME = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
+"""What a client may call its request: it stands in the log as it is."""
+
+
+class RequestLog:
+    """Names requests, as they name themselves or anew, before all else.
+
+    Args:
+        app: serves.
+        lines: write one about each that is posted, once its answer has ended.
+    """
+
+    def __init__(self, app: ASGIApp, *, lines: bool) -> None:
+        self._app, self._lines = app, lines
+        if lines:
+            logger.setLevel(logging.INFO)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        header = HEADER.encode()
+        own = next((value for name, value in scope["headers"] if name == header), b"")
+        name = own if _NAME.fullmatch(own) else uuid4().hex.encode()
+        begin, status = time.perf_counter(), 0
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (header, name)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            if self._lines and scope["method"] == "POST":
+                outputs = scope.get(_KEY)
+                what = f"{name.decode()}: {scope['method']} {scope['path']} {status}"
+                told = "" if outputs is None else f", {outputs.told}"
+                logger.info("request %s%s, %.3f s", what, told, time.perf_counter() - begin)
+
+
+def note(scope: MutableMapping[str, Any], outputs: Outputs) -> None:
+    """Has the line about a request tell of its outputs."""
+    scope[_KEY] = outputs
