@@ -14,7 +14,7 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.layers.linear import Linear
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import Heads, Ops
+from specdec.layers.ops.ops import AttentionInputs, Heads, Ops
 from specdec.layers.rotary.rotary import Angles, Rope
 from specdec.layers.sharded import norm_divided
 from specdec.parallel.group import Group
@@ -107,8 +107,8 @@ class HeadAttention:
         angles = None if self.rope is None else rows.angles[self.rope]
         if angles is not None and angles.factors is not None:
             qkv[:, : spec.num_heads * spec.head_dim].mul_(angles.factors)
-        heads = qkv.view(len(hidden), -1, spec.head_dim)
-        out = ops.attend(backend, heads, self.heads, angles, rows.cache, rows.plan, ahead)
+        inputs = AttentionInputs(backend, self.heads, angles, rows.cache, rows.plan, ahead)
+        out = ops.attend(qkv.view(len(hidden), -1, spec.head_dim), inputs)
         if self.value_dim is not None or self.value_scale != 1:
             out = (
                 out.unflatten(1, (spec.num_heads, -1))[..., : self.value_dim] * self.value_scale

@@ -11,8 +11,6 @@ experts up with atomics, in whatever order they come, so that a row would depend
 and it is tuned for shuffled weights, of which nothing else here could make use.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,8 +27,7 @@ from specdec.layers.experts.routing import PLAIN
 from specdec.layers.linear import Linear
 from specdec.layers.ops.kernels import TritonOps
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import Heads, Join
-from specdec.layers.rotary.rotary import Angles
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join
 from specdec.parallel.collectives import summed
 from specdec.parallel.group import Group
 
@@ -90,21 +87,13 @@ class AiterOps(TritonOps):
             return super().activate(joined, activation)
         return self._aiter.gated(joined, activation)
 
-    def attend(
-        self,
-        backend: AttentionBackend,
-        qkv: Tensor,
-        heads: Heads,
-        angles: Angles | None,
-        cache: LayerCache,
-        plan: Any,
-        ahead: Linear,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
+        backend, heads, angles, cache, plan, _ = inputs
         if angles is None or (reason := _against_rope(backend, qkv, heads, cache)):
             keep_ours(
                 "the cache write", "queries and keys are not rotated" if angles is None else reason
             )
-            return super().attend(backend, qkv, heads, angles, cache, plan, ahead)
+            return super().attend(qkv, inputs)
         assert isinstance(backend, RocmAiterFaBackend)
         spec = backend.spec
         query, key, value = qkv.split_with_sizes(

@@ -2,7 +2,6 @@
 
 import ctypes
 from ctypes import byref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from specdec.kv_cache import LayerCache
 from specdec.layers.linear import Linear
 from specdec.layers.ops.activation import activate
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import Heads, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join, TorchOps
 from specdec.layers.rotary.rotary import Angles
 
 LANES = 16
@@ -50,22 +49,14 @@ class CpuOps(TorchOps):
         self._library.gate_rows(joined.data_ptr(), len(out), width, out.data_ptr(), threads)
         return out
 
-    def attend(
-        self,
-        backend: AttentionBackend,
-        qkv: Tensor,
-        heads: Heads,
-        angles: Angles | None,
-        cache: LayerCache,
-        plan: Any,
-        ahead: Linear,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
+        backend, heads, angles, cache, plan, _ = inputs
         spec = backend.spec
         suits = _suits(heads, angles, qkv)
         suits &= qkv.shape[1] == spec.num_heads + 2 * spec.num_kv_heads
         call = _call(plan, backend) if suits and isinstance(backend, TorchRefBackend) else None
         if call is None:
-            return super().attend(backend, qkv, heads, angles, cache, plan, ahead)
+            return super().attend(qkv, inputs)
         out = qkv.new_empty(len(qkv), spec.num_heads * spec.head_dim)
         call.qkv, call.out, call.scale = qkv.data_ptr(), out.data_ptr(), heads.scale
         call.stride = qkv.stride(0)  # it may be columns of a product that has gates, too

@@ -30,7 +30,7 @@ from specdec.layers.linear import Linear
 from specdec.layers.ops import fused
 from specdec.layers.ops.grouped_convolution import GroupedConvolution, Side
 from specdec.layers.ops.norm import GroupNorm, Norm
-from specdec.layers.ops.ops import Heads, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Join, TorchOps
 from specdec.layers.ops.triton_activation import gated
 from specdec.layers.ops.triton_embedding import embed
 from specdec.layers.ops.triton_gated_norm import gated_norm, sigmoid_gate
@@ -184,16 +184,8 @@ class TritonOps(TorchOps):
             return mix(x, weights, ids.int(), experts)
         return super().experts(experts, x, weights, ids.long())
 
-    def attend(
-        self,
-        backend: AttentionBackend,
-        qkv: Tensor,
-        heads: Heads,
-        angles: Angles | None,
-        cache: LayerCache,
-        plan: Any,
-        ahead: Linear,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
+        backend, heads, angles, cache, plan, ahead = inputs
         spec = backend.spec
         if qkv.shape[1] == spec.num_heads:  # the cache holds keys and values
             rotated = rope(qkv, **_rotation(angles, heads.query_norm, None))

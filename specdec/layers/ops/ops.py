@@ -66,6 +66,25 @@ class Heads(NamedTuple):
         }
 
 
+class AttentionInputs(NamedTuple):
+    """What one layer's attention is given beside queries, keys and values.
+
+    Attributes:
+        backend: attention.
+        heads: of the layer.
+        angles: of the rows; None rotates nothing.
+        cache, plan: of the layer.
+        ahead: the output projection.
+    """
+
+    backend: AttentionBackend
+    heads: Heads
+    angles: Angles | None
+    cache: LayerCache
+    plan: Any
+    ahead: Linear
+
+
 class Ops(Protocol):
     """Rows are packed: [T, ...]. A weight called `ahead` is that of a product soon to come, which a
     kernel may prefetch.
@@ -121,16 +140,7 @@ class Ops(Protocol):
         where no kernel has both at once.
         """
 
-    def attend(
-        self,
-        backend: AttentionBackend,
-        qkv: Tensor,
-        heads: Heads,
-        angles: Angles | None,
-        cache: LayerCache,
-        plan: Any,
-        ahead: Linear,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
         """Norms and rotates queries and keys, writes keys and values to the cache, and attends to
         it.
 
@@ -138,12 +148,8 @@ class Ops(Protocol):
         Without keys the cache holds both already.
 
         Args:
-            backend: attention.
             qkv: [T, heads, head_dim], of num_heads queries, num_kv_heads keys and as many values.
-            heads: of this layer.
-            angles: of the rows; None rotates nothing.
-            cache, plan: of this layer.
-            ahead: the output projection.
+            inputs: beside them.
 
         Returns:
             [T, num_heads * head_dim].
@@ -244,16 +250,8 @@ class TorchOps(Ops):
     def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
         return None
 
-    def attend(
-        self,
-        backend: AttentionBackend,
-        qkv: Tensor,
-        heads: Heads,
-        angles: Angles | None,
-        cache: LayerCache,
-        plan: Any,
-        ahead: Linear,
-    ) -> Tensor:
+    def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
+        backend, heads, angles, cache, plan, _ = inputs
         num_heads, num_kv_heads = backend.spec.num_heads, backend.spec.num_kv_heads
         stored = min(qkv.shape[1] - num_heads, num_kv_heads)
         rotated, value = qkv[:, : num_heads + stored], qkv[:, -num_kv_heads:]

@@ -25,7 +25,7 @@ from specdec.kernels.kernel import check_all
 from specdec.kv_cache import KVLayerSpec
 from specdec.layers.aiter import check as aiter_layers
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import Heads, Join
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join
 from specdec.layers.rotary.rotary import Angles
 from tests.helpers.aiter_emulation.signatures import VERSIONS
 from tests.helpers.tiny_models import paged_verifier, plain_model
@@ -378,9 +378,8 @@ def test_cache_writes(amd: Amd, kind: str) -> None:
         cache = KVLayerSpec(2, dim).allocate(4, 16, spec.kv_dtype, DEVICE)
         ops: Any = made(DEVICE, dtype)
         machine.calls.clear()
-        out = ops.attend(
-            backend, qkv, Heads(scale=dim**-0.5), angles, cache, backend.plan(batch), None
-        )
+        inputs: Any = backend, Heads(scale=dim**-0.5), angles, cache, backend.plan(batch), None
+        out = ops.attend(qkv, AttentionInputs(*inputs))
         found.append((out.float(), *(side.float() for side in cache)))
         assert (ROPE in machine.names()) == (kind == "fits" and made is AiterOps)
     assert found[0][1].any()

@@ -27,7 +27,7 @@ from specdec.layers.experts.routing import Experts, Routing
 from specdec.layers.linear import DenseLinear
 from specdec.layers.mlp import GatedMLP, MixtureOfExperts
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import Heads, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join, TorchOps
 from specdec.layers.packed.linear import PackedLinear
 from specdec.layers.packed.weight import PackedWeight
 from specdec.layers.rotary.rotary import Angles, rotate
@@ -391,15 +391,9 @@ def test_attention_on_values_of_other_kinds(stored: int, width: int) -> None:
             if isinstance(one, Norm)
         }
         turned = Angles(angles.to(dtype).cos(), angles.to(dtype).sin())
-        out: Tensor = ops.attend(
-            backend,
-            qkv.to(dtype),
-            heads._replace(**own),
-            turned,
-            cache,
-            backend.plan(metadata),
-            None,
-        )
+        plan, ahead = backend.plan(metadata), DenseLinear(torch.zeros(1, 1))
+        inputs = AttentionInputs(backend, heads._replace(**own), turned, cache, plan, ahead)
+        out: Tensor = ops.attend(qkv.to(dtype), inputs)
         return torch.cat([out.flatten(), *(tensor.flatten() for tensor in cache)])
 
     plain, exact = (

@@ -15,7 +15,7 @@ from specdec.kv_cache import KVLayerSpec
 from specdec.layers.linear import DenseLinear
 from specdec.layers.ops.cpu import CpuOps
 from specdec.layers.ops.norm import Norm
-from specdec.layers.ops.ops import Heads, Join, TorchOps
+from specdec.layers.ops.ops import AttentionInputs, Heads, Join, TorchOps
 from specdec.layers.rotary.rotary import Angles
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.processors import PROCESSORS, library_for
@@ -111,7 +111,8 @@ def attended(
     ahead = DenseLinear(torch.zeros(1, 1))
     norms = [Norm(random(dim, seed=seed).to(dtype), 1e-6) if normed else None for seed in (7, 8)]
     heads = Heads(dim**-0.5, query_norm=norms[0], key_norm=norms[1])
-    out = ops.attend(backend, qkv, heads, angles, cache, backend.plan(metadata), ahead)
+    plan = backend.plan(metadata)
+    out = ops.attend(qkv, AttentionInputs(backend, heads, angles, cache, plan, ahead))
     return torch.cat([out.flatten(), *(side.flatten() for side in cache)])
 
 
