@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import specdec.device.device
 from drafters.dflash import edges
 from specdec.base.registry import KERNELS, resolve
 from specdec.device.deviation import Deviation
 from specdec.engine.engine import SpecEngine
 from specdec.kernels import kernel
 from specdec.kernels.kernel import HALF, Kernel
+from specdec.kernels.triton_launch import shared_memory
 from tests.helpers.tiny_models import paged_verifier, plain_model
 from tests.test_house import house
 
@@ -120,3 +122,15 @@ def test_a_kernel_is_asked_for_a_device_and_a_type(
     assert two.runs_on(CPU) and two.runs_on(CPU) and asked[2:] == [("argmax",)]
     two.forget()
     assert two.runs_on(CPU) and len(asked) == 4
+
+
+def test_memory_of_a_program_on_amd_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tiles are made for: one of them has more than the others."""
+    gpu = torch.device("cuda", 0)
+    found = {}
+    for name in ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"):
+        monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device, n=name: n)
+        shared_memory.cache_clear()
+        found[name] = shared_memory(gpu) // 1024
+    shared_memory.cache_clear()
+    assert found == {"gfx90a": 64, "gfx942": 64, "gfx950": 160, "gfx1100": 64, "gfx1201": 64}
