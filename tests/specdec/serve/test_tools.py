@@ -3,6 +3,8 @@
 import json
 import random
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 pytest.importorskip("xgrammar")
 pytest.importorskip("jsonschema")
 
+from specdec.base.config import EngineConfig
 from specdec.serve.processes.setup import Setup
 from specdec.session.decoder import SpecDecoder
 from specdec.session.link.channel import Facts
@@ -374,3 +377,23 @@ def test_some_of_the_tools(hermes: openai.OpenAI) -> None:
     }
     made = hermes.chat.completions.create(**ASKED, tool_choice=choice, seed=2).choices[0]
     assert {name for name, _ in called(made.message)} == {"now"}
+
+
+@pytest.mark.slow
+def test_the_embedded_model_with_the_template_of_the_examples() -> None:
+    template = str(Path(__file__).parents[3] / "docs" / "examples" / "tools.jinja")
+    engine = EngineConfig(max_num_seqs=2, max_model_len=1024)
+    decoder = SpecDecoder.from_pretrained("embedded", engine=engine, chat_template=template)
+    question: Any = {"role": "user", "content": "What is the weather in Paris?"}
+    with closing(decoder), live_server(decoder) as live:
+        client = client_of(live.url)
+        way: Any = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 80}
+        made: Any = client.chat.completions.create(**way, messages=[question], tool_choice=NAMED)
+        message = made.choices[0].message
+        assert made.choices[0].finish_reason == "tool_calls"
+        assert "Paris" in json.loads(called(message)[0][1])["city"]
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21 C"}
+        messages = [question, message.model_dump(exclude_none=True), result]
+        again: Any = client.chat.completions.create(**way, messages=messages)
+        assert again.choices[0].message.content
+        assert again.usage.prompt_tokens > made.usage.prompt_tokens
