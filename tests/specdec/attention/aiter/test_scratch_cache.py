@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evals.accuracy.scoring import score
 from evals.divergence import explain_divergence
+from specdec.attention.aiter.scratch import Scratch
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_models import paged_verifier, random_prompts
@@ -60,3 +61,14 @@ def log_probabilities(logits: list[Tensor], prompts: list[list[int]], count: int
         )
         sums.append(chosen.sum())
     return torch.stack(sums)
+
+
+def test_types_have_buffers_of_their_own() -> None:
+    """And names and sizes, of which a power of two is one."""
+    scratch = Scratch(torch.device("cpu"))
+    half, whole = (scratch.take("out", 40, dtype) for dtype in (torch.float16, torch.float32))
+    assert (half.dtype, whole.dtype) == (torch.float16, torch.float32)
+    assert half.data_ptr() != whole.data_ptr()
+    assert scratch.take("out", 64, torch.float16).data_ptr() == half.data_ptr()
+    others = scratch.take("out", 65, torch.float16), scratch.take("in", 40, torch.float16)
+    assert half.data_ptr() not in {other.data_ptr() for other in others}
