@@ -136,18 +136,22 @@ EDITS: dict[str, Callable[[Tokens], Tokens]] = {
 }
 
 
+MORE = {"none": 0, "cut": 0, "changed": 15, "inserted": 60, "deleted": 12, "moved": 36}
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_drafts_go_on_behind_an_edit(edit: str) -> None:
-    """A text of few different tokens, so that short matches are many: each edit costs the tokens
-    that are new, and a few steps to be found again.
+    """Three texts of few different tokens, so that short matches are many: each edit costs the
+    tokens that are new, and a few steps to be found again.
     """
-    draw = random.Random(5)
-    lines = [[draw.randrange(40) for _ in range(draw.randrange(4, 15))] for _ in range(60)]
-    text = [token for _ in range(160) for token in draw.choice(lines)][:1500]
-    output = EDITS[edit](text)
-    written = Written([1, 2, 3], output, text)
-    new = {"changed": 3, "inserted": 20, "begun otherwise": 10, "moved": 12}.get(edit, 0)
-    assert written.steps <= math.ceil(len(output) / 32) + new + 6
+    more = 0
+    for seed in (5, 6, 7):
+        draw = random.Random(seed)
+        lines = [[draw.randrange(40) for _ in range(draw.randrange(4, 15))] for _ in range(60)]
+        text = [token for _ in range(160) for token in draw.choice(lines)][:1500]
+        output = EDITS[edit](text)
+        more += Written([1, 2, 3], output, text).steps - math.ceil(len(output) / 32)
+    assert more <= MORE.get(edit, 30)
 
 
 def test_a_wrong_prediction_is_given_up() -> None:

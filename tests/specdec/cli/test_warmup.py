@@ -121,6 +121,7 @@ def test_options_are_those_of_generate(capsys: Capture) -> None:
         "--file",
         "--system",
         "--raw",
+        "--prediction",
         "--stream",
         "--json",
         "--out",
