@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 
 from specdec.cli import line_fields
 from specdec.cli.main import main
+from specdec.grammar.grammar import Grammar
 from specdec.serve.batch import lines as lines_module
 from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import StreamChunk
@@ -191,3 +192,24 @@ def test_words_of_lines_are_those_of_requests() -> None:
     ours = {"json_schema", "regex", "ebnf", "grammar", "format"}  # columns of data sets as well
     assert words - ours <= line_fields.KNOWN
     assert line_fields.OF_TEMPLATE == lines_module.TEMPLATE_FIELDS
+
+
+def test_a_line_has_words_for_the_template(
+    decoder: SpecDecoder, tmp_path: Path, capsys: Capture
+) -> None:
+    """As the same arguments in Python; without a template it has an error of its own."""
+    file, sampling = tmp_path / "lines.jsonl", {"max_tokens": 4, "temperature": 0.8, "seed": 3}
+    words = {"chat_template_kwargs": {"name": "bot"}, "guided_regex": "[a-c]{9}"}
+    rows = [{"prompt": "hi", **sampling, "n": 2}, {"messages": HI, **sampling, **words}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    status, made, _ = run(capsys, file, "--json")
+    asked = {**sampling, "grammar": Grammar.regex("[a-c]{9}")}
+    want = decoder.generate(HI, **asked, chat_template_kwargs={"name": "bot"})
+    plain = [decoder.generate(HI, **sampling | {"seed": 3 + choice}).text for choice in range(2)]
+    assert status == 0 and [one["text"] for one in made] == [*plain, want.text]
+    assert made[2]["num_prompt_tokens"] == len(want.prompt_token_ids)
+    assert made[2]["num_prompt_tokens"] != made[0]["num_prompt_tokens"]
+    file.write_text("\n".join(map(json.dumps, [rows[0], {"prompt": "hi", **words}])))
+    status, made, _ = run(capsys, file, "--json", "--raw")
+    assert status == 1 and [bool(one["error"]) for one in made] == [False, False, True]
+    assert "words for a chat template, and none is used" in made[2]["error"]
