@@ -198,12 +198,13 @@ def test_a_line_has_words_for_the_template(
     decoder: SpecDecoder, tmp_path: Path, capsys: Capture
 ) -> None:
     """As the same arguments in Python; without a template it has an error of its own."""
-    file, sampling = tmp_path / "lines.jsonl", {"max_tokens": 4, "temperature": 0.8, "seed": 3}
+    file = tmp_path / "lines.jsonl"
+    sampling: dict[str, Any] = {"max_tokens": 4, "temperature": 0.8, "seed": 3}
     words = {"chat_template_kwargs": {"name": "bot"}, "guided_regex": "[a-c]{9}"}
     rows = [{"prompt": "hi", **sampling, "n": 2}, {"messages": HI, **sampling, **words}]
     file.write_text("\n".join(map(json.dumps, rows)))
     status, made, _ = run(capsys, file, "--json")
-    asked = {**sampling, "grammar": Grammar.regex("[a-c]{9}")}
+    asked: dict[str, Any] = {**sampling, "grammar": Grammar.regex("[a-c]{9}")}
     want = decoder.generate(HI, **asked, chat_template_kwargs={"name": "bot"})
     plain = [decoder.generate(HI, **sampling | {"seed": 3 + choice}).text for choice in range(2)]
     assert status == 0 and [one["text"] for one in made] == [*plain, want.text]
