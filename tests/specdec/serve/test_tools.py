@@ -76,12 +76,21 @@ def decoder() -> SpecDecoder:
 
 @pytest.mark.parametrize(
     ("form", "count"),
-    [("hermes", 10), ("qwen3_coder", 8), ("mistral", 8), ("glm", 4), ("deepseek_v3", 4)],
+    [
+        ("hermes", 10),
+        ("qwen3_coder", 8),
+        ("mistral", 8),
+        ("glm", 4),
+        ("deepseek_v3", 4),
+        ("harmony", 4),
+    ],
 )
 def test_calls_are_valid_and_the_same_with_drafts(
     decoder: SpecDecoder, form: str, count: int
 ) -> None:
     """More of them: `python -m tests.checks.calls --shapes 500`."""
+    if form == "harmony":
+        decoder = tool_decoder(HARMONY)
     draw = random.Random(7)
     found = compare(decoder, [asked(draw, decoder, form) for _ in range(count)])
     assert found["called"] >= count // 3 and found["accepted drafts"], found
