@@ -10,7 +10,6 @@ import transformers
 from tests.checks import public_targets
 from tests.checks.public_targets import Row, data, missing_types, rows
 from tests.checks.targets_table import PAGE, page
-from verifiers.config.families import FAMILIES
 
 GB = 10**9
 
@@ -63,12 +62,10 @@ def test_rows() -> None:
 
 
 def test_accepted(found: list[Row]) -> None:
-    """40 of 89, and 50 with Gemma 4."""
+    """50 of 89."""
     accepted = [row for row in found if row.needs.would_run]
     assert {row.target for row in accepted} >= ACCEPTED
-    assert len(accepted) >= (
-        50 if {"gemma4_text", "gemma4_unified_text"} <= FAMILIES.keys() else 40
-    )
+    assert len(accepted) >= 50
     assert all(
         row.needs.gpus == 1 and row.needs.attention and row.needs.token_bytes for row in accepted
     )

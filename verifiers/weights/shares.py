@@ -276,10 +276,9 @@ def _recurrent_rules(config: Any) -> Iterator[tuple[str, _Rule]]:
     """Rules for tensors of recurrent layers that are no projections."""
     rule, sizes = recurrent_of(config).rule, sizes_of(config)
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-    channels: tuple[int, ...] = (1,) if rule == "convolution" else (keys, keys, values)
-    if rule == "mamba":
-        channels = values, keys, keys
-        yield r"linear_attn\.norm\.weight", _Rule()  # which is one for each number
+    channels = {"convolution": (1,), "mamba": (values, keys, keys)}.get(rule, (keys, keys, values))
+    if rule == "mamba":  # whose norm has a weight for each number
+        yield r"linear_attn\.norm\.weight", _Rule()
     yield r"linear_attn\.conv1d\.weight", _Rule(-3, channels)
     yield r"linear_attn\.conv1d\.bias", _Rule(-1, channels)
     yield r"linear_attn\.[qkv]_conv1d\.weight", _Rule(-3)
@@ -300,9 +299,5 @@ def _recurrent_outputs(config: Any) -> list[tuple[str, tuple[int, ...]]]:
         return [(r"linear_attn\.(?:q_proj|k_proj|v_proj|in_proj_b|a_proj|z_proj)", (1,))]
     return [
         (r"linear_attn\.in_proj_qkv", (keys, keys, values)),
-        (
-            r"linear_attn\.(?:q_proj|k_proj|v_proj"
-            r"|in_proj_qkvz|in_proj_ba|in_proj_z|in_proj_a|in_proj_b)",
-            (1,),
-        ),
+        (r"linear_attn\.(?:[qkv]_proj|in_proj_(?:qkvz|ba|z|a|b))", (1,)),
     ]
