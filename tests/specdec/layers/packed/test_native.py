@@ -1,7 +1,9 @@
 """How our C++ for CPUs is made, kept and found again, on machines that are in a bad way."""
 
+import inspect
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from specdec.kernels import native as library
-from specdec.kernels.native import NO_COMPILER, native
+from specdec.kernels.native import NO_COMPILER, declared, native
 from specdec.layers.linear_choice import linear
 from specdec.layers.packed.cpu import GgufLinear
 from tests.helpers.waiting import HANG
@@ -20,7 +22,7 @@ from tests.specdec.layers.packed.test_cpu import weight_of
 
 pytestmark = pytest.mark.skipif(native() is None, reason="there is no C++ compiler")
 
-NAMES = ("packed_bytes", "pack", "multiply", "norm_rows", "gate_rows", "attend")
+NAMES = sorted(set(re.findall(r"\blibrary\.(\w+)\.argtypes", inspect.getsource(declared))))
 
 
 @pytest.fixture
