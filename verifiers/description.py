@@ -34,6 +34,7 @@ AROUND = NormNames(
 
 
 ExpertLayout = Literal["gated", "ungated", "transposed", "interleaved"]
+TRANSPOSED: tuple[ExpertLayout, ...] = ("transposed", "interleaved")
 """Joined experts: [E, 2 * I, H] and [E, I, H]; the same without gates, [E, I, H] and [E, H, I]; in
 the order [E, in, out]; that with gate and up in turns.
 """

@@ -36,6 +36,7 @@ from verifiers.config.shape import backend_spec, eos_token_ids
 from verifiers.config.wrappers import config_entries, text_class, text_config
 from verifiers.config.wrappers import read_config as config_in
 from verifiers.decoder import DecoderVerifier
+from verifiers.description import TRANSPOSED
 from verifiers.formats.format import Stored
 from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
@@ -297,7 +298,7 @@ def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
         assert isinstance(tensor, Tensor) and description is not None
         numbers = tensor.detach()
         if experts:
-            numbers = numbers.mT if description.experts == "interleaved" else numbers
+            numbers = numbers.mT if description.experts in TRANSPOSED else numbers
             weights.tensors[name] = PackedWeight.stacked(
                 [WAYS[quantize](expert) for expert in numbers]
             )

@@ -147,7 +147,8 @@ def test_quantized_numbers_are_near(way: str, bits: int, error: float) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt_oss", "qwen3_moe", "qwen3_5", "qwen3_next", "deepseek_v32"]
+    "name",
+    ["llama", "gpt_oss", "llama4", "qwen3_moe", "qwen3_5", "qwen3_next", "deepseek_v32"],
 )
 def test_quantized_layers_are_those_of_their_numbers(name: str, way: str) -> None:
     """Catches an expert that lies the wrong way round, weights that stay behind, and a head that is
@@ -170,7 +171,9 @@ def test_quantized_layers_are_those_of_their_numbers(name: str, way: str) -> Non
         if key in packed:
             numbers = packed[key].dequantized()
             parameter.data = (
-                numbers.mT.contiguous() if name == "gpt_oss" and parameter.ndim == 3 else numbers
+                numbers.mT.contiguous()
+                if name in ("gpt_oss", "llama4") and parameter.ndim == 3
+                else numbers
             )
     assert all(
         parameter.numel() == 0 for key, parameter in model.named_parameters() if key in packed

@@ -402,6 +402,40 @@ def test_experts_of_several_kinds_become_numbers(
     )
 
 
+@pytest.mark.parametrize("left_out", [(), ("layers.1.feed_forward.experts.2",)])
+def test_experts_that_transformers_has_the_other_way_round(
+    left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Llama 4's: one by one and [out, in] in a quantized file, [E, in, out] in plain numbers."""
+    model = plain_model("llama4")
+    model.save_pretrained(tmp_path / "plain")
+    path = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".experts." in name]:
+        scope, _, joined = name.rpartition(".")
+        parts = tensors.pop(name).chunk(2 if joined == "gate_up_proj" else 1, dim=2)
+        for part, weights in zip(joined.removesuffix("_proj").split("_"), parts, strict=True):
+            for expert, weight in enumerate(weights):
+                tensors[f"{scope}.{expert}.{part}_proj.weight"] = weight.t().contiguous()
+    save_file(tensors, path)
+
+    def write(module: str, weight: Tensor) -> Written | None:
+        return None if module in Listed((*PLAIN, *left_out)) else quantized.float8(weight, BLOCK)
+
+    numbers = quantize_files(tmp_path / "plain", tmp_path / "fp8", _FP8, write)
+    scope = "model.layers.1.feed_forward.experts"
+    whole = [
+        torch.cat([numbers[f"{scope}.{expert}.{part}_proj.weight"] for part in ("gate", "up")])
+        for expert in range(4)
+    ]
+    found = read(tmp_path / "fp8", model.config)[f"{scope}.gate_up_proj"]
+    plain = read(tmp_path / "fp8", model.config, as_stored=False)[f"{scope}.gate_up_proj"]
+    assert isinstance(plain, Tensor) and plain.equal(torch.stack(whole).mT.float())
+    assert isinstance(found, Tensor) == bool(left_out)
+    assert not isinstance(found, Tensor) or found.equal(plain)
+    assert plain.shape == dict(model.named_parameters())[f"{scope}.gate_up_proj"].shape
+
+
 @pytest.mark.parametrize(
     ("quantization", "write"),
     [

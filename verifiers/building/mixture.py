@@ -19,7 +19,7 @@ from specdec.layers.mlp import GatedMLP, MixtureOfExperts, MlpBesideExperts
 from specdec.layers.ops.norm import Norm
 from specdec.layers.packed.gguf import GgufWeight, Quantized
 from specdec.layers.packed.weight import PackedWeight
-from verifiers.description import Description
+from verifiers.description import TRANSPOSED, Description
 from verifiers.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def mlp_beside_experts(
 def _experts(experts: Weights, description: Description) -> Experts:
     """The routed experts whose tensors these are."""
     first = "up_proj" if description.activation in PLAIN else "gate_up_proj"
-    transposed = description.experts in ("transposed", "interleaved")
+    transposed = description.experts in TRANSPOSED
     gate_up, down = (
         _as_run(experts.experts(name, transposed=transposed)) for name in (first, "down_proj")
     )

@@ -25,6 +25,7 @@ from verifiers.config.names import EMBEDDING, HEAD, class_facts, name_of, wide_n
 from verifiers.config.places import EXPERT, place_of
 from verifiers.config.shape import expert_counts
 from verifiers.config.wrappers import shapes_of
+from verifiers.description import TRANSPOSED
 from verifiers.formats.format import Format, Stored, check_finite, check_floats, check_known
 from verifiers.formats.method import format_of, quantization_of
 from verifiers.gguf.file import GgufFiles
@@ -138,7 +139,7 @@ class _Reader:
         self._files, self._format, self._device, self._dtype = files, form, device, dtype
         self._as_stored, self._share = as_stored, share
         experts = family_of(config).experts
-        self._transposed = experts == "interleaved"
+        self._transposed = experts in TRANSPOSED
         self._projections = WITHOUT_GATES if experts == "ungated" else PROJECTIONS
         self._num_experts = (expert_counts(config) or (0, 0))[0]
         self._wide = wide_names(config, dtype)
@@ -171,7 +172,7 @@ class _Reader:
             if module not in lone:
                 weights[self._name(module)] = self._finished(self._stored(module))
         for name, layer in experts.items():
-            weights[name] = self._finished(self._joined(layer))
+            weights[name] = self._finished(self._joined(layer), one_by_one=True)
         for scope in [found[1] for name in weights if (found := CONVOLUTIONS.match(name))]:
             parts = [self._dense(weights.pop(f"{scope}{part}_conv1d.weight")) for part in "qkv"]
             weights[f"{scope}conv1d.weight"] = torch.cat(parts)
@@ -315,9 +316,12 @@ class _Reader:
             target.copy_(weight.expert(expert).dequantized(self._dtype))
         return numbers
 
-    def _finished(self, weight: Stored) -> Stored:
-        """As `read_weights` returns it."""
-        if not isinstance(weight, Quantized) or self._as_stored:
+    def _finished(self, weight: Stored, *, one_by_one: bool = False) -> Stored:
+        """As `read_weights` returns it: plain experts that were packed, or lay one by one, the way
+        round that transformers has them.
+        """
+        packed = isinstance(weight, Quantized)
+        if (packed and self._as_stored) or not (packed or one_by_one):
             return weight
         dense = self._dense(weight)
         return dense.transpose(1, 2).contiguous() if self._transposed and dense.ndim == 3 else dense

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.base.errors import CheckpointError
 from verifiers.config.families import ARCHITECTURES, family_of
+from verifiers.description import TRANSPOSED
 from verifiers.gguf.entries import Gguf
 from verifiers.gguf.file import GgufFiles
 
@@ -131,7 +132,7 @@ class Recipes:
         if single == "gate_up" and not self.has(sources[0]):
             sources = (f"{begin}_gate_exps.{ending}", f"{begin}_up_exps.{ending}")
         in_turns = len(sources) == 2 and self._experts == "interleaved"
-        turned = ending == "weight" and self._experts in ("interleaved", "transposed")
+        turned = ending == "weight" and self._experts in TRANSPOSED
         if not in_turns and not turned:
             return Recipe(sources)
 

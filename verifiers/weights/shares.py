@@ -25,7 +25,7 @@ from specdec.parallel.group import Group
 from verifiers.config.families import family_of
 from verifiers.config.shape import head_shape
 from verifiers.config.states import attends, is_recurrent, recurrent_of, sizes_of
-from verifiers.description import Description
+from verifiers.description import TRANSPOSED, Description
 from verifiers.formats.format import Stored
 
 Kind = Literal["slices", "tokens", "first"]
@@ -69,7 +69,7 @@ class Share:
             (re.compile(rf"(?:^|\.){expression}$"), rule)
             for expression, rule in _rules(config, description)
         ]
-        self._transposed = description.experts in ("transposed", "interleaved")
+        self._transposed = description.experts in TRANSPOSED
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of this rank's part of a tensor, which is called `name` by transformers and has
@@ -263,7 +263,7 @@ def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]
     yield r"self_attn\.sinks", _Rule()
     if description.norms_of_queries == "all heads":
         yield r"self_attn\.[qk]_norm\.weight", _Rule()
-    turned = description.experts in ("transposed", "interleaved")
+    turned = description.experts in TRANSPOSED
     gate_up = (1,) if description.experts == "interleaved" else pairs
     yield r"experts\.gate_up_proj", _Rule(-1 if turned else -2, gate_up)
     yield r"experts\.gate_up_proj_bias", _Rule(-1, gate_up)
