@@ -261,7 +261,7 @@ from specdec.session.link.channel import Facts
 from tests.helpers.live_server import tiny_decoder
 config = ServeConfig(port=0)
 sock = listen(config)
-with closing(Fronts(1, sock)) as fronts:
+with closing(Fronts(1, sock, config)) as fronts:
     decoder = tiny_decoder()
     url = take_connections(sock)
     setup = Setup(Facts.of(decoder), config, "tiny")
