@@ -84,10 +84,10 @@ def take_over(launch: Launch) -> Outcome:
             if logprobs is not None and request.sampling.logprobs:
                 _append_logprobs(request, tokens[:kept], logprobs, first)
             if shape is not None:
-                nodes = request.sampling.tree_nodes
-                size = tree_size if nodes is None else min(tree_size, nodes)
-                if not num_drafts:
-                    size = 0
+                size = tree_size
+                if request.plan.limited:
+                    nodes = request.sampling.tree_nodes
+                    size = min(size, size if nodes is None else nodes) if num_drafts else 0
                 request.steps += (num_drafts, min(num_accepted, kept), kept, size, told // 2)
                 if tree:
                     request.num_by_rank.update(columns.ranks[tree][:kept])
