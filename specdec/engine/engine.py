@@ -283,9 +283,10 @@ class SpecEngine:
             self.planner.put_off(launch)
         self.runner.copy_states(self.scheduler.prefix.copies(launch.requests))
         self.runner.decode(launch, self.clock)
+        most = launch.shape.depth + 1
         for request in launch.requests:
             request.num_unread += 1
-            request.num_in_flight += launch.shape.depth + 1
+            request.num_in_flight += most
         with self.timer.phase("collect"):
             self.results.send(launch)
         self._previous_end = launch.end

@@ -40,6 +40,7 @@ def take_over(launch: Launch) -> Outcome:
     """
     outcome, columns, shape = Outcome(), launch.columns(), launch.block
     depth = shape.depth if shape is not None else 0
+    any_limited = launch.selection.plan.limited
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
     token_ids, logprobs = columns.token_ids, columns.logprobs
     results = zip(
@@ -61,7 +62,8 @@ def take_over(launch: Launch) -> Outcome:
                 outcome.spoiled.append(request)
                 continue
             outcome.requests.append(request)
-            if not request.plan.limited:  # those tell nothing of a shape
+            limited = any_limited and request.plan.limited
+            if not limited:  # those tell nothing of a shape
                 outcome.num_accepted.append(num_accepted)
             tokens = token_ids[first : first + num_accepted + 1]
             known, start = len(request.output_token_ids), request.num_kv_tokens
@@ -72,7 +74,7 @@ def take_over(launch: Launch) -> Outcome:
                 if request.num_kv_tokens >= request.offers_from:
                     outcome.filled.append(request)
                     outcome.starts.append(start)
-            if tree and num_accepted and not request.plan.limited:
+            if tree and num_accepted and not limited:
                 outcome.paths.append(Path(columns.rows[tree], columns.ranks[tree]))
             is_last = known + num_accepted + 1 >= request.max_output_tokens
             if not is_last and request.stop_ids.isdisjoint(tokens) and not request.on_tokens:
@@ -85,7 +87,7 @@ def take_over(launch: Launch) -> Outcome:
                 _append_logprobs(request, tokens[:kept], logprobs, first)
             if shape is not None:
                 size = tree_size
-                if request.plan.limited:
+                if limited:
                     nodes = request.sampling.tree_nodes
                     size = min(size, size if nodes is None else nodes) if num_drafts else 0
                 request.steps += (num_drafts, min(num_accepted, kept), kept, size, told // 2)
