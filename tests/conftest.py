@@ -4,6 +4,7 @@ import gc
 import itertools
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from specdec.device import self_check
 
 _folders = itertools.count()
 gc.disable()  # until all tests are collected: what is imported stays
+# A shell that runs tests in the background has them, and all that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
