@@ -49,8 +49,10 @@ class DraftLimits(NamedTuple):
         return DraftLimits(min(self.depth, max(depths)), min(self.nodes, max(nodes)))
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raises:
-        InvalidInputError: a request wants more than there is.
+        """Refuses what no step can give.
+
+        Raises:
+            InvalidInputError: a request wants more than there is.
         """
         for name, asked, most in (
             ("num_draft_tokens", sampling.num_draft_tokens, self.depth),
