@@ -16,7 +16,7 @@ from specdec.sampling.sampler import sample_from
 from specdec.sampling.tensors import SamplingPlan
 from specdec.sampling.trees.candidates import candidates
 
-MOST_CANDIDATES = 16
+MAX_CANDIDATES = 16
 """Tokens per position among which a tree of many positions chooses; of trees of up to 64 drafts
 more change nothing.
 """

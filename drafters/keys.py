@@ -200,13 +200,13 @@ _SIZES = (
     "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
     "num_attention_heads", "num_key_value_heads", "q_lora_rank", "v_head_dim", "vocab_size",
 )  # fmt: skip
-MOST_LAYERS = 1024
+MAX_LAYERS = 1024
 """More than any drafter has: a number beyond comes from a damaged file, or was mistyped."""
 
 LIMITS = {
     **dict.fromkeys(_SIZES, 2**31 - 1),
     **dict.fromkeys(("global_head_dim", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), 2**16),
-    "num_hidden_layers": MOST_LAYERS,
+    "num_hidden_layers": MAX_LAYERS,
 }
 """Counts and sizes of layers, all at least 1, and the most that each may be."""
 

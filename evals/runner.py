@@ -127,7 +127,7 @@ def run_set(
     return Pass(answers, seconds)
 
 
-def most_tokens(
+def max_total_tokens(
     decoder: SpecDecoder, prompts: PromptSet, max_tokens: int, *, raw: bool = False
 ) -> int:
     """Upper bound of prompt and output together, over all items and turns, so that a cache need not

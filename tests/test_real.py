@@ -51,7 +51,7 @@ def test_pieces_are_joined_in_order(damaged: bool, tmp_path: Path, monkeypatch: 
 def test_all_commands_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(save_tiny(tmp_path / "tiny"))
     options = ["--device", "cpu", "--dtype", "float32"]
-    check([folder, folder], options, limit=2, least_tau=1.5, least_right=0)
+    check([folder, folder], options, limit=2, min_tau=1.5, min_right=0)
     assert "right: serve ends in order" in capsys.readouterr().out
 
 

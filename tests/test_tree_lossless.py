@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.base.blocks import MOST_NODES, DraftTree
+from specdec.base.blocks import MAX_NODES, DraftTree
 from specdec.base.errors import InvalidInputError
 from specdec.engine.engine import SpecEngine
 from specdec.model.batch import DecodeBatch, ForwardInput
@@ -27,7 +27,7 @@ from verifiers.config.families import family_of
 QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3")
 """One of each kind: fused, windows and softcaps in transformers' own modules, sinks, latent."""
 
-WAYS = [(3, 1, 0), (12, 3, 1), (MOST_NODES, 3, 0), (16, 1, 1), (31, 5, 1)]
+WAYS = [(3, 1, 0), (12, 3, 1), (MAX_NODES, 3, 0), (16, 1, 1), (31, 5, 1)]
 """Drafts of a tree, requests at once, steps whose results are unread."""
 
 
@@ -106,11 +106,11 @@ def test_many_drafts_in_short_paths(depth: int) -> None:
     into blocks that nobody else may have.
     """
     verifier, outputs = case("llama")
-    shapes = [[(row + seed) // 6 for row in range(MOST_NODES)] for seed in range(5)]
+    shapes = [[(row + seed) // 6 for row in range(MAX_NODES)] for seed in range(5)]
     drafter = ScriptedTrees(outputs, shapes)
     assert drafter.max_draft_tokens <= 4
     prompts = [list(prompt) for prompt in outputs]
-    config = engine_config(3, tree_nodes=MOST_NODES, pipeline_depth=depth)
+    config = engine_config(3, tree_nodes=MAX_NODES, pipeline_depth=depth)
     assert run(verifier, drafter, prompts, config) == list(outputs.values())
 
 
@@ -193,7 +193,7 @@ def test_targets_of_chains_alone(name: str, reason: str) -> None:
 def test_chains_and_trees_in_any_order(depth: int) -> None:
     """Large trees, small ones that are their beginning, chains and plain steps."""
     verifier, outputs = case("llama")
-    drafter = ScriptedTrees(outputs, random_trees(5, MOST_NODES))
+    drafter = ScriptedTrees(outputs, random_trees(5, MAX_NODES))
     drafter.wrong_at = [{1}, {0}, {4}]  # of chains
     engine = SpecEngine(
         verifier, drafter, engine_config(3, num_draft_tokens="auto", pipeline_depth=depth)

@@ -34,7 +34,7 @@ from verifiers.config.shape import (
 )
 from verifiers.description import Description
 from verifiers.entries import layer_windows
-from verifiers.weights.shares import shared
+from verifiers.weights.shards import sharded
 from verifiers.weights.weights import Weights
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class DecoderVerifier:
 
     Args:
         config: the whole model's.
-        description: of its family, from the config as `verifiers.weights.shares.shared` gives it.
+        description: of its family, from the config as `verifiers.weights.shards.sharded` gives it.
         weights: its tensors, or a rank's part of them, which are taken over.
         name: how to call it in messages.
         backend: attention over the cache.
@@ -81,7 +81,7 @@ class DecoderVerifier:
         self.media_token_ids: Mapping[int, str] = {}
         self.defaults, self.random_weights = SamplingDefaults(), False
         self.config, self.group, self._description = config, weights.group, description
-        own = shared(config, self.group)
+        own = sharded(config, self.group)
         weights.rename(description.names)
         blocks = weights.blocks("model.embed_tokens.weight")
         table: Tensor | PackedTable

@@ -17,7 +17,7 @@ from verifiers.config.shape import backend_spec
 from verifiers.config.wrappers import shapes_of
 from verifiers.formats.method import format_of
 from verifiers.sizes import packed_names
-from verifiers.weights.shares import Share, shared
+from verifiers.weights.shards import Shard, sharded
 
 RANKS = (2, 3, 4, 5, 6, 7, 8, 16)
 """GPUs that a machine may have."""
@@ -48,33 +48,33 @@ def divisions(
     narrow = set() if form is None or form.group is None else set(packed_names(shapes, form))
     found = {1: weights}
     for count in RANKS:
-        share = _share(config, count)
+        shard = _shard(config, count)
         spec = (
             None
-            if share is None
+            if shard is None
             else backend_spec(
-                shared(config, share.group),
+                sharded(config, shard.group),
                 device=device,
                 dtype=dtype,
                 block_size=DEFAULT_BLOCK_SIZE,
             )
         )
-        if share is None or spec is None or all(refusals(spec).values()):
+        if shard is None or spec is None or all(refusals(spec).values()):
             continue
         try:
             for name in narrow:
-                share.check_groups(name, shapes[name], (form and form.group) or 1)
-            own = sum(prod(share.shape(name, shape)) for name, shape in shapes.items())
+                shard.check_groups(name, shapes[name], (form and form.group) or 1)
+            own = sum(prod(shard.shape(name, shape)) for name, shape in shapes.items())
         except UnsupportedModelError:
             continue
         found[count] = weights * own // whole
     return found
 
 
-def _share(config: Any, count: int) -> Share | None:
+def _shard(config: Any, count: int) -> Shard | None:
     group = Group(rank=0, size=count, device_group=None, host_group=None)
     try:
-        description = describe(shared(config, group))
-        return None if description is None else Share(config, description, group, name="")
+        description = describe(sharded(config, group))
+        return None if description is None else Shard(config, description, group, name="")
     except UnsupportedModelError:
         return None

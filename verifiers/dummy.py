@@ -42,7 +42,7 @@ from verifiers.hf import description_of, verifier_for
 from verifiers.hf_attention import ATTENTION_NAME
 from verifiers.support import check_supported
 from verifiers.weights.quantize import WAYS
-from verifiers.weights.shares import Share, shared
+from verifiers.weights.shards import Shard, sharded
 from verifiers.weights.weights import Weights
 
 Made = TypeVar("Made", bound=Verifier)
@@ -220,17 +220,17 @@ def dummy_rank(
     """
     from verifiers.config.wrappers import shapes_of
 
-    local = shared(config, group)
+    local = sharded(config, group)
     description = describe(local)
     if description is None:
         raise UnsupportedModelError(
             f"{name!r} of type {config.model_type!r} runs through transformers' modules; give"
             f" another config"
         )
-    share = None if group is None else Share(config, description, group, name=name)
+    shard = None if group is None else Shard(config, description, group, name=name)
     shapes = shapes_of(config)
-    if share is not None:
-        share.check(shapes)
+    if shard is not None:
+        shard.check(shapes)
     spec = backend_spec(
         local, device=device, dtype=dtype, block_size=block_size, cache_dtype=cache_dtype
     )
@@ -249,7 +249,7 @@ def dummy_rank(
         )
         if len(shape) > 1:
             whole.normal_(std=spread, generator=generator.manual_seed(seed + crc32(key.encode())))
-        tensors[key] = whole if share is None else share.part(key, whole)
+        tensors[key] = whole if shard is None else shard.part(key, whole)
     eos = eos_token_ids(config.eos_token_id)
     given: dict[str, Any] = {"name": name, "backend": backend, "eos": eos}
     return _random(DecoderVerifier(config, description, Weights(tensors, group=group), **given))

@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
         return 2 * self.key_heads * self.key_dim + self.value_heads * (self.value_dim + self.gates)
 
     def of_rank(self, config: Any) -> "Sizes":
-        """Sizes of a rank's part of the layers; see `verifiers.weights.shares.shared`."""
+        """Sizes of a rank's part of the layers; see `verifiers.weights.shards.sharded`."""
         ranks = getattr(config, "ranks", 1)
         return self._replace(
             key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks

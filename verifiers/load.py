@@ -37,7 +37,7 @@ from verifiers.decoder import Checkpoint, DecoderVerifier
 from verifiers.description import Description
 from verifiers.formats.format import Stored, check_floats
 from verifiers.weights.embedded import BLOCKS, EMBEDDED, embedded_model_path, read_blocks
-from verifiers.weights.shares import Share, shared
+from verifiers.weights.shards import Shard, sharded
 from verifiers.weights.tokenizer import tokenizer_in
 from verifiers.weights.weights import Weights
 
@@ -98,10 +98,10 @@ def load_verifier(
     options |= {"cache_dtype": cache_dtype, "fp8_prefill": fp8_prefill}
     if direct:
         whole = config = read(name, "config", partial(_read_config, path))
-        share, spec = None, backend_spec(config, **options)
+        shard, spec = None, backend_spec(config, **options)
     else:
         entries = checkpoint_config(given, path, what="target")
-        whole, config, share, spec = _understood(name, path, entries, group, fuse, options)
+        whole, config, shard, spec = _understood(name, path, entries, group, fuse, options)
     backend = select_backend(attention, spec)
     tokenizer = tokenizer_in(path, name)
     generation = read_generation(
@@ -144,7 +144,7 @@ def load_verifier(
             dtype,
             packed,
             partial(_blame_of_shapes, folder),
-            share,
+            shard,
         )
         verifier = _own(reading, fuse) or _theirs(reading, fuse)
         verifier.media_token_ids = media_token_ids(whole)
@@ -159,25 +159,25 @@ def _understood(
     group: Group | None,
     fuse: bool,
     options: dict[str, Any],
-) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
+) -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
     """The config of a target, that of its text part, this rank's share, and what it asks of an
     attention backend.
     """
     from verifiers.config.wrappers import config_of, read_config, text_config
     from verifiers.support import check_supported
 
-    def judge(whole: Any) -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
+    def judge(whole: Any) -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
         config = text_config(whole)
         check_sizes(config)
         check_supported(name, whole)
-        share = None if group is None else _share(config, group, name, fuse)
+        shard = None if group is None else _shard(config, group, name, fuse)
         context_limits(config, own=True)
-        return whole, config, share, backend_spec(shared(config, group), **options)
+        return whole, config, shard, backend_spec(sharded(config, group), **options)
 
     def blame(error: BaseException) -> str:
         return blamed(entries, lambda kept: judge(config_of(kept)), error)
 
-    def judge_file() -> tuple[Any, Any, Share | None, AttentionSpec | MlaSpec]:
+    def judge_file() -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
         check_numbers(entries)
         return judge(read_config(str(path)))
 
@@ -206,7 +206,7 @@ class _Reading(NamedTuple):
     dtype: torch.dtype
     as_stored: bool
     blame: Callable[[BaseException], str]
-    share: Share | None = None
+    shard: Shard | None = None
 
     @property
     def config(self) -> Any:
@@ -223,20 +223,20 @@ class _Reading(NamedTuple):
         return quantization_of(self.folder, self.config) is not None
 
 
-def _share(config: Any, group: Group, name: str, fuse: bool) -> Share:
+def _shard(config: Any, group: Group, name: str, fuse: bool) -> Shard:
     """This rank's share of a target.
 
     Raises:
         UnsupportedModelError: the target cannot be divided.
     """
-    description = describe(shared(config, group))
+    description = describe(sharded(config, group))
     if description is None or not fuse:
         why = "was asked to" if description is not None else f"of type {config.model_type!r} has to"
         raise UnsupportedModelError(
             f"target {name!r} {why} run through transformers' modules, which are not divided among"
             f" ranks; start one process"
         )
-    return Share(config, description, group, name=name)
+    return Shard(config, description, group, name=name)
 
 
 def _own(reading: _Reading, fuse: bool) -> Verifier | None:
@@ -246,7 +246,7 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
     from verifiers.config.wrappers import say_text_only
 
     config = reading.config
-    description = describe(config) if reading.share is None else reading.share.description
+    description = describe(config) if reading.shard is None else reading.shard.description
     if description is None or not (
         fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)
     ):
@@ -262,15 +262,15 @@ def _built(reading: _Reading, config: Any, description: Description) -> Verifier
     from verifiers.weights.checkpoint import read_weights
     from verifiers.weights.complete import complete
 
-    share, group = reading.share, None
-    if share is not None:
-        share.check(shapes_of(config))
-        group = share.group
+    shard, group = reading.shard, None
+    if shard is not None:
+        shard.check(shapes_of(config))
+        group = shard.group
     device, dtype, as_stored = reading.device, reading.dtype, reading.as_stored
     read = read_weights(
-        reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, share=share
+        reading.folder, config, device=device, dtype=dtype, as_stored=as_stored, shard=shard
     )
-    weights = Weights(complete(read, config, share), group=group)
+    weights = Weights(complete(read, config, shard), group=group)
     checkpoint = Checkpoint(reading.folder, reading.as_stored)
     return DecoderVerifier(
         config,

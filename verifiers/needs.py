@@ -58,7 +58,7 @@ class Needs:
         attention: backend that `auto` takes; "" where none can.
         caches: what is kept of requests, in words.
         token_bytes: of the paged cache per token.
-        request_bytes: of states per request, with `most_rows` rows in a step.
+        request_bytes: of states per request, with `max_rows` rows in a step.
         stored: what the weights are in the file: a quantization method, a type of numbers, or
             types of ggml.
         weights: bytes in memory.
@@ -171,9 +171,9 @@ def needs_of(
     names: Sequence[str] = (),
     gguf: GgufFiles | None = None,
     cache_dtype: torch.dtype | None = None,
-    most_rows: int = 8,
+    max_rows: int = 8,
     packed: bool | None = None,
-    most_gpus: int = 8,
+    max_gpus: int = 8,
     divides: bool = True,
 ) -> Needs:
     """What a target needs.
@@ -188,10 +188,10 @@ def needs_of(
         names: of the tensors in them, where they are known.
         gguf: the files where they are GGUF's.
         cache_dtype: type of the cache when it is not `dtype`.
-        most_rows: rows of a step, k + 1.
+        max_rows: rows of a step, k + 1.
         packed: quantized weights stay packed on our own layers; None for what loading does on
             `device`.
-        most_gpus: that a machine has.
+        max_gpus: that a machine has.
         divides: asks how the target can be divided among GPUs.
 
     Raises:
@@ -203,7 +203,7 @@ def needs_of(
     ):
         unknown = f"transformers {transformers_version} has no model of type {model_type!r}"
         gpus = _gpus(total_size or 0, gpu_bytes)
-        missing = unknown, *_too_large(gpus, gpu_bytes, {}, most_gpus)
+        missing = unknown, *_too_large(gpus, gpu_bytes, {}, max_gpus)
         return Needs(name=name, model_type=str(model_type), gpus=gpus, missing=missing)
     config = config_of(dict(entries))
     text = text_config(config)
@@ -218,7 +218,7 @@ def needs_of(
     }
     if reasons:
         gpus = _gpus(total_size or 0, gpu_bytes)
-        missing = *reasons, *_too_large(gpus, gpu_bytes, {}, most_gpus)
+        missing = *reasons, *_too_large(gpus, gpu_bytes, {}, max_gpus)
         return Needs(**common, weights=total_size or 0, gpus=gpus, missing=missing)
     own, quantization = describe(text) is not None, stated_quantization(text)
     keeps = keeps_packed if gguf is None else keeps_blocks
@@ -234,7 +234,7 @@ def needs_of(
     if own and divides:
         ranks = divisions(text, quantization, weights, device=device, dtype=dtype, packed=packed)
     fitting = [
-        count for count, size in ranks.items() if count <= most_gpus and size <= ROOM * gpu_bytes
+        count for count, size in ranks.items() if count <= max_gpus and size <= ROOM * gpu_bytes
     ]
     gpus = fitting[0] if fitting else _gpus(weights, gpu_bytes)
     spec = backend_spec(text, device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
@@ -247,7 +247,7 @@ def needs_of(
         else [f"{backend}: {'; '.join(reasons)}" for backend, reasons in refusals(spec).items()]
     )
     caches, token_bytes, request_bytes = (
-        _caches(text, spec, chosen, cache_dtype or dtype, most_rows) if chosen else ((), 0, 0)
+        _caches(text, spec, chosen, cache_dtype or dtype, max_rows) if chosen else ((), 0, 0)
     )
     return Needs(
         **common,
@@ -265,7 +265,7 @@ def needs_of(
         vocab_size=text.vocab_size,
         predicts=own and predicts(text, names),
         context=context_limits(text, own=own),
-        missing=(*against, *([] if fitting else _too_large(gpus, gpu_bytes, ranks, most_gpus))),
+        missing=(*against, *([] if fitting else _too_large(gpus, gpu_bytes, ranks, max_gpus))),
     )
 
 
@@ -273,15 +273,15 @@ def _gpus(weights: int, gpu_bytes: int) -> int:
     return math.ceil(weights / (ROOM * gpu_bytes))
 
 
-def _too_large(gpus: int, gpu_bytes: int, ranks: Mapping[int, int], most_gpus: int) -> list[str]:
+def _too_large(gpus: int, gpu_bytes: int, ranks: Mapping[int, int], max_gpus: int) -> list[str]:
     """What is said of weights that so many GPUs do not hold; `ranks` are those of `Needs`, none
     where it is not known.
     """
-    if gpus <= most_gpus and not ranks:
+    if gpus <= max_gpus and not ranks:
         return []
-    counts = [str(count) for count in ranks if 1 < count <= most_gpus]
-    why = f"there are {most_gpus} at most" if most_gpus > 1 else "there is one"
-    if most_gpus > 1 and ranks:
+    counts = [str(count) for count in ranks if 1 < count <= max_gpus]
+    why = f"there are {max_gpus} at most" if max_gpus > 1 else "there is one"
+    if max_gpus > 1 and ranks:
         why = (
             f"it is divided among {' or '.join(counts)} alone"
             if counts
@@ -302,7 +302,7 @@ def _caches(
     spec: AttentionSpec | MlaSpec,
     backend: str,
     dtype: torch.dtype,
-    most_rows: int,
+    max_rows: int,
 ) -> tuple[tuple[str, ...], int, int]:
     """Kinds of caches in words, bytes per token and bytes per request."""
     specs = layer_specs(config, select_backend(backend, spec))
@@ -327,4 +327,4 @@ def _caches(
     if states:
         words.append(f"states of {states} layers")
     token_bytes = sum(one.bytes_per_token(dtype) for one in specs)
-    return tuple(words), token_bytes, bytes_per_slot(specs, most_rows)
+    return tuple(words), token_bytes, bytes_per_slot(specs, max_rows)

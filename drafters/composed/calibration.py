@@ -27,13 +27,13 @@ class Forecasts(NamedTuple):
     """What the drafters of a composition expect in a step; 0 of those that did not draft.
 
     Attributes:
-        told: float32 [P, num_reqs], drafts that will be accepted.
+        raw: float32 [P, num_reqs], drafts that will be accepted.
         corrected: float32 [P, num_reqs], the same, put right.
         shifts: float32 [P, num_reqs], logarithms of how many times as many it is then. At most 0:
             more than once as many would make a path likelier than its beginning.
     """
 
-    told: Tensor
+    raw: Tensor
     corrected: Tensor
     shifts: Tensor
 
@@ -51,11 +51,11 @@ class Calibration:
         # of chains and of trees, errors and observations
         self._sums = torch.zeros(2, 2, count * _BUCKETS, device=device)
 
-    def correct(self, told: Tensor, *, of_trees: bool) -> Forecasts:
+    def correct(self, raw: Tensor, *, of_trees: bool) -> Forecasts:
         """Puts forecasts float32 [P, num_reqs] right."""
         return Forecasts(
-            told,
-            *(_correct_on_triton if self._on_triton else _correct)(told, self._sums[int(of_trees)]),
+            raw,
+            *(_correct_on_triton if self._on_triton else _correct)(raw, self._sums[int(of_trees)]),
         )
 
     def observe(
@@ -85,18 +85,18 @@ class Calibration:
         take(self._sums[int(of_trees)], forecasts, agreed, num_accepted, counts, best)
 
 
-def _correct(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def _correct(raw: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """The rest of `Forecasts`, by sums float32 [2, P * buckets]."""
-    errors, observations = sums[:, _buckets(told)]
-    corrected = told + errors / (observations + PRIOR)
-    return corrected, (corrected / told.clamp(min=LEAST)).clamp(LEAST, 1.0).log()
+    errors, observations = sums[:, _buckets(raw)]
+    corrected = raw + errors / (observations + PRIOR)
+    return corrected, (corrected / raw.clamp(min=LEAST)).clamp(LEAST, 1.0).log()
 
 
-def _correct_on_triton(told: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def _correct_on_triton(raw: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     from drafters.composed import triton_forecasts  # it imports Triton
 
     return triton_forecasts.correct(
-        told, sums, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, prior=float(PRIOR), least=LEAST
+        raw, sums, buckets=_BUCKETS, per_doubling=_PER_DOUBLING, prior=float(PRIOR), least=LEAST
     )
 
 
@@ -112,14 +112,14 @@ def _observe(
     if best is not None:
         best.copy_(agreed.max(dim=0).indices)
     # What fits everything that came out might have gone on: for as long as it was expected to.
-    right = agreed.to(forecasts.told.dtype)
+    right = agreed.to(forecasts.raw.dtype)
     observed = torch.where(agreed <= num_accepted, right, torch.maximum(right, forecasts.corrected))
-    errors = observed - forecasts.told
+    errors = observed - forecasts.raw
     # one that is no number says nothing, and would never be forgotten
     seen = torch.where(errors.abs() < torch.inf, counts, 0.0)
     errors = torch.where(seen > 0, errors, 0.0)
-    news = torch.stack([errors, seen]).flatten(1)
-    late = torch.zeros_like(sums).index_add_(1, _buckets(forecasts.told).flatten(), news)
+    sums_of_step = torch.stack([errors, seen]).flatten(1)
+    late = torch.zeros_like(sums).index_add_(1, _buckets(forecasts.raw).flatten(), sums_of_step)
     sums.mul_(_KEEP ** late[1]).add_(late)
 
 
@@ -133,7 +133,7 @@ def _observe_on_triton(
 ) -> None:
     from drafters.composed import triton_forecasts  # it imports Triton
 
-    before = forecasts.told, forecasts.corrected
+    before = forecasts.raw, forecasts.corrected
     triton_forecasts.observe(
         sums,
         *before,
@@ -147,10 +147,10 @@ def _observe_on_triton(
     )
 
 
-def _buckets(told: Tensor) -> Tensor:
+def _buckets(raw: Tensor) -> Tensor:
     """int64 [P, num_reqs], places of forecasts in the sums."""
-    first = _BUCKETS * torch.arange(len(told), device=told.device)[:, None]
-    return first + (_PER_DOUBLING * (told + 1).log2()).long().clamp(0, _BUCKETS - 1)
+    first = _BUCKETS * torch.arange(len(raw), device=raw.device)[:, None]
+    return first + (_PER_DOUBLING * (raw + 1).log2()).long().clamp(0, _BUCKETS - 1)
 
 
 def check_forecasts(device: torch.device) -> Deviation:
@@ -161,7 +161,7 @@ def check_forecasts(device: torch.device) -> Deviation:
     sides = [torch.zeros(2, 3 * _BUCKETS, dtype=dtype) for dtype in (torch.float32, torch.float64)]
     ours, found = torch.zeros_like(sides[0], device=device), []
     for _ in range(2):
-        told = 9 * torch.rand(3, 70, generator=generator)
+        raw = 9 * torch.rand(3, 70, generator=generator)
         agreed, num_accepted = (
             torch.randint(6, (3, 70), generator=generator),
             torch.randint(5, (70,), generator=generator),
@@ -169,9 +169,9 @@ def check_forecasts(device: torch.device) -> Deviation:
         counts = (torch.rand(70, generator=generator) < 0.8).float()
         expected = [
             Forecasts(x, *_correct(x, sums))
-            for x, sums in zip((told, told.double()), sides, strict=True)
+            for x, sums in zip((raw, raw.double()), sides, strict=True)
         ]
-        got = Forecasts(told.to(device), *_correct_on_triton(told.to(device), ours))
+        got = Forecasts(raw.to(device), *_correct_on_triton(raw.to(device), ours))
         corrected, shifts = list(zip(got, *expected, strict=True))[1:]
         # Times as many, for logarithms near 0 have few digits to compare.
         found += [deviation(*corrected), deviation(*(numbers.exp() for numbers in shifts))]

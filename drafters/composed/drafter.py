@@ -144,9 +144,9 @@ class BoundComposed(BoundDrafter):
         for part in self.parts:
             part.forecasts = True
             part.allow(drafter.max_draft_tokens)
-        self.has_outlook = any(part.has_outlook for part in parts)
-        self.most_deferred = min(
-            (part.most_deferred for part in parts if part.most_deferred), default=0
+        self.has_expected_accepted = any(part.has_expected_accepted for part in parts)
+        self.max_deferred = min(
+            (part.max_deferred for part in parts if part.max_deferred), default=0
         )
         self.calibration = Calibration(len(self.parts), verifier.device)
         # rows that only pad a batch never are
@@ -158,10 +158,10 @@ class BoundComposed(BoundDrafter):
         self.worth = Worth()
         self._step: _Step | None = None
 
-    def allow(self, most_drafts: int) -> None:
+    def allow(self, max_drafts: int) -> None:
         """See `BoundDrafter.allow`."""
         for part in self.parts:
-            part.allow(max(most_drafts, self._drafter.max_draft_tokens))
+            part.allow(max(max_drafts, self._drafter.max_draft_tokens))
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         """See `BoundDrafter.begin`."""
@@ -181,10 +181,11 @@ class BoundComposed(BoundDrafter):
         for number, part in enumerate(self.parts):
             part.prefill(batch, self._taps_of(number, verify))
 
-    def outlook(self, batch: DecodeBatch) -> Tensor | None:
+    def expected_accepted(self, batch: DecodeBatch) -> Tensor | None:
         """The highest of the parts' that have one."""
         told = (
-            part.outlook(self._limited(number, batch)) for number, part in enumerate(self.parts)
+            part.expected_accepted(self._limited(number, batch))
+            for number, part in enumerate(self.parts)
         )
         known = [one for one in told if one is not None]
         return torch.stack(known).amax(dim=0) if known else None

@@ -18,7 +18,7 @@ MEMORY = 64
 """Observations after which one weighs 1/e."""
 ENOUGH = 6
 """Observations of a kind that tell anything."""
-MOST_SKIPPED = 32
+MAX_SKIPPED = 32
 """Steps in a row without models."""
 _PER_DOUBLING = 2  # buckets, of one more than the forecast
 
@@ -63,7 +63,7 @@ class Worth:
             models is None
             or rest is None
             or len(known) < len(gains)
-            or self._num_skipped >= MOST_SKIPPED
+            or self._num_skipped >= MAX_SKIPPED
         ):
             self._num_skipped = 0
             return True

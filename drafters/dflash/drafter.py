@@ -43,7 +43,7 @@ from specdec.model.core import (
 
 logger = logging.getLogger(__name__)
 
-MOST_DEFERRED = 16
+MAX_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 
 
@@ -162,7 +162,7 @@ class BoundDFlash(BoundDrafter):
         draft_sampling: how drafts are drawn.
     """
 
-    most_deferred = MOST_DEFERRED
+    max_deferred = MAX_DEFERRED
 
     def __init__(
         self,
@@ -179,10 +179,10 @@ class BoundDFlash(BoundDrafter):
         table = None if coupling is None else CouplingTable(coupling, device)
         self.drafts = Drafts(draft_sampling, table, drafter.target_ids, drafter.head)
         width = len(drafter.aux_layer_ids) * target.hidden_size
-        # Features of position p lie in column p % MOST_DEFERRED; of the last `_deferred` positions
+        # Features of position p lie in column p % MAX_DEFERRED; of the last `_deferred` positions
         # nothing is written yet.
         self._ring = torch.zeros(
-            max_num_seqs, MOST_DEFERRED, width, dtype=target.dtype, device=device
+            max_num_seqs, MAX_DEFERRED, width, dtype=target.dtype, device=device
         )
         self._deferred = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
@@ -220,7 +220,7 @@ class BoundDFlash(BoundDrafter):
         assert verify.aux_hidden is not None and width == 1, (
             "the engine taps aux_layer_ids, and drafts need their context"
         )
-        cells = batch.slots * MOST_DEFERRED + batch.seq_lens % MOST_DEFERRED
+        cells = batch.slots * MAX_DEFERRED + batch.seq_lens % MAX_DEFERRED
         self._ring.view(-1, self._ring.shape[-1]).index_copy_(0, cells, verify.aux_hidden)
         if batch.context == "later":
             self._deferred.index_add_(0, batch.slots, torch.ones_like(batch.slots))
@@ -230,7 +230,7 @@ class BoundDFlash(BoundDrafter):
     def _catch_up(self, batch: DecodeBatch) -> None:
         """Writes the context of the anchor and of what was put off before it."""
         places = batch.seq_lens[:, None] - torch.arange(
-            MOST_DEFERRED - 1, -1, -1, device=batch.slots.device
+            MAX_DEFERRED - 1, -1, -1, device=batch.slots.device
         )
         due = places >= (batch.seq_lens - self._deferred.index_select(0, batch.slots))[:, None]
         positions = places.clamp(0, batch.max_model_len - 1)
@@ -240,7 +240,7 @@ class BoundDFlash(BoundDrafter):
             blocks * batch.block_size + positions % batch.block_size,
             NULL_BLOCK * batch.block_size,
         )
-        cells = batch.slots[:, None] * MOST_DEFERRED + positions % MOST_DEFERRED
+        cells = batch.slots[:, None] * MAX_DEFERRED + positions % MAX_DEFERRED
         features = self._ring.view(-1, self._ring.shape[-1]).index_select(0, cells.reshape(-1))
         network = self.drafter.network
         network.write_context(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
+from drafters.choice import MAX_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.head import Head
-from specdec.base.blocks import MOST_NODES
+from specdec.base.blocks import MAX_NODES
 from specdec.base.config import DraftSampling
 from specdec.layers.linear_choice import linear
 from specdec.model.batch import DecodeBatch
@@ -177,7 +177,7 @@ class Drafts:
         """
         batch = block.batch
         # one position has no more paths than tokens
-        count = min(MOST_CANDIDATES if batch.shape.depth > 1 else MOST_NODES, batch.k)
+        count = min(MAX_CANDIDATES if batch.shape.depth > 1 else MAX_NODES, batch.k)
         if self._head is None:
             token_ids, scores = self._candidates(block, count)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drafters.head import Head, HeadSizes
 from drafters.keys import Keys, require
 
-MOST_RANK = 2**16
+MAX_RANK = 2**16
 """More than any selector has: a rank beyond comes from a damaged file."""
 
 KEYS = {"selector_rank", "selector_top_k"}
@@ -41,8 +41,8 @@ class SelectorConfig:
 
     def __post_init__(self) -> None:
         require(
-            1 <= self.rank <= MOST_RANK,
-            f"selector_rank is {self.rank}; it must lie in [1, {MOST_RANK:,}]",
+            1 <= self.rank <= MAX_RANK,
+            f"selector_rank is {self.rank}; it must lie in [1, {MAX_RANK:,}]",
         )
         require(1 <= self.top_k <= 64, f"selector_top_k is {self.top_k}; it must lie in [1, 64]")
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from drafters.head import Head, HeadSizes
 from drafters.keys import Keys, require
 
-MOST_WIDTH = 2**16
+MAX_WIDTH = 2**16
 """More than any head has: a width beyond comes from a damaged file."""
 
 KEYS = {"emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "use_embed_proj", "use_hidden_proj"}
@@ -51,9 +51,7 @@ class DominoConfig:
 
     def __post_init__(self) -> None:
         for name, size in (("emb_dim", self.rank), ("gru_hidden_dim", self.state_size)):
-            require(
-                1 <= size <= MOST_WIDTH, f"{name} is {size}; it must lie in [1, {MOST_WIDTH:,}]"
-            )
+            require(1 <= size <= MAX_WIDTH, f"{name} is {size}; it must lie in [1, {MAX_WIDTH:,}]")
         require(
             self.pure_prefix >= 0,
             f"pure_draft_prefix_len is {self.pure_prefix}; it must be at least 0",

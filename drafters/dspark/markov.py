@@ -24,7 +24,7 @@ from drafters.head import Head, HeadSizes
 from drafters.keys import Keys, require
 
 KINDS = ("vanilla", "gated", "rnn")
-MOST_RANK = 2**16
+MAX_RANK = 2**16
 """More than any head has: a rank beyond comes from a damaged file."""
 
 KEYS = {
@@ -62,8 +62,8 @@ class MarkovConfig:
 
     def __post_init__(self) -> None:
         require(
-            1 <= self.rank <= MOST_RANK,
-            f"markov_rank is {self.rank}; it must lie in [1, {MOST_RANK:,}]",
+            1 <= self.rank <= MAX_RANK,
+            f"markov_rank is {self.rank}; it must lie in [1, {MAX_RANK:,}]",
         )
         require(
             self.kind in KINDS, f"markov_head_type is {self.kind!r}; supported: {', '.join(KINDS)}"

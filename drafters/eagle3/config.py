@@ -16,7 +16,7 @@ from drafters.eagle3.taps import StatedTaps, stated_taps, taps
 from drafters.keys import PLAIN_VALUES, Keys, check_known, check_plain, check_rope, require, section
 from drafters.sequential.drafter import USUAL_DRAFTS
 
-MOST_DRAFTS = 64
+MAX_DRAFTS = 64
 """More than any head is trained for."""
 
 _USUAL_TAPS = 3
@@ -168,7 +168,7 @@ def parse_config(raw: Mapping[str, Any]) -> Eagle3Config:
         own_embeddings=keys.flag("embed_requires_grad") or False,
         fc_bias=keys.flag("bias") or False,
         mask_token_id=_mask(keys, layers.vocab_size) if parallel else None,
-        max_draft_tokens=_most_drafts(raw, parallel=parallel),
+        max_draft_tokens=_max_drafts(raw, parallel=parallel),
         verifier_name=_verifier_name(raw),
         gemma=gemma,
     )
@@ -232,7 +232,7 @@ def _verifier_name(raw: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _most_drafts(raw: Mapping[str, Any], *, parallel: bool) -> int:
+def _max_drafts(raw: Mapping[str, Any], *, parallel: bool) -> int:
     """What the checkpoint names; of a head that goes token by token at least as many as usual."""
     methods = section(raw, "speculators_config").get("proposal_methods") or []
     require(isinstance(methods, list), f"proposal_methods is {methods!r}; it must be a list")
@@ -243,7 +243,7 @@ def _most_drafts(raw: Mapping[str, Any], *, parallel: bool) -> int:
     ]
     most = max(stated, default=0)
     require(
-        0 <= most <= MOST_DRAFTS, f"speculative_tokens is {most}; it must be at most {MOST_DRAFTS}"
+        0 <= most <= MAX_DRAFTS, f"speculative_tokens is {most}; it must be at most {MAX_DRAFTS}"
     )
     # What checkpoints name is a recommendation, which no forward depends on.
     return most if parallel and most else max(most, USUAL_DRAFTS)

@@ -50,9 +50,9 @@ class AttentionToBoth(Attention):
     def linears(self) -> tuple[Linear, ...]:
         return self.attention.linears
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: AttentionRows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: AttentionRows, prefetch: Linear) -> Tensor:
         embeddings = ops.norm(rows.shared[EMBEDDINGS], self.norm)
-        return self.attention(ops, torch.cat([embeddings, hidden], dim=1), rows, ahead)
+        return self.attention(ops, torch.cat([embeddings, hidden], dim=1), rows, prefetch)
 
 
 class Eagle3Network(SequentialNetwork):

@@ -73,7 +73,7 @@ class BoundCopier(BoundDrafter):
         device: where.
     """
 
-    has_outlook = True
+    has_expected_accepted = True
 
     def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
         self.rows = torch.full(
@@ -107,8 +107,8 @@ class BoundCopier(BoundDrafter):
         self.ends[slot] = torch.tensor(_end_of([*prompt[-COMPARED:], *output[:-1]]))
         self.places[slot] = min(COMPARED + max(0, len(output) - 1), len(row) - 1)
 
-    def outlook(self, batch: DecodeBatch) -> Tensor:
-        """See `BoundDrafter.outlook`."""
+    def expected_accepted(self, batch: DecodeBatch) -> Tensor:
+        """See `BoundDrafter.expected_accepted`."""
         found = self._align(batch)
         tokens = following(self.rows.index_select(0, batch.slots), found.places, batch.k)
         return _forecast(found, _count(tokens))

@@ -37,7 +37,7 @@ USUAL_DRAFTS = 7
 than the one before it.
 """
 
-MOST_DEFERRED = 16
+MAX_DEFERRED = 16
 """Steps without drafts whose context is put off at most."""
 
 
@@ -110,7 +110,7 @@ class BoundSequential(TokenByToken):
         draft_sampling: how drafts are drawn.
     """
 
-    most_deferred = MOST_DEFERRED
+    max_deferred = MAX_DEFERRED
 
     def __init__(
         self,
@@ -126,14 +126,14 @@ class BoundSequential(TokenByToken):
         self._due = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.allow(drafter.max_draft_tokens)
 
-    def allow(self, most_drafts: int) -> None:
+    def allow(self, max_drafts: int) -> None:
         """See `BoundDrafter.allow`.
 
         Makes the ring: token and features of position p lie in column p % size. The cache lacks
         rows from position `_due` on.
         """
-        self._most_lacking, num_slots, device = most_drafts + 1, len(self._due), self._due.device
-        self._size = self._most_lacking + MOST_DEFERRED
+        self._max_lacking, num_slots, device = max_drafts + 1, len(self._due), self._due.device
+        self._size = self._max_lacking + MAX_DEFERRED
         self._tokens = torch.zeros(num_slots, self._size, dtype=torch.int64, device=device)
         self._features = torch.zeros(
             num_slots, self._size, self.network.feature_size, dtype=self._dtype, device=device
@@ -164,7 +164,7 @@ class BoundSequential(TokenByToken):
         network, shape, last = self.network, batch.shape, batch.seq_lens - self._ahead
         parallel = network.mask is not None
         wanted = shape.depth if parallel else 1
-        hidden = self._write_lacking(batch, last, batch.anchors, self._most_lacking, wanted)
+        hidden = self._write_lacking(batch, last, batch.anchors, self._max_lacking, wanted)
         self._due.index_copy_(0, batch.slots, last + 1)
         beams = 1 if parallel or not network.takes_trees else num_beams(shape)
         if beams > 1:
@@ -189,9 +189,7 @@ class BoundSequential(TokenByToken):
         if batch.context == "all":
             assert width == 1, "context is put off in steps without drafts"
             newest = accept.next_anchors if self._ahead else batch.anchors
-            self._write_lacking(
-                batch, batch.seq_lens, newest, self._most_lacking + MOST_DEFERRED, 1
-            )
+            self._write_lacking(batch, batch.seq_lens, newest, self._max_lacking + MAX_DEFERRED, 1)
             self._due.index_copy_(0, batch.slots, batch.seq_lens + 1)
 
     def _write_lacking(

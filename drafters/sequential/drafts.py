@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.choice import MOST_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
+from drafters.choice import MAX_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.sequential.growth import UNKNOWN, Growth, Level, joined
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
@@ -117,7 +117,7 @@ class TokenByToken(BoundDrafter):
         a path.
         """
         logits = self.network.logits(hidden).view(batch.num_reqs, count, -1)
-        most = max(min(MOST_CANDIDATES, batch.k), -(-batch.k // batch.shape.depth))
+        most = max(min(MAX_CANDIDATES, batch.k), -(-batch.k // batch.shape.depth))
         return guess(
             batch, logits, first, most, self.draft_sampling, self.network.target_ids, alike=alike
         )

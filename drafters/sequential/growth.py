@@ -20,7 +20,7 @@ from specdec.model.batch import DecodeBatch
 
 UNKNOWN = -1e9
 """Score behind a token whose followers were not asked for: below all that is known, and finite."""
-MOST_BEAMS = 8
+MAX_BEAMS = 8
 """Paths of a level behind which the network goes on, at most."""
 
 
@@ -32,7 +32,7 @@ def num_beams(shape: BlockShape) -> int:
     """
     if not shape.is_tree:
         return 1
-    return max(1, min(shape.drafts // max(shape.depth - 1, 1), MOST_BEAMS))
+    return max(1, min(shape.drafts // max(shape.depth - 1, 1), MAX_BEAMS))
 
 
 class Level(NamedTuple):

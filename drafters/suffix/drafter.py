@@ -109,8 +109,8 @@ class BoundSuffix(BoundDrafter):
     """The texts of the requests of one engine, and the outputs of those before them; see
     `specdec.model.core.BoundDrafter`.
 
-    Where the host may look, the engine asks for the `outlook` first; what was found for that serves
-    the drafts as well.
+    Where the host may look, the engine asks for the `expected_accepted` first; what was found for
+    that serves the drafts as well.
 
     A request's output goes to the pool when the next one gets its slot.
 
@@ -119,7 +119,7 @@ class BoundSuffix(BoundDrafter):
         history: int32 [max_num_seqs, positions], taken over.
     """
 
-    has_outlook = True
+    has_expected_accepted = True
 
     def __init__(self, drafter: SuffixDrafter, history: Tensor) -> None:
         self._drafter, self.history = drafter, history
@@ -145,8 +145,8 @@ class BoundSuffix(BoundDrafter):
             self.pool.clear()
             self._spans.zero_()
 
-    def outlook(self, batch: DecodeBatch) -> Tensor:
-        """See `BoundDrafter.outlook`."""
+    def expected_accepted(self, batch: DecodeBatch) -> Tensor:
+        """See `BoundDrafter.expected_accepted`."""
         self._found = self._find(batch, self._drafter.occurrences)
         return best_chain(
             self._found.continuations, self._found.lengths, self._drafter.longest

@@ -53,9 +53,9 @@ def _fits(device: torch.device, count: int, depth: int) -> bool:
     """Whether our kernels keep so many continuations of such a depth."""
     if not KERNEL.runs_on(device):
         return False
-    from drafters.suffix.triton_matches import MOST_MATCHES, MOST_TOKENS  # it imports Triton
+    from drafters.suffix.triton_matches import MAX_MATCHES, MAX_TOKENS  # it imports Triton
 
-    return count <= MOST_MATCHES and depth <= MOST_TOKENS
+    return count <= MAX_MATCHES and depth <= MAX_TOKENS
 
 
 def check_matches(device: torch.device) -> Deviation:

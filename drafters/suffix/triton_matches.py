@@ -15,15 +15,15 @@ from torch import Tensor
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
-MOST_MATCHES = 64
+MAX_MATCHES = 64
 """Most matches of which a program keeps what followed."""
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Most tokens of an end, and of a continuation."""
 CHUNK = 1024
 """Columns per program, or more where there would be too many programs for one to look through what
 they find.
 """
-MOST_CHUNKS = 128
+MAX_CHUNKS = 128
 
 _NOTHING = tl.constexpr(-1)
 _BEFORE_THE_TEXT = tl.constexpr(-2)  # equal to nothing
@@ -181,15 +181,15 @@ def search(
     )
     assert pool is None or (pool.dtype == torch.int32 and pool.is_contiguous())
     assert (
-        1 <= shortest <= compared <= longest <= MOST_TOKENS
-        and 1 <= depth <= MOST_TOKENS
-        and 1 <= count <= MOST_MATCHES
+        1 <= shortest <= compared <= longest <= MAX_TOKENS
+        and 1 <= depth <= MAX_TOKENS
+        and 1 <= count <= MAX_MATCHES
     )
     first = 0 if pool is None else len(pool)
     columns, most = min(max_seq_len, history.shape[1]), first + history.shape[1]
     assert (compared + 1) * most < 2**31
     # Of all columns that there are, so that a text that grows asks for no other kernels.
-    chunk = max(CHUNK, triton.next_power_of_2(triton.cdiv(most, MOST_CHUNKS)))
+    chunk = max(CHUNK, triton.next_power_of_2(triton.cdiv(most, MAX_CHUNKS)))
     chunks = triton.cdiv(first + columns, chunk)
     keys = torch.empty(num_reqs, chunks, count, dtype=torch.int32, device=device)
     continuations = torch.empty(num_reqs, count, depth, dtype=torch.int64, device=device)
@@ -200,7 +200,7 @@ def search(
         _chunk_matches_kernel[(num_reqs, chunks)](
             *texts, *sizes, SHORTEST=shortest, CHUNK=chunk, num_warps=warps_for(chunk), **options
         )
-        most_keys = triton.next_power_of_2(triton.cdiv(most, chunk) * count)
+        max_keys = triton.next_power_of_2(triton.cdiv(most, chunk) * count)
         _best_matches_kernel[(num_reqs,)](
             *texts,
             continuations,
@@ -209,7 +209,7 @@ def search(
             chunks * count,
             LONGEST=longest,
             DEPTH=depth,
-            KEYS=most_keys,
+            KEYS=max_keys,
             num_warps=8,
             **options,
         )

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drafters.keys import MOST_LAYERS
+from drafters.keys import MAX_LAYERS
 from drafters.training.data.openings import KINDS
 from specdec.base.chat.messages import template_text, variables_text
 from specdec.base.errors import InvalidInputError
@@ -270,7 +270,7 @@ class TrainConfig:
         self._check("heldout_temperature", known, rule)
         object.__setattr__(self, "chat_template", template_text(self.chat_template))
         object.__setattr__(self, "chat_template_kwargs", variables_text(self.chat_template_kwargs))
-        self._check("layers", self.layers <= MOST_LAYERS, f"at most {MOST_LAYERS:,}")
+        self._check("layers", self.layers <= MAX_LAYERS, f"at most {MAX_LAYERS:,}")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
         self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.model.core import Verifier
 from specdec.model.scratch import ScratchCache
-from specdec.parallel.mirror import everywhere
+from specdec.parallel.executor import collective_rpc
 from specdec.parallel.plain import on_ranks
 from specdec.session.decoder import SpecDecoder
 
@@ -52,11 +52,11 @@ def score(decoder: SpecDecoder, sequences: Sequence[tuple[Sequence[int], int]]) 
     for sequence in sequences:
         assert 0 < sequence[1] < len(sequence[0]), "a token is scored by the row before it"
         if batch and sum(len(token_ids) for token_ids, _ in [*batch, sequence]) > MAX_ROWS:
-            yield from everywhere(decoder.verifier, _score_batch, decoder.verifier, batch)
+            yield from collective_rpc(decoder.verifier, _score_batch, decoder.verifier, batch)
             batch = []
         batch.append(sequence)
     if batch:
-        yield from everywhere(decoder.verifier, _score_batch, decoder.verifier, batch)
+        yield from collective_rpc(decoder.verifier, _score_batch, decoder.verifier, batch)
 
 
 @on_ranks

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from evals.bench.config import MOST_WARMUP, BenchConfig, DraftCount
+from evals.bench.config import MAX_WARMUP, BenchConfig, DraftCount
 from evals.bench.side import Side
 from evals.bench.tree_step import tree_step
 from evals.peers.peer import Peer, load_peer
@@ -19,7 +19,7 @@ from evals.prompt_sets import PromptSet
 from evals.report.report import new_report
 from evals.report.sides import PLAIN, side_name
 from evals.roofline import bound, measured_bandwidth
-from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, most_tokens, run_set
+from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, max_total_tokens, run_set
 from evals.speed import time_split
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
@@ -153,7 +153,7 @@ class Bench:
 
         for side in sides if config.warmup else ():
             set_serving(side.decoder.engine, False)
-            for number in range(max(config.warmup, MOST_WARMUP)):
+            for number in range(max(config.warmup, MAX_WARMUP)):
                 captured = side.num_captured
                 run(side, "warm-up")
                 if number + 1 >= config.warmup and side.num_captured == captured:
@@ -224,7 +224,7 @@ class Bench:
 
     def _sides(self, prompts: PromptSet, concurrency: int) -> list[_Side]:
         config, verifier = self._config, self._base.verifier
-        longest = most_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
+        longest = max_total_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
         def side(
             name: str, drafter: Drafter | None, k: DraftCount, tree: int | None = None

@@ -18,7 +18,7 @@ from evals.report.provenance import provenance
 from evals.report.report import new_report
 from evals.report.sides import PLAIN, side_name
 from evals.roofline import measured_bandwidth
-from evals.runner import Answer, Pass, most_tokens
+from evals.runner import Answer, Pass, max_total_tokens
 from specdec.base.errors import SpecDecError
 from specdec.base.journal import Journal, made
 from specdec.cluster.config import EngineSpec
@@ -57,7 +57,7 @@ def make_plan(decoder: SpecDecoder, config: BenchConfig) -> Plan:
     return Plan(
         drafters,
         [
-            min(most_tokens(decoder, one, config.max_tokens, raw=config.raw), limit)
+            min(max_total_tokens(decoder, one, config.max_tokens, raw=config.raw), limit)
             for one in config.sets
         ],
         measured_bandwidth(decoder.verifier.device),

@@ -16,7 +16,7 @@ DraftCount = int | Literal["auto"] | None
 by step.
 """
 
-MOST_WARMUP = 10
+MAX_WARMUP = 10
 """Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does
 not meet all that occurs.
 """
@@ -37,7 +37,7 @@ class BenchConfig:
         max_tokens: most output tokens per turn.
         repeats: timed passes of every side, taken in turn.
         warmup: untimed passes before them, and more while steps are still captured, up to
-            `MOST_WARMUP`.
+            `MAX_WARMUP`.
         seed: item `i` uses `seed + i`.
         raw: continue prompts as text, without the chat template.
         peers: other systems to measure beside, see `evals.peers.peer`.

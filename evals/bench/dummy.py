@@ -299,8 +299,8 @@ class DummyBench:
         verifier, rooms = self._verifier, self._rooms.values()
         dtype = verifier.attention.spec.kv_dtype
         per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
-        most_rows = max(self._config.verify_rows)
-        per_request = bytes_per_slot(verifier.kv_specs, most_rows)
+        max_rows = max(self._config.verify_rows)
+        per_request = bytes_per_slot(verifier.kv_specs, max_rows)
         cache = max(
             room.num_reqs * (room.max_model_len * per_token + per_request) for room in rooms
         )

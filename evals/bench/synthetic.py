@@ -22,7 +22,7 @@ from drafters.dflash.config.config_json import config_json
 from drafters.dflash.config.layout import Layout
 from drafters.dflash.dummy import dummy_drafter
 from drafters.dflash.model import DFlashModel
-from evals.bench.config import MOST_WARMUP, DraftCount
+from evals.bench.config import MAX_WARMUP, DraftCount
 from evals.bench.dummy import DummyBench, DummyConfig, Work, figures_of
 from evals.bench.dummy_engine import PLAIN, WARM_STEPS, OwnSteps
 from evals.peers.vllm import check_drafter
@@ -173,7 +173,7 @@ class SyntheticBench(DummyBench):
         key = {"prompt_tokens": length, "num_reqs": count}
         work = "plain" if shape == PLAIN else "drafts auto" if shape is None else f"drafts {shape}"
         steps = partial(own.steps, count=self._config.steps)
-        for repeat in range(MOST_WARMUP if shape is None else 0):
+        for repeat in range(MAX_WARMUP if shape is None else 0):
             captured = own.num_captured
             steps(self._prompts(**key, repeat=repeat))
             if own.num_captured == captured:  # one pass does not meet all shapes

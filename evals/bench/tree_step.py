@@ -11,14 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from evals.prompt_sets import PromptSet
-from evals.runner import most_tokens, run_set
+from evals.runner import max_total_tokens, run_set
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.model.batch import DecodeBatch, PrefillBatch
 from specdec.model.core import AcceptOutput, BoundDrafter, Drafter, DraftOutput, VerifyOutput
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Output tokens of the run, at most."""
 
 
@@ -36,7 +36,7 @@ class RecordingDrafter(BoundDrafter):
 
     def __init__(self, drafter: BoundDrafter) -> None:
         self.steps: list[dict[str, Any]] = []
-        self.most_deferred = drafter.most_deferred
+        self.max_deferred = drafter.max_deferred
         self._drafter = drafter
         self._draft: DraftOutput | None = None
 
@@ -100,11 +100,12 @@ def tree_step(
     """
     first = prompts.items[0]
     question = replace(prompts, items=(replace(first, turns=first.turns[:1]),))
-    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MOST_TOKENS))
+    sampling = replace(sampling, max_tokens=min(sampling.max_tokens, MAX_TOKENS))
     engine = EngineConfig(
         max_num_seqs=1,
         max_model_len=min(
-            most_tokens(base, question, sampling.max_tokens, raw=raw), base.verifier.max_model_len
+            max_total_tokens(base, question, sampling.max_tokens, raw=raw),
+            base.verifier.max_model_len,
         ),
         num_draft_tokens=None,
         tree_nodes=num_nodes,

@@ -15,7 +15,7 @@ from specdec.model.core import Verifier
 from specdec.sampling.params import SamplingParams
 
 NAME = "llama.cpp"
-MOST_DRAFTS, LEAST_PROBABILITY = 16, 0.75
+MAX_DRAFTS, MIN_PROBABILITY = 16, 0.75
 
 
 class LlamaCppPeer:
@@ -24,8 +24,8 @@ class LlamaCppPeer:
     Args:
         path: GGUF file.
         verifier: gives device, length and end tokens.
-        draft: GGUF file of a draft model, of which up to `MOST_DRAFTS` tokens are taken while it
-            gives each at least `LEAST_PROBABILITY`, as llama.cpp's own tools do by default.
+        draft: GGUF file of a draft model, of which up to `MAX_DRAFTS` tokens are taken while it
+            gives each at least `MIN_PROBABILITY`, as llama.cpp's own tools do by default.
     """
 
     name = NAME
@@ -73,10 +73,10 @@ class LlamaCppPeer:
         if self._draft_model is None:
             return drafts
         left = tokens[self._draft_model.length :]
-        while len(drafts) < MOST_DRAFTS:
+        while len(drafts) < MAX_DRAFTS:
             logits = self._draft_model.read(left, 1)[0]
             best = _best(logits)
-            if float(np.exp(logits[best] - np.logaddexp.reduce(logits))) < LEAST_PROBABILITY:
+            if float(np.exp(logits[best] - np.logaddexp.reduce(logits))) < MIN_PROBABILITY:
                 break
             drafts.append(best)
             left = [best]

@@ -16,7 +16,7 @@ from evals.speed import TIME_PARTS
 
 Row = dict[str, Any]
 
-MOST_POSITIONS = 16
+MAX_POSITIONS = 16
 """Columns that a terminal has room for."""
 
 OF_REQUEST = (
@@ -33,7 +33,7 @@ def bench_grids(report: Report) -> Iterator[Grid]:
     rows = report["rows"]
     first = [row for row in rows if row["concurrency"] == rows[0]["concurrency"]]
     for grid in (
-        position_grid(first, MOST_POSITIONS),
+        position_grid(first, MAX_POSITIONS),
         length_grid(first, "by_context", "tau by the tokens before a step, prompt included"),
         length_grid(first, "by_output", "tau by the output tokens before a step"),
         serving_grid(rows),

@@ -11,7 +11,7 @@ from evals.report.report import Report
 from evals.report.sides import part_title, short_name
 from specdec.cli.summary import counted
 
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 """Differing samples that are listed one by one."""
 
 
@@ -311,13 +311,13 @@ def _differences(task: dict[str, Any]) -> list[str]:
     lines = [f"output: differs for {len(differing)} of {task['num_samples']} samples"]
     known = [one for one in differing if one["margin"] is not None]
     steps = sorted(one["margin"] / one["resolution"] for one in known if one["resolution"])
-    if len(known) > MOST_SHOWN and steps:
+    if len(known) > MAX_SHOWN and steps:
         lines.append(
             f"  where {len(known)} of them part, the two largest logits are {median(steps):.3g}"
             f" steps of the type apart in the median, and at most {steps[-1]:.3g}. The farthest:"
         )
         known.sort(key=lambda one: one["margin"] / (one["resolution"] or 1), reverse=True)
-        differing = known[:MOST_SHOWN]
+        differing = known[:MAX_SHOWN]
     for one in differing:
         where = f"  sample {one['doc_id']}"
         if one["margin"] is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     # the command line reads this file, too, and starts without torch
     from torch import Tensor, device
 
-MOST_NODES = 64
+MAX_NODES = 64
 """Drafts of a tree at most: each has a bit in a word of 64."""
 
 

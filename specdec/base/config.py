@@ -4,7 +4,7 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specdec.base.blocks import MOST_NODES
+from specdec.base.blocks import MAX_NODES
 from specdec.base.chat.messages import template_text, variables_text
 from specdec.base.validation import flags, integers, require
 
@@ -113,7 +113,7 @@ class CacheConfig:
         )
 
 
-MOST_SEQS = 2**16
+MAX_SEQS = 2**16
 """Most requests decoded at once; state for so many already takes gigabytes."""
 
 
@@ -186,8 +186,8 @@ class EngineConfig:
             f"cache is a {type(self.cache).__name__}; it must be a CacheConfig",
         )
         require(
-            1 <= self.max_num_seqs <= MOST_SEQS,
-            f"max_num_seqs is {self.max_num_seqs}; it must be at least 1 and at most {MOST_SEQS:,}",
+            1 <= self.max_num_seqs <= MAX_SEQS,
+            f"max_num_seqs is {self.max_num_seqs}; it must be at least 1 and at most {MAX_SEQS:,}",
         )
         require(
             self.max_model_len is None or self.max_model_len >= 2,
@@ -204,8 +204,8 @@ class EngineConfig:
             f" or a positive count",
         )
         require(
-            self.tree_nodes is None or 0 <= self.tree_nodes <= MOST_NODES,
-            f"tree_nodes is {self.tree_nodes}; it must be 0 (chains) to {MOST_NODES}, or left out",
+            self.tree_nodes is None or 0 <= self.tree_nodes <= MAX_NODES,
+            f"tree_nodes is {self.tree_nodes}; it must be 0 (chains) to {MAX_NODES}, or left out",
         )
         require(
             not self.tree_nodes or self.num_draft_tokens in ("auto", None),

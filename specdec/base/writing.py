@@ -37,7 +37,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFBLK: "a block device",
 }
-_MOST_LINKS = 40  # as Linux has it
+_MAX_LINKS = 40  # as Linux has it
 _OF_TORCH = ("PytorchStreamWriter", "unexpected pos")
 """Words of the RuntimeError by which torch.save reports a full disk."""
 
@@ -104,7 +104,7 @@ def place_of(path: Path) -> Place:
     descriptors = re.compile(rf"(/proc/(self|{os.getpid()})(/task/\d+)?|/dev)/fd")
     end = path
     with disk_errors(path):
-        for _ in range(_MOST_LINKS):
+        for _ in range(_MAX_LINKS):
             end = Path(os.path.realpath(end.parent), end.name)
             if descriptors.fullmatch(str(end.parent)) and end.name.isdigit():
                 return Place(end, os.fstat(int(end.name)), int(end.name))

@@ -227,7 +227,7 @@ def _request_jobs(request: Any, sampling: SamplingParams, engine: Any) -> list[A
         made: list[Any] = request.jobs(engine.reader, SamplingDefaults(), given, 2**31 - 1)
         return made
     admission, defaults = engine.engine.admission, engine.verifier.defaults
-    made = request.jobs(engine.reader, defaults, given, admission.most_tokens, admission.check)
+    made = request.jobs(engine.reader, defaults, given, admission.max_total_tokens, admission.check)
     return made
 
 

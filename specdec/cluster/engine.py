@@ -136,7 +136,7 @@ class Engine:
         decoder, results = self._decoder, list[GenerationResult]()
         prompt: Any = row.prompt
         chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
-        most = decoder.engine.admission.most_tokens
+        most = decoder.engine.admission.max_total_tokens
         sampling = row.completed(decoder.verifier.defaults, most)
         sampling = sampling.for_chat() if chat else sampling
         for follow_up in (*row.follow_ups, None):

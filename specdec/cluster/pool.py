@@ -19,9 +19,9 @@ from specdec.cluster.rows import Answer, Row
 
 Found = TypeVar("Found")
 
-MOST_BLOCKS = 1000
-"""Calls that a run is cut into; beyond it a call has several rows, up to `MOST_ROWS`."""
-MOST_ROWS = 8
+MAX_BLOCKS = 1000
+"""Calls that a run is cut into; beyond it a call has several rows, up to `MAX_ROWS`."""
+MAX_ROWS = 8
 """Rows of a call, whose answers leave an engine together."""
 
 
@@ -135,7 +135,7 @@ class Pool:
         assert self.config.engines is not None, "a pool is made by `of`"
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ledger = ray.remote(Ledger).options(num_cpus=0, scheduling_strategy=here).remote()
-        per_call = min(MOST_ROWS, ceil(len(rows) / MOST_BLOCKS))
+        per_call = min(MAX_ROWS, ceil(len(rows) / MAX_BLOCKS))
         # enough that no engine waits for rows
         calls = ceil(2 * self.spec.engine.max_num_seqs / per_call)
         waiting = {row.key for row in rows}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.attention import selector
-from specdec.base.blocks import MOST_NODES, BlockShape
+from specdec.base.blocks import MAX_NODES, BlockShape
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.registry import PREDICTIONS, import_attribute
@@ -19,10 +19,10 @@ from specdec.engine.capture.buckets import BATCH_SIZES, batch_bucket
 from specdec.engine.capture.capture import CudaCapture, captures_graphs
 from specdec.engine.capture.captured import capture_steps
 from specdec.engine.capture.graph_check import check_captured_step
-from specdec.engine.capture.prefill_graphs import most_prefill_rows
+from specdec.engine.capture.prefill_graphs import max_prefill_rows
 from specdec.engine.memory import plan_cache
 from specdec.engine.policy.block_choice import (
-    MOST_TREE_ROWS,
+    MAX_TREE_ROWS,
     checked_draft_tokens,
     shapes,
     tree_shape,
@@ -92,10 +92,10 @@ def build_engine(
     """
     device, block_size = verifier.device, verifier.attention.spec.block_size
     blocks = _shapes(verifier, drafter, config)
-    most_drafts, depth = max(shape.drafts for shape in blocks), max(shape.depth for shape in blocks)
+    max_drafts, depth = max(shape.drafts for shape in blocks), max(shape.depth for shape in blocks)
     # Where shapes are chosen, trees take what is free.
     reserved = max(shape.drafts for shape in blocks if len(blocks) == 1 or not shape.is_tree)
-    if most_drafts == 0:
+    if max_drafts == 0:
         drafter = None
     num_lookahead_tokens = drafter.num_lookahead_tokens if drafter else 0
     pipeline_depth = (
@@ -105,7 +105,7 @@ def build_engine(
     in_flight = pipeline_depth * (depth + 1)
     overshoot = in_flight + max(reserved + 1, num_lookahead_tokens)
     max_blocks = blocks_for(
-        max_model_len + in_flight + max(most_drafts + 1, num_lookahead_tokens), block_size
+        max_model_len + in_flight + max(max_drafts + 1, num_lookahead_tokens), block_size
     )
 
     if not unavailable_reasons(device) and os.environ.get("TRITON_INTERPRET") != "1":
@@ -121,12 +121,10 @@ def build_engine(
         device, wanted, partial(check_captured_step, engine, verifier), verifier.attention.name
     )
     graph_rows = (
-        max(_most_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks)
-        if captures
-        else 0
+        max(_max_rows(shape, config, chosen=len(blocks) > 1) for shape in blocks) if captures else 0
     )
     prefill_rows = (
-        most_prefill_rows(verifier, config.max_num_seqs)
+        max_prefill_rows(verifier, config.max_num_seqs)
         if captures and verifier.attention.captures_prefill
         else 0
     )
@@ -136,12 +134,12 @@ def build_engine(
     # it.
     num_snapshots = config.max_num_seqs if recurrent and config.cache.prefix_caching else 0
     snapshots = range(config.max_num_seqs + 1, config.max_num_seqs + 1 + num_snapshots)
-    states = {"num_slots": snapshots.stop, "most_rows": most_drafts + 1}
+    states = {"num_slots": snapshots.stop, "max_rows": max_drafts + 1}
     num_blocks = plan_cache(
         verifier,
         [*target_specs, *drafter_specs],
         config.cache,
-        most_tokens=config.max_num_seqs * max_blocks * block_size,
+        max_total_tokens=config.max_num_seqs * max_blocks * block_size,
         **states,
         graph_rows=graph_rows,
         prefill_rows=prefill_rows,
@@ -212,7 +210,7 @@ def build_engine(
         taps,
         slots,
         timer,
-        most_rows=most_drafts + 1,
+        max_rows=max_drafts + 1,
         trees=any(shape.is_tree for shape in blocks),
         predicted=predicted,
     )
@@ -289,7 +287,7 @@ def _shapes(
         served = (
             0
             if reasons or config.tree_nodes == 0
-            else MOST_NODES
+            else MAX_NODES
             if verifier.device.type == "cuda"
             else most
         )
@@ -319,9 +317,9 @@ def target_tree_reasons(verifier: Verifier) -> list[str]:
     return reasons + selector.tree_reasons(verifier.attention)
 
 
-def _most_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
+def _max_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
     """Rows of a captured step; a tree that is `chosen` is not chosen for more than
-    `MOST_TREE_ROWS`.
+    `MAX_TREE_ROWS`.
     """
     rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * shape.rows
-    return min(rows, MOST_TREE_ROWS) if shape.is_tree and chosen else rows
+    return min(rows, MAX_TREE_ROWS) if shape.is_tree and chosen else rows

@@ -68,16 +68,16 @@ class GuidedStep:
         table: where the results go; None makes a new one.
 
     Attributes:
-        told: int64 [num_reqs, N], the drafts; [num_reqs, 2 N] with the parents of a tree behind
+        packed: int64 [num_reqs, N], the drafts; [num_reqs, 2 N] with the parents of a tree behind
             them, [num_reqs, N (C + 1)] with the alternatives of every slot. It is what the host has
             to know.
-        mends: whether there are alternatives.
+        has_alternatives: whether there are alternatives.
         table: see `specdec.engine.step_table.result_table`.
     """
 
-    told: Tensor
+    packed: Tensor
     table: Tensor
-    mends = False
+    has_alternatives = False
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class GuidedStep:
         """The first part."""
         self._batch = self._gather()
         self._block = block = self._parts.draft(self._batch)
-        self.told = block.token_ids[:, 1:]
+        self.packed = block.token_ids[:, 1:]
         if block.draft and block.draft.tree:
-            self.told = torch.cat([self.told, block.draft.tree.parents], dim=1)
+            self.packed = torch.cat([self.packed, block.draft.tree.parents], dim=1)
         elif block.draft and block.draft.alternatives is not None:
-            self.told, self.mends = (
-                torch.cat([self.told, block.draft.alternatives.flatten(1)], dim=1),
+            self.packed, self.has_alternatives = (
+                torch.cat([self.packed, block.draft.alternatives.flatten(1)], dim=1),
                 True,
             )
 
@@ -189,31 +189,32 @@ def run_guided(
     """
     step = launches if isinstance(launches, GuidedStep) else launches.step
     launches.draft()
-    coming = OnItsWay(step.told[: len(requests)]) if shape.drafts else None
-    told: list[list[int]] = [[] for _ in requests]
-    if coming and step.mends:
+    coming = OnItsWay(step.packed[: len(requests)]) if shape.drafts else None
+    packed: list[list[int]] = [[] for _ in requests]
+    if coming and step.has_alternatives:
         with timer.phase("grammar"):
-            told = [
-                _mended(request, row, shape.drafts)
+            packed = [
+                _constrained(request, row, shape.drafts)
                 for request, row in zip(requests, coming.read(), strict=True)
             ]
-            step.replace(torch.tensor(told, pin_memory=step.told.is_cuda))
+            step.replace(torch.tensor(packed, pin_memory=step.packed.is_cuda))
     launches.verify()
     with timer.phase("grammar"):
-        if coming and not step.mends:
-            told = coming.read()
-        put(step.masks, fill(requests, shape.rows, told, step.masks))
+        if coming and not step.has_alternatives:
+            packed = coming.read()
+        put(step.masks, fill(requests, shape.rows, packed, step.masks))
     launches.accept()
     return step.table
 
 
-def _mended(request: Request, told: list[int], count: int) -> list[int]:
-    """The drafts of a request out of `GuidedStep.told`, those that its grammar refuses replaced."""
-    drafts, most = told[:count], len(told) // count - 1
+def _constrained(request: Request, packed: list[int], count: int) -> list[int]:
+    """The drafts of a request out of `GuidedStep.packed`, those that its grammar refuses
+    replaced."""
+    drafts, most = packed[:count], len(packed) // count - 1
     if request.grammar is not None and not request.error:
         try:
-            return request.grammar.mended(
-                drafts, [told[start : start + most] for start in range(count, len(told), most)]
+            return request.grammar.constrained(
+                drafts, [packed[start : start + most] for start in range(count, len(packed), most)]
             )
         except Exception as error:  # it ends when the step's results are read
             request.fail(error)

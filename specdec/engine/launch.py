@@ -67,7 +67,7 @@ class Launch:
         selection: its batch.
         block: shape of the block of each request; None for the first tokens that a prefill samples.
         context: which the drafter takes over.
-        outlook: on which the shape was chosen, see `BlockChoice.choose`.
+        expected_accepted: on which the shape was chosen, see `BlockChoice.choose`.
         start: stamp from which its time counts; None where the time is not wanted.
         end: stamp of its end.
         seconds: between the two, once it was read.
@@ -79,7 +79,7 @@ class Launch:
     selection: Selection
     block: BlockShape | None
     context: Context = "now"
-    outlook: float = 0.0
+    expected_accepted: float = 0.0
     start: Any = None
     end: Any = None
     seconds: float | None = None

@@ -30,7 +30,7 @@ from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.model.core import Drafter, Verifier
-from specdec.parallel.mirror import STEP, Mirror, everywhere, mirror_of
+from specdec.parallel.executor import STEP, Executor, collective_rpc, executor_of
 from specdec.parallel.plain import RECORDS, on_ranks, pack, unpack
 from specdec.parallel.wire import Message
 from specdec.sampling.params import SamplingParams
@@ -55,7 +55,7 @@ def make_engine(
         config: limits and choices.
         tokenizer: of the target; None refuses requests with a grammar.
     """
-    return everywhere(verifier, _on_this_rank, verifier, drafter, config, tokenizer, keep=True)
+    return collective_rpc(verifier, _on_this_rank, verifier, drafter, config, tokenizer, keep=True)
 
 
 @on_ranks
@@ -65,16 +65,16 @@ def _on_this_rank(
     config: EngineConfig | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> SpecEngine:
-    mirror, grammars = mirror_of(verifier), None
+    executor, grammars = executor_of(verifier), None
     if tokenizer is not None:  # ranks have to have a grammar ready in the same step
-        options = {"in_threads": mirror is None, "limited": mirror is None or mirror.leads}
+        options = {"in_threads": executor is None, "limited": executor is None or executor.leads}
         grammars = GrammarCompiler(
             tokenizer, verifier.vocab_size, verifier.eos_token_ids, **options
         )
-    if mirror is None:
+    if executor is None:
         return SpecEngine(verifier, drafter, config, grammars)
-    return (LeadingEngine if mirror.leads else FollowingEngine)(
-        mirror, verifier, drafter, config, grammars
+    return (LeadingEngine if executor.leads else FollowingEngine)(
+        executor, verifier, drafter, config, grammars
     )
 
 
@@ -82,13 +82,13 @@ class _RankEngine(SpecEngine):
     """The engine of one rank.
 
     Args:
-        mirror: the group.
+        executor: the group.
         about: see `SpecEngine`.
     """
 
-    def __init__(self, mirror: Mirror, *about: Any) -> None:
+    def __init__(self, executor: Executor, *about: Any) -> None:
         super().__init__(*about)
-        self._mirror = mirror
+        self._executor = executor
         # where outputs end at stop strings, by `_place`
         self._cuts: dict[tuple[int, int], int] = {}
 
@@ -96,13 +96,13 @@ class _RankEngine(SpecEngine):
 class LeadingEngine(_RankEngine):
     """Rank 0's engine. Arguments as of every rank's."""
 
-    def __init__(self, mirror: Mirror, *about: Any) -> None:
-        super().__init__(mirror, *about)
-        self._news: deque[list[Any]] = deque()  # kinds, and what is told of each
+    def __init__(self, executor: Executor, *about: Any) -> None:
+        super().__init__(executor, *about)
+        self._messages: deque[list[Any]] = deque()  # kinds, and what is told of each
 
     def enqueue(self, request: Request) -> None:
         """See `SpecEngine.enqueue`."""
-        self._news.append(["new", *_told(request)])
+        self._messages.append(["new", *_told(request)])
         if request.on_tokens is not None:
             request.on_tokens = partial(self._asked, request.on_tokens)
         super().enqueue(request)
@@ -110,12 +110,12 @@ class LeadingEngine(_RankEngine):
     def abort(self, request: Request) -> None:
         """See `SpecEngine.abort`."""
         if request.status is not Status.FINISHED:
-            self._news.append(["abort", request.request_id])
+            self._messages.append(["abort", request.request_id])
         super().abort(request)
 
     def reset(self) -> None:
         """See `SpecEngine.reset`."""
-        self._news.append(["reset"])
+        self._messages.append(["reset"])
         super().reset()
 
     def step(self) -> list[Request]:
@@ -124,12 +124,12 @@ class LeadingEngine(_RankEngine):
         Raises:
             SpecDecError: another rank has ended; this one's engine is of no use then.
         """
-        with self._mirror.together():
+        with self._executor.together():
             return super().step()
 
     def _plan(self, batch: Selection) -> Launch:
         launch = super()._plan(batch)
-        shape, number = launch.shape, self._mirror.number_of(self)
+        shape, number = launch.shape, self._executor.number_of(self)
         numbers = [
             STEP,
             number,
@@ -139,9 +139,9 @@ class LeadingEngine(_RankEngine):
             *state_of(self),
         ]
         cuts = [[*place, keep] for place, keep in self._cuts.items()]
-        payload = pack([cuts, list(self._news)], {}) if cuts or self._news else b""
-        self._mirror.say(numbers, payload)
-        self._cuts, self._news = {}, deque()
+        payload = pack([cuts, list(self._messages)], {}) if cuts or self._messages else b""
+        self._executor.say(numbers, payload)
+        self._cuts, self._messages = {}, deque()
         return launch
 
     def _asked(self, on_tokens: OnTokens, request: Request, tokens: list[int]) -> int | None:
@@ -157,8 +157,8 @@ class LeadingEngine(_RankEngine):
 class FollowingEngine(_RankEngine):
     """The engine of another rank. Arguments as of every rank's."""
 
-    def __init__(self, mirror: Mirror, *about: Any) -> None:
-        super().__init__(mirror, *about)
+    def __init__(self, executor: Executor, *about: Any) -> None:
+        super().__init__(executor, *about)
         self._requests: dict[int, Request] = {}
         self._block = BlockShape(0)
         self._state: list[int] = []
@@ -170,11 +170,11 @@ class FollowingEngine(_RankEngine):
         """Reads what rank 0 has read since its last step, hears its news, and launches the step
         that the message tells of.
         """
-        news = self._take(message)
+        messages = self._take(message)
         if self._reads:
             self._read_results(leave=self._unread)
-        for kind, *told in news:
-            self._hear(kind, told)
+        for kind, *fields in messages:
+            self._hear(kind, fields)
         self._unread, self._reads = self._launch(), True
         self._requests = {
             number: one
@@ -190,7 +190,7 @@ class FollowingEngine(_RankEngine):
 
     def _make_room(self) -> None:
         """Rank 0 says so each time that it has read results before it goes on."""
-        self._take(self._mirror.hear())
+        self._take(self._executor.hear())
         super()._make_room()
 
     def _take(self, message: Message) -> Sequence[list[Any]]:
@@ -202,20 +202,20 @@ class FollowingEngine(_RankEngine):
         self.timer.enabled = bool(timed)
         if not message.payload:
             return ()
-        cuts, news = unpack(message.payload, {})
+        cuts, messages = unpack(message.payload, {})
         self._cuts.update({(number, place): keep for number, place, keep in cuts})
-        return list(news)
+        return list(messages)
 
-    def _hear(self, kind: str, told: list[Any]) -> None:
+    def _hear(self, kind: str, fields: list[Any]) -> None:
         if kind == "new":
-            request, asks = _request(*told)
+            request, asks = _request(*fields)
             if asks:
                 request.on_tokens = lambda request, tokens: self._cuts.pop(_place(request), None)
             self.admission.guide(request)
             self._requests[request.request_id] = request
             self.enqueue(request)
         elif kind == "abort":
-            self.abort(self._requests[told[0]])
+            self.abort(self._requests[fields[0]])
         else:
             self.reset()
             self._requests.clear()

@@ -25,9 +25,9 @@ def plan_cache(
     specs: Sequence[LayerSpec],
     config: CacheConfig,
     *,
-    most_tokens: int,
+    max_total_tokens: int,
     num_slots: int = 0,
-    most_rows: int = 1,
+    max_rows: int = 1,
     graph_rows: int = 0,
     prefill_rows: int = 0,
 ) -> int:
@@ -39,8 +39,8 @@ def plan_cache(
         verifier: the target, already on its device.
         specs: layers of the target and of the drafter.
         config: the budget.
-        most_tokens: tokens that can be in the cache at once.
-        num_slots, most_rows: see `PagedKVCache`.
+        max_total_tokens: tokens that can be in the cache at once.
+        num_slots, max_rows: see `PagedKVCache`.
         graph_rows, prefill_rows: most rows of a captured step and of a captured prefill; 0 when
             none is captured.
 
@@ -60,11 +60,11 @@ def plan_cache(
     num_blocks = num_blocks_in_budget(
         specs,
         memory_bytes=config.memory_bytes or default_cache_bytes(device),
-        most_tokens=most_tokens,
+        max_total_tokens=max_total_tokens,
         block_size=block_size,
         dtype=dtype,
         num_slots=num_slots,
-        most_rows=most_rows,
+        max_rows=max_rows,
     )
     reach = min(
         (
@@ -87,7 +87,7 @@ def plan_cache(
         num_blocks = reach // block_size
     if device.type == "cuda":
         cache_bytes = num_blocks * block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
-        state_bytes = num_slots * bytes_per_slot(specs, most_rows)
+        state_bytes = num_slots * bytes_per_slot(specs, max_rows)
         _check(device, cache_bytes, state_bytes, graph_bytes(verifier, graph_rows, prefill_rows))
     return num_blocks
 

@@ -195,7 +195,7 @@ class SlotState:
             logit_rows=wanted,
             rope_lens=None if self.rope_lens is None else self.tensor(rope_lens),
             slots=slot_rows,
-            max_pending=most_pending(chunks),
+            max_pending=max_pending(chunks),
         )
         return PrefillBatch(
             forward=rows,
@@ -331,7 +331,7 @@ def next_token(chunk: Chunk) -> int:
     return tokens[chunk.end] if chunk.end < len(tokens) else 0
 
 
-def most_pending(chunks: Sequence[Chunk]) -> int:
+def max_pending(chunks: Sequence[Chunk]) -> int:
     """See `ForwardInput.max_pending`: those of the snapshots that prefills go on from."""
     return max(
         (

@@ -55,7 +55,7 @@ class StepRunner:
         aux_layer_ids: decoder layers of the target that the drafter taps.
         slots: state of the requests.
         timer: told when a phase begins and ends.
-        most_rows: of a request in a step.
+        max_rows: of a request in a step.
         trees: blocks may be trees.
         predicted: makes the drafter of batches in which a request has a prediction.
 
@@ -76,7 +76,7 @@ class StepRunner:
         aux_layer_ids: tuple[int, ...],
         slots: SlotState,
         timer: StepTimer,
-        most_rows: int = 1,
+        max_rows: int = 1,
         *,
         trees: bool = False,
         predicted: Callable[[], PredictedDrafter] | None = None,
@@ -86,7 +86,7 @@ class StepRunner:
         self._predicted: PredictedDrafter | None = None
         self._rows = CacheRows(caches) if trees else None
         self.host_may_look = slots.device.type == "cpu"
-        self._max_pending = most_rows if drafter else 0
+        self._max_pending = max_rows if drafter else 0
         self._group = group_of(verifier)
         self.graphs: StepGraphs | None = None
         self.guided_graphs: GuidedGraphs | None = None
@@ -216,23 +216,25 @@ class StepRunner:
         graphs = self.guided_graphs if selection.plan.guided else self.graphs
         if graphs is None or self._timer.enabled:
             return lambda shape: True
-        return graphs.ready(selection, "later" if self.most_deferred else "now")
+        return graphs.ready(selection, "later" if self.max_deferred else "now")
 
     @property
-    def most_deferred(self) -> int:
-        """See `BoundDrafter.most_deferred`."""
-        return self.drafter.most_deferred if self.drafter else 0
+    def max_deferred(self) -> int:
+        """See `BoundDrafter.max_deferred`."""
+        return self.drafter.max_deferred if self.drafter else 0
 
-    def outlook(self, selection: Selection, k: int) -> float:
+    def expected_accepted(self, selection: Selection, k: int) -> float:
         """Drafts that a request is expected to accept of a chain of `k`, on average, where the
         drafter can tell; else 0.
         """
         drafter = self._drafter_of(selection.plan)
-        if not drafter or not drafter.has_outlook or not self._looks:
+        if not drafter or not drafter.has_expected_accepted or not self._looks:
             return 0.0
         with self._timer.phase("draft"):
-            outlook = drafter.outlook(self._slots.decode_batch(selection, BlockShape(k)))
-        return 0.0 if outlook is None else float(outlook.mean())
+            expected_accepted = drafter.expected_accepted(
+                self._slots.decode_batch(selection, BlockShape(k))
+            )
+        return 0.0 if expected_accepted is None else float(expected_accepted.mean())
 
     @property
     def _looks(self) -> bool:
@@ -244,7 +246,7 @@ class StepRunner:
 
         Before drafts can be made again, one step without any brings the context up to date.
         """
-        if not (most := self.most_deferred):
+        if not (most := self.max_deferred):
             return
         deferred = max((request.num_deferred for request in launch.requests), default=0)
         if deferred or not launch.shape.drafts:

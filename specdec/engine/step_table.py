@@ -29,7 +29,7 @@ class StepColumns:
     Attributes:
         num_accepted: drafts kept.
         num_drafts: positions for which drafts were offered, at most the block's depth.
-        told: 1 where the logits behind the tokens were finite, else 0, and twice the part of a
+        flags: 1 where the logits behind the tokens were finite, else 0, and twice the part of a
             composition of drafters whose drafts they were, 0 for any other.
         token_ids: depth + 1 of each request, of which the first `num_accepted + 1` are its output.
         rows: of trees, the rows that were kept, from the anchor's child on: the first
@@ -41,7 +41,7 @@ class StepColumns:
 
     num_accepted: list[int]
     num_drafts: list[int]
-    told: list[int]
+    flags: list[int]
     token_ids: list[int]
     rows: list[int]
     ranks: list[int]
@@ -53,10 +53,10 @@ class StepColumns:
         width, depth = shape.depth + 1, shape.tree_depth
         widths = [_COUNTS, width, depth, depth, table.shape[1] - num_columns(shape)]
         counts, tokens, rows, ranks, logprobs = table.split(widths, dim=1)
-        num_accepted, num_drafts, told = counts.T.tolist()
+        num_accepted, num_drafts, flags = counts.T.tolist()
         flat = [part.flatten().tolist() for part in (tokens, rows, ranks)]
         of_tokens = Unpacked(logprobs, logprobs.shape[1] // width) if logprobs.shape[1] else None
-        return cls(num_accepted, num_drafts, told, flat[0], flat[1], flat[2], of_tokens)
+        return cls(num_accepted, num_drafts, flags, flat[0], flat[1], flat[2], of_tokens)
 
 
 def result_table(
@@ -70,10 +70,10 @@ def result_table(
     Returns:
         int64 [num_reqs, num_columns(shape, ...)]; `out` when it is given.
     """
-    told = accept.finite.long()
+    flags = accept.finite.long()
     if draft is not None and draft.part is not None:
-        told = torch.add(told, draft.part, alpha=2)
-    counts = (accept.num_accepted, _positions_offered(shape, accept, draft), told)
+        flags = torch.add(flags, draft.part, alpha=2)
+    counts = (accept.num_accepted, _positions_offered(shape, accept, draft), flags)
     columns = [*(count[:, None] for count in counts), accept.token_ids]
     if accept.path is not None:
         assert draft is not None and draft.tree is not None

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from specdec.base.errors import InvalidInputError, one_line
 from specdec.grammar.calls import Calls
-from specdec.grammar.limits import MOST_CHARACTERS, MOST_PATTERN_CHARACTERS, check_size
+from specdec.grammar.limits import MAX_CHARACTERS, MAX_PATTERN_CHARACTERS, check_size
 from specdec.grammar.schema.schema import NO_TEXT, reading
 from specdec.grammar.schema.text_rules import Text
 
@@ -54,7 +54,7 @@ class Grammar:
                 f"the text of a grammar of kind {self.kind} is {reprlib.repr(self.text)}; it must"
                 f" be a string"
             )
-        check_size(f"the grammar of kind {self.kind}", len(self.text), MOST_CHARACTERS)
+        check_size(f"the grammar of kind {self.kind}", len(self.text), MAX_CHARACTERS)
         if self.kind == "calls":
             asked = Calls.of(self.text)
             for name, schema in asked.schemas:
@@ -79,7 +79,7 @@ class Grammar:
                 f" that out"
             )
         if self.kind == "regex":
-            check_size("the regular expression", len(self.text), MOST_PATTERN_CHARACTERS)
+            check_size("the regular expression", len(self.text), MAX_PATTERN_CHARACTERS)
             Text((self.text,)).check()
         if self.kind == "json_schema":
             self._check_schema("the JSON schema", self.text)

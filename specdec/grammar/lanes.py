@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from specdec.base.errors import CapacityError
-from specdec.grammar.limits import LANES, MOST_SECONDS, MOST_WAITING, QUICK_SECONDS
+from specdec.grammar.limits import LANES, MAX_SECONDS, MAX_WAITING, QUICK_SECONDS
 from specdec.grammar.process import CompilerProcess, TooSlow
 
 CHARACTERS_PER_PLACE = 1000
@@ -79,7 +79,7 @@ class Job:
         try:
             made = self.work(self, seconds)
         except TooSlow as error:
-            if seconds < MOST_SECONDS:
+            if seconds < MAX_SECONDS:
                 return False
             self._fail(error)
         except BaseException as error:
@@ -130,9 +130,9 @@ class Lanes:
         """
         with self._changed:
             waiting = sum(not one.stopped for queue in self._queues.values() for _, _, one in queue)
-            if waiting >= MOST_WAITING:
+            if waiting >= MAX_WAITING:
                 raise CapacityError(
-                    f"{waiting:,} grammars wait to be compiled and the limit is {MOST_WAITING:,};"
+                    f"{waiting:,} grammars wait to be compiled and the limit is {MAX_WAITING:,};"
                     f" try again later"
                 )
             self._put(job, QUICK_SECONDS)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
-from specdec.grammar.limits import MOST_EXPRESSIONS, MOST_STATES
+from specdec.grammar.limits import MAX_EXPRESSIONS, MAX_STATES
 from specdec.grammar.schema.characters import (
     LAST,
     NOT_TEXT,
@@ -41,7 +41,7 @@ class Algebra:
 
     def _kept(self, *form: Any) -> Expression:
         if form not in self._known:
-            if len(self._forms) == MOST_EXPRESSIONS:
+            if len(self._forms) == MAX_EXPRESSIONS:
                 raise TooManyStates
             self._known[form] = len(self._forms)
             self._forms.append(form)
@@ -200,7 +200,7 @@ class TooManyStates(InvalidInputError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"patterns, lookaheads and lengths of a string come to more than {MOST_STATES:,} states"
+            f"patterns, lookaheads and lengths of a string come to more than {MAX_STATES:,} states"
             f" together, or to too many on the"
             " way there; make them simpler"
         )
@@ -215,7 +215,7 @@ def automaton(algebra: Algebra, start: Expression) -> dict[Expression, Steps]:
     may be empty.
 
     Raises:
-        TooManyStates: there are more than `MOST_STATES`.
+        TooManyStates: there are more than `MAX_STATES`.
     """
     found: dict[Expression, Steps] = {}
     waiting = [start]
@@ -223,7 +223,7 @@ def automaton(algebra: Algebra, start: Expression) -> dict[Expression, Steps]:
         state = waiting.pop()
         if state in found:
             continue
-        if len(found) == MOST_STATES:
+        if len(found) == MAX_STATES:
             raise TooManyStates
         steps: Steps = {}
         found[state] = steps

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from specdec.base.errors import InvalidInputError
 
-MOST_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**20
 """Most characters of a grammar's text: schema, pattern, rules, or all choices as JSON."""
 
-MOST_PATTERN_CHARACTERS = 2**14
+MAX_PATTERN_CHARACTERS = 2**14
 """Most characters of a regular expression, and of a schema's patterns that differ together."""
 
 DEEPEST = 100
 """Schemas within schemas, and groups within groups of a pattern."""
 
-MOST_COMPARISONS = 200_000
+MAX_COMPARISONS = 200_000
 """Parts of a schema that are looked at to tell options and types apart, and references from each
 other.
 """
 
-MOST_STATES = 1000
+MAX_STATES = 1000
 """Most states of the automaton of a string with lookaheads, lengths or several patterns."""
 
-MOST_EXPRESSIONS = 100_000
+MAX_EXPRESSIONS = 100_000
 """Most expressions that are made on the way there."""
 
-MOST_REASONS = 8
+MAX_REASONS = 8
 """Reasons that one refusal names."""
 
 LANES = {0.25: 2, 4.0: 1, 20.0: 1}
@@ -32,15 +32,15 @@ LANES = {0.25: 2, 4.0: 1, 20.0: 1}
 What takes more begins again in the next lane, behind its like; in the last it is refused.
 """
 
-QUICK_SECONDS, MOST_SECONDS = min(LANES), max(LANES)
+QUICK_SECONDS, MAX_SECONDS = min(LANES), max(LANES)
 
-MOST_MEMORY = 2**30
+MAX_MEMORY = 2**30
 """Bytes that compiling one grammar may take."""
 
-MOST_COMPILED = 2**26
+MAX_COMPILED = 2**26
 """Characters of what a grammar is compiled to, where it took long and so is not compiled again."""
 
-MOST_WAITING = 256
+MAX_WAITING = 256
 """Grammars that wait to be compiled."""
 
 

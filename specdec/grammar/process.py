@@ -16,7 +16,7 @@ from threading import Lock
 
 from specdec.base.errors import InvalidInputError, SpecDecError, one_line
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.limits import MOST_MEMORY, MOST_SECONDS
+from specdec.grammar.limits import MAX_MEMORY, MAX_SECONDS
 
 TOKENIZER, GRAMMAR = b"t", b"g"
 """Kinds of messages."""
@@ -145,7 +145,7 @@ class CompilerProcess:
 def reason_of(kind: str, error: BaseException) -> str:
     """Why a grammar cannot be compiled, on one line, whatever the library raises."""
     if isinstance(error, MemoryError) or "bad_alloc" in str(error):
-        limit = f"{MOST_MEMORY // 2**20:,} MiB"
+        limit = f"{MAX_MEMORY // 2**20:,} MiB"
         return (
             f"the grammar of kind {kind} takes too much memory to compile (the limit is"
             f" {limit}); make it simpler"
@@ -186,7 +186,7 @@ def ask(link: socket.socket, vocabulary: Vocabulary, grammar: Grammar, seconds: 
         raise Ended
     if int(status) == -signal.SIGPROF:
         raise TooSlow(
-            f"{what} takes more than {MOST_SECONDS:g} seconds of a processor to compile; make it"
+            f"{what} takes more than {MAX_SECONDS:g} seconds of a processor to compile; make it"
             f" simpler"
         )
     if int(status):

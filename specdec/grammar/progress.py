@@ -86,7 +86,9 @@ class GrammarProgress:
                 dead.append(row)
         self.dead_ends = frozenset(dead)
 
-    def mended(self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]) -> list[int]:
+    def constrained(
+        self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]
+    ) -> list[int]:
         """The drafts of a chain, and in the place of those that the grammar refuses the first
         alternative that it allows.
 

@@ -104,15 +104,18 @@ class ThinkingProgress:
             for root in {*roots} - {-1}:
                 self._fill_answer(masks, root, roots, drafts, parents, places)
 
-    def mended(self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]) -> list[int]:
-        """See `GrammarProgress.mended`; what must follow is drafted, whatever the drafter says."""
+    def constrained(
+        self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """See `GrammarProgress.constrained`; what must follow is drafted, whatever the drafter
+        says."""
         kept, place = list[int](), self._place
         for at, draft in enumerate(drafts):
             only = self._only(place)
             if place.phase is Phase.BEHIND or (only is None and self._answers(place, draft)):
                 if self._answer is None:
                     break
-                return [*kept, *self._answer.mended(drafts[at:], alternatives[at:])]
+                return [*kept, *self._answer.constrained(drafts[at:], alternatives[at:])]
             likely = (one for one in (draft, *alternatives[at]) if only is None or one in only)
             kept.append(next(likely, next(iter(only or ()), draft)))
             place = self._thinking.step(place, kept[-1])

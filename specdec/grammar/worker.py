@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.limits import MOST_COMPILED, MOST_MEMORY
+from specdec.grammar.limits import MAX_COMPILED, MAX_MEMORY
 from specdec.grammar.process import TOKENIZER, reason_of
 from specdec.grammar.rules import rules_of
 
@@ -163,7 +163,7 @@ def _compiled(compiler: Any, grammar: Grammar) -> tuple[bool, str]:
     if time.process_time() <= AGAIN_SECONDS and _peak() - before <= AGAIN_BYTES:
         return True, rules
     written = compiled.serialize_json()
-    if len(written) > MOST_COMPILED:
+    if len(written) > MAX_COMPILED:
         raise MemoryError
     return False, written
 
@@ -181,7 +181,7 @@ def _limit(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends it by SIGPROF
     # other systems have no such limit
     with suppress(FileNotFoundError), open("/proc/self/statm") as file:
-        most = int(file.read().split()[0]) * resource.getpagesize() + MOST_MEMORY
+        most = int(file.read().split()[0]) * resource.getpagesize() + MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

@@ -21,7 +21,7 @@ from specdec.base.writing import write_atomically
 logger = logging.getLogger(__name__)
 
 NO_COMPILER = "no C++ compiler; install g++, or name one in CXX"
-MOST_SECONDS = 300
+MAX_SECONDS = 300
 """Seconds that a compiler may take."""
 SOURCE = Path(__file__).with_name("cpu.cpp")
 OPTIONS = (
@@ -113,7 +113,7 @@ def _library() -> ctypes.CDLL:
 def _run(*command: str) -> str:
     """What a compiler prints, in English."""
     given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": {**os.environ, "LC_ALL": "C"}}
-    run = subprocess.run(command, capture_output=True, timeout=MOST_SECONDS, **given)
+    run = subprocess.run(command, capture_output=True, timeout=MAX_SECONDS, **given)
     if run.returncode:
         said = run.stderr.decode(errors="replace").strip().splitlines()
         reason = said[0] if said else f"it ended with {run.returncode}"

@@ -20,7 +20,7 @@ def sum_over_ranks(
     exists: tl.tensor,
     places: tl.tensor,  # see `specdec.parallel.shared_rows.SharedRows`
     epochs: tl.tensor,
-    most_tries: tl.tensor,  # looks at a flag before it is given up; less than 0 for no end
+    max_tries: tl.tensor,  # looks at a flag before it is given up; less than 0 for no end
     WIDTH: tl.constexpr,
     MOST: tl.constexpr,
     RANK: tl.constexpr,
@@ -47,7 +47,7 @@ def sum_over_ranks(
             flag = own.to(tl.pointer_type(tl.int32)) + flags + other
             tries = 0
             while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") < epoch) & (
-                tries != most_tries
+                tries != max_tries
             ):
                 tries += 1
     tl.debug_barrier()

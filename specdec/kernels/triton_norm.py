@@ -15,8 +15,13 @@ from torch import Tensor
 from specdec.kernels.triton_exchange import sum_over_ranks
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous, release_next
-from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
-from specdec.parallel.shared_rows import MOST_ROWS, SharedRows
+from specdec.kernels.triton_prefetch import (
+    hint_options,
+    hint_program,
+    prefetch_programs,
+    send_hints,
+)
+from specdec.parallel.shared_rows import MAX_ROWS, SharedRows
 
 MANY_ROWS = 512
 """Rows from which on they fill a device several times over."""
@@ -32,7 +37,7 @@ def weighted(
     return (scaled * gain).to(dtype)
 
 
-@triton.jit(do_not_specialize=["most_tries"])
+@triton.jit(do_not_specialize=["max_tries"])
 def _rms_norm_kernel(
     x: tl.tensor,  # [rows, WIDTH], or float32 [PARTS, rows, WIDTH] whose sum counts
     residual: tl.tensor,  # [rows, WIDTH] or None
@@ -45,10 +50,10 @@ def _rms_norm_kernel(
     scale: tl.tensor,  # factor of x in the sum
     part_stride: tl.tensor,
     factor: tl.tensor,  # [1], of the sum, or None
-    ahead: tl.tensor,  # weight to send hints about, or None
+    prefetch: tl.tensor,  # weight to send hints about, or None
     places: tl.tensor,  # memory of all ranks, over which x is added up, or None
     epochs: tl.tensor,
-    most_tries: tl.tensor,
+    max_tries: tl.tensor,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     MOST: tl.constexpr,
@@ -56,13 +61,13 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     SCALED: tl.constexpr,  # whether the factor is not 1
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    if ahead is not None:
-        program = hint_program(AHEAD)
+    if prefetch is not None:
+        program = hint_program(PREFETCH)
         if program >= 0:
-            send_hints(ahead, program, AHEAD)
+            send_hints(prefetch, program, PREFETCH)
             return
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -81,7 +86,7 @@ def _rms_norm_kernel(
         rows = rows.to(dtype).to(tl.float32)  # as a whole product would be
     if places is not None:
         rows = sum_over_ranks(
-            rows, row, column, exists, places, epochs, most_tries, WIDTH, MOST, RANK, SIZE, dtype
+            rows, row, column, exists, places, epochs, max_tries, WIDTH, MOST, RANK, SIZE, dtype
         )
     if after is not None:
         after_gain = tl.load(after + column, mask=exists, other=0.0).to(tl.float32)
@@ -109,12 +114,14 @@ def _rms_norm_kernel(
         )
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, ahead: Tensor | None = None) -> Tensor:
-    """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `ahead` are
-    sent.
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, *, prefetch: Tensor | None = None
+) -> Tensor:
+    """Root mean square norm of rows [rows, H] (arXiv 1910.07467); meanwhile hints about `prefetch`
+    are sent.
     """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, None, ahead)
+    _launch_norm(x, None, None, weight, normed, None, epsilon, 1.0, None, prefetch)
     return normed
 
 
@@ -127,9 +134,9 @@ def add_rms_norm(
     after: Tensor | None = None,
     scale: float = 1.0,
     factor: Tensor | None = None,
-    ahead: Tensor | None = None,
+    prefetch: Tensor | None = None,
     ranks: SharedRows | None = None,
-    most_tries: int = -1,
+    max_tries: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """The norm of `factor * (scale * x + residual)`, and that stream itself; the sum is rounded
     once.
@@ -143,15 +150,26 @@ def add_rms_norm(
         after: [H], weight of a norm of `x` before the sum, or None.
         scale: factor of `x` in the sum.
         factor: [1], of the sum, or None.
-        ahead: a weight to send hints about meanwhile.
-        ranks: `x` is what this rank gives to a sum over all ranks, of at most `MOST_ROWS` rows;
+        prefetch: a weight to send hints about meanwhile.
+        ranks: `x` is what this rank gives to a sum over all ranks, of at most `MAX_ROWS` rows;
             each part is rounded before.
-        most_tries: see `specdec.kernels.triton_exchange`; then the sum may be wrong.
+        max_tries: see `specdec.kernels.triton_exchange`; then the sum may be wrong.
     """
     added = torch.empty_like(residual)
     normed = added if weight is None else torch.empty_like(residual)
     _launch_norm(
-        x, residual, after, weight, normed, added, epsilon, scale, factor, ahead, ranks, most_tries
+        x,
+        residual,
+        after,
+        weight,
+        normed,
+        added,
+        epsilon,
+        scale,
+        factor,
+        prefetch,
+        ranks,
+        max_tries,
     )
     return normed, added
 
@@ -166,13 +184,13 @@ def _launch_norm(
     epsilon: float,
     scale: float,
     factor: Tensor | None,
-    ahead: Tensor | None,
+    prefetch: Tensor | None,
     ranks: SharedRows | None = None,
-    most_tries: int = -1,
+    max_tries: int = -1,
 ) -> None:
     rows, width = x.shape[-2:]
     assert ranks is None or (
-        rows <= MOST_ROWS and width == ranks.width and normed.dtype == ranks.dtype
+        rows <= MAX_ROWS and width == ranks.width and normed.dtype == ranks.dtype
     )
     parts = len(x) if x.ndim == 3 else 1
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
@@ -180,7 +198,7 @@ def _launch_norm(
     # A few rows are over sooner with more warps each, many with more rows at a time.
     num_warps = max(4, block // 1024) if rows >= MANY_ROWS else 16 if block > 2048 else 8
     with on_device(x):
-        _rms_norm_kernel[(rows + surplus(ahead, num_warps),)](
+        _rms_norm_kernel[(rows + prefetch_programs(prefetch, num_warps),)](
             x,
             residual,
             after,
@@ -192,13 +210,13 @@ def _launch_norm(
             scale,
             x.stride(0),
             factor,
-            **hint_options(ahead),
+            **hint_options(prefetch),
             places=None if ranks is None else ranks.places,
             epochs=None if ranks is None else ranks.epochs,
-            most_tries=most_tries,
+            max_tries=max_tries,
             WIDTH=width,
             PARTS=parts,
-            MOST=MOST_ROWS,
+            MOST=MAX_ROWS,
             RANK=ranks.rank if ranks else 0,
             SIZE=ranks.size if ranks else 1,
             SCALED=scale != 1,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.kernels.triton_launch import overlap_options
 
-MOST_BYTES = 8 * 2**20
+MAX_BYTES = 8 * 2**20
 """Largest weight to ask for. Products of larger ones use the whole memory anyway; hints made a step
 of an 8 B model 3 % slower.
 """
@@ -36,9 +36,9 @@ def hint_program(NUM_BYTES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def send_hints(ahead: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) -> None:
-    """Asks for this program's share of the bytes from `ahead` on, a piece per thread, if it is the
-    first along other axes.
+def send_hints(prefetch: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) -> None:
+    """Asks for this program's share of the bytes from `prefetch` on, a piece per thread, if it is
+    the first along other axes.
     """
     # as many elements as threads, or threads would repeat each other's hints
     THREADS: tl.constexpr = tl.extra.cuda.num_threads()
@@ -49,7 +49,7 @@ def send_hints(ahead: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) ->
         "{ .reg .pred wanted; setp.ne.u32 wanted, $2, 0; @wanted cp.async.bulk.prefetch.L2.global"
         " [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
-        [ahead.to(tl.uint64) + start, size],
+        [prefetch.to(tl.uint64) + start, size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -58,26 +58,26 @@ def send_hints(ahead: tl.tensor, program: tl.tensor, NUM_BYTES: tl.constexpr) ->
 
 def beginning(weight: Tensor) -> Tensor:
     """As many bytes of a contiguous weight as are asked for at most."""
-    return weight if weight.nbytes <= MOST_BYTES else weight.view(torch.uint8).view(-1)[:MOST_BYTES]
+    return weight if weight.nbytes <= MAX_BYTES else weight.view(torch.uint8).view(-1)[:MAX_BYTES]
 
 
 def worth_prefetching(weight: Tensor) -> bool:
     """Whether it pays to ask for the weight of a product, and the device has hints."""
     fits = (
         weight.is_contiguous()
-        and weight.nbytes <= MOST_BYTES
+        and weight.nbytes <= MAX_BYTES
         and weight.nbytes % 16 == weight.data_ptr() % 16 == 0
     )
     return fits and bool(overlap_options(weight.device)["OVERLAP"])
 
 
-def hint_options(ahead: Tensor | None) -> dict[str, Any]:
-    """Options of a launch that sends hints about `ahead`; its grid needs `surplus` more programs in
-    axis 0.
+def hint_options(prefetch: Tensor | None) -> dict[str, Any]:
+    """Options of a launch that sends hints about `prefetch`; its grid needs `prefetch_programs`
+    more programs in axis 0.
     """
-    return {"ahead": ahead, "AHEAD": None if ahead is None else ahead.nbytes}
+    return {"prefetch": prefetch, "PREFETCH": None if prefetch is None else prefetch.nbytes}
 
 
-def surplus(ahead: Tensor | None, num_warps: int) -> int:
-    """Programs of so many warps that hints about `ahead` take."""
-    return 0 if ahead is None else triton.cdiv(ahead.nbytes, _PIECE.value * 32 * num_warps)
+def prefetch_programs(prefetch: Tensor | None, num_warps: int) -> int:
+    """Programs of so many warps that hints about `prefetch` take."""
+    return 0 if prefetch is None else triton.cdiv(prefetch.nbytes, _PIECE.value * 32 * num_warps)

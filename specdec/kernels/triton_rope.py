@@ -14,7 +14,12 @@ from torch import Tensor
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_norm import weighted
 from specdec.kernels.triton_overlap import await_previous, release_next
-from specdec.kernels.triton_prefetch import hint_options, hint_program, send_hints, surplus
+from specdec.kernels.triton_prefetch import (
+    hint_options,
+    hint_program,
+    prefetch_programs,
+    send_hints,
+)
 from specdec.kv_cache import LayerCache
 
 
@@ -81,17 +86,17 @@ def _rope_store_kernel(
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     angle_stride: tl.tensor,
-    ahead: tl.tensor,  # weight to send hints about, or None
+    prefetch: tl.tensor,  # weight to send hints about, or None
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    if ahead is not None:
-        program = hint_program(AHEAD)
+    if prefetch is not None:
+        program = hint_program(PREFETCH)
         if program >= 0:
-            send_hints(ahead, program, AHEAD)
+            send_hints(prefetch, program, PREFETCH)
             return
     await_previous(OVERLAP)
     release_next(OVERLAP)
@@ -141,7 +146,7 @@ def rope_store(
     key_norm: Tensor | None = None,
     value_norm: Tensor | None = None,
     epsilon: float = 0.0,
-    ahead: Tensor | None = None,
+    prefetch: Tensor | None = None,
 ) -> Tensor:
     """Norms and rotates query and key, and writes key and value to the cache.
 
@@ -155,7 +160,7 @@ def rope_store(
         query_norm, key_norm, value_norm: [head_dim], weights of a norm, of queries and keys before
             the rotation, or None.
         epsilon: of those norms.
-        ahead: a weight to send hints about.
+        prefetch: a weight to send hints about.
 
     Returns:
         The rotated query, contiguous; empty without one.
@@ -172,7 +177,9 @@ def rope_store(
     assert head_dim % 2 == 0 and all(tensor.is_contiguous() for tensor in cache)
     assert cos is None or (sin is not None and cos.stride() == sin.stride() and cos.stride(-1) == 1)
     with on_device(key):
-        _rope_store_kernel[(num_tokens + surplus(ahead, 4), 2 if query is None else 3)](
+        _rope_store_kernel[
+            (num_tokens + prefetch_programs(prefetch, 4), 2 if query is None else 3)
+        ](
             query,
             key,
             value,
@@ -195,7 +202,7 @@ def rope_store(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             num_warps=4,
-            **hint_options(ahead),
+            **hint_options(prefetch),
             **overlap_options(key.device),
         )
     return rotated

@@ -160,7 +160,7 @@ class PagedKVCache:
         dtype: element type of what is paged.
         device: where the tensors live.
         num_slots: requests whose states are kept, the one that pads batches included.
-        most_rows: of a request in a step whose rows may be rejected.
+        max_rows: of a request in a step whose rows may be rejected.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_slots: int = 0,
-        most_rows: int = 1,
+        max_rows: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -184,7 +184,7 @@ class PagedKVCache:
             if isinstance(spec, SharedLayerSpec):
                 self.layers.append(self.layers[spec.layer])
             elif isinstance(spec, StateLayerSpec):
-                self.layers.append(spec.allocate_slots(most_rows, lengths))
+                self.layers.append(spec.allocate_slots(max_rows, lengths))
             else:
                 self.layers.append(spec.allocate(num_blocks, block_size, dtype, device, memory))
 
@@ -241,29 +241,29 @@ def num_blocks_in_budget(
     specs: Sequence[LayerSpec],
     *,
     memory_bytes: int,
-    most_tokens: int,
+    max_total_tokens: int,
     block_size: int,
     dtype: torch.dtype,
     num_slots: int = 0,
-    most_rows: int = 1,
+    max_rows: int = 1,
 ) -> int:
     """Blocks that `memory_bytes` pays for beside the states of requests, never more than
-    `most_tokens` can fill, the null block included.
+    `max_total_tokens` can fill, the null block included.
 
     Raises:
         CapacityError: the budget does not pay for two blocks.
 
     >>> spec = [KVLayerSpec(num_kv_heads=3, head_dim=64)] * 30
-    >>> most = {"memory_bytes": 2**20, "most_tokens": 10**6}
+    >>> most = {"memory_bytes": 2**20, "max_total_tokens": 10**6}
     >>> num_blocks_in_budget(spec, **most, block_size=16, dtype=torch.bfloat16)
     2
     """
     block_bytes = block_size * sum(spec.bytes_per_token(dtype) for spec in specs)
-    state_bytes = num_slots * bytes_per_slot(specs, most_rows)
+    state_bytes = num_slots * bytes_per_slot(specs, max_rows)
     affordable = max(memory_bytes - state_bytes, 0) // max(block_bytes, 1)
     if affordable < 2:
         beside = (
-            f" beside {num_slots} states of {bytes_per_slot(specs, most_rows):,} bytes"
+            f" beside {num_slots} states of {bytes_per_slot(specs, max_rows):,} bytes"
             if state_bytes
             else ""
         )
@@ -273,11 +273,11 @@ def num_blocks_in_budget(
             f" {block_bytes:,} bytes{beside};"
             f" give it at least {2 * block_bytes + state_bytes:,} bytes{fewer}"
         )
-    return min(affordable, blocks_for(most_tokens, block_size) + 1)
+    return min(affordable, blocks_for(max_total_tokens, block_size) + 1)
 
 
-def bytes_per_slot(specs: Sequence[LayerSpec], most_rows: int) -> int:
+def bytes_per_slot(specs: Sequence[LayerSpec], max_rows: int) -> int:
     """Bytes that recurrent layers among `specs` keep of one request, whose steps have at most so
     many rows.
     """
-    return sum(spec.bytes_per_slot(most_rows) for spec in specs if isinstance(spec, StateLayerSpec))
+    return sum(spec.bytes_per_slot(max_rows) for spec in specs if isinstance(spec, StateLayerSpec))

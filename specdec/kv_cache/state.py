@@ -67,25 +67,25 @@ class StateLayerSpec:
         """Bytes of a request's state, its inputs left out."""
         return self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
 
-    def columns(self, most_rows: int) -> int:
+    def columns(self, max_rows: int) -> int:
         """Columns of the ring: what a step may have to take in with what its convolution looks back
         to, and its own rows beside that.
         """
-        return self.taps - 1 + 2 * most_rows
+        return self.taps - 1 + 2 * max_rows
 
-    def bytes_per_slot(self, most_rows: int) -> int:
+    def bytes_per_slot(self, max_rows: int) -> int:
         """Bytes of one request whose steps have at most so many rows.
 
         >>> StateLayerSpec(8256, 4, 32, 128, 128, torch.bfloat16).bytes_per_slot(8)
         2410880
         """
-        return self.state_bytes + self.columns(most_rows) * self.width * self.dtype.itemsize
+        return self.state_bytes + self.columns(max_rows) * self.width * self.dtype.itemsize
 
-    def allocate_slots(self, most_rows: int, lengths: Tensor) -> StateCache:
+    def allocate_slots(self, max_rows: int, lengths: Tensor) -> StateCache:
         """The layer's cache; `lengths` int64 [num_slots] are those of all layers."""
         num_slots, device = len(lengths), lengths.device
         state = torch.zeros(num_slots, self.heads, self.key_dim, self.value_dim, device=device)
         inputs = torch.zeros(
-            num_slots, self.columns(most_rows), self.width, dtype=self.dtype, device=device
+            num_slots, self.columns(max_rows), self.width, dtype=self.dtype, device=device
         )
         return StateCache(state, inputs, lengths)

@@ -42,8 +42,8 @@ class Attention(Protocol):
     def linears(self) -> tuple[Linear, ...]:
         """The layer's weights, the first product's first."""
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
-        """[T, inputs of the output projection `ahead`] from `hidden` [T, H]."""
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
+        """[T, inputs of the output projection `prefetch`] from `hidden` [T, H]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ class HeadAttention:
         """See `Attention.linears`."""
         return (self.qkv,)
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         """See `Attention.__call__`."""
         backend = rows.backend
         assert isinstance(backend, AttentionBackend)
@@ -107,7 +107,7 @@ class HeadAttention:
         angles = None if self.rope is None else rows.angles[self.rope]
         if angles is not None and angles.factors is not None:
             qkv[:, : spec.num_heads * spec.head_dim].mul_(angles.factors)
-        inputs = AttentionInputs(backend, self.heads, angles, rows.cache, rows.plan, ahead)
+        inputs = AttentionInputs(backend, self.heads, angles, rows.cache, rows.plan, prefetch)
         out = ops.attend(qkv.view(len(hidden), -1, spec.head_dim), inputs)
         if self.value_dim is not None or self.value_scale != 1:
             out = (

@@ -106,7 +106,7 @@ class LatentAttention:
         )
         return self.down, *(() if self.query is None else (self.query[1],)), *indexer
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         """See `specdec.layers.attention.Attention`."""
         backend = rows.backend
         assert isinstance(backend, MlaBackend)

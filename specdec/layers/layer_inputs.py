@@ -66,8 +66,8 @@ class InputGate:
         return self.gate, self.projection
 
     def __call__(
-        self, ops: Ops, residual: Tensor, layer_input: Tensor, join: Join, ahead: Linear | None
+        self, ops: Ops, residual: Tensor, layer_input: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
         """The output for `layer_input` [T, P] joins the stream `residual` [T, H]; see `Ops.add`."""
         opened = gated(ops.project(self.gate, residual), layer_input, self.activation)
-        return ops.project_add(self.projection, opened, residual, join, ahead)
+        return ops.project_add(self.projection, opened, residual, join, prefetch)

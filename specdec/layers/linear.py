@@ -52,7 +52,7 @@ class Linear(ABC):
         *,
         activation: str | None = None,
         may_split: bool = False,
-        ahead: Tensor | None = None,
+        prefetch: Tensor | None = None,
     ) -> Tensor | None:
         """The product of few rows by our own kernel, see `specdec.layers.triton_linear.few_rows`;
         None where there is none.
@@ -95,12 +95,12 @@ class DenseLinear(Linear):
         *,
         activation: str | None = None,
         may_split: bool = False,
-        ahead: Tensor | None = None,
+        prefetch: Tensor | None = None,
     ) -> Tensor | None:
         from specdec.layers.triton_linear import few_rows  # it imports Triton
 
         return few_rows(
-            x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead
+            x, self.weight, self.bias, activation=activation, may_split=may_split, prefetch=prefetch
         )
 
 

@@ -39,7 +39,7 @@ class LinearAttention(Attention):
     def linears(self) -> tuple[Linear, ...]:
         return (self.inputs,) if self.row_gates is None else (self.inputs, self.row_gates)
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
         joined, width = ops.project(self.inputs, hidden), self.recurrence.width
         gate = joined[:, width:]
@@ -75,7 +75,7 @@ class KeyDecayAttention(Attention):
     def linears(self) -> tuple[Linear, ...]:
         return self.inputs, self.decays, self.gates
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
         few = self.decays.in_features
         joined = ops.project(self.inputs, hidden)
@@ -104,7 +104,7 @@ class ShortConvolution(Attention):
     def linears(self) -> tuple[Linear, ...]:
         return (self.inputs,)
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         assert isinstance(rows.cache, StateCache) and isinstance(rows.plan, RecurrentRows)
         return ops.convolve(
             ops.project(self.inputs, hidden), self.kernel, self.bias, rows.cache, rows.plan
@@ -130,12 +130,15 @@ class SideBySide(Attention):
     def linears(self) -> tuple[Linear, ...]:
         return (*self.attention.linears, *self.linear.linears)
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         first, second = (
             rows._replace(cache=cache, plan=plan)
             for cache, plan in zip(rows.cache, rows.plan, strict=True)
         )
         return torch.cat(
-            [self.attention(ops, hidden, first, ahead), self.linear(ops, hidden, second, ahead)],
+            [
+                self.attention(ops, hidden, first, prefetch),
+                self.linear(ops, hidden, second, prefetch),
+            ],
             dim=1,
         )

@@ -25,7 +25,7 @@ class FeedForward(Protocol):
         """The layer's weights that every token reads, the first product's first."""
 
     def __call__(
-        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
         """The output for `hidden` [T, H] joins the stream `residual` [T, H]; see `Ops.add`."""
 
@@ -53,14 +53,14 @@ class GatedMLP(FeedForward):
         return ops.project(self.down, ops.gated(self.gate_up, hidden, self.activation, self.down))
 
     def __call__(
-        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
         return ops.project_add(
             self.down,
             ops.gated(self.gate_up, hidden, self.activation, self.down),
             residual,
             join,
-            ahead,
+            prefetch,
         )
 
 
@@ -81,11 +81,13 @@ class ConvolvedMLP(FeedForward):
         return self.convolution.projection, *self.mlp.linears
 
     def __call__(
-        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
         dynamic = ops.project(self.convolution.projection, hidden)
         product = self.mlp.product(ops, ops.mix_rows(hidden, dynamic, self.convolution, 0))
-        return ops.add(ops.mix_rows(product, dynamic, self.convolution, 1), residual, join, ahead)
+        return ops.add(
+            ops.mix_rows(product, dynamic, self.convolution, 1), residual, join, prefetch
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,14 +129,14 @@ class MixtureOfExperts(FeedForward):
         )
 
     def __call__(
-        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
         output = None if self.joined is None else ops.joined_experts(self.joined, hidden)
         return ops.add(
             self._apart(ops, hidden) if output is None else output,
             residual,
             join,
-            ahead,
+            prefetch,
             self.group,
         )
 
@@ -198,7 +200,7 @@ class MlpBesideExperts(FeedForward):
         return *self.mlp.linears, self.router.gate
 
     def __call__(
-        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, ahead: Linear | None
+        self, ops: Ops, hidden: Tensor, residual: Tensor, join: Join, prefetch: Linear | None
     ) -> tuple[Tensor, Tensor]:
         weights, ids = ops.route(self.router, ops.norm(residual, self.router_norm))
         weights = weights * self.expert_scale[ids]
@@ -212,5 +214,5 @@ class MlpBesideExperts(FeedForward):
             + ops.norm(routed, self.output_norm),
             residual,
             join,
-            ahead,
+            prefetch,
         )

@@ -55,12 +55,12 @@ class SummedLinear(Linear):
         *,
         activation: str | None = None,
         may_split: bool = False,
-        ahead: Tensor | None = None,
+        prefetch: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.few_rows`; never in partial sums, which would take a launch of their own to
         be added before ranks add.
         """
-        product = self.part.few_rows(x, activation=activation, ahead=ahead)
+        product = self.part.few_rows(x, activation=activation, prefetch=prefetch)
         return None if product is None else all_reduce(product, self.group)
 
 

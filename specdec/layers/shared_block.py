@@ -91,7 +91,7 @@ class AfterSharedBlock(Attention):
             *self.linear.linears,
         )
 
-    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, ahead: Linear) -> Tensor:
+    def __call__(self, ops: Ops, hidden: Tensor, rows: Rows, prefetch: Linear) -> Tensor:
         first, second = (
             rows._replace(cache=cache, plan=plan)
             for cache, plan in zip(rows.cache, rows.plan, strict=True)
@@ -101,4 +101,4 @@ class AfterSharedBlock(Attention):
         added = hidden + ops.project(
             self.projection, self.mlp.product(ops, ops.norm(attended, self.mlp_norm))
         )
-        return self.linear(ops, ops.norm(added, self.norm), second, ahead)
+        return self.linear(ops, ops.norm(added, self.norm), second, prefetch)

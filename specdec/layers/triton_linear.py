@@ -24,17 +24,17 @@ from specdec.kernels.triton_launch import (
 )
 from specdec.kernels.triton_overlap import await_previous, release_next
 from specdec.kernels.triton_prefetch import (
-    MOST_BYTES,
+    MAX_BYTES,
     hint_options,
     hint_program,
+    prefetch_programs,
     send_hints,
-    surplus,
 )
 from specdec.layers.ops.triton_activation import activate
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Beyond it torch's product is as fast: there is enough arithmetic per byte."""
-MOST_SPLITS = 6
+MAX_SPLITS = 6
 
 
 class Division(NamedTuple):
@@ -53,7 +53,7 @@ def _few_rows_kernel(
     output: tl.tensor,  # [num_rows, WIDTH], or float32 [SPLITS, num_rows, WIDTH]
     num_rows: tl.tensor,
     x_stride: tl.tensor,
-    ahead: tl.tensor,  # weight to send hints about, or None
+    prefetch: tl.tensor,  # weight to send hints about, or None
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # a name, or None
@@ -62,13 +62,13 @@ def _few_rows_kernel(
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
     SMALL: tl.constexpr,  # see `is_small`
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    if ahead is not None:
-        program = hint_program(AHEAD)
+    if prefetch is not None:
+        program = hint_program(PREFETCH)
         if program >= 0:
-            send_hints(ahead, program, AHEAD)
+            send_hints(prefetch, program, PREFETCH)
             return
     SHARE: tl.constexpr = INPUTS // SPLITS
     split = tl.program_id(1)
@@ -105,7 +105,7 @@ def _few_rows_kernel(
 
 def is_small(width: int, inputs: int, *, gated: bool) -> bool:
     """Whether the weight of a product is one that is asked for before, see `triton_prefetch`."""
-    return (1 + gated) * width * inputs * 2 <= MOST_BYTES
+    return (1 + gated) * width * inputs * 2 <= MAX_BYTES
 
 
 @lru_cache(maxsize=256)
@@ -126,7 +126,7 @@ def divide(
     """
     if width % 16 or inputs % 64:
         return None
-    possible = [n for n in range(1, MOST_SPLITS + 1) if may_split and inputs % (64 * n) == 0] or [1]
+    possible = [n for n in range(1, MAX_SPLITS + 1) if may_split and inputs % (64 * n) == 0] or [1]
     tiles = [columns for columns in (64, 32, 16) if width % columns == 0]
     # A small weight comes from the L2 cache, see `triton_prefetch`, where wide tiles are best; a
     # large one takes all processors.
@@ -166,7 +166,7 @@ def few_rows(
     *,
     activation: str | None = None,
     may_split: bool = False,
-    ahead: Tensor | None = None,
+    prefetch: Tensor | None = None,
 ) -> Tensor | None:
     """`x W^T + b`, or the gated activation of its two halves.
 
@@ -177,7 +177,7 @@ def few_rows(
         activation: see `specdec.layers.ops.activation`; the weight then joins gate and up, and the
             activation is part of the product.
         may_split: the caller can add up partial sums.
-        ahead: a weight to send hints about.
+        prefetch: a weight to send hints about.
 
     Returns:
         [rows, out], or with an activation half as wide, in the type of `x`; with `may_split`
@@ -188,7 +188,7 @@ def few_rows(
     gated = activation is not None
     width = len(weight) // 2 if gated else len(weight)
     if (
-        rows > MOST_ROWS
+        rows > MAX_ROWS
         or x.dtype not in (torch.bfloat16, torch.float16)
         or not weight.is_contiguous()
     ):
@@ -204,7 +204,7 @@ def few_rows(
         output = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     padded = max(16, triton.next_power_of_2(rows))
     with on_device(x):
-        _few_rows_kernel[(width // plan.columns + surplus(ahead, 4), plan.splits)](
+        _few_rows_kernel[(width // plan.columns + prefetch_programs(prefetch, 4), plan.splits)](
             x,
             weight,
             bias,
@@ -221,7 +221,7 @@ def few_rows(
             SMALL=is_small(width, inputs, gated=gated),
             num_warps=4,
             num_stages=stages_of(plan, padded, gated=gated, memory=shared_memory(x.device)),
-            **hint_options(ahead),
+            **hint_options(prefetch),
             **overlap_options(x.device),
         )
     return output

@@ -333,7 +333,7 @@ class BoundDrafter(Protocol):
     no release. A subclass gives `propose`, and what else it needs.
     """
 
-    most_deferred: int = 0
+    max_deferred: int = 0
     """Steps without drafts whose context may be put off, see `Context`; 0 where none is."""
     forecasts: bool = False
     """Set before the first step by who wants `DraftOutput.forecast`, which may cost something; a
@@ -344,11 +344,11 @@ class BoundDrafter(Protocol):
     looks at a tensor.
     """
 
-    has_outlook: bool = False
-    """`outlook` tells something."""
+    has_expected_accepted: bool = False
+    """`expected_accepted` tells something."""
 
-    def allow(self, most_drafts: int) -> None:
-        """Lets the drafts of a step be another drafter's, at most `most_drafts`. A composition
+    def allow(self, max_drafts: int) -> None:
+        """Lets the drafts of a step be another drafter's, at most `max_drafts`. A composition
         calls it before the first request.
         """
         return
@@ -365,7 +365,7 @@ class BoundDrafter(Protocol):
         """Takes over the context of a prompt chunk."""
         return
 
-    def outlook(self, batch: DecodeBatch) -> Tensor | None:
+    def expected_accepted(self, batch: DecodeBatch) -> Tensor | None:
         """float32 [num_reqs], how many of `batch.k` drafts in a chain are expected to be accepted,
         as far as that shows before it is known what the step's blocks will be; None where it does
         not. Called before `propose` where the host may look.
@@ -383,7 +383,7 @@ class BoundDrafter(Protocol):
         these rows.
 
         All depth + 1 rows are handed over. Rows past `accept.num_accepted` lie at positions that
-        the next step overwrites. `batch.context` is "now" unless `most_deferred` is set.
+        the next step overwrites. `batch.context` is "now" unless `max_deferred` is set.
         """
         return
 

@@ -25,13 +25,13 @@ class RowTable(NamedTuple):
     Attributes:
         entries: int64 [num_tensors, 2], address and words of a row.
         word: bytes that are moved at once.
-        most_words: of the longest row.
+        max_words: of the longest row.
         aligned: whether rows begin at multiples of 16 bytes.
     """
 
     entries: Tensor
     word: int
-    most_words: int
+    max_words: int
     aligned: bool
 
 
@@ -90,8 +90,8 @@ def _move_rows_kernel(
 def move_rows(table: RowTable, slots: Tensor, path: Tensor) -> None:
     """See `specdec.kv_cache.rows.move_rows`; all are contiguous."""
     assert slots.is_contiguous() and path.is_contiguous() and path.shape[1] <= slots.shape[1]
-    block = min(PIECE // table.word, triton.next_power_of_2(table.most_words))
-    grid = (len(slots), len(table.entries), triton.cdiv(table.most_words, block))
+    block = min(PIECE // table.word, triton.next_power_of_2(table.max_words))
+    grid = (len(slots), len(table.entries), triton.cdiv(table.max_words, block))
     with on_device(slots):
         _move_rows_kernel[grid](
             table.entries,

@@ -51,7 +51,7 @@ class Group:
         dist.all_reduce(said, dist.ReduceOp.MIN, group=self.host_group)
         return int(said)
 
-    def share(self, count: int) -> range:
+    def shard(self, count: int) -> range:
         """Which of `count` things, neighbors that `size` divides, are this rank's."""
         assert count % self.size == 0, "refused before"
         each = count // self.size

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.parallel import mirror as mirrors
-from specdec.parallel import siblings as watched
+from specdec.parallel import executor as executors
+from specdec.parallel import workers as watched
+from specdec.parallel.executor import Executor, Ranks
 from specdec.parallel.group import WITHOUT_MULTICAST, join_group
 from specdec.parallel.meeting import MeetingPlace
-from specdec.parallel.mirror import Mirror, Ranks
-from specdec.parallel.process import Settings, one_line, quieten
-from specdec.parallel.siblings import PATIENCE, Siblings
+from specdec.parallel.process import Settings, one_line, silence
 from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
+from specdec.parallel.workers import PATIENCE, Workers
 
 MEETING = timedelta(minutes=5)
 """How long ranks wait for each other at the start, where one may have to import more than another.
@@ -62,7 +62,7 @@ def device_of_rank(device: torch.device, rank: int, size: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def open_ranks(size: int, device: torch.device) -> Mirror:
+def open_ranks(size: int, device: torch.device) -> Executor:
     """The group of this process, which is rank 0: the one there is, that of `torchrun`, or one that
     is started now.
 
@@ -76,7 +76,7 @@ def open_ranks(size: int, device: torch.device) -> Mirror:
         InvalidInputError: there is a group of another size.
         CapacityError: there are fewer accelerators than ranks.
     """
-    existing, started = mirrors.current(), torchrun_size()
+    existing, started = executors.current(), torchrun_size()
     if existing is not None:
         _check_size(size, existing.group.size, "this process has a group of")
         return existing
@@ -109,7 +109,7 @@ def follow_torchrun(size: int | None, device: torch.device) -> int:
     return open_ranks(size or torchrun_size(), device).group.size
 
 
-def join(settings: Settings) -> Mirror:
+def join(settings: Settings) -> Executor:
     """The end of another rank that rank 0 has started."""
     rank, size = settings["rank"], settings["size"]
     where = device_of_rank(torch.device(settings["device"]), rank, size)
@@ -122,17 +122,17 @@ class Started(Ranks):
     """The other ranks, and this one's end of their group.
 
     Args:
-        siblings: the processes.
+        workers: the processes.
         threads: of torch that this one had before.
         folder: where the ranks have met.
     """
 
-    def __init__(self, siblings: Siblings, threads: int, folder: MeetingPlace) -> None:
-        self._siblings, self._threads, self._folder = siblings, threads, folder
+    def __init__(self, workers: Workers, threads: int, folder: MeetingPlace) -> None:
+        self._workers, self._threads, self._folder = workers, threads, folder
 
     def end(self, *, kill: bool) -> None:
         """See `Ranks.end`."""
-        self._siblings.end(kill=kill)
+        self._workers.end(kill=kill)
         torch.set_num_threads(self._threads)
         # NCCL would wait for captured graphs, which refer to its communicator
         if dist.get_backend() == "gloo":
@@ -141,7 +141,7 @@ class Started(Ranks):
 
     def why_ended(self) -> str | None:
         """See `Ranks.why_ended`."""
-        return self._siblings.why_ended()
+        return self._workers.why_ended()
 
 
 def _check_size(size: int, found: int, who: str) -> None:
@@ -151,7 +151,7 @@ def _check_size(size: int, found: int, who: str) -> None:
         )
 
 
-def _start(size: int, device: torch.device) -> Mirror:
+def _start(size: int, device: torch.device) -> Executor:
     where = device_of_rank(device, 0, size)
     check_loopback()
     folder, secret = MeetingPlace(), secrets.token_hex(16)
@@ -161,7 +161,7 @@ def _start(size: int, device: torch.device) -> Mirror:
         if where.type == "cuda" or "OMP_NUM_THREADS" in os.environ
         else max(1, threads // size)
     )
-    siblings = Siblings(
+    workers = Workers(
         {
             rank: Settings(
                 path=sys.path,
@@ -177,22 +177,22 @@ def _start(size: int, device: torch.device) -> Mirror:
         }
     )
     try:
-        siblings.wait()
+        workers.wait()
         torch.set_num_threads(each)
-        mirror = _meet(
-            0, size, folder.path, where, Started(siblings, threads, folder), bytes.fromhex(secret)
+        executor = _meet(
+            0, size, folder.path, where, Started(workers, threads, folder), bytes.fromhex(secret)
         )
     except BaseException:
-        siblings.end(kill=True)
+        workers.end(kill=True)
         folder.remove()
         raise
-    siblings.on_loss = lambda line: _lost(mirror, line)
-    return _lead(mirror)
+    workers.on_loss = lambda line: _lost(executor, line)
+    return _lead(executor)
 
 
 def _meet(
     rank: int, size: int, folder: Path, device: torch.device, ranks: Ranks | None, secret: bytes
-) -> Mirror:
+) -> Executor:
     store = dist.FileStore(str(folder / "store"), size)
     store.set_timeout(MEETING)
     os.environ.update(WITHOUT_MULTICAST)
@@ -208,29 +208,32 @@ def _meet(
         )
         group = join_group(device)
         assert group is not None, "there are several ranks"
-        return mirrors.install(Mirror(group, ranks, secret))
+        return executors.install(Executor(group, ranks, secret))
 
 
-def _join_torchrun(device: torch.device) -> Mirror:
+def _join_torchrun(device: torch.device) -> Executor:
     size = torchrun_size()
     with rank_sockets():
         group = join_group(
             device_of_rank(device, int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), size)
         )
         assert group is not None, "torchrun has started several ranks"
-        mirror = mirrors.install(Mirror(group))
+        executor = executors.install(Executor(group))
     processes = torch.zeros(size, dtype=torch.int64)
     processes[group.rank] = os.getpid()
     dist.all_reduce(processes, group=group.host_group)
-    if mirror.leads:
+    if executor.leads:
         if on_one_machine():
             threading.Thread(
-                target=_watch, args=(mirror, processes.tolist()), name="specdec ranks", daemon=True
+                target=_watch,
+                args=(executor, processes.tolist()),
+                name="specdec ranks",
+                daemon=True,
             ).start()
-        return _lead(mirror)
-    quieten()
+        return _lead(executor)
+    silence()
     try:
-        mirror.follow()
+        executor.follow()
     except BaseException as error:  # whatever it is, somebody has to be told
         print(
             f"specdec: error: rank {group.rank} failed: {one_line(error)}",
@@ -241,49 +244,49 @@ def _join_torchrun(device: torch.device) -> Mirror:
     os._exit(0)
 
 
-def _lead(mirror: Mirror) -> Mirror:
-    atexit.register(_leave, mirror)
-    return mirror
+def _lead(executor: Executor) -> Executor:
+    atexit.register(_leave, executor)
+    return executor
 
 
-def _leave(mirror: Mirror) -> None:
+def _leave(executor: Executor) -> None:
     """At the end of the program. A device that waits for a lost rank would keep the process for
     ever, which is ended then.
     """
-    mirror.end()
-    if mirror.failed and torch.cuda.is_initialized():
+    executor.end()
+    if executor.failed and torch.cuda.is_initialized():
         # with status 1
         faulthandler.dump_traceback_later(
             PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY)
         )
 
 
-def _watch(mirror: Mirror, processes: Sequence[int]) -> None:
-    """Ends a rank of `torchrun` that is stopped, as `Siblings` does those of rank 0; `torchrun`
+def _watch(executor: Executor, processes: Sequence[int]) -> None:
+    """Ends a rank of `torchrun` that is stopped, as `Workers` does those of rank 0; `torchrun`
     ends the others then.
     """
     looks = [0] * len(processes)
-    while mirror.ended is None:
+    while executor.ended is None:
         time.sleep(watched.LOOK)
         for rank, process in enumerate(processes):
             looks[rank] = (looks[rank] + 1) * watched.is_stopped(process)
             if looks[rank] == watched.STOPPED:
                 os.kill(process, signal.SIGKILL)
-                _lost(mirror, watched.stopped(rank))
+                _lost(executor, watched.stopped(rank))
 
 
-def _lost(mirror: Mirror, line: str) -> None:
+def _lost(executor: Executor, line: str) -> None:
     """A rank has ended unasked: whatever rank 0 waits for will not come. By the thread that has
     found out.
     """
-    mirror.lose(line)
-    group = mirror.group.device_group
-    if mirror.busy and dist.get_backend(group) == "nccl":
+    executor.lose(line)
+    group = executor.group.device_group
+    if executor.busy and dist.get_backend(group) == "nccl":
         # frees a host that waits for the device
         threading.Thread(target=group.abort, daemon=True).start()
     limit = time.monotonic() + PATIENCE
-    while mirror.busy and time.monotonic() < limit:
+    while executor.busy and time.monotonic() < limit:
         time.sleep(0.05)
-    if mirror.busy:
+    if executor.busy:
         print(f"specdec: error: {line}", file=sys.stderr, flush=True)
         os._exit(1)

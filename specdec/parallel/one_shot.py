@@ -32,7 +32,7 @@ class OneShot:
         size: ranks.
         process_group: of torch, over the device.
         device: of this rank.
-        most: bytes of a message; None takes `most_bytes`.
+        most: bytes of a message; None takes `max_bytes`.
 
     Raises:
         RuntimeError: the devices do not share memory.
@@ -44,14 +44,14 @@ class OneShot:
         import torch.distributed._symmetric_memory as symmetric
 
         self._sum = torch.ops.symm_mem.one_shot_all_reduce_copy
-        self.most_bytes = most or most_bytes(size)
+        self.max_bytes = most or max_bytes(size)
         self._size, self._process_group, self._name = size, process_group, process_group.group_name
-        self._memory = symmetric.empty(self.most_bytes, dtype=torch.uint8, device=device)
+        self._memory = symmetric.empty(self.max_bytes, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self._memory, process_group)
 
     def takes(self, x: Tensor) -> bool:
         """Whether this kernel adds up such messages."""
-        return takes(x, self.most_bytes)
+        return takes(x, self.max_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x` [...], which `takes` has let pass."""
@@ -94,7 +94,7 @@ def one_shot(
     )
 
 
-def most_bytes(size: int) -> int:
+def max_bytes(size: int) -> int:
     """Most bytes of a message: beyond, rings and trees are faster, for here each rank reads all of
     every other one's.
     """
@@ -105,7 +105,7 @@ def takes(x: Tensor, most: int) -> bool:
     """Whether the kernel is written for such a message.
 
     >>> x = torch.zeros(65, 4096, dtype=torch.bfloat16)
-    >>> [takes(x[:rows], most_bytes(2)) for rows in (0, 1, 64, 65)]
+    >>> [takes(x[:rows], max_bytes(2)) for rows in (0, 1, 64, 65)]
     [False, True, True, False]
     >>> takes(torch.zeros(1, 4, dtype=x.dtype), 1024), takes(x[:1].half(), 1024)
     (False, False)

@@ -55,10 +55,10 @@ def pack(value: Any, numbers: Mapping[int, int]) -> bytes:
             return {"path": str(one)}
         if RECORDS.get(type(one).__name__) is type(one):
             defaults = _defaults(type(one).__name__)
-            told = [
+            values = [
                 [name, own] for name, default in defaults if (own := getattr(one, name)) != default
             ]
-            return {"record": type(one).__name__, "fields": told}
+            return {"record": type(one).__name__, "fields": values}
         if callable(one) and one in _marked:
             return {"function": _marked[one]}
         raise TypeError(f"a {type(one).__name__} has no plain form")
@@ -83,8 +83,8 @@ def unpack(data: bytes, kept: Mapping[int, Any]) -> Any:
                 return kept[number]
             case {"path": str(name)}:
                 return Path(name)
-            case {"record": str(name), "fields": list(told)}:
-                return RECORDS[name](**dict(told))
+            case {"record": str(name), "fields": list(values)}:
+                return RECORDS[name](**dict(values))
             case {"function": str(name)}:
                 return _function(name)
         raise TypeError("a mapping of no known form")

@@ -30,7 +30,7 @@ class Settings(TypedDict):
     parent: int
 
 
-def quieten() -> None:
+def silence() -> None:
     """Leaves it to rank 0 to print, and to end in good order when it is told to by a signal, which
     often goes to all processes.
     """

@@ -10,7 +10,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from specdec.parallel.process import Settings, one_line, quieten
+from specdec.parallel.process import Settings, one_line, silence
 
 
 def main(settings: Settings) -> NoReturn:
@@ -19,7 +19,7 @@ def main(settings: Settings) -> NoReturn:
     """
     _end_with(settings["parent"])
     words = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    quieten()
+    silence()
     status = 0
     try:
         import torch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Most rows of a sum: as many programs of a kernel wait for those of other ranks, so all of them
 have to run at once.
 """
@@ -26,7 +26,7 @@ class SharedRows:
     Attributes:
         rank, size, width, dtype: the same.
         places: int64 [size], where the memory of each rank lies, as this rank sees it.
-        epochs: int32 [MOST_ROWS], how many sums each program has made.
+        epochs: int32 [MAX_ROWS], how many sums each program has made.
 
     Raises:
         RuntimeError: the devices do not share memory.
@@ -46,13 +46,13 @@ class SharedRows:
         self.rank, self.size, self.width, self.dtype = rank, size, width, dtype
         # Rows of odd sums and of even ones, so that a rank may be one ahead of the others; then the
         # flags.
-        nbytes = 2 * MOST_ROWS * width * dtype.itemsize + MOST_ROWS * size * 4
+        nbytes = 2 * MAX_ROWS * width * dtype.itemsize + MAX_ROWS * size * 4
         self._memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         self._memory.zero_()
         found = symmetric.rendezvous(self._memory, process_group)
         self.places = torch.tensor(
             [int(place) for place in found.buffer_ptrs], dtype=torch.int64, device=device
         )
-        self.epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+        self.epochs = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         dist.barrier(process_group)  # no rank writes before all have zeros

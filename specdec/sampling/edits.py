@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.sampling.params import MOST_EDITS, SamplingParams
+from specdec.sampling.params import MAX_EDITS, SamplingParams
 
 _NEVER = 2**62  # a position that no output reaches
 
@@ -43,8 +43,8 @@ class Edits:
     @classmethod
     def none(cls, num_rows: int, device: torch.device) -> Edits:
         """Rows of requests that change nothing."""
-        zeros = torch.zeros(2, num_rows, MOST_EDITS, dtype=torch.int64, device=device)
-        return cls(zeros[0], zeros[1], torch.zeros(num_rows, MOST_EDITS, device=device))
+        zeros = torch.zeros(2, num_rows, MAX_EDITS, dtype=torch.int64, device=device)
+        return cls(zeros[0], zeros[1], torch.zeros(num_rows, MAX_EDITS, device=device))
 
     def put(
         self,

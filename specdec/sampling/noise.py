@@ -15,7 +15,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from specdec.base.blocks import MOST_NODES
+from specdec.base.blocks import MAX_NODES
 
 
 class Purpose(IntEnum):
@@ -40,7 +40,7 @@ _LARGEST = 1 - 2.0**-24  # float32 below 1
 
 REMEMBERED = 2**22
 """How many variables a CPU keeps, about 16 MiB, of small vocabularies fewer; 0 keeps none."""
-_MOST_ROWS = 256
+_MAX_ROWS = 256
 # float32 [V] by bits and V, the oldest first
 _remembered: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
 _lock = Lock()
@@ -90,9 +90,9 @@ def of_step(anchors: Tensor, count: int) -> Tensor:
 
     Args:
         anchors: int64 [num_reqs], positions of the step's anchors.
-        count: at most `MOST_NODES`.
+        count: at most `MAX_NODES`.
     """
-    return anchors[:, None] * MOST_NODES + torch.arange(count, device=anchors.device)
+    return anchors[:, None] * MAX_NODES + torch.arange(count, device=anchors.device)
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
@@ -156,7 +156,7 @@ def gumbel_again(bits: Tensor, tokens: int | Tensor) -> Tensor:
         for key in keys:
             _remembered[key] = rows[key]
             _remembered.move_to_end(key)
-        while len(_remembered) > max(1, min(_MOST_ROWS, REMEMBERED // tokens)):
+        while len(_remembered) > max(1, min(_MAX_ROWS, REMEMBERED // tokens)):
             _remembered.popitem(last=False)
     return torch.stack([rows[key] for key in keys])
 

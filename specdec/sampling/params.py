@@ -21,14 +21,14 @@ from specdec.base.validation import (
 )
 from specdec.grammar.grammar import Grammar
 
-MOST_EDITS = 1024
+MAX_EDITS = 1024
 """Tokens that the bias and the least length of a request may name together."""
 
-MOST_TOP_LOGPROBS = 64
+MAX_TOP_LOGPROBS = 64
 """Log-probabilities per position at most."""
 
-MOST_STOPS = 64
-MOST_STOP_CHARACTERS = 2048
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 2048
 """Stop strings of a request, and their characters together: each new token is compared with all of
 them.
 """
@@ -160,16 +160,16 @@ class SamplingParams:
                 raise InvalidInputError(f"{what}; it must be a list of strings")
         length = sum(map(len, stop))
         require(
-            len(stop) <= MOST_STOPS and length <= MOST_STOP_CHARACTERS,
+            len(stop) <= MAX_STOPS and length <= MAX_STOP_CHARACTERS,
             f"stop has {len(stop):,} strings of {length:,} characters together; the most are"
-            f" {MOST_STOPS} of"
-            f" {MOST_STOP_CHARACTERS:,}, so give fewer or shorter ones",
+            f" {MAX_STOPS} of"
+            f" {MAX_STOP_CHARACTERS:,}, so give fewer or shorter ones",
         )
         object.__setattr__(self, "stop", stop)
         ids = sequence(self, "stop_token_ids", "token ids")
         require(
-            len(ids) <= MOST_EDITS,
-            f"stop_token_ids has {len(ids):,} entries and the limit is {MOST_EDITS}; give fewer",
+            len(ids) <= MAX_EDITS,
+            f"stop_token_ids has {len(ids):,} entries and the limit is {MAX_EDITS}; give fewer",
         )
         object.__setattr__(
             self,
@@ -185,8 +185,8 @@ class SamplingParams:
         for name in ("top_logprobs", "prompt_logprobs"):
             count = getattr(self, name) or 0
             require(
-                0 <= count <= MOST_TOP_LOGPROBS,
-                f"{name} is {count}; it must lie in [0, {MOST_TOP_LOGPROBS}]",
+                0 <= count <= MAX_TOP_LOGPROBS,
+                f"{name} is {count}; it must lie in [0, {MAX_TOP_LOGPROBS}]",
             )
         object.__setattr__(self, "logprobs", self.logprobs or self.top_logprobs > 0)
         require(
@@ -202,9 +202,9 @@ class SamplingParams:
             )
         named = len(self.logit_bias) + (len(self.stop_token_ids) if self.min_tokens else 0)
         require(
-            named <= MOST_EDITS,
+            named <= MAX_EDITS,
             f"logit_bias, and stop_token_ids until min_tokens, name {named} tokens; they may name"
-            f" {MOST_EDITS} together",
+            f" {MAX_EDITS} together",
         )
         require(
             math.isfinite(self.temperature) and self.temperature >= 0,
@@ -276,10 +276,10 @@ class SamplingParams:
     def plain(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as JSON has them."""
         owned = ((name, getattr(self, name), default) for name, default in _defaults())
-        told = {name: own for name, own, default in owned if own != default}
+        changed = {name: own for name, own, default in owned if own != default}
         if self.grammar is not None:
-            told["grammar"] = {"kind": self.grammar.kind, "text": self.grammar.text}
-        return told
+            changed["grammar"] = {"kind": self.grammar.kind, "text": self.grammar.text}
+        return changed
 
     @classmethod
     def from_plain(cls, given: dict[str, Any], *, known: bool = False) -> "SamplingParams":
@@ -375,10 +375,10 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     pairs = given.items() if isinstance(given, Mapping) else given
     right = isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes)
     require(right, f"logit_bias is {reprlib.repr(given)}; it must map token ids to numbers")
-    pairs = list(islice(pairs, MOST_EDITS + 1))
+    pairs = list(islice(pairs, MAX_EDITS + 1))
     require(
-        len(pairs) <= MOST_EDITS,
-        f"logit_bias names more than {MOST_EDITS} tokens, which is the limit; name fewer",
+        len(pairs) <= MAX_EDITS,
+        f"logit_bias names more than {MAX_EDITS} tokens, which is the limit; name fewer",
     )
     found: dict[int, float] = {}
     for pair in pairs:

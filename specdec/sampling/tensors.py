@@ -237,12 +237,12 @@ class SamplingTensors:
         return self.ints[2]
 
     @property
-    def most_drafts(self) -> Tensor:
+    def max_drafts(self) -> Tensor:
         """int64 [num_reqs], positions for which a request wants drafts."""
         return self.ints[3]
 
     @property
-    def most_nodes(self) -> Tensor:
+    def max_nodes(self) -> Tensor:
         """int64 [num_reqs], drafts of a tree that a request wants; 0 for a chain."""
         return self.ints[4]
 

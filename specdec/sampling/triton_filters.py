@@ -16,7 +16,7 @@ from specdec.kernels.triton_argmax import SLICE, ordered
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
-MOST_GROUPS = 4096
+MAX_GROUPS = 4096
 """Groups of a row, unless they would be smaller than `SMALLEST_GROUP`."""
 
 SMALLEST_GROUP = 16
@@ -198,7 +198,7 @@ def _mass_listed(
 
 
 @triton.jit
-def _least_kept_kernel(
+def _min_kept_kernel(
     logits: tl.tensor,  # [groups, width, vocab_size]
     floats: tl.tensor,  # float32 [6, groups]
     ints: tl.tensor,  # int64 [3, groups]
@@ -329,7 +329,7 @@ def _least_kept_kernel(
     tl.store(least + row, kept)
 
 
-def least_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
+def min_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
     """The least logit of each row that the filters keep, float32 [num_reqs, n], -inf where all
     stay.
 
@@ -339,7 +339,7 @@ def least_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
     """
     vocab_size, device = logits.shape[-1], logits.device
     least = torch.empty(logits.shape[:2], dtype=torch.float32, device=device)
-    group = max(SMALLEST_GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MOST_GROUPS)))
+    group = max(SMALLEST_GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MAX_GROUPS)))
     num_groups, slices = triton.cdiv(vocab_size, group), triton.cdiv(vocab_size, SLICE)
     highest = torch.empty(least.numel(), num_groups, dtype=logits.dtype, device=device)
     parts = torch.empty(least.numel(), slices, 2, dtype=torch.float32, device=device)
@@ -358,7 +358,7 @@ def least_kept(logits: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
             num_warps=4,
             **options,
         )
-        _least_kept_kernel[(least.numel(),)](
+        _min_kept_kernel[(least.numel(),)](
             logits,
             floats,
             ints,

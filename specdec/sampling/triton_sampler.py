@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.triton_argmax import DTYPES, SLICE, choose_slice, token_key
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.sampling.triton_filters import COLDEST, least_kept
+from specdec.sampling.triton_filters import COLDEST, min_kept
 
 # As in specdec.sampling, which lies above; the tests compare the two.
 _NUM_PURPOSES = tl.constexpr(3)
@@ -103,7 +103,7 @@ def sample(
     """
     assert logits.stride(-1) == 1 and logits.dtype in DTYPES and positions.shape == logits.shape[:2]
     assert floats.is_contiguous() and ints.is_contiguous()
-    least = least_kept(logits, floats, ints) if filtered else floats  # which is not read then
+    least = min_kept(logits, floats, ints) if filtered else floats  # which is not read then
     vocab_size, positions = logits.shape[-1], positions.contiguous()
     slices = triton.cdiv(vocab_size, SLICE)
     keys = torch.empty(positions.numel(), slices, dtype=torch.int64, device=logits.device)

@@ -30,7 +30,7 @@ from specdec.serve.answers.transport import ClientGone, Defects, Whole, unless_g
 from specdec.serve.errors import RequestError, malformed, refused
 from specdec.serve.front import Front
 from specdec.serve.guard import Guard
-from specdec.serve.limits import MOST_PROMPT_LOGPROBS, TOKENIZED
+from specdec.serve.limits import MAX_PROMPT_LOGPROBS, TOKENIZED
 from specdec.serve.protocol import (
     Chat,
     ChatRequest,
@@ -46,7 +46,7 @@ from specdec.serve.state.metrics import CONTENT_TYPE, Metrics
 from specdec.serve.state.request_log import HEADER, RequestLog, note
 from specdec.serve.state.status import PAGE, Status
 from specdec.serve.texts import SHORT, characters
-from specdec.serve.tools import Tools, told, tools_of
+from specdec.serve.tools import Tools, tool_definitions, tools_of
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError(400, "give either prompt or messages", param="prompt")
         if asked.prompt is None:
-            tools = await asyncio.to_thread(told, asked.tools)
+            tools = await asyncio.to_thread(tool_definitions, asked.tools)
             front.texts.check_length(characters([asked.messages, tools]), most)
             tokens = await _chat_tokens(front, asked, most, tools)
         elif asked.prompt:
@@ -138,7 +138,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             )
         else:
             tokens = []
-        made = {"count": len(tokens), "max_model_len": front.most_tokens, "tokens": tokens}
+        made = {"count": len(tokens), "max_model_len": front.max_total_tokens, "tokens": tokens}
         if asked.return_token_strs:
             made["token_strs"] = await front.texts.run(
                 len(tokens), tokenizer.convert_ids_to_tokens, tokens
@@ -163,7 +163,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         return {
             "tokenizer_class": type(tokenizer).__name__,
             "vocab_size": engine.admission.verifier.vocab_size,
-            "max_model_len": front.most_tokens,
+            "max_model_len": front.max_total_tokens,
             **{
                 name: getattr(tokenizer, name, None)
                 for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -181,7 +181,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
             "owned_by": "specdec",
             "root": front.names[0],
             "parent": None,
-            "max_model_len": front.most_tokens,
+            "max_model_len": front.max_total_tokens,
         }
         return {"id": name, "object": "model", "created": front.created, **own}
 
@@ -277,10 +277,10 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -
         if sampling.prompt_logprobs is None
         else (sampling.prompt_logprobs + 1) * sum(map(len, prompts))
     )
-    if count > MOST_PROMPT_LOGPROBS:
+    if count > MAX_PROMPT_LOGPROBS:
         message = (
             f"{count:,} log-probabilities of prompts are asked for and the limit is"
-            f" {MOST_PROMPT_LOGPROBS:,}"
+            f" {MAX_PROMPT_LOGPROBS:,}"
         )
         raise RequestError(
             400, f"{message}; give fewer prompts at once, or lower logprobs", param="logprobs"
@@ -290,7 +290,7 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompts: list[list[int]]) -
 async def _sampling(front: Front, asked: Generation) -> SamplingParams:
     """How to decode a request. A schema, or what is as long, is looked at in a thread."""
     defaults = front.engine.admission.verifier.defaults
-    make = partial(sampling_params, asked, defaults, most=front.most_tokens)
+    make = partial(sampling_params, asked, defaults, most=front.max_total_tokens)
     asked_for = (getattr(asked, name) for name in GRAMMAR_FIELDS)
     if all(
         value is None or (isinstance(value, str) and len(value) <= SHORT) for value in asked_for
@@ -325,8 +325,8 @@ async def _conversation(
     front.texts.check_length(size, engine.max_model_len)
     made = _chat_tokens(front, asked, engine.max_model_len, given)
     tokens = await _while_there(http, size, made)
-    if asked.most_output is None:
-        sampling = replace(sampling, max_tokens=max(1, front.most_tokens - len(tokens)))
+    if asked.max_output is None:
+        sampling = replace(sampling, max_tokens=max(1, front.max_total_tokens - len(tokens)))
     sampling = await _predicted(front, http, sampling)
     if tools is not None:
         sampling = tools.sampling(engine.reader.tokenizer, sampling)

@@ -39,7 +39,7 @@ class Front:
         names: by which the model is called.
         texts: makes tokens of texts.
         tool_format: how the model writes calls of tools, where that is known.
-        most_tokens: of prompt and output of one request together.
+        max_total_tokens: of prompt and output of one request together.
         totals: what was done so far.
         draining: nothing new is taken on.
         dead: the engine failed, and then failed a probe, or its process or one of the ranks that
@@ -50,12 +50,12 @@ class Front:
     def __init__(self, engine: Remote, setup: Setup) -> None:
         self.engine, self.config = engine, setup.config
         self.names, self.drafter, self._model = setup.names, setup.drafter_name, setup.model
-        self.texts, self.most_tokens = Texts(engine.reader), engine.admission.most_tokens
+        self.texts, self.max_total_tokens = Texts(engine.reader), engine.admission.max_total_tokens
         self.tool_format = setup.tool_format(engine.reader.tokenizer)
         self.created = int(time.time())
         self.totals = Totals()
         self._elsewhere: dict[int, Totals] = {}  # of other processes, by whatever tells them apart
-        self._told: dict[str, Any] = {}
+        self._sent: dict[str, Any] = {}
         self.draining = self.dead = False
         self.on_end: Callable[[], object] = lambda: None
         self._open: set[Outputs] = set()
@@ -83,8 +83,8 @@ class Front:
         """Tells other processes what this one has done, where there are any."""
         if self.config.front_processes > 1:
             self.count()
-            if (now := self.totals.plain()) != self._told:
-                self._told = now
+            if (now := self.totals.plain()) != self._sent:
+                self._sent = now
                 self.engine.send(("totals", now))
 
     def _take_totals(self, number: int, given: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Front:
             "version": __version__,
             "served_model_name": self.names[0],
             "drafter": self.drafter,
-            "max_model_len": self.most_tokens,
+            "max_model_len": self.max_total_tokens,
             **self.engine.facts.settings,
             "limits": limits,
         }
@@ -305,16 +305,16 @@ class Outputs(Stream):
             self._handles.append(made)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Tokens, the first of them and tau, in words."""
         requests = [handle.request for handle in self._handles]
         tokens = sum(len(request.output_token_ids) for request in requests)
         emitted = [count for request in requests for count in request.num_emitted]
-        told = f"{self.num_prompt_tokens} + {tokens} tokens"
+        summary = f"{self.num_prompt_tokens} + {tokens} tokens"
         if self._first:
             first = min(when for when, _ in self._first.values()) - self._arrived
-            told += f", the first after {first:.3f} s"
-        return f"{told}, tau {sum(emitted) / len(emitted):.2f}" if emitted else told
+            summary += f", the first after {first:.3f} s"
+        return f"{summary}, tau {sum(emitted) / len(emitted):.2f}" if emitted else summary
 
     @property
     def paused(self) -> bool:

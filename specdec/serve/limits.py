@@ -2,12 +2,12 @@
 in one table.
 """
 
-from specdec.sampling.params import MOST_EDITS, MOST_STOP_CHARACTERS, MOST_STOPS, MOST_TOP_LOGPROBS
+from specdec.sampling.params import MAX_EDITS, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_LOGPROBS
 
-MOST_ENTRIES = {
-    "stop": MOST_STOPS,
-    "stop_token_ids": MOST_EDITS,
-    "logit_bias": MOST_EDITS,
+MAX_ENTRIES = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_EDITS,
+    "logit_bias": MAX_EDITS,
     "messages": 4096,
     "input": 4096,
     "chat_template_kwargs": 256,
@@ -15,16 +15,16 @@ MOST_ENTRIES = {
 }
 """Entries of lists and objects, by the field."""
 
-MOST_CHARACTERS = {"stop": MOST_STOP_CHARACTERS, "cache_salt": 1024}
+MAX_CHARACTERS = {"stop": MAX_STOP_CHARACTERS, "cache_salt": 1024}
 """Characters of texts; prompts and grammars have limits of their own."""
 
-MOST_FIELDS = 1024
+MAX_FIELDS = 1024
 """Fields of a request, those within others aside."""
 
-MOST_LOGPROBS = MOST_TOP_LOGPROBS
+MAX_LOGPROBS = MAX_TOP_LOGPROBS
 """Log-probabilities per token."""
 
-MOST_PROMPT_LOGPROBS = 524_288
+MAX_PROMPT_LOGPROBS = 524_288
 """Log-probabilities of all prompts of a request, with those of the tokens themselves."""
 
 CHARACTERS_PER_TOKEN = 16

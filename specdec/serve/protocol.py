@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from specdec.grammar.fields import unknown_keys
 from specdec.serve.errors import RequestError
-from specdec.serve.limits import MOST_CHARACTERS, MOST_ENTRIES, MOST_FIELDS
+from specdec.serve.limits import MAX_CHARACTERS, MAX_ENTRIES, MAX_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +93,14 @@ class Body(BaseModel):
         """
         if not isinstance(given, dict):
             return given
-        if len(given) > MOST_FIELDS:
+        if len(given) > MAX_FIELDS:
             raise RequestError(
                 400,
-                f"the request has {len(given):,} fields and the limit is {MOST_FIELDS:,}; give"
+                f"the request has {len(given):,} fields and the limit is {MAX_FIELDS:,}; give"
                 f" fewer",
             )
         for name, value in given.items():
-            most = (MOST_CHARACTERS if isinstance(value, str) else MOST_ENTRIES).get(name)
+            most = (MAX_CHARACTERS if isinstance(value, str) else MAX_ENTRIES).get(name)
             if most is not None and isinstance(value, str | list | dict) and len(value) > most:
                 what = "characters" if isinstance(value, str) else "entries"
                 raise RequestError(
@@ -267,7 +267,7 @@ class ChatRequest(Chat, Generation):
     top_logprobs: int | None = Field(None, ge=0)
 
     @property
-    def most_output(self) -> int | None:
+    def max_output(self) -> int | None:
         """The limit that the request names, if it does."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

@@ -105,7 +105,7 @@ def wishes(asked: Generation) -> dict[str, Any]:
             raise RequestError(
                 400, "top_logprobs needs logprobs; set it to true", param="top_logprobs"
             )
-    limit = asked.most_output if isinstance(asked, ChatRequest) else asked.max_tokens
+    limit = asked.max_output if isinstance(asked, ChatRequest) else asked.max_tokens
     if limit is not None:
         values["max_tokens"] = limit
     grammar = grammar_of({name: getattr(asked, name) for name in GRAMMAR_FIELDS})

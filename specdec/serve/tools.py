@@ -71,7 +71,7 @@ class _Function:
     notes: list[str]
 
 
-def told(tools: Any) -> list[dict[str, Any]]:
+def tool_definitions(tools: Any) -> list[dict[str, Any]]:
     """Tools as the template reads them.
 
     Raises:

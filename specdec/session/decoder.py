@@ -29,7 +29,7 @@ from specdec.engine.capture.warmup import Progress, get_ready
 from specdec.engine.lockstep import make_engine
 from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
-from specdec.parallel.mirror import Mirror, everywhere, mirror_of
+from specdec.parallel.executor import Executor, collective_rpc, executor_of
 from specdec.sampling.params import SamplingParams
 from specdec.session.drafter_choice import DrafterChoice, find_drafter
 from specdec.session.loading import load_target
@@ -90,7 +90,7 @@ class SpecDecoder:
         self._variables = template_variables(chat_template_kwargs)
         self.engine = make_engine(verifier, drafter, config, tokenizer)
         self.session = Session(self.engine, tokenizer)
-        self._ranks: Mirror | None = None
+        self._ranks: Executor | None = None
 
     @property
     def reader(self) -> PromptReader:
@@ -98,9 +98,9 @@ class SpecDecoder:
         return PromptReader(self.tokenizer, self.verifier.name, self._variables)
 
     @property
-    def ranks(self) -> Mirror | None:
+    def ranks(self) -> Executor | None:
         """The processes that compute the target together; None where this one does alone."""
-        return mirror_of(self.verifier)
+        return executor_of(self.verifier)
 
     def get_ready(self, progress: Progress) -> None:
         """Compiles and captures what a server may need, see `specdec.engine.capture.warmup`.
@@ -292,7 +292,7 @@ class SpecDecoder:
         """
         ids = self.tokenize(prompt)
         self.engine.admission.check_tokens(ids)
-        return everywhere(self.verifier, next_token_logits, self.verifier, ids)
+        return collective_rpc(self.verifier, next_token_logits, self.verifier, ids)
 
     def _chunks(
         self,

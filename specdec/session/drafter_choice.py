@@ -18,7 +18,7 @@ from specdec.base.registry import (
     resolve,
 )
 from specdec.model.core import Drafter, Verifier
-from specdec.parallel.mirror import everywhere, mirror_of
+from specdec.parallel.executor import collective_rpc, executor_of
 from specdec.parallel.plain import on_ranks
 
 DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
@@ -44,7 +44,7 @@ def find_drafter(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:
     """
     make = _maker(choice)
     return lambda verifier: (
-        make(verifier) if mirror_of(verifier) is None else _made_by_all(choice, verifier)
+        make(verifier) if executor_of(verifier) is None else _made_by_all(choice, verifier)
     )
 
 
@@ -57,7 +57,7 @@ def _made_by_all(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
         )
     if callable(choice):
         choice = f"{choice.__module__}:{choice.__qualname__}"
-    return everywhere(verifier, _make_drafter, choice, verifier, keep=True)
+    return collective_rpc(verifier, _make_drafter, choice, verifier, keep=True)
 
 
 @on_ranks

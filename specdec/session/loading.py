@@ -13,9 +13,9 @@ from specdec.base.config import LoadConfig
 from specdec.base.registry import VERIFIERS, resolve
 from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.model.core import Verifier
+from specdec.parallel.executor import Executor, current
 from specdec.parallel.group import Group
 from specdec.parallel.launch import device_of_rank, open_ranks
-from specdec.parallel.mirror import Mirror, current
 from specdec.parallel.plain import on_ranks
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @contextmanager
 def load_target(
     target: str | Path, load: LoadConfig, where: torch.device
-) -> Iterator[tuple[Verifier, PreTrainedTokenizerBase, Mirror | None]]:
+) -> Iterator[tuple[Verifier, PreTrainedTokenizerBase, Executor | None]]:
     """Gives a target, its tokenizer, and the ranks that compute it together; an error within lets
     go of them.
 

@@ -86,30 +86,30 @@ class Turns:
         if self._ending:
             self.park()
         # no event, which is Python's own code and can be interrupted with its lock held
-        told = threading.Lock()
-        told.acquire()
+        lock = threading.Lock()
+        lock.acquire()
         with self._lock:
             if (self._owner is None or self._owner[0] == threading.get_ident()) and self.claim(
                 call
             ):
                 return True
-            self._waiting[told] = ready
+            self._waiting[lock] = ready
         try:
-            in_good_time = told.acquire(timeout=PATIENCE)
+            in_good_time = lock.acquire(timeout=PATIENCE)
         except BaseException:
             with self._lock:
-                self._waiting.pop(told, None)
+                self._waiting.pop(lock, None)
                 if self._owner is None:  # perhaps it was this one's
                     self._offer()
             raise
         with self._lock:
-            self._waiting.pop(told, None)
+            self._waiting.pop(lock, None)
         return not in_good_time and self.claim(call)
 
     def wake(self) -> None:
         """Wakes the callers who have what they wait for."""
-        for told in [told for told, ready in list(self._waiting.items()) if ready()]:
-            self._tell(told)
+        for lock in [lock for lock, ready in list(self._waiting.items()) if ready()]:
+            self._tell(lock)
 
     def pass_on(self) -> None:
         """Gives the turn back, to one of those who still wait."""
@@ -151,12 +151,12 @@ class Turns:
         return self._ending
 
     def _offer(self) -> None:
-        if (told := next(iter(self._waiting), None)) is not None:
-            self._tell(told)
+        if (lock := next(iter(self._waiting), None)) is not None:
+            self._tell(lock)
 
-    def _tell(self, told: threading.Lock) -> None:
-        if self._waiting.pop(told, None) is not None:
-            told.release()
+    def _tell(self, lock: threading.Lock) -> None:
+        if self._waiting.pop(lock, None) is not None:
+            lock.release()
 
 
 def _runs(thread: int, call: FrameType) -> bool:

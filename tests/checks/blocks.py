@@ -96,7 +96,7 @@ class Sides:
     def stored(self, x: Tensor, i: int = 0) -> Tensor:
         """By our kernels."""
         weight, product = self.weights[i], self.product
-        if len(x) > triton_packed.MOST_ROWS:
+        if len(x) > triton_packed.MAX_ROWS:
             return triton_packed.product(x, weight)
         activation, may_split = product.activation, product.may_split
         out = triton_packed.few_rows(x, weight, activation=activation, may_split=may_split)
@@ -118,7 +118,7 @@ class Sides:
     def error(self, x: Tensor) -> float:
         """Of our kernels, relative to the largest number."""
         exact = x.double() @ self.weight.dequantized(torch.float64).T
-        if self.product.activation is not None and len(x) <= triton_packed.MOST_ROWS:
+        if self.product.activation is not None and len(x) <= triton_packed.MAX_ROWS:
             gate, up = exact.chunk(2, dim=-1)
             exact = F.silu(gate) * up
         got = self.stored(x)

@@ -26,7 +26,7 @@ from tests.checks.grammar import random_schema
 from tests.helpers.tools import HARMONY, HERMES, function, tool_decoder
 
 NAMES = ["get_weather", "math.factorial", "get", "sendMail", "höhe", "市", "set-light", "a1"]
-MOST_TOKENS = 300
+MAX_TOKENS = 300
 
 
 def random_tools(draw: random.Random) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def asked(draw: random.Random, decoder: SpecDecoder, form: str) -> tuple[Tools, 
     bias = {vocabulary[name]: -8.0 for name in seldom}
     bias |= {vocabulary[name]: 8.0 for name in ("[TOOL_CALLS]",) if name in vocabulary}
     return made, SamplingParams(
-        max_tokens=MOST_TOKENS,
+        max_tokens=MAX_TOKENS,
         temperature=draw.choice([0.0, 1.0]),
         seed=draw.randrange(2**32),
         logit_bias=tuple(bias.items()),

@@ -59,12 +59,12 @@ def main() -> int:
         masks = microseconds(partial(progress.fill, rows, chain))
         refused = [tokenizer.eos_token_id] * count
         others = [[*refused, token] for token in chain]
-        mended = microseconds(partial(progress.mended, refused, others))
+        constrained = microseconds(partial(progress.constrained, refused, others))
         logits = torch.zeros(1, count + 1, VOCAB_SIZE)
         held = TokenMasks(rows[None], torch.tensor([0]))
         applied = microseconds(partial(mask_logits, logits, held), 30)
         print(
-            f"{count:>2} drafts: masks {masks:.0f} us, replacing every draft {mended:.0f} us,"
+            f"{count:>2} drafts: masks {masks:.0f} us, replacing every draft {constrained:.0f} us,"
             f" applying on a CPU {applied:.0f} us"
         )
     return 0

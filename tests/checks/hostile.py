@@ -51,7 +51,7 @@ LEEWAY = 8.0
 """Seconds after the drain in which answers leave and a process ends."""
 PATIENCE = 150.0
 """Seconds that a hostile client waits for its answer."""
-MOST_WAIT, MOST_BYTES, MOST_AGAIN = 1.0, 200 * 2**20 + CACHE_BYTES, 32 * 2**20
+MAX_WAIT, MAX_BYTES, MAX_AGAIN = 1.0, 200 * 2**20 + CACHE_BYTES, 32 * 2**20
 """Seconds, bytes that the server may take with the grammars it keeps, and those that the same
 requests may take a second time.
 """
@@ -312,18 +312,18 @@ def _judge(
         (
             "greatest extra wait",
             f"{waited.seconds - alone:.2f} s ({_when(notes, waited)})",
-            waited.seconds - alone < MOST_WAIT,
+            waited.seconds - alone < MAX_WAIT,
         ),
         (
             "slowest /health",
             f"{slow.seconds:.2f} s ({_when(notes, slow)})",
-            slow.seconds < MOST_WAIT,
+            slow.seconds < MAX_WAIT,
         ),
         (
             "memory",
             f"{before / 2**20:.0f} MB before, {once / 2**20:.0f} MB after,"
             f" {after / 2**20:.0f} MB after the same again",
-            once - before < MOST_BYTES and after - once < MOST_AGAIN,
+            once - before < MAX_BYTES and after - once < MAX_AGAIN,
         ),
         (
             "hostile answers",

@@ -41,7 +41,7 @@ from tests.helpers.processes import below
 
 PATIENCE = 40.0
 """Seconds in which a command that is told to end has ended, with all that it started."""
-MOST_UNFINISHED = 2
+MAX_UNFINISHED = 2
 """Files that a kill may leave, which the next run takes away."""
 ADOPT = 36  # PR_SET_CHILD_SUBREAPER: orphans become our children, so none goes unseen
 IMPORTED = (
@@ -214,7 +214,7 @@ def _judged(
     if lost:
         raise Damage(f"{len(lost)} of {len(before)} are lost, such as {lost[0][:80]}")
     more = sorted(_files(folder) - files)
-    if len(more) > (0 if whole else MOST_UNFINISHED):
+    if len(more) > (0 if whole else MAX_UNFINISHED):
         raise Damage(f"{len(more)} files are left over: {more[:4]}")
     if whole and command.result(folder) != want:
         raise Damage("the result is not that of a clean run")

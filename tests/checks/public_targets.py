@@ -65,7 +65,7 @@ def target_needs(target: str, gpu_bytes: int, gpus: int = 1) -> Needs:
         gpu_bytes=gpu_bytes,
         total_size=int(entry["gigabytes"] * 1e9),
         packed=True,
-        most_gpus=gpus,
+        max_gpus=gpus,
         divides=gpus > 1,
     )
 

@@ -78,7 +78,7 @@ def check_times(group: Group, device: torch.device, say: Say, calls: int = 50) -
         ways["one kernel for small ones"] = replace(
             group, one_shot=OneShot(group.size, group.device_group, device, SIZES[-1] * 1024)
         )
-        say(f"the kernel for small ones is used up to {group.one_shot.most_bytes // 1024} KiB")
+        say(f"the kernel for small ones is used up to {group.one_shot.max_bytes // 1024} KiB")
     for kilobytes in SIZES:
         x = torch.randn(kilobytes * 512, device=device).bfloat16().view(-1, 4096)
         found = [

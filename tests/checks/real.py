@@ -61,7 +61,7 @@ DRAFTER = Model(
     6,
     "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
 )
-LEAST_TAU = 1.5
+MIN_TAU = 1.5
 """Tokens of a step, of a draft model of the same family."""
 
 
@@ -139,8 +139,8 @@ def check(
     options: Sequence[str],
     *,
     limit: int,
-    least_tau: float,
-    least_right: int,
+    min_tau: float,
+    min_right: int,
 ) -> None:
     """All four commands with a target and a drafter.
 
@@ -148,8 +148,8 @@ def check(
         models: names of both.
         options: for every command, such as `--device cpu`.
         limit: questions of `bench` and `eval`.
-        least_tau: of the steps.
-        least_right: answers of `eval`.
+        min_tau: of the steps.
+        min_right: answers of `eval`.
     """
     target, drafter = models
     shared = ["--model", target, "--drafter", drafter, "--max-model-len", "2048", *options]
@@ -164,13 +164,13 @@ def check(
         run("bench", *sides, *measured, "--limit", str(limit), "--out", str(report))
         rows = json.loads(report.read_text())["rows"]
         taus = {row["drafter"]: row["acceptance"]["tau"] for row in rows}
-        require(taus[drafter] >= least_tau, f"drafts are accepted: tau {taus[drafter]:.2f}")
+        require(taus[drafter] >= min_tau, f"drafts are accepted: tau {taus[drafter]:.2f}")
         asked = ["--tasks", "bundled", "--chat", "--limit", str(limit), "--max-tokens", "256"]
         run("eval", *asked, *shared, "--out", folder)
         (task,) = json.loads((out / "report.json").read_text())["tasks"]
         for side in ("plain", "speculative"):
             right = task[side]["metrics"]["exact_match,flexible-extract"]["right"].count("1")
-            require(right >= least_right, f"{right} of {limit} answers are right, {side}")
+            require(right >= min_right, f"{right} of {limit} answers are right, {side}")
     serve(shared)
 
 
@@ -216,7 +216,7 @@ def main() -> int:
     add("options", nargs="*", help="for every command, behind --, such as -- --device cpu")
     args = parser.parse_args()
     found = [str(find(model, args.source, args.folder)) for model in (TARGET, DRAFTER)]
-    check(found, args.options, limit=args.limit, least_tau=LEAST_TAU, least_right=1)
+    check(found, args.options, limit=args.limit, min_tau=MIN_TAU, min_right=1)
     return 0
 
 

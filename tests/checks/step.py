@@ -29,7 +29,7 @@ from specdec.base.blocks import BlockShape
 from specdec.base.config import EngineConfig
 from specdec.device.device import resolve_device
 from specdec.engine.capture.capture import CudaCapture
-from specdec.engine.capture.prefill_graphs import most_prefill_rows
+from specdec.engine.capture.prefill_graphs import max_prefill_rows
 from specdec.engine.engine import SpecEngine
 from specdec.engine.memory import graph_bytes
 from specdec.engine.requests.request import Status
@@ -88,7 +88,7 @@ def check_step(name: str, attention: str, device: torch.device) -> dict[str, flo
                 milliseconds = step_time(engine, num_reqs, context, steps=2 if tiny else 40)
                 cache = sum(tensor.nbytes for layer in engine.kv_cache.layers for tensor in layer)
                 for_graphs = graph_bytes(
-                    verifier, num_reqs * (drafts + 1), most_prefill_rows(verifier, num_reqs)
+                    verifier, num_reqs * (drafts + 1), max_prefill_rows(verifier, num_reqs)
                 )
             first = first or milliseconds
             title = f"{name}, {num_reqs} x {context:,}, {drafts} drafts"

@@ -20,9 +20,9 @@ from typing import Any
 from tests.fuzz.kind import Broken, Kind
 from tests.helpers.waiting import HANG
 
-MOST_SECONDS = 20
+MAX_SECONDS = 20
 """Of the processor, per input: far more than any needs, far less than a flood takes."""
-MOST_BYTES = 2**32
+MAX_BYTES = 2**32
 """That an input may add to the process."""
 
 Failure = tuple[Any, str]
@@ -103,17 +103,17 @@ def _looked_at(check: Callable[[Any], None], one: Any) -> str:
 def _limit() -> None:
     """What the next input may take."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + MOST_SECONDS
+    seconds = int(used.ru_utime + used.ru_stime) + MAX_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MOST_BYTES
+    most = pages * resource.getpagesize() + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def _ending(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGXCPU:
-        return f"more than {MOST_SECONDS} s of the processor"
+        return f"more than {MAX_SECONDS} s of the processor"
     return f"status {code}"
 
 

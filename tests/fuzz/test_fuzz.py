@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz import bounded
-from tests.fuzz.bounded import MOST_BYTES, failures
+from tests.fuzz.bounded import MAX_BYTES, failures
 from tests.fuzz.kind import Kind, line
 from tests.fuzz.kinds import KINDS
 
@@ -46,12 +46,12 @@ def breaking(one: Any) -> None:
         while True:
             pass
     if one == "grow":
-        bytes(2 * MOST_BYTES)
+        bytes(2 * MAX_BYTES)
 
 
 def test_what_breaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what follows it is looked at all the same."""
-    monkeypatch.setattr(bounded, "MOST_SECONDS", 1)
+    monkeypatch.setattr(bounded, "MAX_SECONDS", 1)
     inputs = ["fine", "raise", "lines", "fine", "die", "spin", "grow", "fine"]
     kind = Kind(lambda draw: None, lambda folder: breaking, 0)
     seen = dict(failures(kind, inputs))

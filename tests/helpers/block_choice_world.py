@@ -19,7 +19,7 @@ Block = Any
 class Chooser(Protocol):
     """What chooses k; see `specdec.engine.policy.block_choice.BlockChoice`."""
 
-    rungs: tuple[Block, ...]
+    arms: tuple[Block, ...]
 
     def choose(self, num_reqs: int) -> Block: ...
 
@@ -53,7 +53,7 @@ class ChainLength:
 
     def __init__(self, most: int) -> None:
         self.choice = BlockChoice(shapes(most, trees=0))
-        self.rungs = tuple(shape.drafts for shape in self.choice.rungs)
+        self.arms = tuple(shape.drafts for shape in self.choice.arms)
 
     def choose(self, num_reqs: int) -> int:
         return self.choice.choose(num_reqs).drafts
@@ -161,8 +161,8 @@ def decode(world: Place, choice: Chooser, *, steps: int, seed: int) -> Outcome:
         if rng.random() < 1 / 30:
             seconds *= 1 + 4 * rng.random()
         unread = num_reqs, k, accepted, seconds / 1000
-        best = min(world.pace(other, step) for other in choice.rungs)
-        plain = choice.rungs[0]
+        best = min(world.pace(other, step) for other in choice.arms)
+        plain = choice.arms[0]
         told.append((took, undisturbed - world.pace(plain, step) * world.tokens(k, step)))
         took += undisturbed  # neither a disturbance nor luck with the drafts is the choice's doing
         least += best * world.tokens(k, step)

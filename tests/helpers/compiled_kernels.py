@@ -306,7 +306,7 @@ def attention(
 
 def other_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     """What surrounds attention in a layer."""
-    overlap, silent = {"OVERLAP": target.overlaps}, {"ahead": None, "AHEAD": None}
+    overlap, silent = {"OVERLAP": target.overlaps}, {"prefetch": None, "PREFETCH": None}
     compiled = partial(compile_for, target=target.compiler)
     lookup = {"table": "bf16", "token_ids": "i64", "output": "bf16"}
     yield (
@@ -442,8 +442,8 @@ def few_rows(target: Target, gated: bool, splits: int, count: int) -> Any:
         "COLUMNS": plan.columns,
         "DEPTH": plan.depth,
         "OVERLAP": target.overlaps,
-        "ahead": None,
-        "AHEAD": None,
+        "prefetch": None,
+        "PREFETCH": None,
     }
     stages = (
         1
@@ -515,10 +515,10 @@ def sampler_kernels(target: Target) -> Iterator[tuple[str, Any]]:
     yield (
         "least logit that filters keep",
         compile_for(
-            triton_filters._least_kept_kernel,
+            triton_filters._min_kept_kernel,
             target.compiler,
             pointers=numbers | found,
-            constants=sizes | search | {"GROUPS": triton_filters.MOST_GROUPS, "SLICES": 16},
+            constants=sizes | search | {"GROUPS": triton_filters.MAX_GROUPS, "SLICES": 16},
             num_warps=triton_filters.WARPS,
         ),
     )

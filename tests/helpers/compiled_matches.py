@@ -25,7 +25,7 @@ def match_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
         ("", 16, 4, 16, 31, 1024),
         (", most", 64, 4, 64, 64, 4096),
     ):
-        most_keys = count * (64 if chunk == triton_matches.CHUNK else triton_matches.MOST_CHUNKS)
+        max_keys = count * (64 if chunk == triton_matches.CHUNK else triton_matches.MAX_CHUNKS)
         yield (
             f"matches of a chunk{title}",
             compiled(
@@ -42,7 +42,7 @@ def match_kernels(target: "Target") -> Iterator[tuple[str, Any]]:
             compiled(
                 triton_matches._best_matches_kernel,
                 pointers=texts | found,
-                constants=sizes | {"COMPARED": compared, "KEYS": most_keys},
+                constants=sizes | {"COMPARED": compared, "KEYS": max_keys},
                 num_warps=8,
             ),
         )

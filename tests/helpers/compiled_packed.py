@@ -166,7 +166,7 @@ def compiled(
 ) -> Any:
     """A product with a weight, as it would be divided on this target."""
     tile = triton_packed.MANY_ROWS
-    if rows <= triton_packed.MOST_ROWS:
+    if rows <= triton_packed.MAX_ROWS:
         tile = triton_packed.tile_for(
             weight.code,
             weight.out_features,
@@ -177,7 +177,9 @@ def compiled(
     launch = triton_packed.launch_of(weight, tile, rows, target.shared_memory, gated=gated)
     launch["ROWS"] = max(launch["ROWS"], 16 if target.assembly == "amdgcn" else 8)
     warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
-    constants = launch | codes_of(weight, target) | {"ahead": None, "AHEAD": None, "bias": None}
+    constants = (
+        launch | codes_of(weight, target) | {"prefetch": None, "PREFETCH": None, "bias": None}
+    )
     constants |= {"x_stride": weight.in_features, "OVERLAP": target.overlaps}
     constants |= {"ACTIVATION": "silu" if gated else None}
     pointers = {"x": dtype, "output": "fp32" if tile.splits > 1 else dtype}

@@ -123,7 +123,7 @@ def inputs(target: "Target", sizes: dict[str, Any], **constants: Any) -> Any:
         pointers=INTEGERS
         | FLOATS
         | dict.fromkeys(("x", "ring", "kernel", "bias", "time_bias", "convolved"), "bf16"),
-        floats=("query_scale", "beta_scale", "least_step", "most_step"),
+        floats=("query_scale", "beta_scale", "min_step", "max_step"),
         constants=sizes | values | ({"bias": None} if sizes["DELTA"] else {}) | constants,
     )
 

@@ -12,7 +12,7 @@ from specdec.kv_cache import StateCache, StateLayerSpec
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.recurrence_case import NAN, forward_rows
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 WIDTH, TAPS = 12, 3
 Convolve = Callable[..., Tensor]
 
@@ -31,7 +31,7 @@ def at_once(joined: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
 def empty_cache(num_slots: int, dtype: torch.dtype, device: torch.device | str) -> StateCache:
     """A cache in which others have left what is no number."""
     spec = StateLayerSpec(WIDTH, TAPS, 0, 0, 0, dtype)
-    cache = spec.allocate_slots(MOST_ROWS, torch.full((num_slots,), 7, device=device))
+    cache = spec.allocate_slots(MAX_ROWS, torch.full((num_slots,), 7, device=device))
     cache.inputs.fill_(NAN)
     return cache
 
@@ -80,7 +80,7 @@ def check_steps(
             done,
             counts,
             torch.device(device),
-            max_pending=MOST_ROWS,
+            max_pending=MAX_ROWS,
             final=accepted is None,
             padding=padding,
         )

@@ -1,5 +1,5 @@
-"""What single ranks are made to do in tests; called on every rank through `everywhere`, so a module
-that all can import.
+"""What single ranks are made to do in tests; called on every rank through `collective_rpc`, so a
+module that all can import.
 """
 
 import os
@@ -20,7 +20,7 @@ from specdec.engine.agreement import agreed
 from specdec.engine.capture.graphs import ShapeGraphs
 from specdec.model.core import AcceptOutput
 from specdec.parallel.collectives import least
-from specdec.parallel.mirror import current
+from specdec.parallel.executor import current
 from specdec.parallel.plain import on_ranks
 from specdec.parallel.sockets import listening
 from specdec.sampling.masks import TokenMasks
@@ -28,9 +28,9 @@ from specdec.sampling.masks import TokenMasks
 
 def rank() -> int:
     """Of this process."""
-    mirror = current()
-    assert mirror is not None
-    return mirror.group.rank
+    executor = current()
+    assert executor is not None
+    return executor.group.rank
 
 
 @on_ranks
@@ -99,27 +99,27 @@ def note_masks() -> None:
 @on_ranks
 def same_masks() -> tuple[bool, int]:
     """Whether all ranks have put the same masks on their devices, and how many steps had some."""
-    mirror = current()
-    assert mirror is not None
+    executor = current()
+    assert executor is not None
     digest = int.from_bytes(sha256(b"".join(_masks)).digest()[:7])
-    return least(digest, mirror.group) == -least(-digest, mirror.group), len(_masks)
+    return least(digest, executor.group) == -least(-digest, executor.group), len(_masks)
 
 
 @on_ranks
 def process_of_rank_1() -> int:
     """Its id, on all ranks."""
-    mirror = current()
-    assert mirror is not None
-    return least(os.getpid() if rank() == 1 else sys.maxsize, mirror.group)
+    executor = current()
+    assert executor is not None
+    return least(os.getpid() if rank() == 1 else sys.maxsize, executor.group)
 
 
 @on_ranks
 def listens_on_loopback() -> bool:
     """Whether the ranks listen, and nowhere else."""
-    mirror = current()
-    assert mirror is not None
+    executor = current()
+    assert executor is not None
     hosts = {host for host, _ in listening()}
-    return bool(least(int(bool(hosts) and hosts <= {"127.0.0.1", "::1"}), mirror.group))
+    return bool(least(int(bool(hosts) and hosts <= {"127.0.0.1", "::1"}), executor.group))
 
 
 @on_ranks
@@ -139,8 +139,8 @@ def judge_apart(engine: Any) -> None:
         raise AssertionError("a rank looks for itself")
 
     drafter = engine.runner.drafter
-    assert drafter.has_outlook and drafter._optional
-    drafter.worth.pays, drafter.outlook = lambda *_: rank() == 0, refuse
+    assert drafter.has_expected_accepted and drafter._optional
+    drafter.worth.pays, drafter.expected_accepted = lambda *_: rank() == 0, refuse
 
 
 @on_ranks
@@ -174,34 +174,34 @@ def mend(verifier: Any) -> None:
 @on_ranks
 def num_blocks(engine: Any) -> tuple[int, int]:
     """The least and the most of all ranks' caches."""
-    mirror = current()
-    assert mirror is not None
-    return least(engine.pool.num_blocks, mirror.group), -least(
-        -engine.pool.num_blocks, mirror.group
+    executor = current()
+    assert executor is not None
+    return least(engine.pool.num_blocks, executor.group), -least(
+        -engine.pool.num_blocks, executor.group
     )
 
 
 @on_ranks
 def captured(refusing: int) -> tuple[bool, bool]:
     """Whether rank 0 and whether any rank has a graph, when one rank cannot capture."""
-    mirror = current()
-    assert mirror is not None
+    executor = current()
+    assert executor is not None
 
     def capture(shape: BlockShape) -> str:
         if rank() == refusing:
             raise BackendError("no graphs here")
         return "a graph"
 
-    graphs: ShapeGraphs[BlockShape, str] = ShapeGraphs(required=False, group=mirror.group)
+    graphs: ShapeGraphs[BlockShape, str] = ShapeGraphs(required=False, group=executor.group)
     has = graphs.obtain(BlockShape(0), capture) is not None
-    return has, not least(int(not has), mirror.group)
+    return has, not least(int(not has), executor.group)
 
 
 @on_ranks
 def outcomes_agree(path: bool) -> bool:
     """Whether all ranks go on from the same outcome, though each has found another."""
-    mirror = current()
-    assert mirror is not None
+    executor = current()
+    assert executor is not None
     number = 5 * rank()
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def outcomes_agree(path: bool) -> bool:
         None,
         tensor(2, 4) if path else None,
     )
-    got, number = agreed(found, mirror.group), 0
+    got, number = agreed(found, executor.group), 0
     dense = got.num_accepted, got.next_anchors, got.finite, got.token_ids, got.path
     same: list[Callable[[], bool]] = [
         lambda: torch.equal(got.token_ids, tensor(2, 4)),
@@ -230,4 +230,4 @@ def outcomes_agree(path: bool) -> bool:
         # Kernels read them so.
         lambda: all(one.is_contiguous() for one in dense if one is not None),
     ]
-    return bool(least(int(all(one() for one in same)), mirror.group))
+    return bool(least(int(all(one() for one in same)), executor.group))

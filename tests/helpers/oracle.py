@@ -62,7 +62,7 @@ class OracleDrafter(Drafter):
 class BoundOracle(BoundDFlash):
     """The same in one engine."""
 
-    most_deferred = 0
+    max_deferred = 0
 
     def __init__(
         self, drafter: OracleDrafter, max_num_seqs: int, draft_sampling: DraftSampling

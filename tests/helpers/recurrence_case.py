@@ -62,14 +62,14 @@ def doubled(one: Recurrence) -> Recurrence:
 
 
 def spoiled_cache(
-    one: Recurrence, num_slots: int, most_rows: int, dtype: torch.dtype, device: torch.device | str
+    one: Recurrence, num_slots: int, max_rows: int, dtype: torch.dtype, device: torch.device | str
 ) -> StateCache:
     """A cache whose slots hold what is no number, and lengths that mean nothing."""
     state = torch.full(
         (num_slots, one.num_value_heads, one.key_dim, one.value_dim), NAN, device=device
     )
     inputs = torch.full(
-        (num_slots, one.taps - 1 + 2 * most_rows, one.width), NAN, dtype=dtype, device=device
+        (num_slots, one.taps - 1 + 2 * max_rows, one.width), NAN, dtype=dtype, device=device
     )
     return StateCache(state, inputs, torch.full((num_slots,), 5, device=device))
 
@@ -101,7 +101,7 @@ class World:
         recur: what is tested.
         one: the layer.
         inputs: [length, width] per request.
-        most_rows: of a step.
+        max_rows: of a step.
         num_padding: requests that only pad the batch; all name slot 0.
         padding: rows behind those of each request that only pad it.
         extra: columns behind what the layer reads.
@@ -110,7 +110,7 @@ class World:
     recur: Recur
     one: Recurrence
     inputs: list[Tensor]
-    most_rows: int = 8
+    max_rows: int = 8
     num_padding: int = 0
     padding: int = 0
     extra: int = 3
@@ -119,7 +119,7 @@ class World:
         x = self.inputs[0]
         self.slots = [2 * i + 1 for i in range(len(self.inputs))][::-1]
         self.cache = spoiled_cache(
-            self.one, 2 * len(self.inputs) + 1, self.most_rows, x.dtype, x.device
+            self.one, 2 * len(self.inputs) + 1, self.max_rows, x.dtype, x.device
         )
         self.done = [0] * len(self.inputs)
         self.outputs: list[list[Tensor]] = [[] for _ in self.inputs]
@@ -137,7 +137,7 @@ class World:
             [self.done[i] for i in present] + [0 for _ in pads],
             [counts[i] for i in present] + pads,
             x.device,
-            max_pending=self.most_rows,
+            max_pending=self.max_rows,
             final=final,
             padding=self.padding,
         )
@@ -169,7 +169,7 @@ class World:
             assert out[first].isfinite().all()
 
     def finish(
-        self, seed: int, *, most_prompt: int, drafts: tuple[int, ...] = (0, 1, 3, 7)
+        self, seed: int, *, max_prompt: int, drafts: tuple[int, ...] = (0, 1, 3, 7)
     ) -> list[Tensor]:
         """Prompts in pieces, then drafts of which some are accepted, up to the end of each
         sequence; its outputs.
@@ -177,7 +177,7 @@ class World:
         chance = random.Random(seed)
         lengths = [len(x) for x in self.inputs]
         for i, length in enumerate(lengths):  # prompts one after the other, while those before wait
-            prompt = min(chance.randint(1, most_prompt), length)
+            prompt = min(chance.randint(1, max_prompt), length)
             while self.done[i] < prompt:
                 counts = [0] * len(lengths)
                 counts[i] = chance.randint(1, prompt - self.done[i])

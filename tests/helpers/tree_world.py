@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from specdec.base.blocks import MOST_NODES, BlockShape
+from specdec.base.blocks import MAX_NODES, BlockShape
 from specdec.engine.policy.block_choice import BlockChoice, shapes
 from specdec.engine.policy.draft_acceptance import Path
 from tests.helpers.block_choice_world import in_mood
@@ -28,10 +28,10 @@ class TreeLength:
         most: int = MOST,
         forward_for_each: bool = False,
     ) -> None:
-        self.rungs = shapes(most, trees=MOST_NODES, forward_for_each=forward_for_each)
+        self.arms = shapes(most, trees=MAX_NODES, forward_for_each=forward_for_each)
         likeliest_first = ranks_of is not None
         self.choice = BlockChoice(
-            self.rungs, likeliest_first=likeliest_first, forward_for_each=forward_for_each
+            self.arms, likeliest_first=likeliest_first, forward_for_each=forward_for_each
         )
         self.ranks_of = ranks_of or (lambda shape, rows: [0] * len(rows))
 

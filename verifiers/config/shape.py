@@ -41,7 +41,7 @@ def head_shape(config: PreTrainedConfig, layer: int) -> HeadShape:
         kv_heads *= family_of(config).sliding_kv_heads
     kinds = getattr(config, "layer_types", None)
     chunked = kinds is not None and kinds[layer] == CHUNKED
-    ranks = getattr(config, "ranks", 1)  # see `verifiers.weights.shares.shared`
+    ranks = getattr(config, "ranks", 1)  # see `verifiers.weights.shards.sharded`
     if min(heads, kv_heads, head_dim) < 1:
         raise CheckpointError(
             f"layer {layer} has {heads} heads, {kv_heads} for keys, of {head_dim} numbers; fetch"

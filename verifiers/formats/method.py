@@ -87,8 +87,10 @@ def method_of(quantization: Settings) -> str:
     if stated is None:
         if quantization.keys() & {"load_in_4bit", "load_in_8bit"}:
             return "bitsandbytes"
-        told = ("quant_algo" in quantization or "quantization" in quantization) and "modelopt"
-        return told or (
+        is_modelopt = (
+            "quant_algo" in quantization or "quantization" in quantization
+        ) and "modelopt"
+        return is_modelopt or (
             "mlx"
             if {"bits", "group_size"} <= quantization.keys()
             else "a method that it does not name"

@@ -45,7 +45,7 @@ STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 """What stands before a text."""
 
-MOST_DIMENSIONS = 4
+MAX_DIMENSIONS = 4
 
 OTHER_KINDS = {
     "adapter": "a LoRA adapter and no model; merge it into the model that it changes",
@@ -258,7 +258,7 @@ class _File:
     def _entry(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._text()
         (rank,) = self._numbers("I")
-        if not 0 < rank <= MOST_DIMENSIONS:
+        if not 0 < rank <= MAX_DIMENSIONS:
             raise _damaged(self.path, f"{name[:60]!r} has {rank} dimensions")
         shape = self._numbers(f"{rank}Q")
         kind, offset = self._numbers("IQ")

@@ -30,7 +30,7 @@ from verifiers.formats.format import Format, Stored, check_finite, check_floats,
 from verifiers.formats.method import format_of, quantization_of
 from verifiers.gguf.file import GgufFiles
 from verifiers.weights.gguf import read_gguf
-from verifiers.weights.shares import Share
+from verifiers.weights.shards import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def read_weights(
     device: torch.device,
     dtype: torch.dtype,
     as_stored: bool,
-    share: Share | None = None,
+    shard: Shard | None = None,
 ) -> dict[str, Stored]:
     """All weights of a target; the arguments are those of `read_named`, but the folder may be of a
     GGUF file.
@@ -65,15 +65,15 @@ def read_weights(
     """
     path = user_path(path)
     if (file := gguf_file(path)) is not None:
-        part = None if share is None else share.part
+        part = None if shard is None else shard.part
         whole = partial(read_gguf, GgufFiles(file), config, shapes_of(config), part=part)
         weights = whole(device=device, dtype=dtype, as_stored=as_stored)
     else:
         name = partial(name_of, config=config, ignored=class_facts(config, dtype)[1])
         weights = read_named(
-            path, config, name, device=device, dtype=dtype, as_stored=as_stored, share=share
+            path, config, name, device=device, dtype=dtype, as_stored=as_stored, shard=shard
         )
-    _settle_head(weights, config, None if share is None else share.group)
+    _settle_head(weights, config, None if shard is None else shard.group)
     return weights
 
 
@@ -85,7 +85,7 @@ def read_named(
     device: torch.device,
     dtype: torch.dtype,
     as_stored: bool,
-    share: Share | None = None,
+    shard: Shard | None = None,
 ) -> dict[str, Stored]:
     """Weights of a checkpoint that `name` has a name for.
 
@@ -97,7 +97,7 @@ def read_named(
         dtype: of the model. Parameters that its class keeps in float32 stay so.
         as_stored: quantized weights stay packed where a packed form says the same; otherwise all
             become numbers of `dtype`.
-        share: what is wanted of each tensor. Of plain ones nothing else is read; quantized ones are
+        shard: what is wanted of each tensor. Of plain ones nothing else is read; quantized ones are
             read whole, one by one, since their formats differ in what lies where. None for all.
 
     Returns:
@@ -111,7 +111,7 @@ def read_named(
     quantization = quantization_of(path, config)
     form = format_of(quantization) if quantization else None
     return _Reader(
-        TensorFiles(path), config, name, form, device, dtype, as_stored, share
+        TensorFiles(path), config, name, form, device, dtype, as_stored, shard
     ).read_all()
 
 
@@ -122,7 +122,7 @@ class _Reader:
         files: its tensors.
         config: of the text model.
         form: of quantized weights; None where there are none.
-        name, device, dtype, as_stored, share: see `read_named`.
+        name, device, dtype, as_stored, shard: see `read_named`.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class _Reader:
         device: torch.device,
         dtype: torch.dtype,
         as_stored: bool,
-        share: Share | None,
+        shard: Shard | None,
     ) -> None:
         self._files, self._format, self._device, self._dtype = files, form, device, dtype
-        self._as_stored, self._share = as_stored, share
+        self._as_stored, self._shard = as_stored, shard
         experts = family_of(config).experts
         self._transposed = experts in TRANSPOSED
         self._projections = WITHOUT_GATES if experts == "ungated" else PROJECTIONS
@@ -272,14 +272,14 @@ class _Reader:
             stored = stored.to(self._dtype)
             if self._as_stored:
                 self._widened.append(source)
-        return stored if self._share is None else self._share.part(name, stored)
+        return stored if self._shard is None else self._shard.part(name, stored)
 
     def _part(self, name: str, source: str) -> Tensor:
         """What is wanted of a tensor that is not quantized, on the CPU."""
         return (
             self._files.read(source)
-            if self._share is None
-            else self._share.read(name, self._files, source)
+            if self._shard is None
+            else self._shard.read(name, self._files, source)
         )
 
     @staticmethod

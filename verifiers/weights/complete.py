@@ -10,27 +10,27 @@ from specdec.layers.packed.gguf import Quantized
 from verifiers.config.names import HEAD
 from verifiers.config.wrappers import shapes_of, text_class
 from verifiers.formats.format import Stored, check_floats
-from verifiers.weights.shares import Share
+from verifiers.weights.shards import Shard
 
 logger = logging.getLogger(__name__)
 
 
 def complete(
-    weights: Mapping[str, Stored], config: Any, share: Share | None = None
+    weights: Mapping[str, Stored], config: Any, shard: Shard | None = None
 ) -> dict[str, Stored]:
     """The weights that the model has a use for, of which none is missing.
 
     Args:
         weights: as `verifiers.weights.checkpoint.read_weights` returns them.
         config: of the text model.
-        share: what they are; None for all of the model.
+        shard: what they are; None for all of the model.
 
     Raises:
         CheckpointError: one is missing, or has another shape.
     """
     shapes: Mapping[str, Sequence[int]] = shapes_of(config)
-    if share is not None:
-        shapes = {name: share.shape(name, shape) for name, shape in shapes.items()}
+    if shard is not None:
+        shapes = {name: shard.shape(name, shape) for name, shape in shapes.items()}
     check_shapes(
         weights, shapes, getattr(text_class(config), "_keys_to_ignore_on_load_missing", None) or ()
     )

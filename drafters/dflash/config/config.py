@@ -11,7 +11,7 @@ from drafters.keys import require
 from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 from specdec.model.core import Verifier
 
-MOST_DRAFTS = 1024
+MAX_DRAFTS = 1024
 """More drafts per block than any drafter has: a number beyond comes from a damaged file."""
 
 
@@ -136,8 +136,8 @@ class DFlashConfig:
             f"block_size is {self.block_size}, which leaves no row to predict a token; at least 2",
         )
         require(
-            self.max_draft_tokens <= MOST_DRAFTS,
-            f"block_size is {self.block_size}; it must be at most {MOST_DRAFTS:,}",
+            self.max_draft_tokens <= MAX_DRAFTS,
+            f"block_size is {self.block_size}; it must be at most {MAX_DRAFTS:,}",
         )
         require(
             self.speculative_tokens is None

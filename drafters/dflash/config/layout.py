@@ -11,7 +11,7 @@ from drafters.dflash.config.heads import ALGORITHMS, HEAD_KEYS, parse_head, pred
 from drafters.dflash.config.rope import rope_parameters
 from drafters.dflash.coupling import parse_coupling
 from drafters.keys import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     PLAIN_VALUES,
     Keys,
     check_known,
@@ -80,8 +80,8 @@ def parse_config(raw: Mapping[str, Any]) -> DFlashConfig:
     _check_keys(raw, keys, own, family)
     layer_count = keys.required("num_hidden_layers")
     require(
-        1 <= layer_count <= MOST_LAYERS,
-        f"num_hidden_layers is {layer_count}; it must lie in [1, {MOST_LAYERS:,}]",
+        1 <= layer_count <= MAX_LAYERS,
+        f"num_hidden_layers is {layer_count}; it must lie in [1, {MAX_LAYERS:,}]",
     )
     # The first releases of speculators had no causal layers, and no key to say so.
     windows, causal = _layer_kinds(keys, layer_count, non_causal="speculators_model_type" in raw)

@@ -16,7 +16,7 @@ from drafters.training.data.shards import read_shard
 from drafters.training.loss.blocks import SequenceBatch
 from specdec.base.errors import InvalidInputError
 
-MOST_MASKED = 0.01
+MAX_MASKED = 0.01
 """Share of answers that may hold the mask token by accident of sampling."""
 
 
@@ -112,7 +112,7 @@ class AnswerSet:
             len(fitting) - len(long_enough),
         )
         self.num_masked = len(long_enough) - len(kept)
-        if self.num_masked > MOST_MASKED * len(long_enough):
+        if self.num_masked > MAX_MASKED * len(long_enough):
             raise InvalidInputError(
                 f"mask-token {mask_token_id} occurs in {self.num_masked} of {len(long_enough)}"
                 f" answers, so the drafter could not"

@@ -20,7 +20,7 @@ from drafters.training.data.openings import WORDS
 from specdec.base.errors import InvalidInputError
 from specdec.base.writing import write_text
 
-MOST_TEMPERATURE = 0.7
+MAX_TEMPERATURE = 0.7
 """Texts drawn above that make little sense where the target is small."""
 LENGTHS = range(150, 800)
 """Characters of a paragraph."""
@@ -210,7 +210,7 @@ def write_documents(config: TrainConfig, decode: Callable[[Sequence[int]], str])
         return
     answers = read_answers(config.folder / "answers", "train")
     texts = texts_of(
-        [decode(answer.answer_ids) for answer in answers if answer.temperature <= MOST_TEMPERATURE]
+        [decode(answer.answer_ids) for answer in answers if answer.temperature <= MAX_TEMPERATURE]
     )
     if len(texts[0]) < FEWEST:
         raise InvalidInputError(

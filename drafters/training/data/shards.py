@@ -182,7 +182,7 @@ class _Progress:
 
     def __init__(self, total: int, title: str, say: Say) -> None:
         self.total, self._title, self._say = total, title, say
-        self._started = self._told = self._kept = time.monotonic()
+        self._started = self._reported = self._kept = time.monotonic()
         self._done, self._tokens = 0, 0
 
     @property
@@ -203,12 +203,12 @@ class _Progress:
         """One job is done, with so many tokens."""
         self._done += 1
         self._tokens += tokens
-        if time.monotonic() - self._told >= _EVERY:
+        if time.monotonic() - self._reported >= _EVERY:
             self.tell()
 
     def tell(self) -> None:
         """Says how far it is."""
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         seconds = max(self.seconds, 1e-9)
         left = (self.total - self._done) * seconds / max(self._done, 1) / 60
         speed = f"{self._tokens / seconds:,.0f} tokens/s"

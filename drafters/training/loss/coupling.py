@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.choice import MOST_CANDIDATES
+from drafters.choice import MAX_CANDIDATES
 from drafters.dflash.model import DFlashModel
 from drafters.head import Head, left_sides
 from drafters.training.data.dataset import Answer, in_batches
@@ -98,7 +98,7 @@ def choices_of(
                 head, logprobs, logprobs + noise[places], hidden, blocks.previous[0], temperature
             )
         ranks = _ranks(logprobs + noise[places], blocks.labels[0])
-        held = (ranks < MOST_CANDIDATES) & blocks.valid[0]
+        held = (ranks < MAX_CANDIDATES) & blocks.valid[0]
         reached = blocks.valid[0] & F.pad(held[:, :-1], (1, 0), value=True).cumprod(dim=1).bool()
         rows = reached.nonzero(as_tuple=True)
         parts.append(
@@ -121,7 +121,7 @@ def _share_out(
     `drafters.dflash.edges` does: among the best by `scores` alone, which keep the probability that
     they have together.
     """
-    best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]), dim=-1).indices
+    best = scores.topk(min(MAX_CANDIDATES, scores.shape[-1]), dim=-1).indices
     bonus = (F.embedding(best, head.right) @ left_sides(head, hidden, previous)[..., None]).squeeze(
         -1
     ).float() / temperature

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.choice import MOST_CANDIDATES
+from drafters.choice import MAX_CANDIDATES
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
@@ -126,7 +126,7 @@ def shapes_of(depth: int, vocab_size: int, *, trees: bool = True) -> tuple[Block
     ['15', 'tree 16', 'tree 64']
     """
     paths = (
-        sum(min(MOST_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1))
+        sum(min(MAX_CANDIDATES, vocab_size) ** min(d, 6) for d in range(1, depth + 1))
         if trees
         else 0
     )
@@ -213,7 +213,7 @@ class _Drafts:
         self._to_logits, self._rows, self._width = (
             target.head,
             config.loss_rows,
-            min(MOST_CANDIDATES, vocab_size),
+            min(MAX_CANDIDATES, vocab_size),
         )
         coupling = model.config.coupling
         table = None if coupling is None else CouplingTable(coupling, target.device)

@@ -30,7 +30,7 @@ from specdec.device.deviation import Deviation, deviation, worst
 
 logger = logging.getLogger(__name__)
 
-LEAST_WIDTH = 2048
+MIN_WIDTH = 2048
 """Heads times their size from which on a rectangle takes the device longer than the host."""
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16)
@@ -53,7 +53,7 @@ def library(spec: AttentionSpec) -> Rectangle | None:
         return None
     if (
         spec.dtype not in DTYPES
-        or spec.num_heads * spec.head_dim < LEAST_WIDTH
+        or spec.num_heads * spec.head_dim < MIN_WIDTH
         or spec.head_dim % 8
         or not _is_hopper(spec.device)
     ):

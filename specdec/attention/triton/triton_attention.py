@@ -46,7 +46,7 @@ KEY_TILE_BYTES = 16384
 """Keys that one iteration loads; as many values come with them."""
 FEW_ROWS = 640
 """Rows of one head up to which the kernel behind is set up meanwhile, see `release_next`."""
-MOST_PER_WARPS = 64 * 256
+MAX_PER_WARPS = 64 * 256
 """Numbers of an output that four warps hold."""
 
 
@@ -245,18 +245,18 @@ def tile_for(
     most = 16 if dtype == torch.float32 else min(most, 16384 // block_d)  # what the registers hold
     block_m = max(min(padded(group * query_len), most), padded(group))
     block_n = min(max(KEY_TILE_BYTES // (block_d * dtype.itemsize), 16), 128)
-    most_stages, num_warps = 3, 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
+    max_stages, num_warps = 3, 8 if block_m > 64 or block_m * block_d > MAX_PER_WARPS else 4
     # two warps with as much under way as the memory holds
     if block_m == 16 and block_d == 128 and dtype.itemsize == 2:
-        most_stages, num_warps = 5, 2
+        max_stages, num_warps = 5, 2
     elif (
         block_d > 64 and block_m <= 64
     ):  # few rows of wide heads: shorter iterations, more of them or of programs under way
-        block_n, most_stages = min(block_n, 32), 2 if block_m == 16 and block_d == 256 else 5
+        block_n, max_stages = min(block_n, 32), 2 if block_m == 16 and block_d == 256 else 5
     elif block_n <= 32:
-        most_stages = 5
+        max_stages = 5
     queries, loaded = block_m * block_d * dtype.itemsize, 2 * block_n * block_d * dtype.itemsize
-    return Tile(block_m, block_n, num_warps, num_stages(loaded, memory - queries, most=most_stages))
+    return Tile(block_m, block_n, num_warps, num_stages(loaded, memory - queries, most=max_stages))
 
 
 def padded(size: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from specdec.attention.triton.triton_attention import (
     KEY_TILE_BYTES,
     LOG2E,
-    MOST_PER_WARPS,
+    MAX_PER_WARPS,
     Tile,
     padded,
 )
@@ -236,7 +236,7 @@ def prefill_tile(
         num_stages(loaded, memory // 2 - queries, most=3),
         num_stages(loaded, memory - queries, most=2),
     )
-    num_warps = 8 if block_m > 64 or block_m * block_d > MOST_PER_WARPS else 4
+    num_warps = 8 if block_m > 64 or block_m * block_d > MAX_PER_WARPS else 4
     return Tile(
         block_m, block_n, num_warps=num_warps, num_stages=1 if torch.version.hip else stages
     )

@@ -46,7 +46,7 @@ def run_model(args: argparse.Namespace) -> int:
         if args.gpu_memory is not None and device.type == "cpu" and dtype.itemsize == 2
         else None
     )
-    options = {"cache_dtype": kept, "packed": packed, "most_gpus": _most_gpus(args, device)}
+    options = {"cache_dtype": kept, "packed": packed, "max_gpus": _max_gpus(args, device)}
     needs = resolve(PARTS, "needs", "part")(
         args.model, device=device, dtype=dtype, gpu_bytes=memory, **options
     )
@@ -132,7 +132,7 @@ def _ranks(needs: Any) -> str:
     return f"weights of a GPU: {', '.join(further)} (--tensor-parallel)"
 
 
-def _most_gpus(args: argparse.Namespace, device: torch.device) -> int:
+def _max_gpus(args: argparse.Namespace, device: torch.device) -> int:
     """GPUs to reckon with: those that are here, unless the memory of others is given."""
     import torch
 

@@ -26,7 +26,7 @@ def capture_steps(
             slots,
             runner.prefill_step,
             dtype=runner.verifier.dtype,
-            most_rows=prefill_rows,
+            max_rows=prefill_rows,
             required=required,
             group=group,
         )

@@ -12,7 +12,7 @@ from specdec.base.errors import BackendError
 from specdec.device.deviation import Deviation, worst
 from specdec.engine.capture import capture as capturing
 from specdec.engine.capture.captured import capture_steps
-from specdec.engine.capture.prefill_graphs import LEAST_ROWS, most_prefill_rows
+from specdec.engine.capture.prefill_graphs import MIN_ROWS, max_prefill_rows
 from specdec.kv_cache import blocks_for
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import BoundDrafter, Drafter, DraftOutput, Verifier
@@ -22,7 +22,7 @@ NUM_DRAFTS = 3
 MAX_TOKENS = 7
 PROMPTS = (3, 17, 30)
 """Lengths; a batch of three is captured with one row of padding."""
-LONGEST = 2 * LEAST_ROWS
+LONGEST = 2 * MIN_ROWS
 """Room for a captured prefill."""
 
 
@@ -113,7 +113,7 @@ def _generate(
     )
     engine = make_engine(verifier, Counting(), config)
     prefill_rows = (
-        most_prefill_rows(verifier, len(PROMPTS)) if verifier.attention.captures_prefill else 0
+        max_prefill_rows(verifier, len(PROMPTS)) if verifier.attention.captures_prefill else 0
     )
     capture_steps(engine.runner, engine.slots, capture, prefill_rows, required=True)
     sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=True)

@@ -221,10 +221,10 @@ class CapturedSteps(ShapeGraphs[StepShape, Graph]):
         if not self.serving or self.nearest(shapes(BlockShape(0), context)) is None:
             return lambda block: True
 
-        def told(block: BlockShape) -> bool:
+        def is_captured(block: BlockShape) -> bool:
             return self.nearest(shapes(block, "now" if block.drafts else context)) is not None
 
-        return told
+        return is_captured
 
     def _cost(self, one: StepShape, shape: StepShape) -> tuple[Any, ...] | None:
         """See `ShapeGraphs`."""

@@ -20,7 +20,7 @@ from specdec.engine.requests.scheduler import Chunk, prefill_tokens
 from specdec.engine.slots import (
     SlotState,
     cache_slots,
-    most_pending,
+    max_pending,
     next_token,
     samples_first_token,
 )
@@ -29,13 +29,13 @@ from specdec.model.batch import ForwardInput, PrefillBatch
 from specdec.model.core import Verifier
 from specdec.parallel.group import Group
 
-LEAST_ROWS = 128
+MIN_ROWS = 128
 """Fewest rows of a request; fewer take as long."""
-MOST_ROWS = 8192
+MAX_ROWS = 8192
 """Padding included, of which many chunks of unlike lengths have much."""
-MOST_CHUNK_ROWS = 2048
+MAX_CHUNK_ROWS = 2048
 """The same of one chunk."""
-MOST_ROW_BYTES = 2**43
+MAX_ROW_BYTES = 2**43
 """Rows times bytes of the weights that each reads beyond which the device takes longer than the
 host, some 10 ms on an H200.
 """
@@ -75,7 +75,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         state: of the requests.
         forward: gives logits [num_reqs, V] of a batch, after all that a prefill writes.
         dtype: of the logits.
-        most_rows: of a captured prefill, padding included.
+        max_rows: of a captured prefill, padding included.
         required, group: see `ShapeGraphs`.
     """
 
@@ -86,13 +86,13 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         forward: Callable[[PrefillBatch], Tensor],
         *,
         dtype: torch.dtype,
-        most_rows: int,
+        max_rows: int,
         required: bool = True,
         group: Group | None = None,
     ) -> None:
         super().__init__(required=required, group=group)
         self._capture, self._state, self._forward = capture, state, forward
-        self._dtype, self._most_rows = dtype, most_rows
+        self._dtype, self._max_rows = dtype, max_rows
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Prefills chunks, whose requests' block tables are complete.
@@ -105,7 +105,7 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         Raises:
             BackendError: graphs are required and the device refuses to capture the prefill.
         """
-        shape = None if most_pending(chunks) else self._shape(chunks)
+        shape = None if max_pending(chunks) else self._shape(chunks)
         graph = self.obtain(shape, self._captured) if shape else None
         if shape is None or graph is None:
             return None
@@ -120,24 +120,24 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
 
     def spans(
         self,
-        most_reqs: int,
-        most_tokens: int,
+        max_reqs: int,
+        max_total_tokens: int,
         bounds: Sequence[int] | None = None,
     ) -> Iterator[list[tuple[int, int]]]:
         """For every shape the shortest chunks that have it, each from start to end.
 
         Args:
-            most_reqs: chunks of a step.
-            most_tokens: tokens of all chunks of a step together.
+            max_reqs: chunks of a step.
+            max_total_tokens: tokens of all chunks of a step together.
             bounds: some of those on lengths; None takes all.
         """
-        width = LEAST_ROWS
-        while width <= self._most_rows:
-            fewest = 1 if width == LEAST_ROWS else width // 2 + 1
-            for num_reqs in batches(most_reqs):
+        width = MIN_ROWS
+        while width <= self._max_rows:
+            fewest = 1 if width == MIN_ROWS else width // 2 + 1
+            for num_reqs in batches(max_reqs):
                 if (
-                    batch_bucket(num_reqs) * width > self._most_rows
-                    or fewest + num_reqs - 1 > most_tokens
+                    batch_bucket(num_reqs) * width > self._max_rows
+                    or fewest + num_reqs - 1 > max_total_tokens
                 ):
                     break
                 for bound in bounds or lengths(self._state.longest):
@@ -155,10 +155,10 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
     def _shape(self, chunks: Sequence[Chunk]) -> PrefillShape | None:
         longest = self._state.longest
         num_reqs = batch_bucket(len(chunks))
-        num_rows = max(LEAST_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
+        num_rows = max(MIN_ROWS, power_of_two(max(chunk.end - chunk.start for chunk in chunks)))
         end = max(chunk.start for chunk in chunks) + num_rows
         if (
-            num_reqs * num_rows > self._most_rows
+            num_reqs * num_rows > self._max_rows
             or end > longest
             or any(chunk.rows_to_score for chunk in chunks)
         ):
@@ -223,9 +223,9 @@ class PrefillGraphs(ShapeGraphs[PrefillShape, PrefillGraph]):
         return PrefillGraph(shape, replay, inputs, logits)
 
 
-def most_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:
+def max_prefill_rows(verifier: Verifier, max_num_seqs: int) -> int:
     """Rows up to which a prefill of at most so many chunks is captured."""
     row_bytes, experts = verifier.weight_bytes, verifier.routed_experts
     if experts is not None:
         row_bytes += experts.bytes_read(1) - experts.weight_bytes
-    return min(MOST_ROWS, MOST_ROW_BYTES // row_bytes, max_num_seqs * MOST_CHUNK_ROWS)
+    return min(MAX_ROWS, MAX_ROW_BYTES // row_bytes, max_num_seqs * MAX_CHUNK_ROWS)

@@ -28,7 +28,7 @@ from specdec.device import self_check
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
 from specdec.engine.launch import Launch
-from specdec.engine.policy.block_choice import MOST_TREE_ROWS, ladder
+from specdec.engine.policy.block_choice import MAX_TREE_ROWS, ladder
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.selection import Selection
@@ -36,8 +36,8 @@ from specdec.kernels.triton_launch import unavailable_reasons
 from specdec.kv_cache import blocks_for
 from specdec.kv_cache.block_pool import NULL_BLOCK
 from specdec.model.batch import Context
+from specdec.parallel.executor import collective_rpc
 from specdec.parallel.group import group_of
-from specdec.parallel.mirror import everywhere
 from specdec.parallel.plain import on_ranks
 from specdec.sampling.params import SamplingParams
 
@@ -111,7 +111,7 @@ def warm_up_shapes(engine: SpecEngine, sampling: SamplingParams | None = None) -
 
 def launch_shape(engine: SpecEngine, sampling: SamplingParams | None, index: int) -> None:
     """Launches one of `warm_up_shapes`, on every rank that has a part of the target."""
-    everywhere(engine.verifier, _launch_shape, engine, sampling, index)
+    collective_rpc(engine.verifier, _launch_shape, engine, sampling, index)
 
 
 @on_ranks
@@ -130,15 +130,15 @@ def get_ready(engine: SpecEngine, progress: Progress) -> None:
     """
     if engine.runner.graphs is None and unavailable_reasons(engine.verifier.device):
         return
-    everywhere(engine.verifier, _before_serving, engine)
+    collective_rpc(engine.verifier, _before_serving, engine)
     shapes = ready_shapes(engine)
     if group_of(engine.verifier) is None:
         _compile(engine, [*shapes, *spare_shapes(engine), *_rare(engine)], progress)
     wanted = [index for index, shape in enumerate(shapes) if shape.captured]
     for done, index in enumerate(wanted, start=1):
-        everywhere(engine.verifier, _capture_shape, engine, index)
+        collective_rpc(engine.verifier, _capture_shape, engine, index)
         progress("capturing", done, len(wanted))
-    everywhere(engine.verifier, _serve, engine)
+    collective_rpc(engine.verifier, _serve, engine)
 
 
 @on_ranks
@@ -334,7 +334,7 @@ def _steps(
                 if (
                     shape.is_tree
                     and engine.planner.choice
-                    and num_reqs * shape.rows > MOST_TREE_ROWS
+                    and num_reqs * shape.rows > MAX_TREE_ROWS
                 ):
                     continue
                 title = (
@@ -342,9 +342,7 @@ def _steps(
                     f" {bound:,} tokens"
                 )
                 contexts: tuple[Context, ...] = (
-                    ("now",)
-                    if shape.drafts or not engine.runner.most_deferred
-                    else ("later", "all")
+                    ("now",) if shape.drafts or not engine.runner.max_deferred else ("later", "all")
                 )
                 for context in contexts:
                     what = title if context in ("now", "later") else f"{title}, all context"

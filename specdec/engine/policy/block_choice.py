@@ -8,12 +8,12 @@ Plain decoding is the shape without drafts, and the first that is measured, so d
 pay are given up. What is measured, by the step's number of requests and whether any of them
 samples, are the times, several steps in a row each, and the acceptance, which every step tells of
 all shapes that its drafts contain. Some drafters tell what to expect before they draft, as those
-that copy do (`BoundDrafter.outlook`). Steps of another outlook are then another kind of steps: a
-sure copy gets a long block, and a text that repeats nothing gets none. A time that has not been
-measured lies between those of steps that must be shorter and steps that must be longer, so a batch
-of a new size begins with what others have shown. What is slower is tried again now and then, within
-a share of the time. Whatever is tried, an account of what it lost against plain decoding bounds
-what is lost over any few seconds. What is output does not depend on the choice, except that
+that copy do (`BoundDrafter.expected_accepted`). Steps of another outlook are then another kind of
+steps: a sure copy gets a long block, and a text that repeats nothing gets none. A time that has not
+been measured lies between those of steps that must be shorter and steps that must be longer, so a
+batch of a new size begins with what others have shown. What is slower is tried again now and then,
+within a share of the time. Whatever is tried, an account of what it lost against plain decoding
+bounds what is lost over any few seconds. What is output does not depend on the choice, except that
 probabilistic drafts draw other random tokens of the same distribution.
 """
 
@@ -40,7 +40,7 @@ against plain decoding.
 LOST = 0.008
 """Share of the time that drafts may lose on and on, and of the window at once."""
 
-MOST_TREE_ROWS = 1024
+MAX_TREE_ROWS = 1024
 """Rows of all requests of a step up to which their drafts may form trees: more of them are scarce,
 and the likeliest few in a chain take least."""
 
@@ -57,7 +57,7 @@ _STEADY = 4  # steps before the choice is looked at again
 # how many times as fast another k must seem to replace the one at work: less may be chance
 _CLEARLY = 1.03
 _PLAINLY = 1.01  # the same of plain decoding, to which little should be lost
-_LEAST_COST = 0.02  # of a step, for measuring one that seems to cost nothing
+_MIN_COST = 0.02  # of a step, for measuring one that seems to cost nothing
 
 
 def checked_draft_tokens(asked: int | Literal["auto"] | None, drafter: Drafter | None) -> int:
@@ -121,24 +121,25 @@ class Situation(NamedTuple):
     Attributes:
         sampled: a request has a temperature: its steps take longer and accept less.
         num_reqs: of the batch, as `batch_bucket` counts them.
-        outlook: the drafter's, by doublings of the tokens that it expects; 0 of one that has none.
+        expected_accepted: the drafter's, by doublings of the tokens that it expects; 0 of one that
+        has none.
     """
 
     sampled: bool
     num_reqs: int
-    outlook: int = 0
+    expected_accepted: int = 0
 
     @classmethod
-    def of(cls, num_reqs: int, sampled: bool, outlook: float) -> "Situation":
+    def of(cls, num_reqs: int, sampled: bool, expected_accepted: float) -> "Situation":
         """The situation of a batch that is expected to accept so many drafts of a request."""
-        return cls(sampled, batch_bucket(num_reqs), int(log2(1 + outlook)))
+        return cls(sampled, batch_bucket(num_reqs), int(log2(1 + expected_accepted)))
 
     @property
     def guess(self) -> float:
         """How likely a draft is accepted, as far as the outlook tells: so likely that as many are
         accepted on average.
         """
-        return 1 - 1 / (1.5 * 2**self.outlook) if self.outlook else FIRST_GUESS
+        return 1 - 1 / (1.5 * 2**self.expected_accepted) if self.expected_accepted else FIRST_GUESS
 
 
 @dataclass(slots=True)
@@ -163,21 +164,21 @@ class BlockChoice:
     """Chooses the shape of every step's blocks.
 
     Args:
-        rungs: what to choose from, as `shapes` gives them.
+        arms: what to choose from, as `shapes` gives them.
         likeliest_first, forward_for_each: see `specdec.model.core.Drafter`.
 
     Attributes:
-        rungs: the same.
+        arms: the same.
     """
 
     def __init__(
         self,
-        rungs: Sequence[BlockShape],
+        arms: Sequence[BlockShape],
         *,
         likeliest_first: bool = False,
         forward_for_each: bool = False,
     ) -> None:
-        self.rungs = tuple(rungs)
+        self.arms = tuple(arms)
         self._likeliest_first, self._forward_for_each = likeliest_first, forward_for_each
         # by whether a request samples, and the outlook
         self._acceptance: dict[tuple[bool, int], BlockAcceptance] = {}
@@ -199,7 +200,7 @@ class BlockChoice:
         num_reqs: int,
         *,
         sampled: bool = False,
-        outlook: float = 0.0,
+        expected_accepted: float = 0.0,
         ready: Callable[[], Callable[[BlockShape], bool]] | None = None,
     ) -> BlockShape:
         """The shape of the next step's blocks.
@@ -207,12 +208,12 @@ class BlockChoice:
         Args:
             num_reqs: requests in its batch.
             sampled: any of them samples.
-            outlook: drafts that are expected to be accepted of a request, see
-                `BoundDrafter.outlook`.
+            expected_accepted: drafts that are expected to be accepted of a request, see
+                `BoundDrafter.expected_accepted`.
             ready: gives, when the choice is looked at again, what tells whether a step may have a
                 shape; None allows all.
         """
-        here = Situation.of(num_reqs, sampled, outlook)
+        here = Situation.of(num_reqs, sampled, expected_accepted)
         run = self._runs.get(here)
         if run is None or not self._goes_on(run):
             run = self._next_run(here, ready() if ready else lambda shape: True)
@@ -280,21 +281,21 @@ class BlockChoice:
         seconds: float | None,
         *,
         sampled: bool = False,
-        outlook: float = 0.0,
+        expected_accepted: float = 0.0,
         paths: Sequence[Path] = (),
     ) -> None:
         """Takes over the outcome of a step.
 
         Args:
             num_reqs: requests in its batch.
-            shape: of its blocks, one of `rungs`.
+            shape: of its blocks, one of `arms`.
             num_accepted: drafts accepted, one entry per request whose text goes on.
             seconds: how long it took; None when it did work that other steps do not.
             sampled: a request in the batch samples.
-            outlook: what `choose` was told.
+            expected_accepted: what `choose` was told.
             paths: of a tree, what was accepted, by each of these requests that accepted any.
         """
-        here = Situation.of(num_reqs, sampled, outlook)
+        here = Situation.of(num_reqs, sampled, expected_accepted)
         self._acceptance_in(here).observe(shape, num_accepted, paths)
         run = self._runs.get(here)
         if run is not None and run.shape == shape and num_accepted:
@@ -341,7 +342,7 @@ class BlockChoice:
         seconds = {shape: took for shape, took in self._seconds(here).items() if may(shape)}
         if not seconds:
             return Run(here, BlockShape(0), ENOUGH)  # what all others are compared with
-        if not here.outlook and here.sampled in self._untaught and times.measured():
+        if not here.expected_accepted and here.sampled in self._untaught and times.measured():
             first, steps = self._first(here, _FIRST_TREE, may), _FIRST_REQUESTS // here.num_reqs
             if not acceptance.has_evidence and first.is_tree:
                 return Run(here, first, ENOUGH)
@@ -364,7 +365,7 @@ class BlockChoice:
             # What measuring each of the others would cost.
             costs = {
                 shape: (ENOUGH + times.is_cold(shape))
-                * max(took * (1 - pace[at_work] / pace[shape]), _LEAST_COST * seconds[at_work])
+                * max(took * (1 - pace[at_work] / pace[shape]), _MIN_COST * seconds[at_work])
                 for shape, took in seconds.items()
                 if shape != at_work
             }
@@ -378,12 +379,12 @@ class BlockChoice:
         """What tells most about all others for little: a tree of up to so many drafts, or a chain;
         none where none may be had.
         """
-        drafted = (shape for shape in self.rungs if shape.drafts and may(shape))
+        drafted = (shape for shape in self.arms if shape.drafts and may(shape))
         small = [shape for shape in drafted if shape.drafts <= (most if shape.is_tree else _FEW)]
         few = [
             shape
             for shape in small
-            if not shape.is_tree or shape.rows * here.num_reqs <= MOST_TREE_ROWS
+            if not shape.is_tree or shape.rows * here.num_reqs <= MAX_TREE_ROWS
         ]
         return max(few, key=lambda shape: (shape.is_tree, shape.drafts), default=BlockShape(0))
 
@@ -397,7 +398,8 @@ class BlockChoice:
             known = {
                 StepSize(there.num_reqs, shape, self._forward_for_each): took
                 for there, one in sorted(
-                    self._times.items(), key=lambda item: item[0].outlook == here.outlook
+                    self._times.items(),
+                    key=lambda item: item[0].expected_accepted == here.expected_accepted,
                 )
                 if there.sampled == here.sampled
                 for shape, took in one.measured().items()
@@ -421,14 +423,14 @@ class BlockChoice:
         rows = max(
             (step.shape.rows * (4 if step.shape.is_tree else 1) for step in known), default=0
         )
-        most = min(MOST_TREE_ROWS // here.num_reqs, rows)
-        return [shape for shape in self.rungs if not shape.is_tree or shape.rows <= most]
+        most = min(MAX_TREE_ROWS // here.num_reqs, rows)
+        return [shape for shape in self.arms if not shape.is_tree or shape.rows <= most]
 
     def _acceptance_in(self, here: Situation) -> BlockAcceptance:
-        kind = here.sampled, here.outlook
+        kind = here.sampled, here.expected_accepted
         if kind not in self._acceptance:
             self._acceptance[kind] = BlockAcceptance(
-                self.rungs,
+                self.arms,
                 sampled=here.sampled,
                 likeliest_first=self._likeliest_first,
                 guess=here.guess,
@@ -437,7 +439,7 @@ class BlockChoice:
 
     def _times_of(self, here: Situation) -> StepTimes:
         if here not in self._times:
-            self._times[here] = StepTimes(self.rungs)
+            self._times[here] = StepTimes(self.arms)
         return self._times[here]
 
 

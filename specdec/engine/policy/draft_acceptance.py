@@ -138,7 +138,7 @@ class BlockAcceptance:
     a chain or a tree are the first of larger ones, and those of a chain are on one path of a tree.
 
     Args:
-        rungs: shapes that steps may have.
+        arms: shapes that steps may have.
         sampled: the target samples, and a tree has what its noise may choose.
         likeliest_first: see `specdec.model.core.Drafter.likeliest_first`.
         guess: see `AcceptanceEstimate`.
@@ -146,7 +146,7 @@ class BlockAcceptance:
 
     def __init__(
         self,
-        rungs: Sequence[BlockShape],
+        arms: Sequence[BlockShape],
         *,
         sampled: bool = False,
         likeliest_first: bool = False,
@@ -154,9 +154,9 @@ class BlockAcceptance:
     ) -> None:
         self._hope, self._likeliest_first = _HOPE[sampled], likeliest_first
         self._chain = AcceptanceEstimate(
-            max(shape.depth for shape in rungs if not shape.is_tree), guess
+            max(shape.depth for shape in arms if not shape.is_tree), guess
         )
-        self._trees = sorted(shape for shape in rungs if shape.is_tree)
+        self._trees = sorted(shape for shape in arms if shape.is_tree)
         self._growths = {tree: _Growth() for tree in self._trees}
         # What trees are compared with: the chain of as many drafts as the smallest, or else that
         # tree.

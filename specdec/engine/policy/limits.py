@@ -83,7 +83,7 @@ class DraftLimits(NamedTuple):
 
 def limit(draft: DraftOutput, batch: DecodeBatch) -> None:
     """Takes from the drafts of a batch what its requests do not want; the host does not wait."""
-    depth, nodes = batch.sampling.most_drafts[:, None], batch.sampling.most_nodes[:, None]
+    depth, nodes = batch.sampling.max_drafts[:, None], batch.sampling.max_nodes[:, None]
     rows = torch.arange(batch.k, device=depth.device)
     counts = torch.full_like(depth[:, 0], batch.k) if draft.num_drafts is None else draft.num_drafts
     if draft.tree is None:

@@ -64,11 +64,11 @@ class Planner:
             launch.block = BlockShape(0)
             return launch
         if choice and requests:
-            launch.outlook = self._runner.outlook(batch, self.num_draft_tokens)
+            launch.expected_accepted = self._runner.expected_accepted(batch, self.num_draft_tokens)
             launch.block = choice.choose(
                 len(requests),
                 sampled=batch.sampled,
-                outlook=launch.outlook,
+                expected_accepted=launch.expected_accepted,
                 ready=partial(self._runner.ready, batch),
             )
         if batch.plan.limited and requests:
@@ -108,7 +108,7 @@ class Planner:
                 outcome.num_accepted,
                 launch.seconds,
                 sampled=launch.selection.sampled,
-                outlook=launch.outlook,
+                expected_accepted=launch.expected_accepted,
                 paths=outcome.paths,
             )
 

@@ -22,18 +22,18 @@ class StepTimes:
     """Seconds of a step by the shape of its blocks, at one batch size.
 
     Args:
-        rungs: shapes, those of a kind in the order of their drafts.
+        arms: shapes, those of a kind in the order of their drafts.
     """
 
-    def __init__(self, rungs: Sequence[BlockShape]) -> None:
+    def __init__(self, arms: Sequence[BlockShape]) -> None:
         self._samples: dict[BlockShape, deque[float]] = {
-            shape: deque(maxlen=_SAMPLES) for shape in rungs
+            shape: deque(maxlen=_SAMPLES) for shape in arms
         }
         self._quartiles: dict[BlockShape, float] = {}  # of these, where there are enough
-        self._measured_at = dict.fromkeys(rungs, 0)
+        self._measured_at = dict.fromkeys(arms, 0)
         # what was forgotten, until there is something new to compare it with
         self._before: dict[BlockShape, float] = {}
-        self._cold = set(rungs)
+        self._cold = set(arms)
         self._num_steps = 0
 
     def observe(self, shape: BlockShape, seconds: float) -> None:

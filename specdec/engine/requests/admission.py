@@ -88,7 +88,7 @@ class Admission:
         return made
 
     @property
-    def most_tokens(self) -> int:
+    def max_total_tokens(self) -> int:
         """Most tokens of prompt and output together that the model and the cache allow one
         request.
         """

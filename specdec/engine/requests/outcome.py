@@ -44,9 +44,9 @@ def take_over(launch: Launch) -> Outcome:
     tree_size = shape.drafts if shape is not None and shape.is_tree else 0
     token_ids, logprobs = columns.token_ids, columns.logprobs
     results = zip(
-        launch.requests, columns.num_accepted, columns.num_drafts, columns.told, strict=True
+        launch.requests, columns.num_accepted, columns.num_drafts, columns.flags, strict=True
     )
-    for index, (request, num_accepted, num_drafts, told) in enumerate(results):
+    for index, (request, num_accepted, num_drafts, flags) in enumerate(results):
         if request.status is not _RUNNING:
             continue
         first, tree = (
@@ -57,7 +57,7 @@ def take_over(launch: Launch) -> Outcome:
             outcome.ended.append((request, "error"))
             continue
         try:
-            if told % 2 == 0:
+            if flags % 2 == 0:
                 _explain(request, columns.rows[tree] if tree else range(1, num_accepted + 1))
                 outcome.spoiled.append(request)
                 continue
@@ -90,7 +90,7 @@ def take_over(launch: Launch) -> Outcome:
                 if limited:
                     nodes = request.sampling.tree_nodes
                     size = min(size, size if nodes is None else nodes) if num_drafts else 0
-                request.steps += (num_drafts, min(num_accepted, kept), kept, size, told // 2)
+                request.steps += (num_drafts, min(num_accepted, kept), kept, size, flags // 2)
                 if tree:
                     request.num_by_rank.update(columns.ranks[tree][:kept])
             if request.grammar is not None and not reason and not request.grammar.advance(tokens):

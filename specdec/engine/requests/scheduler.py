@@ -10,7 +10,7 @@ from specdec.engine.requests.prefix import PrefixCache
 from specdec.engine.requests.request import Request, Status
 from specdec.kv_cache import BlockPool, blocks_for
 
-MOST_ROWS_TO_SCORE = 1024
+MAX_ROWS_TO_SCORE = 1024
 """Rows of a step: enough to keep a device busy, few enough that their logits over a large
 vocabulary fit its memory.
 """
@@ -241,7 +241,7 @@ class Scheduler:
             # what was generated before a preemption comes by itself: backends round prompts only
             end = prompt_end
         if request.num_to_score:
-            room = MOST_ROWS_TO_SCORE - sum(len(chunk.rows_to_score) for chunk in chunks)
+            room = MAX_ROWS_TO_SCORE - sum(len(chunk.rows_to_score) for chunk in chunks)
             end = min(end, start + max(room, 1))
         end = self._snapshot_end(request, start, end, total)
         if end > start:

@@ -15,7 +15,7 @@ from specdec.kv_cache import BlockPool, PagedKVCache
 
 logger = logging.getLogger(__name__)
 
-MOST_PLAIN = 64
+MAX_PLAIN = 64
 """Steps without drafts after a try at most: they are those of all requests beside it, too."""
 
 
@@ -30,7 +30,7 @@ class SecondTries:
     def __init__(self, scheduler: Scheduler, pool: BlockPool, kv_cache: PagedKVCache) -> None:
         self._scheduler, self._pool, self._kv_cache = scheduler, pool, kv_cache
         self._plain: dict[Request, int] = {}  # steps without drafts that are left
-        self._told = False
+        self._warned = False
 
     def reset(self) -> None:
         """Forgets all requests."""
@@ -52,11 +52,11 @@ class SecondTries:
             request.prompt_logprobs.clear()
             request.prompt_top_logprobs.clear()
         request.num_tries, request.tried_at, request.error = request.num_tries + 1, known, None
-        self._plain[request] = min(2**request.num_tries, MOST_PLAIN)
+        self._plain[request] = min(2**request.num_tries, MAX_PLAIN)
         blocks = list(request.block_ids)
         self.take_back(blocks, self._scheduler.send_back(request))
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "logits of a request were NaN or infinite after %d tokens; it is computed again and"
                 " goes on without drafts"

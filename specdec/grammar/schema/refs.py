@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from specdec.base.errors import InvalidInputError
-from specdec.grammar.limits import MOST_COMPARISONS
+from specdec.grammar.limits import MAX_COMPARISONS
 from specdec.grammar.schema.form import OF_TYPE, TYPES, malformed
 
-MOST_OPTIONS = 100
+MAX_OPTIONS = 100
 """Most options of a `oneOf`, beside constants: each is compared with each."""
 
 
@@ -30,9 +30,9 @@ class Root:
 
     def _compares(self, count: int = 1) -> None:
         self._num_compared += count
-        if self._num_compared > MOST_COMPARISONS:
+        if self._num_compared > MAX_COMPARISONS:
             raise InvalidInputError(
-                f"the JSON schema takes more than {MOST_COMPARISONS:,} comparisons to tell its"
+                f"the JSON schema takes more than {MAX_COMPARISONS:,} comparisons to tell its"
                 f" options, types and references"
                 " apart; make it simpler"
             )
@@ -161,7 +161,7 @@ class Root:
                 kinds |= _kinds(leaf)
         if rest and not kinds and self._one_tag(rest):
             return True
-        if len(rest) > MOST_OPTIONS or (
+        if len(rest) > MAX_OPTIONS or (
             kinds and any(not _kinds(leaf) or _kinds(leaf) & kinds for _, leaf in rest)
         ):
             return False

@@ -18,7 +18,7 @@ from math import isfinite
 from typing import Any
 
 from specdec.base.errors import InvalidInputError
-from specdec.grammar.limits import DEEPEST, MOST_PATTERN_CHARACTERS, MOST_REASONS, shown
+from specdec.grammar.limits import DEEPEST, MAX_PATTERN_CHARACTERS, MAX_REASONS, shown
 from specdec.grammar.reading import Place, Reading
 from specdec.grammar.schema.form import (
     CHOICES,
@@ -133,14 +133,14 @@ class _Reader:
         return self._refuse_all(reasons)
 
     def _refuse_all(self, reasons: Iterable[str]) -> dict[str, Any]:
-        room = MOST_REASONS - len(self._found.reasons)
+        room = MAX_REASONS - len(self._found.reasons)
         self._found.reasons += (
             shown(reason, 300) for reason, _ in zip(reasons, range(room), strict=False)
         )
         return {}
 
     def _note(self, note: str) -> None:
-        if len(self._found.notes) < MOST_REASONS:
+        if len(self._found.notes) < MAX_REASONS:
             self._found.notes.append(note)
 
     def _part(self, schema: Any, path: Place, depth: int) -> Any:
@@ -271,9 +271,9 @@ class _Reader:
         if text not in self._numbers:
             self._numbers[text] = len(self._numbers)
             self._num_characters += sum(map(len, text.patterns))
-            if self._num_characters > MOST_PATTERN_CHARACTERS:
+            if self._num_characters > MAX_PATTERN_CHARACTERS:
                 self._refuse(
-                    f"patterns of more than {MOST_PATTERN_CHARACTERS:,} characters together"
+                    f"patterns of more than {MAX_PATTERN_CHARACTERS:,} characters together"
                 )
                 return ""
             try:

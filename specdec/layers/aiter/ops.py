@@ -52,10 +52,10 @@ class AiterOps(TritonOps):
         super().__init__(device, dtype, mixes=mixes, recurs=recurs, convolves=convolves)
         self._aiter = aiter.load(AiterLayers)
 
-    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
         if reason := _against_norm(x, norm):
             keep_ours("a norm", reason)
-            return super().norm(x, norm, ahead)
+            return super().norm(x, norm, prefetch)
         return self._aiter.norm(x, norm.weight, norm.epsilon)
 
     def add(
@@ -63,14 +63,14 @@ class AiterOps(TritonOps):
         x: Tensor,
         residual: Tensor,
         join: Join,
-        ahead: Linear | None = None,
+        prefetch: Linear | None = None,
         group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
         if group is not None:
             x = summed(x, group, residual.dtype)
         if join.norm is None or (reason := _against_add(x, residual, join.norm, join)):
             keep_ours("a sum", "nothing is normed after it" if join.norm is None else reason)
-            return super().add(x, residual, join, ahead)
+            return super().add(x, residual, join, prefetch)
         return self._aiter.add_norm(x, residual, join.norm.weight, join.norm.epsilon)
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
 
-MOST_CHUNKS = 64
+MAX_CHUNKS = 64
 """Parts in which pairs are counted; every program that sorts reads all counts."""
-MOST_SHARES = 16
+MAX_SHARES = 16
 """Parts in which an expert's pairs are looked for."""
 TILE = 1024
 """Pairs that a program looks at together."""
@@ -107,11 +107,11 @@ def _place_kernel(
                 tl.store(experts + start + lane, -1, mask=start + lane < num_blocks)
 
 
-def most_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
+def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
     """Blocks that suffice whatever is chosen: every expert that is hit may leave its last block all
     but empty.
 
-    >>> most_blocks(8, 128, 16), most_blocks(256, 32, 16), most_blocks(262144, 128, 128)
+    >>> max_blocks(8, 128, 16), max_blocks(256, 32, 16), max_blocks(262144, 128, 128)
     (8, 46, 2175)
     """
     return (num_pairs + min(num_pairs, num_experts) * (block_rows - 1)) // block_rows
@@ -123,10 +123,10 @@ def group_by_expert(ids: Tensor, num_experts: int, block_rows: int) -> Groups:
     """
     assert ids.dtype == torch.int32 and ids.is_contiguous()
     num_pairs = ids.numel()
-    num_blocks = most_blocks(num_pairs, num_experts, block_rows)
-    chunk = max(TILE, triton.next_power_of_2(triton.cdiv(num_pairs, MOST_CHUNKS)))
+    num_blocks = max_blocks(num_pairs, num_experts, block_rows)
+    chunk = max(TILE, triton.next_power_of_2(triton.cdiv(num_pairs, MAX_CHUNKS)))
     chunks = triton.cdiv(num_pairs, chunk)
-    together = triton.cdiv(chunks, MOST_SHARES)
+    together = triton.cdiv(chunks, MAX_SHARES)
     bins = triton.next_power_of_2(num_experts)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     groups = Groups(counts.new_empty(num_blocks, block_rows), counts.new_empty(num_blocks))

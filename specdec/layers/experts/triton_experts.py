@@ -65,12 +65,12 @@ def unsupported_reasons(layer: Experts, top_k: int) -> list[str]:
     packed = [weight for weight in (layer.gate_up, layer.down) if isinstance(weight, PackedWeight)]
     if not all(suits(weight) and weight.plain for weight in packed):
         reasons.append("packed experts in float32, or in groups that 16 does not divide")
-    if top_k > MOST_EXPERTS:
-        reasons.append(f"{top_k} experts per token (the kernels take up to {MOST_EXPERTS})")
+    if top_k > MAX_EXPERTS:
+        reasons.append(f"{top_k} experts per token (the kernels take up to {MAX_EXPERTS})")
     return reasons
 
 
-MOST_EXPERTS = 32
+MAX_EXPERTS = 32
 """Experts of a row that a program looks at together with those of all others."""
 
 

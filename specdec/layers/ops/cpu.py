@@ -18,7 +18,7 @@ from specdec.layers.rotary.rotary import Angles
 
 LANES = 16
 """Widths have to be multiples of this."""
-MOST_DIM = 256
+MAX_DIM = 256
 
 
 class CpuOps(TorchOps):
@@ -34,13 +34,13 @@ class CpuOps(TorchOps):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
         return self._normed(x, norm)
 
-    def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
+    def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
         width = linear.out_features // 2
         if activation != "silu" or width % LANES:
-            return super().gated(linear, x, activation, ahead)
+            return super().gated(linear, x, activation, prefetch)
         joined = linear(x)
         if not _plain(joined):
             return activate(joined, activation)
@@ -79,7 +79,7 @@ class CpuOps(TorchOps):
         behind = value.data_ptr() - key.data_ptr() == 2 * kv_heads * dim
         joined = behind and key.stride() == value.stride() == (key.stride(0), dim, 1)
         suits = joined and _suits(Heads(1.0, query_norm=key_norm, key_norm=key_norm), angles, key)
-        suits &= isinstance(backend, TorchRefBackend) and dim % LANES == 0 and dim <= MOST_DIM
+        suits &= isinstance(backend, TorchRefBackend) and dim % LANES == 0 and dim <= MAX_DIM
         if not suits:
             return super().write(backend, key, value, key_norm, angles, cache, slot_mapping)
         call = Attention(
@@ -140,7 +140,7 @@ def _suits(heads: Heads, angles: Angles | None, qkv: Tensor) -> bool:
 def _call(plan: TorchRefPlan, backend: TorchRefBackend) -> Attention | None:
     """The call for all layers of a forward; None for prompts, and heads that it does not take."""
     metadata, spec = plan.metadata, backend.spec
-    if metadata.query_lens is not None or spec.head_dim % LANES or spec.head_dim > MOST_DIM:
+    if metadata.query_lens is not None or spec.head_dim % LANES or spec.head_dim > MAX_DIM:
         return None
     if plan.call is None:
         tree = metadata.tree

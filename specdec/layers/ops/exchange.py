@@ -10,7 +10,7 @@ from specdec.parallel.consent import made_by_all
 from specdec.parallel.group import Group
 from specdec.parallel.shared_rows import SharedRows
 
-MOST_TRIES = 10_000_000
+MAX_TRIES = 10_000_000
 """Looks of the check at another rank's flag, some ten seconds of them: what does not work is not to
 hang.
 """
@@ -49,10 +49,10 @@ def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
     generator = torch.Generator(device).manual_seed(group.rank)
     weight = torch.linspace(0.5, 1.5, rows.width, device=device).to(rows.dtype)
 
-    def both(part: Tensor, most_tries: int) -> list[tuple[Tensor, Tensor]]:
+    def both(part: Tensor, max_tries: int) -> list[tuple[Tensor, Tensor]]:
         residual = torch.zeros_like(part)
         summed = all_reduce(part.clone(), group)
-        with_ranks = add_rms_norm(part, residual, weight, 1e-5, ranks=rows, most_tries=most_tries)
+        with_ranks = add_rms_norm(part, residual, weight, 1e-5, ranks=rows, max_tries=max_tries)
         return list(zip(with_ranks, add_rms_norm(summed, residual, weight, 1e-5), strict=True))
 
     both(torch.zeros(1, rows.width, device=device, dtype=rows.dtype), 0)
@@ -63,5 +63,5 @@ def _is_right(rows: SharedRows, group: Group, device: torch.device) -> bool:
     for count in (8, 1, 3, 1, 8):
         part = torch.randn(count, rows.width, device=device, generator=generator).to(rows.dtype)
         # all of them, since the other ranks go through them all as well
-        pairs += both(part, MOST_TRIES)
+        pairs += both(part, MAX_TRIES)
     return all(torch.equal(one, other) for one, other in pairs)

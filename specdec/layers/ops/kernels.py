@@ -41,10 +41,10 @@ from specdec.layers.recurrence.triton_recurrence import recur
 from specdec.layers.recurrence.triton_short_convolution import convolve
 from specdec.layers.rotary.rotary import Angles
 from specdec.layers.sharded import SummedLinear
-from specdec.layers.triton_linear import MOST_ROWS
+from specdec.layers.triton_linear import MAX_ROWS
 from specdec.parallel.collectives import summed
 from specdec.parallel.group import Group
-from specdec.parallel.shared_rows import MOST_ROWS as MOST_SUMMED
+from specdec.parallel.shared_rows import MAX_ROWS as MAX_SUMMED
 from specdec.parallel.shared_rows import SharedRows
 
 
@@ -90,21 +90,21 @@ class TritonOps(TorchOps):
             else super().embed(token_ids, table, scale)
         )
 
-    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
-        return rms_norm(x, norm.weight, norm.epsilon, ahead=_hint(ahead, x))
+    def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
+        return rms_norm(x, norm.weight, norm.epsilon, prefetch=_hint(prefetch, x))
 
     def project(self, linear: Linear, x: Tensor) -> Tensor:
         product = linear.few_rows(x) if self._multiplies_few_rows else None
         return linear(x) if product is None else product
 
-    def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
+    def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
         # The next weight is asked for while this product runs, which leaves the memory idle only if
         # its own was asked for.
-        hint = None if linear.prefetchable is None else _hint(ahead, x)
+        hint = None if linear.prefetchable is None else _hint(prefetch, x)
         if activation in PLAIN:  # which is not part of a product
             return self.activate(self.project(linear, x), activation)
         product = (
-            linear.few_rows(x, activation=activation, ahead=hint)
+            linear.few_rows(x, activation=activation, prefetch=hint)
             if self._multiplies_few_rows
             else None
         )
@@ -121,10 +121,10 @@ class TritonOps(TorchOps):
         x: Tensor,
         residual: Tensor,
         join: Join,
-        ahead: Linear | None = None,
+        prefetch: Linear | None = None,
         group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
-        ranks = self._ranks if group is not None and len(residual) <= MOST_SUMMED else None
+        ranks = self._ranks if group is not None and len(residual) <= MAX_SUMMED else None
         if group is not None and ranks is None:
             x = summed(x, group, residual.dtype)
         norm, after = join.norm, join.after
@@ -141,18 +141,23 @@ class TritonOps(TorchOps):
             after=after_weight,
             scale=join.scale,
             factor=join.factor,
-            ahead=_hint(ahead, residual),
+            prefetch=_hint(prefetch, residual),
             ranks=ranks,
         )
 
     def project_add(
-        self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
+        self,
+        linear: Linear,
+        x: Tensor,
+        residual: Tensor,
+        join: Join,
+        prefetch: Linear | None = None,
     ) -> tuple[Tensor, Tensor]:
         group = None
-        if isinstance(linear, SummedLinear) and self._ranks is not None and len(x) <= MOST_SUMMED:
+        if isinstance(linear, SummedLinear) and self._ranks is not None and len(x) <= MAX_SUMMED:
             group, linear = linear.group, linear.part
         product = linear.few_rows(x, may_split=True) if self._multiplies_few_rows else None
-        return self.add(linear(x) if product is None else product, residual, join, ahead, group)
+        return self.add(linear(x) if product is None else product, residual, join, prefetch, group)
 
     def route(self, router: Router, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if router.aiter is not None or not self._mixes:
@@ -185,7 +190,7 @@ class TritonOps(TorchOps):
         return super().experts(experts, x, weights, ids.long())
 
     def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
-        backend, heads, angles, cache, plan, ahead = inputs
+        backend, heads, angles, cache, plan, prefetch = inputs
         spec = backend.spec
         if qkv.shape[1] == spec.num_heads:  # the cache holds keys and values
             rotated = rope(qkv, **_rotation(angles, heads.query_norm, None))
@@ -193,7 +198,7 @@ class TritonOps(TorchOps):
         query, key = qkv.split_with_sizes([spec.num_heads, qkv.shape[1] - spec.num_heads], dim=1)
         key, value = key[:, : spec.num_kv_heads], key[:, -spec.num_kv_heads :]
         rotation = _rotation(angles, heads.query_norm, heads.key_norm) | {
-            "ahead": _hint(ahead, qkv)
+            "prefetch": _hint(prefetch, qkv)
         }
         if heads.value_norm is not None:
             rotation["value_norm"] = heads.value_norm.weight
@@ -260,6 +265,6 @@ def _rotation(
     return options
 
 
-def _hint(ahead: Linear | None, rows: Tensor) -> Tensor | None:
+def _hint(prefetch: Linear | None, rows: Tensor) -> Tensor | None:
     """The weight to ask for; none before a product of many rows, which has time enough."""
-    return ahead.prefetchable if ahead is not None and len(rows) <= MOST_ROWS else None
+    return prefetch.prefetchable if prefetch is not None and len(rows) <= MAX_ROWS else None

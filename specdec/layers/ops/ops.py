@@ -74,7 +74,7 @@ class AttentionInputs(NamedTuple):
         heads: of the layer.
         angles: of the rows; None rotates nothing.
         cache, plan: of the layer.
-        ahead: the output projection.
+        prefetch: the output projection.
     """
 
     backend: AttentionBackend
@@ -82,24 +82,24 @@ class AttentionInputs(NamedTuple):
     angles: Angles | None
     cache: LayerCache
     plan: Any
-    ahead: Linear
+    prefetch: Linear
 
 
 class Ops(Protocol):
-    """Rows are packed: [T, ...]. A weight called `ahead` is that of a product soon to come, which a
-    kernel may prefetch.
+    """Rows are packed: [T, ...]. A weight called `prefetch` is that of a product soon to come,
+    which a kernel may prefetch.
     """
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """Rows [..., H] of a table [V, H] times `scale`, for int64 ids [...]."""
 
-    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
         """`x` [T, H], normed."""
 
     def project(self, linear: Linear, x: Tensor) -> Tensor:
         """The product of `x` [T, in] with a weight: [T, out]."""
 
-    def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
+    def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
         """The gated activation [T, out / 2] of a product that joins gate and up, or [T, out] of one
         without a gate.
         """
@@ -109,7 +109,7 @@ class Ops(Protocol):
         x: Tensor,
         residual: Tensor,
         join: Join,
-        ahead: Linear | None = None,
+        prefetch: Linear | None = None,
         group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What comes after a sublayer with output `x` [T, H], or [parts, T, H] whose sum it is: see
@@ -123,7 +123,12 @@ class Ops(Protocol):
         """
 
     def project_add(
-        self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
+        self,
+        linear: Linear,
+        x: Tensor,
+        residual: Tensor,
+        join: Join,
+        prefetch: Linear | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`add` of the product of `x` [T, in] with a weight."""
 
@@ -205,13 +210,13 @@ class TorchOps(Ops):
         rows = F.embedding(token_ids, table)
         return rows if scale == 1 else rows * scale
 
-    def norm(self, x: Tensor, norm: Norm, ahead: Linear | None = None) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
         return rms_norm(x, norm)
 
     def project(self, linear: Linear, x: Tensor) -> Tensor:
         return linear(x)
 
-    def gated(self, linear: Linear, x: Tensor, activation: str, ahead: Linear) -> Tensor:
+    def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
         return activate(linear(x), activation)
 
     def add(
@@ -219,7 +224,7 @@ class TorchOps(Ops):
         x: Tensor,
         residual: Tensor,
         join: Join,
-        ahead: Linear | None = None,
+        prefetch: Linear | None = None,
         group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:
         if group is not None:
@@ -235,7 +240,12 @@ class TorchOps(Ops):
         return self._next(stream if join.factor is None else stream * join.factor, join)
 
     def project_add(
-        self, linear: Linear, x: Tensor, residual: Tensor, join: Join, ahead: Linear | None = None
+        self,
+        linear: Linear,
+        x: Tensor,
+        residual: Tensor,
+        join: Join,
+        prefetch: Linear | None = None,
     ) -> tuple[Tensor, Tensor]:
         if join.after is None and join.scale == 1 and join.factor is None:
             return self._next(linear(x, residual), join)

@@ -91,7 +91,7 @@ def _product_deviations(
     from specdec.layers.packed import triton_packed  # it imports Triton
 
     there, dtype = weight.to(device).arranged(), weight.dtype
-    most, tiled = triton_packed.MOST_ROWS, triton_packed.MOST_TILED_ROWS
+    most, tiled = triton_packed.MAX_ROWS, triton_packed.MAX_TILED_ROWS
     for rows in (1, most // 2 + 1, most + 6, tiled + 4) if each else (1, most + 6):
         x = normal(rows, weight.in_features).to(dtype)
         exact = x.double() @ weight.dequantized(torch.float64).T

@@ -68,14 +68,14 @@ class PackedLinear(Linear):
         *,
         activation: str | None = None,
         may_split: bool = False,
-        ahead: Tensor | None = None,
+        prefetch: Tensor | None = None,
     ) -> Tensor | None:
         if not self._has_kernels:
             return None
         from specdec.layers.packed.triton_packed import few_rows  # it imports Triton
 
         return few_rows(
-            x, self.weight, self.bias, activation=activation, may_split=may_split, ahead=ahead
+            x, self.weight, self.bias, activation=activation, may_split=may_split, prefetch=prefetch
         )
 
     @cached_property

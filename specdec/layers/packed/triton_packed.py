@@ -18,12 +18,12 @@ from torch import Tensor
 
 from specdec.kernels.triton_launch import num_stages, on_device, overlap_options, shared_memory
 from specdec.kernels.triton_overlap import await_previous
-from specdec.kernels.triton_prefetch import hint_options, surplus
+from specdec.kernels.triton_prefetch import hint_options, prefetch_programs
 from specdec.layers.packed.triton_packed_codes import codes_of_word, high_bits, numbers_of, scale_at
 from specdec.layers.packed.triton_packed_products import packed_kernel
 from specdec.layers.packed.weight import Code, PackedWeight
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Rows whose bits do not depend on their number."""
 ROWS_AT_ONCE = 32
 """Rows of a program with lanes; more take more programs, which would otherwise run out of memory
@@ -31,7 +31,7 @@ for what they load ahead.
 """
 MEDIUM_ROWS = 16
 """Rows up to which a tile's `medium` serves, and `wide` beyond."""
-MOST_TILED_ROWS = 256
+MAX_TILED_ROWS = 256
 """Rows up to which reading codes again for every tile of rows is cheaper than writing numbers and
 reading those.
 """
@@ -92,12 +92,12 @@ AMD_TILES: dict[int, tuple[tuple[int, Tile], ...]] = dict.fromkeys((4, 8), ((0, 
 there.
 """
 
-MOST_SPLIT_INPUTS = {8: 8192, 4: 4096}
+MAX_SPLIT_INPUTS = {8: 8192, 4: 4096}
 """By bits, of a program whose tile has splits and whose codes come directly; a lane then asks for
 many of them at once.
 """
 
-MOST_SCALES = 8
+MAX_SCALES = 8
 """Most scales of a column and lane that are asked for at once with their codes: more would not fit
 into registers.
 """
@@ -108,7 +108,7 @@ programs.
 """
 
 MANY_ROWS = Tile(64, 1, 128, stages=3)
-"""For `MOST_ROWS` < rows <= `MOST_TILED_ROWS`, 64 at a time."""
+"""For `MAX_ROWS` < rows <= `MAX_TILED_ROWS`, 64 at a time."""
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def suits(weight: PackedWeight) -> bool:
 def tile_for(
     code: Code, columns: int, inputs: int, *, may_split: bool, amd: bool = bool(torch.version.hip)
 ) -> Tile:
-    """The tile of a weight with so many columns, gate and up counted both, for up to `MOST_ROWS`
+    """The tile of a weight with so many columns, gate and up counted both, for up to `MAX_ROWS`
     rows.
 
     >>> [tile_for("int4", 4096, inputs, may_split=True).splits for inputs in (4096, 12288)]
@@ -201,7 +201,7 @@ def tile_for(
     tile = next(tile for least, tile in (AMD_TILES if amd else TILES)[bits] if columns >= least)
     if not may_split:
         return tile._replace(splits=1)
-    least = triton.cdiv(inputs, MOST_SPLIT_INPUTS[bits]) if tile.direct and tile.splits > 1 else 1
+    least = triton.cdiv(inputs, MAX_SPLIT_INPUTS[bits]) if tile.direct and tile.splits > 1 else 1
     return tile._replace(splits=max(tile.splits, least))
 
 
@@ -212,7 +212,7 @@ def few_rows(
     *,
     activation: str | None = None,
     may_split: bool = False,
-    ahead: Tensor | None = None,
+    prefetch: Tensor | None = None,
 ) -> Tensor | None:
     """`x W^T + b`, or the gated activation of its two halves, as
     `specdec.layers.triton_linear.few_rows` has it.
@@ -223,14 +223,14 @@ def few_rows(
         bias: [out], or None.
         activation: see `specdec.layers.ops.activation`; the weight then joins gate and up.
         may_split: the caller can add up partial sums.
-        ahead: a weight to send hints about.
+        prefetch: a weight to send hints about.
 
     Returns:
         [rows, out], or with an activation half as wide, in the type of `x`; with `may_split`
         perhaps float32 [splits, rows, out], whose sum it is, not yet rounded; None for a product
         that is not this kernel's.
     """
-    if x.ndim != 2 or len(x) > MOST_ROWS or x.dtype != weight.dtype or not suits(weight):
+    if x.ndim != 2 or len(x) > MAX_ROWS or x.dtype != weight.dtype or not suits(weight):
         return None
     tile = tile_for(
         weight.code,
@@ -238,19 +238,19 @@ def few_rows(
         weight.in_features,
         may_split=may_split and activation is None,
     )
-    return multiply(x, weight, bias, tile, activation=activation, ahead=ahead)
+    return multiply(x, weight, bias, tile, activation=activation, prefetch=prefetch)
 
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`x W^T + b` [rows, out] of any number of rows, for a weight that `suits`; see `few_rows`."""
-    if len(x) <= MOST_ROWS:
+    if len(x) <= MAX_ROWS:
         return multiply(
             x,
             weight,
             bias,
             tile_for(weight.code, weight.out_features, weight.in_features, may_split=False),
         )
-    if len(x) <= MOST_TILED_ROWS:
+    if len(x) <= MAX_TILED_ROWS:
         return multiply(x, weight, bias, MANY_ROWS)
     output = x.new_empty(len(x), weight.out_features)
     step = max(64, SLICE_BYTES // (weight.in_features * x.itemsize) // 64 * 64)
@@ -271,7 +271,7 @@ def multiply(
     tile: Tile,
     *,
     activation: str | None = None,
-    ahead: Tensor | None = None,
+    prefetch: Tensor | None = None,
 ) -> Tensor:
     """The product with a given division; see `few_rows`."""
     rows, gated = len(x), activation is not None
@@ -283,7 +283,7 @@ def multiply(
         else x.new_empty(rows, width)
     )
     grid = (
-        triton.cdiv(width, launch["COLUMNS"]) + surplus(ahead, launch["num_warps"]),
+        triton.cdiv(width, launch["COLUMNS"]) + prefetch_programs(prefetch, launch["num_warps"]),
         tile.splits,
         triton.cdiv(rows, launch["ROWS"]),
     )
@@ -301,7 +301,7 @@ def multiply(
             ACTIVATION=activation,
             **launch,
             **codes,
-            **hint_options(ahead),
+            **hint_options(prefetch),
             **overlap_options(x.device),
         )
     return output
@@ -319,9 +319,9 @@ def launch_of(
         if wide is not None:
             columns, padded, depth = wide.columns, min(padded, wide.rows), wide.depth
         # Four scales in a word, beside one of minima and one of their scales, are as many as two.
-        depth = min(depth, MOST_SCALES * weight.group * (1 if weight.outer is None else 2))
+        depth = min(depth, MAX_SCALES * weight.group * (1 if weight.outer is None else 2))
     else:
-        padded = min(padded, ROWS_AT_ONCE if tile.lanes > 1 else MOST_ROWS)
+        padded = min(padded, ROWS_AT_ONCE if tile.lanes > 1 else MAX_ROWS)
         span = span_of(weight)
         depth = max(span, depth // span * span)
         loaded = tile.lanes * (

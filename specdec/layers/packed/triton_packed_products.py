@@ -224,7 +224,7 @@ def packed_kernel(
     output: tl.tensor,  # [num_rows, WIDTH], or float32 [SPLITS, num_rows, WIDTH]
     num_rows: tl.tensor,
     x_stride: tl.tensor,
-    ahead: tl.tensor,  # weight to send hints about, or None
+    prefetch: tl.tensor,  # weight to send hints about, or None
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
     ROW_WORDS: tl.constexpr,
@@ -240,15 +240,15 @@ def packed_kernel(
     LANES: tl.constexpr,
     SPLITS: tl.constexpr,
     DIRECT: tl.constexpr,  # see `specdec.layers.packed.triton_packed.Tile`
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Program (c, s, r): tile c of the columns, share s of the inputs, tile r of the rows."""
-    if ahead is not None:
-        program = hint_program(AHEAD)
+    if prefetch is not None:
+        program = hint_program(PREFETCH)
         if program >= 0:
-            send_hints(ahead, program, AHEAD)
+            send_hints(prefetch, program, PREFETCH)
             return
     GATED: tl.constexpr = ACTIVATION is not None
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP

@@ -16,7 +16,7 @@ from specdec.kv_cache.state import StateCache
 from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows
 
 EPSILON = 1e-6
-MOST_ROWS = 4
+MAX_ROWS = 4
 """Most rows of a step with drafts."""
 
 
@@ -37,14 +37,14 @@ KERNEL = Kernel("recurrence", check_recurrence, dtypes=FLOATS)
 
 
 def _recurrence_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
-    from specdec.layers.recurrence.triton_recurrence import MOST_SERIAL, recur  # it imports Triton
+    from specdec.layers.recurrence.triton_recurrence import MAX_SERIAL, recur  # it imports Triton
 
     for kind, value_dim in (("delta", 128), ("plain", 64), ("keys", 32)):
         here = _layer(kind, value_dim, dtype)
         there = _moved(here, device)
-        for prompt in (5, MOST_SERIAL + 6):
+        for prompt in (5, MAX_SERIAL + 6):
             # A prompt, a step of which half is accepted, one that takes that in, and one more.
-            steps = ((prompt, prompt), (MOST_ROWS, 2), (MOST_ROWS, 4), (1, 1))
+            steps = ((prompt, prompt), (MAX_ROWS, 2), (MAX_ROWS, 4), (1, 1))
             lengths = prompt + 7, prompt + 7
             inputs = [
                 normal(length + i, here.width)[:length].to(dtype)
@@ -54,7 +54,7 @@ def _recurrence_deviations(device: torch.device, dtype: torch.dtype) -> Iterator
             done = 0
             for count, accepted in steps:
                 x = torch.cat([one[done : done + count] for one in inputs])
-                rows = _rows(device, done, count, final=accepted == count and count != MOST_ROWS)
+                rows = _rows(device, done, count, final=accepted == count and count != MAX_ROWS)
                 out = recur(x.to(device), there, caches[0], rows)
                 rows.finish(caches[0].lengths)
                 for i, one in enumerate(inputs):
@@ -110,7 +110,7 @@ def _cache(one: Recurrence, dtype: torch.dtype, device: torch.device) -> StateCa
         (3, one.num_value_heads, one.key_dim, one.value_dim), float("nan"), device=device
     )
     inputs = torch.full(
-        (3, one.taps - 1 + 2 * MOST_ROWS, one.width), float("nan"), dtype=dtype, device=device
+        (3, one.taps - 1 + 2 * MAX_ROWS, one.width), float("nan"), dtype=dtype, device=device
     )
     return StateCache(state, inputs, torch.zeros(3, dtype=torch.int64, device=device))
 
@@ -121,7 +121,7 @@ def _rows(device: torch.device, start: int, count: int, *, final: bool) -> Recur
         torch.tensor(pair, device=device) for pair in ((2, 1), (start, start), (count, count))
     )
     first_rows = torch.tensor([0, count, 2 * count], dtype=torch.int32, device=device)
-    return RecurrentRows(slots, starts, counts, first_rows, count, MOST_ROWS, final)
+    return RecurrentRows(slots, starts, counts, first_rows, count, MAX_ROWS, final)
 
 
 def _serially(one: Recurrence, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,10 +160,10 @@ def _serially(one: Recurrence, x: Tensor) -> tuple[Tensor, Tensor]:
     outputs = []
     for row in range(rows):
         state = state * decay[row, ..., None]
-        told = (
+        v_new = (
             value[row] - (state * key[row, ..., None]).sum(1) if one.rule == "delta" else value[row]
         )
-        state = state + key[row, ..., None] * (told * beta[row, :, None])[:, None]
+        state = state + key[row, ..., None] * (v_new * beta[row, :, None])[:, None]
         outputs.append((state * query[row, ..., None]).sum(1))
     out = torch.stack(outputs)
     out = out if one.skip is None else out + one.skip[:, None] * value
@@ -178,13 +178,13 @@ def _convolution_deviations(device: torch.device, dtype: torch.dtype) -> Iterato
     for prompt in (5, FEW_ROWS + 6):
         inputs = [normal(prompt + 7 + i, 3 * width)[: prompt + 7].to(dtype) for i in range(2)]
         ring = torch.full(
-            (3, taps - 1 + 2 * MOST_ROWS, width), float("nan"), dtype=dtype, device=device
+            (3, taps - 1 + 2 * MAX_ROWS, width), float("nan"), dtype=dtype, device=device
         )
         cache = StateCache(
             torch.empty(3, 0, device=device), ring, torch.zeros(3, dtype=torch.int64, device=device)
         )
         done = 0
-        for count, accepted in ((prompt, prompt), (MOST_ROWS, 2), (MOST_ROWS, 4), (1, 1)):
+        for count, accepted in ((prompt, prompt), (MAX_ROWS, 2), (MAX_ROWS, 4), (1, 1)):
             x = torch.cat([one[done : done + count] for one in inputs])
             rows = _rows(device, done, count, final=count == prompt)
             out = convolve(x.to(device), kernel.to(device), bias.to(device), cache, rows)

@@ -22,7 +22,7 @@ KEY_CHUNK = 16
 of them.
 """
 
-MOST_SERIAL = 32
+MAX_SERIAL = 32
 """Rows that are taken in one by one at most, so that a token has the same bits alone and among
 drafts.
 """
@@ -184,7 +184,7 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
     taken = _inputs(window, recurrence, live)
     fresh = (rows.starts == 0)[:, None, None, None]
     state = torch.where(fresh, 0.0, cache.state.index_select(0, rows.slots))
-    if count <= MOST_SERIAL or not rows.final:
+    if count <= MAX_SERIAL or not rows.final:
         out, end, before = _serially(state, taken, live, pending, recurrence.rule)
     else:
         out, end = _in_chunks(state, taken, recurrence.rule)
@@ -278,8 +278,8 @@ def _serially(
         query, key, value, decay, beta = (part[:, row] for part in taken)
         before = torch.where((pending == row)[:, None, None, None], state, before)
         decayed = state * decay.exp()[..., None]
-        told = value - (decayed * key[..., None]).sum(-2) if rule == "delta" else value
-        moved = decayed + key[..., None] * (told * beta[..., None])[..., None, :]
+        v_new = value - (decayed * key[..., None]).sum(-2) if rule == "delta" else value
+        moved = decayed + key[..., None] * (v_new * beta[..., None])[..., None, :]
         outputs.append((moved * query[..., None]).sum(-2))
         state = torch.where(live[:, row, None, None, None], moved, state)
     before = torch.where((pending == live.shape[1])[:, None, None, None], state, before)
@@ -297,17 +297,17 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
         )
         # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
         total = decay.cumsum(-2)
-        told = value
+        v_new = value
         if rule == "delta":
-            told = value - (key * total.exp()) @ state
-        told = told * beta[..., None]
+            v_new = value - (key * total.exp()) @ state
+        v_new = v_new * beta[..., None]
         # what a row tells the state depends on what the rows before it in the chunk have told
         if rule == "delta":
             system = _meetings(key, key, total) * beta[..., None]
-            told = torch.linalg.solve_triangular(system, told, upper=False, unitriangular=True)
-        out = (query * total.exp()) @ state + _meetings(query, key, total) @ told
+            v_new = torch.linalg.solve_triangular(system, v_new, upper=False, unitriangular=True)
+        out = (query * total.exp()) @ state + _meetings(query, key, total) @ v_new
         left = (total[..., -1:, :] - total).exp()
-        state = state * total[..., -1, :, None].exp() + (key * left).mT @ told
+        state = state * total[..., -1, :, None].exp() + (key * left).mT @ v_new
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1), state
 

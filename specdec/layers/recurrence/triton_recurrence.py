@@ -31,7 +31,7 @@ from specdec.layers.recurrence.triton_recurrence_chunks import take_in_chunks
 from specdec.layers.recurrence.triton_recurrence_inputs import prepare
 from specdec.layers.recurrence.triton_recurrence_rows import Layer, Prepared, Rows, pending_rows
 
-MOST_SERIAL = 64
+MAX_SERIAL = 64
 """Rows of a request that are taken in one by one; more of a prompt are taken in by chunks."""
 
 
@@ -188,10 +188,10 @@ def _serial_kernel(
             if last:
                 tl.store(places, held, mask=exists)
         held *= scale if DECAYS == 1 else scale[:, None]
-        told = wide_value
+        v_new = wide_value
         if DELTA:
-            told -= tl.sum(held * wide_key[:, None], 0)
-        held += wide_key[:, None] * (told * strength)[None, :]
+            v_new -= tl.sum(held * wide_key[:, None], 0)
+        held += wide_key[:, None] * (v_new * strength)[None, :]
         out = tl.sum(held * wide_query[:, None], 0)
         if skip is not None:
             out += skipped * wide_value
@@ -231,7 +231,7 @@ def recur(x: Tensor, recurrence: Layer, cache: StateCache, rows: Rows) -> Tensor
     output = torch.empty(
         len(x), recurrence.num_value_heads * recurrence.value_dim, dtype=x.dtype, device=x.device
     )
-    take = take_in_chunks if rows.final and rows.max_rows > MOST_SERIAL else take_serially
+    take = take_in_chunks if rows.final and rows.max_rows > MAX_SERIAL else take_serially
     take(prepared, recurrence, cache, rows, output)
     return output
 

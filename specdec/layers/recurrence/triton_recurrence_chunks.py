@@ -176,7 +176,7 @@ def _walk_kernel(
             )
             since, until = tl.exp(log_decay), tl.exp(tl.minimum(log_end - log_decay, 0.0))
         reads = since
-        told = value
+        v_new = value
         if DELTA:
             query_factor = tl.load(
                 factors + row * (2 * KEY_HEADS) + key_head, mask=exists, other=0.0
@@ -186,26 +186,26 @@ def _walk_kernel(
             )
             inverse = tl.load(inverses + corner + square)
             if sums is None:
-                told -= _product(key, held, SPLIT) * (since * key_factor)[:, None]
+                v_new -= _product(key, held, SPLIT) * (since * key_factor)[:, None]
             else:
-                told -= _wide_product(key * since * key_factor[:, None], held, dtype, SPLIT)
-            told *= beta[:, None]
-            told = _wide_product(inverse, told, dtype, SPLIT)
+                v_new -= _wide_product(key * since * key_factor[:, None], held, dtype, SPLIT)
+            v_new *= beta[:, None]
+            v_new = _wide_product(inverse, v_new, dtype, SPLIT)
             reads *= query_factor if sums is None else query_factor[:, None]
             until *= key_factor if sums is None else key_factor[:, None]
         else:
-            told *= beta[:, None]
+            v_new *= beta[:, None]
         if sums is None:
-            out = _product(query, held, SPLIT) * reads[:, None] + _product(meeting, told, SPLIT)
+            out = _product(query, held, SPLIT) * reads[:, None] + _product(meeting, v_new, SPLIT)
         else:
-            out = _wide_product(query * reads, held, dtype, SPLIT) + _product(meeting, told, SPLIT)
+            out = _wide_product(query * reads, held, dtype, SPLIT) + _product(meeting, v_new, SPLIT)
         if skip is not None:
             out += tl.load(skip + head).to(tl.float32) * value
         if sums is None:
-            held = held * tl.exp(log_end) + _product(tl.trans(key), told * until[:, None], SPLIT)
+            held = held * tl.exp(log_end) + _product(tl.trans(key), v_new * until[:, None], SPLIT)
         else:
             held = held * tl.trans(tl.exp(log_end)) + _wide_product(
-                tl.trans(key * until), told, dtype, SPLIT
+                tl.trans(key * until), v_new, dtype, SPLIT
             )
         is_new = exists & (own >= pending)
         out_places = output + (out_row + own)[:, None] * (VALUE_HEADS * VALUE_DIM)

@@ -37,8 +37,8 @@ def gates_of_heads(
     x_stride: tl.tensor,
     columns: tl.tensor,
     beta_scale: tl.tensor,
-    least_step: tl.tensor,
-    most_step: tl.tensor,
+    min_step: tl.tensor,
+    max_step: tl.tensor,
     VALUE_HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -67,7 +67,7 @@ def gates_of_heads(
                 tl.store(kept + CHANNELS + head, b, mask=exists & (row >= pending))
             beta = tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32) * beta_scale
         else:
-            step = tl.minimum(tl.maximum(step, least_step), most_step)
+            step = tl.minimum(tl.maximum(step, min_step), max_step)
             beta = step
         place = gates + (out_row + row) * (2 * VALUE_HEADS) + head
         tl.store(place, -speed * step, mask=exists)

@@ -48,8 +48,8 @@ def _inputs_kernel(
     max_pending: tl.tensor,
     query_scale: tl.tensor,
     beta_scale: tl.tensor,
-    least_step: tl.tensor,
-    most_step: tl.tensor,
+    min_step: tl.tensor,
+    max_step: tl.tensor,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -94,7 +94,7 @@ def _inputs_kernel(
     elif DECAYS == 1:
         gates_of_heads(
             x, ring, rate, time_bias, gates, begin, end, pending, start, out_row, x_stride, columns,
-            beta_scale, least_step, most_step,
+            beta_scale, min_step, max_step,
             VALUE_HEADS, CHANNELS, WIDTH, DELTA, KEEPS,
         )  # fmt: skip
     else:

@@ -21,7 +21,7 @@ from specdec.layers.recurrence.triton_recurrence_systems import (
     BLOCK,
     CHUNK,
     invert,
-    most_chunks,
+    max_chunks,
     places_of,
     span,
     squares,
@@ -190,7 +190,7 @@ def solve_by_key(
     with on_device(channels):
         _within_kernel[
             (
-                most_chunks(rows) * (CHUNK.value // BLOCK.value),
+                max_chunks(rows) * (CHUNK.value // BLOCK.value),
                 layer.num_value_heads,
                 len(rows.slots),
             )

@@ -214,7 +214,7 @@ def solve(
     systems = torch.empty(shape, dtype=torch.float32, device=channels.device) if delta else None
     meetings = torch.empty(shape, dtype=channels.dtype, device=channels.device)
     with on_device(channels):
-        _within_kernel[(most_chunks(rows), layer.num_value_heads, len(rows.slots))](
+        _within_kernel[(max_chunks(rows), layer.num_value_heads, len(rows.slots))](
             *prepared,
             systems,
             meetings,
@@ -236,7 +236,7 @@ def solve(
 def invert(systems: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> None:
     """Makes of triangular systems their inverses, in place."""
     with on_device(systems):
-        _invert_kernel[(most_chunks(rows), layer.num_value_heads, len(rows.slots))](
+        _invert_kernel[(max_chunks(rows), layer.num_value_heads, len(rows.slots))](
             systems,
             *places_of(rows, cache),
             VALUE_HEADS=layer.num_value_heads,
@@ -251,7 +251,7 @@ def squares(prepared: Prepared, layer: Layer, rows: Rows) -> tuple[int, int, int
     return len(prepared.channels) // size + 2 * len(rows.slots), layer.num_value_heads, size, size
 
 
-def most_chunks(rows: Rows) -> int:
+def max_chunks(rows: Rows) -> int:
     """Host bound on the chunks of a request."""
     return triton.cdiv(rows.max_pending + rows.max_rows, CHUNK.value) + 1
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.base.blocks import MOST_NODES, DraftTree
+from specdec.base.blocks import MAX_NODES, DraftTree
 from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 
@@ -51,7 +51,7 @@ def best_first(scores: Tensor, num_nodes: int) -> BestPaths:
     """
     depth, count = scores.shape[1], scores.shape[-1]
     paths = sum(count ** min(d, 6) for d in range(1, depth + 1))
-    assert 1 <= num_nodes <= MOST_NODES
+    assert 1 <= num_nodes <= MAX_NODES
     if num_nodes > paths:
         return _filled_up(best_first(scores, paths), num_nodes)
     if KERNEL.runs_on(scores.device):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.base.blocks import MOST_NODES, DraftTree
+from specdec.base.blocks import MAX_NODES, DraftTree
 from specdec.device.deviation import Deviation, deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 from specdec.sampling.trees.trees import ancestors_of
@@ -179,7 +179,7 @@ def _best(
         num_nodes, depth: see `merge_trees`.
     """
     count = paths.shape[1]
-    assert num_nodes <= min(MOST_NODES, count)
+    assert num_nodes <= min(MAX_NODES, count)
     depths = (paths >= 0).sum(dim=2)
     scores = torch.where(is_first & (depths > 0), scores, -torch.inf)
     by_depth = depths.sort(dim=1, stable=True).indices

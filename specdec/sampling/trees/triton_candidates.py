@@ -16,10 +16,10 @@ from torch import Tensor
 from specdec.kernels.triton_argmax import DTYPES, SLICE, token_key
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
-from specdec.sampling.triton_filters import COLDEST, least_kept
+from specdec.sampling.triton_filters import COLDEST, min_kept
 from specdec.sampling.triton_sampler import gumbel, noise_bits
 
-MOST_CANDIDATES = 64
+MAX_CANDIDATES = 64
 GROUP = 64
 """Columns: with more of them a row's program would have more tokens to compare, with fewer more
 groups.
@@ -222,8 +222,8 @@ def candidates(
         and ints.is_contiguous()
         and (weights is None or weights.is_contiguous())
     )
-    assert 1 <= count <= min(MOST_CANDIDATES, logits.shape[-1])
-    least = least_kept(logits, floats, ints) if filtered else floats  # which is not read then
+    assert 1 <= count <= min(MAX_CANDIDATES, logits.shape[-1])
+    least = min_kept(logits, floats, ints) if filtered else floats  # which is not read then
     rows, slices, device = positions.numel(), triton.cdiv(logits.shape[-1], SLICE), logits.device
     maxima = torch.empty(rows, slices, SLICE // GROUP, dtype=torch.int64, device=device)
     parts = torch.empty(rows, slices, 2, dtype=torch.float32, device=device)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.base.blocks import MOST_NODES, DraftTree
+from specdec.base.blocks import MAX_NODES, DraftTree
 from specdec.kernels.triton_argmax import token_key
 from specdec.kernels.triton_launch import on_device, overlap_options
 from specdec.kernels.triton_overlap import await_previous
@@ -336,7 +336,7 @@ def merge(
 
 def _room(num_reqs: int, num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """For the outcome of so many requests."""
-    assert 1 <= num_nodes <= MOST_NODES
+    assert 1 <= num_nodes <= MAX_NODES
     found = torch.empty(5, num_reqs, num_nodes, dtype=torch.int64, device=device)
     scores = torch.empty(num_reqs, num_nodes, dtype=torch.float32, device=device)
     return found, scores, found.new_empty(num_reqs)

@@ -66,8 +66,8 @@ class CallCompletion(ChatCompletion):
         deltas = list(self._deltas(chunk.index, pieces))
         if reasoning:
             deltas.insert(0, {"reasoning_content": reasoning})
-        told = chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)
-        for number, delta in enumerate(deltas or [{}] if told else deltas):
+        detailed = chunk.token_ids and (chunk.logprobs or self.asked.return_token_ids)
+        for number, delta in enumerate(deltas or [{}] if detailed else deltas):
             tokens = StreamChunk(chunk.index, "", [])
             if not number:
                 tokens = StreamChunk(

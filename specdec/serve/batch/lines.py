@@ -46,7 +46,7 @@ LINE_FIELDS = TEMPLATE_FIELDS | {
 """What a line that is no request of a batch may say, in the words of one."""
 
 _LIMITS: Any = ServeConfig.__dataclass_fields__
-MOST_OUTPUTS: int = _LIMITS["max_choices"].default
+MAX_OUTPUTS: int = _LIMITS["max_choices"].default
 """Most outputs of a request, as in a server that says nothing else."""
 
 Job = tuple[list[int], SamplingParams]
@@ -109,8 +109,8 @@ def _num_outputs(asked: Generation) -> int:
 
 
 def _check_outputs(count: int) -> None:
-    if count > MOST_OUTPUTS:
-        message = f"the request asks for {count:,} outputs and the limit is {MOST_OUTPUTS}"
+    if count > MAX_OUTPUTS:
+        message = f"the request asks for {count:,} outputs and the limit is {MAX_OUTPUTS}"
         raise RequestError(400, f"{message}; ask for fewer at once")
 
 
@@ -222,7 +222,7 @@ class BatchLine:
                 prompts = [_chat_tokens(reader, asked, self._tools.given if self._tools else ())]
                 if self._tools is not None:
                     sampling = self._tools.sampling(reader.tokenizer, sampling)
-                if asked.most_output is None and "max_tokens" not in given:
+                if asked.max_output is None and "max_tokens" not in given:
                     left = max(1, most - len(prompts[0]))
                     sampling = replace(sampling, max_tokens=left)
                 sampling = sampling.for_chat()

@@ -78,7 +78,7 @@ class Setup:
     def short_cache(self) -> str | None:
         """Says so where the cache holds less than the context."""
         admission = self.facts.admission
-        context, most = admission.max_model_len, admission.most_tokens
+        context, most = admission.max_model_len, admission.max_total_tokens
         if most >= context:
             return None
         return (

@@ -58,8 +58,8 @@ class RequestLog:
             if self._lines and scope["method"] == "POST":
                 outputs = scope.get(_KEY)
                 what = f"{name.decode()}: {scope['method']} {scope['path']} {status}"
-                told = "" if outputs is None else f", {outputs.told}"
-                logger.info("request %s%s, %.3f s", what, told, time.perf_counter() - begin)
+                summary = "" if outputs is None else f", {outputs.summary}"
+                logger.info("request %s%s, %.3f s", what, summary, time.perf_counter() - begin)
 
 
 def note(scope: MutableMapping[str, Any], outputs: Outputs) -> None:

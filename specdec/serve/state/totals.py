@@ -85,13 +85,13 @@ class Totals:
 
     def plain(self) -> dict[str, Any]:
         """The totals as JSON has them."""
-        told = dict(vars(self))
-        for name, one in told.items():
+        values = dict(vars(self))
+        for name, one in values.items():
             if isinstance(one, Histogram):
-                told[name] = [*one.counts, one.sum]
+                values[name] = [*one.counts, one.sum]
             elif isinstance(one, Counter):
-                told[name] = dict(one)
-        return told
+                values[name] = dict(one)
+        return values
 
     @classmethod
     def from_plain(cls, given: dict[str, Any]) -> Totals:

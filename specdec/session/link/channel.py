@@ -31,7 +31,7 @@ _BUFFER = 2**22
 """Bytes that the kernel may hold for each side, as far as it allows."""
 
 
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 """Most bytes of a message to an engine. Fronts let no longer one in: the tokens of a prompt fit the
 context, and a grammar is of limited size.
 """

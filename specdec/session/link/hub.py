@@ -26,7 +26,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle
 from specdec.session.link.channel import (
-    MOST_BYTES,
+    MAX_BYTES,
     Channel,
     Malformed,
     Numbers,
@@ -69,7 +69,7 @@ class Link:
         number: its own.
         ready: it serves.
         outputs: its unfinished ones, by its own numbers.
-        news: those of which something is to be told.
+        changed: those of which something is to be told.
         grammars: those that it waits for.
         prompt_tokens: of its unfinished outputs.
         numbers: what it was told last.
@@ -78,11 +78,11 @@ class Link:
     """
 
     def __init__(self, sock: socket.socket, max_outputs: int, max_prompt_tokens: int) -> None:
-        self.channel, self.ready, self.number = Channel(sock, MOST_BYTES), False, next(_NUMBERS)
+        self.channel, self.ready, self.number = Channel(sock, MAX_BYTES), False, next(_NUMBERS)
         self._max_outputs, self._max_prompt_tokens = max_outputs, max_prompt_tokens
         self.fault: str | None = None
         self.outputs: dict[int, _Output] = {}
-        self.news: dict[Request, _Output] = {}
+        self.changed: dict[Request, _Output] = {}
         self.grammars: dict[int, Future[Any]] = {}
         self.prompt_tokens, self.numbers = 0, Numbers()
         self.untold: set[int] = set()
@@ -106,7 +106,7 @@ class Link:
         output = self.outputs.pop(key, None)
         if output is not None:
             self.prompt_tokens -= len(output.handle.request.prompt_token_ids)
-            self.news.pop(output.handle.request, None)
+            self.changed.pop(output.handle.request, None)
         return output
 
 
@@ -358,7 +358,7 @@ class Hub:
         for request in touched:
             output = self._outputs.get(request)
             if output is not None:
-                output.link.news[request] = output
+                output.link.changed[request] = output
 
     def _numbers(self) -> Numbers:
         engine, links = self._engine, self._links.values()
@@ -388,13 +388,13 @@ class Hub:
                 outputs=numbers.outputs - len(link.outputs),
                 prompt_tokens=numbers.prompt_tokens - link.prompt_tokens,
             )
-        news, link.news = link.news, {}
-        if not news and numbers == link.numbers:
+        changed, link.changed = link.changed, {}
+        if not changed and numbers == link.numbers:
             return
         link.numbers = numbers
         keys, counts, tokens, parts, steps = [], [], [], [], []
         more: list[tuple[Any, ...]] = []
-        for request, output in news.items():
+        for request, output in changed.items():
             written, known = request.output_token_ids, output.num_tokens
             keys.append(output.key)
             counts.append(len(written) - known)
@@ -425,7 +425,7 @@ class Hub:
                 self._send(link, ("failed", line))
             for output in link.outputs.values():
                 output.handle.cancel()
-            link.outputs, link.news, link.prompt_tokens = {}, {}, 0
+            link.outputs, link.changed, link.prompt_tokens = {}, {}, 0
         self._outputs = {}
         try:
             token = next(iter(self._decoder.verifier.eos_token_ids), 0)

@@ -138,13 +138,13 @@ class Remote:
             SpecDecError: see `Admission.compiled_grammar`, or it cannot be compiled.
         """
         key = next(self._keys)
-        told = self._compiling[key] = asyncio.get_running_loop().create_future()
+        done = self._compiling[key] = asyncio.get_running_loop().create_future()
         self.send(("grammar", key, sampling.plain()))
         try:
-            await told
+            await done
         finally:
             del self._compiling[key]
-            if told.cancelled():  # as it is with who waits
+            if done.cancelled():  # as it is with who waits
                 self.send(("leave", key))
 
     def _forget(self, key: int) -> Handle | None:

@@ -16,7 +16,7 @@ from specdec.base.config import EngineConfig
 from specdec.cli.options import load_decoder, model_options
 from specdec.device.device import default_cache_bytes, free_memory, resolve_device
 
-LEAST_FREE = 0.05
+MIN_FREE = 0.05
 """Of the memory of the device."""
 
 
@@ -29,8 +29,8 @@ def problems(free: int, total: int, left: int) -> list[str]:
     found = []
     if free > total:
         found.append("the driver names more free memory than there is")
-    if left < LEAST_FREE * total:
-        found.append(f"less than {LEAST_FREE:.0%} of it is left")
+    if left < MIN_FREE * total:
+        found.append(f"less than {MIN_FREE:.0%} of it is left")
     return found
 
 

@@ -102,7 +102,7 @@ def page(about: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
     return next((text for text in pages if len(text) <= MOST), _page(about, steps, 0))
 
 
-def _page(about: Mapping[str, Any], steps: Mapping[str, Any], most_lines: int) -> str:
+def _page(about: Mapping[str, Any], steps: Mapping[str, Any], max_lines: int) -> str:
     lines = [f"# specdec on {about['device']}", "", counts(steps.values()), ""]
     if figures := table(steps):
         lines += [*figures, ""]
@@ -118,7 +118,7 @@ def _page(about: Mapping[str, Any], steps: Mapping[str, Any], most_lines: int) -
             for line in step["output"].replace("\r", "\n").splitlines()
             if line.strip()
         ]
-        output = output[len(output) - most_lines if most_lines < len(output) else 0 :]
+        output = output[len(output) - max_lines if max_lines < len(output) else 0 :]
         lines += [
             "",
             f"<details><summary>{name}: {step['verdict']}</summary>",

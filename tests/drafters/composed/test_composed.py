@@ -112,9 +112,9 @@ def test_the_highest_forecast_drafts() -> None:
 class Foresighted(Fixed):
     """It expects the same of every text before it drafts."""
 
-    has_outlook = True
+    has_expected_accepted = True
 
-    def outlook(self, batch: DecodeBatch) -> Tensor | None:
+    def expected_accepted(self, batch: DecodeBatch) -> Tensor | None:
         return self.promised
 
 
@@ -125,14 +125,17 @@ def test_the_highest_outlook_counts() -> None:
         Foresighted([7, 8], [2.0, 0.5]),
         Foresighted([7, 8, 9], [1.0, 0.6]),
     )
-    outlook = rig.bound.outlook(rig.batch([1, 1], [3, 3], 4))
+    expected_accepted = rig.bound.expected_accepted(rig.batch([1, 1], [3, 3], 4))
     assert (
-        rig.bound.has_outlook
-        and outlook is not None
-        and outlook.tolist() == pytest.approx([2.0, 0.6])
+        rig.bound.has_expected_accepted
+        and expected_accepted is not None
+        and expected_accepted.tolist() == pytest.approx([2.0, 0.6])
     )
     rig = rig_of(Fixed([3, 4], [9.0, 9.0]), Fixed([7, 8], [2.0, 0.5]))
-    assert not rig.bound.has_outlook and rig.bound.outlook(rig.batch([1, 1], [3, 3], 2)) is None
+    assert (
+        not rig.bound.has_expected_accepted
+        and rig.bound.expected_accepted(rig.batch([1, 1], [3, 3], 2)) is None
+    )
 
 
 def test_promises_are_put_right() -> None:

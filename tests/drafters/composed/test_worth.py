@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters.composed.drafter import BoundComposed, ComposedDrafter
-from drafters.composed.worth import ENOUGH, MOST_SKIPPED, Worth
+from drafters.composed.worth import ENOUGH, MAX_SKIPPED, Worth
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
@@ -61,8 +61,8 @@ def test_what_is_not_known_is_asked() -> None:
 def test_models_are_asked_again_now_and_then() -> None:
     """And come back when they have become better."""
     worth = taught({0.0: 0.0}, models=0.5, rest=1.0)
-    answers = [worth.pays(KIND, [0.0]) for _ in range(3 * (MOST_SKIPPED + 1))]
-    assert answers == [*[False] * MOST_SKIPPED, True] * 3
+    answers = [worth.pays(KIND, [0.0]) for _ in range(3 * (MAX_SKIPPED + 1))]
+    assert answers == [*[False] * MAX_SKIPPED, True] * 3
     for _ in range(200):
         worth.observe([0.0], [2.0])
     assert worth.pays(KIND, [0.0])

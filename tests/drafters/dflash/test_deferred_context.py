@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafters.dflash import drafter as module
-from drafters.dflash.drafter import MOST_DEFERRED, BoundDFlash
+from drafters.dflash.drafter import MAX_DEFERRED, BoundDFlash
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
@@ -19,11 +19,11 @@ from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
 
-LONG = MOST_DEFERRED + 5
+LONG = MAX_DEFERRED + 5
 PATTERNS = {
     "now and then": [0, 0, 3, 3, 0, 1, 0, 0, 0, 3, 3],
     "more than the ring holds": [3, *[0] * LONG, 3, 3],
-    "as many as the ring holds": [3, *[0] * MOST_DEFERRED, 3, 3, *[0] * (MOST_DEFERRED - 1), 3],
+    "as many as the ring holds": [3, *[0] * MAX_DEFERRED, 3, 3, *[0] * (MAX_DEFERRED - 1), 3],
 }
 Drafts = dict[tuple[int, int], list[int]]
 
@@ -84,7 +84,7 @@ def test_drafts_are_those_of_a_full_context(
     """Catches a context that is lost, written late, of another position or of another request."""
     tokens, drafts, contexts = run(PATTERNS[name], monkeypatch, pipeline_depth=depth)
     assert "later" in contexts and "all" in contexts
-    monkeypatch.setattr(BoundDFlash, "most_deferred", 0)
+    monkeypatch.setattr(BoundDFlash, "max_deferred", 0)
     expected, all_drafts, at_once = run(PATTERNS[name], monkeypatch, pipeline_depth=depth)
     assert set(at_once) == {"now"}
     assert tokens == expected
@@ -101,7 +101,7 @@ def test_without_what_was_put_off_drafts_differ(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module.BoundDFlash, "_catch_up", lambda self, batch: None)
     tokens, drafts, _ = run(pattern, monkeypatch)
     monkeypatch.undo()
-    monkeypatch.setattr(BoundDFlash, "most_deferred", 0)
+    monkeypatch.setattr(BoundDFlash, "max_deferred", 0)
     expected, all_drafts, _ = run(pattern, monkeypatch)
     assert tokens == expected  # lossless all the same
     assert any(

@@ -159,10 +159,10 @@ def test_a_wrong_prediction_is_given_up() -> None:
     rig = Rig(PredictionCopier(), FakeVerifier(), num_reqs=1)
     assert isinstance(rig.bound, BoundCopier)
     rig.bound.predict(0, [1, 2], [], [3, 4, 5])
-    outlook = rig.bound.outlook(rig.batch([3], [2], 9))
-    assert outlook.tolist() == [2]  # what is left of it
-    outlook = rig.bound.outlook(rig.batch([50], [2], 9))
-    assert outlook.tolist() == [0]
+    expected_accepted = rig.bound.expected_accepted(rig.batch([3], [2], 9))
+    assert expected_accepted.tolist() == [2]  # what is left of it
+    expected_accepted = rig.bound.expected_accepted(rig.batch([50], [2], 9))
+    assert expected_accepted.tolist() == [0]
 
 
 def test_a_slot_forgets_the_prediction_before() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.choice import MOST_CANDIDATES
+from drafters.choice import MAX_CANDIDATES
 from drafters.composed.drafter import ComposedDrafter
-from drafters.sequential.drafter import MOST_DEFERRED, BoundSequential, SequentialDrafter
+from drafters.sequential.drafter import MAX_DEFERRED, BoundSequential, SequentialDrafter
 from drafters.sequential.growth import num_beams
 from drafters.sequential.network import Rows
 from specdec.attention.backend import AttentionMetadata
@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "reduced": {"reduced": True},
 }
-PATTERN = [K, 0, 0, 3, K, *[0] * (MOST_DEFERRED + 5), K, 1, 0, K, K]
+PATTERN = [K, 0, 0, 3, K, *[0] * (MAX_DEFERRED + 5), K, 1, 0, K, K]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +233,7 @@ def test_trees_grow_behind_the_likeliest_paths_of_each_level(kind: str, temperat
                     (*path, token): total + score
                     for token, score in zip(tokens.tolist(), scores, strict=True)
                 }
-            level = dict(sorted(followers.items(), key=lambda item: -item[1])[:MOST_CANDIDATES])
+            level = dict(sorted(followers.items(), key=lambda item: -item[1])[:MAX_CANDIDATES])
             known |= level
         assert output.tree is not None and output.scores is not None
         paths: list[tuple[int, ...]] = [()]

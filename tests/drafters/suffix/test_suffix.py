@@ -295,10 +295,10 @@ def test_what_an_outlook_found_serves_the_drafts(shape: BlockShape) -> None:
     rig = rig_of(texts, past, occurrences=16)
     batch = rig.batch([text[-1] for text in texts], [len(text) - 1 for text in texts], 5)
     assert isinstance(rig.bound, BoundSuffix)
-    outlook = rig.bound.outlook(batch)
+    expected_accepted = rig.bound.expected_accepted(batch)
     chain = propose(rig_of(texts, past, occurrences=16), texts, BlockShape(5))
-    assert chain.forecast is not None and outlook.tolist() == chain.forecast.tolist()
-    assert outlook[0] > 0 == outlook[2]
+    assert chain.forecast is not None and expected_accepted.tolist() == chain.forecast.tolist()
+    assert expected_accepted[0] > 0 == expected_accepted[2]
     found = rig.bound._found
     assert found is not None and found.serves(batch, 16) and not found.serves(batch, 17)
     assert not found.serves(replace(batch, slots=batch.slots.flip(0)), 16)

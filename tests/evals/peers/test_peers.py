@@ -130,7 +130,7 @@ class FakeVllm:
 
     Attributes:
         calls: options of every engine, and prompt and sampling of every request.
-        waiting, most_waiting: requests that have not ended, and how many there were at most.
+        waiting, max_waiting: requests that have not ended, and how many there were at most.
         running: engines that were started and not shut down.
         fails: the next engine does not start.
         counts: what the engine tells of its drafts; each request adds 10 steps and 35 accepted
@@ -142,7 +142,7 @@ class FakeVllm:
         self.counts: dict[str, float] = {}
         self.calls: list[dict[str, Any]] = []
         self.waiting: list[tuple[str, list[int]]] = []
-        self.most_waiting = 0
+        self.max_waiting = 0
         self.running = 0
         self.fails = False
         self.library = library = ModuleType("vllm")
@@ -182,7 +182,7 @@ class FakeVllm:
     def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
         self.calls.append({"prompt": prompt, "params": params})
         self.waiting.append((request_id, prompt["prompt_token_ids"]))
-        self.most_waiting = max(self.most_waiting, len(self.waiting))
+        self.max_waiting = max(self.max_waiting, len(self.waiting))
 
     def step(self) -> list[Any]:
         """Ends the request that came last, and says of the first that it goes on."""
@@ -262,10 +262,10 @@ def test_vllm_has_as_many_conversations_as_asked_for(
     """
     peer = load_peer("vllm", gpu_verifier(folder))
     for prompts in ([[number] for number in range(3, 10)], [[4, 5]]):
-        vllm.most_waiting = 0
+        vllm.max_waiting = 0
         answers = peer.generate(prompts, [SamplingParams()] * len(prompts), concurrency=concurrency)
         assert answers == [[*prompt, 2] for prompt in prompts]
-        assert vllm.most_waiting == min(concurrency, len(prompts))
+        assert vllm.max_waiting == min(concurrency, len(prompts))
 
 
 def test_a_head_goes_to_releases_that_know_it_with_whole_tables(

@@ -11,7 +11,7 @@ import torch
 from specdec.attention.backend import AttentionSpec, TreeRows
 from specdec.attention.selector import tree_reasons
 from specdec.attention.torch_ref.fa import TorchRefBackend
-from specdec.base.blocks import MOST_NODES
+from specdec.base.blocks import MAX_NODES
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.trees import Parents, random_trees
 
@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "window": 5,
     },
     "one head, every bit": {
-        "drafts": MOST_NODES,
+        "drafts": MAX_NODES,
         "num_heads": 1,
         "num_kv_heads": 1,
         "head_dim": 32,

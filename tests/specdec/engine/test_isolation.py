@@ -87,7 +87,7 @@ PLACES: dict[str, tuple[Any, dict[str, Any]]] = {
     "prompt log-probabilities": (in_prompt_logprobs, {"prompt_logprobs": 1}),
     "matching": (in_grammar("advance"), {"grammar": TEXTS}),
     "masks": (in_grammar("fill"), {"grammar": TEXTS}),
-    "replaced drafts": (in_grammar("mended"), {"grammar": TEXTS}),
+    "replaced drafts": (in_grammar("constrained"), {"grammar": TEXTS}),
     "compiling": (in_compiled, {"grammar": TEXTS}),
     "sampling parameters": (in_begin, {}),
 }

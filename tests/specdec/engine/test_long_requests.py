@@ -105,7 +105,7 @@ def test_captured_steps_ask_every_request(monkeypatch: pytest.MonkeyPatch) -> No
     """Nothing of the request that a graph was captured for is baked in, neither of steps nor of
     prefills.
     """
-    monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 16)
+    monkeypatch.setattr(prefill_graphs, "MIN_ROWS", 16)
     case = Case(
         "phi3_long",
         [TEXT[:5], TEXT[: SHORT_LEN + 1], TEXT[3:14], TEXT[1 : SHORT_LEN + 4], TEXT[7:12]],
@@ -116,7 +116,7 @@ def test_captured_steps_ask_every_request(monkeypatch: pytest.MonkeyPatch) -> No
         engine.slots,
         engine.runner.prefill_step,
         dtype=case.verifier.dtype,
-        most_rows=64,
+        max_rows=64,
     )
     requests = run(engine, list(case.outputs))
     assert [request.output_token_ids for request in requests] == beginnings(case, requests)

@@ -45,7 +45,7 @@ def test_memory_that_the_device_lacks_is_refused(
             verifier,
             case.verifier.kv_specs,
             config,
-            most_tokens=2**30,
+            max_total_tokens=2**30,
             graph_rows=1024,
             prefill_rows=prefill_rows,
         )
@@ -93,7 +93,7 @@ def test_the_memory_of_a_dead_engine_counts_as_free(
     try:
         del engine
         assert alive() is not None
-        assert plan_cache(target, case.verifier.kv_specs, CacheConfig(), most_tokens=256) == 65
+        assert plan_cache(target, case.verifier.kv_specs, CacheConfig(), max_total_tokens=256) == 65
     finally:
         gc.enable()
 
@@ -107,13 +107,15 @@ def test_a_cache_is_no_larger_than_its_kernels_address(
     target: Any = SimpleNamespace(device=torch.device("cpu"), attention=case.verifier.attention)
     assert case.verifier.attention.spec.block_size == 4
 
-    def blocks(most_tokens: int, max_tokens: int | None) -> int:
+    def blocks(max_total_tokens: int, max_tokens: int | None) -> int:
         specs: list[LayerSpec] = [
             LatentLayerSpec(width=8, max_tokens=max_tokens),
             LatentLayerSpec(width=8),
             KVLayerSpec(1, 4),
         ]
-        return plan_cache(target, specs, CacheConfig(memory_bytes=2**20), most_tokens=most_tokens)
+        return plan_cache(
+            target, specs, CacheConfig(memory_bytes=2**20), max_total_tokens=max_total_tokens
+        )
 
     assert blocks(1000, None) == 251 and blocks(1000, 1004) == 251 and not caplog.records
     assert blocks(1000, 1003) == 250

@@ -159,7 +159,7 @@ def test_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step asks for the logits of no more rows than memory was planned for, however long its
     chunks may be.
     """
-    monkeypatch.setattr(scheduler, "MOST_ROWS_TO_SCORE", 5)
+    monkeypatch.setattr(scheduler, "MAX_ROWS_TO_SCORE", 5)
     engine = engine_for(max_prefill_tokens=100)
     rows, prefill = [], engine.runner.prefill
 
@@ -182,7 +182,7 @@ def test_beside_captured_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured prefill has no logits of inner rows, so a step that wants some is launched
     eagerly, and others are not.
     """
-    monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 16)
+    monkeypatch.setattr(prefill_graphs, "MIN_ROWS", 16)
     engine, recorder, eager = captured_engine(Case(), "ngram", 3)
     plain = engine.add_request(PROMPTS[0][:9], SamplingParams(max_tokens=4))
     finish(engine, plain)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specdec.base.blocks import BlockShape
-from specdec.engine.policy.block_choice import MOST_TREE_ROWS
+from specdec.engine.policy.block_choice import MAX_TREE_ROWS
 from specdec.engine.policy.draft_acceptance import BlockAcceptance, Path
 from tests.helpers.block_choice_world import decode
 from tests.helpers.tree_world import MOST, TreeLength, TreeWorld
@@ -65,12 +65,12 @@ def losses(world: TreeWorld, *, likeliest_first: bool) -> tuple[float, float]:
 
 
 def best_of(world: TreeWorld, choice: TreeLength | None = None) -> BlockShape:
-    rungs = (
+    arms = (
         shape
-        for shape in (choice or TreeLength()).rungs
-        if not shape.is_tree or world.num_reqs(0) * shape.rows <= MOST_TREE_ROWS
+        for shape in (choice or TreeLength()).arms
+        if not shape.is_tree or world.num_reqs(0) * shape.rows <= MAX_TREE_ROWS
     )
-    return min(rungs, key=lambda shape: world.pace(shape, 0))
+    return min(arms, key=lambda shape: world.pace(shape, 0))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def shape_of(drafts: int) -> BlockShape:
 
 def taught(world: TreeWorld, shape: BlockShape) -> BlockAcceptance:
     """What many steps of one shape tell."""
-    acceptance, rng = BlockAcceptance(TreeLength().rungs), random.Random(0)
+    acceptance, rng = BlockAcceptance(TreeLength().arms), random.Random(0)
     for _ in range(300):
         accepted = [world.accepted(shape, 0, 0.0, rng) for _ in range(32)]
         paths = (
@@ -170,7 +170,7 @@ def test_rows_behind_a_small_tree_are_not_its_own() -> None:
     """A path that leaves the smaller tree at its second draft counts as one that was accepted up to
     there.
     """
-    acceptance = BlockAcceptance(TreeLength().rungs)
+    acceptance = BlockAcceptance(TreeLength().arms)
     for _ in range(500):
         acceptance.observe(shape_of(63), [3], [Path([2, 9, 40], [1, 0, 0])])
     tokens = [acceptance.expected_tokens(shape_of(drafts)) for drafts in (3, 7, 15, 31, 63)]
@@ -185,7 +185,7 @@ def test_a_batch_that_grows_before_anything_is_known() -> None:
     choice.observe(1, choice.choose(1), [[1]], 1.0)
     for _ in range(5):
         choice.observe(2, BlockShape(0), [[], []], 1.0)
-    assert choice.choose(2) in choice.rungs
+    assert choice.choose(2) in choice.arms
 
 
 @pytest.mark.parametrize("num_reqs", [17, 64, 300])
@@ -193,5 +193,5 @@ def test_trees_of_too_many_rows_are_not_tried(num_reqs: int) -> None:
     """Although rows are free here; smaller ones are, and chains alone where none is left."""
     world = TreeWorld(lambda count, shape: 1.0, FAIR, lambda step: num_reqs)
     chosen = decode(world, TreeLength(), steps=120 if num_reqs == 300 else 700, seed=0).chosen
-    assert all(num_reqs * shape.rows <= MOST_TREE_ROWS for shape in chosen if shape.is_tree)
+    assert all(num_reqs * shape.rows <= MAX_TREE_ROWS for shape in chosen if shape.is_tree)
     assert any(shape.is_tree for shape in chosen) is (num_reqs < 300)

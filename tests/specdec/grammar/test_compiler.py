@@ -28,7 +28,7 @@ from specdec.grammar import worker
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.lanes import Job, Lanes, lanes
-from specdec.grammar.limits import LANES, MOST_SECONDS, QUICK_SECONDS
+from specdec.grammar.limits import LANES, MAX_SECONDS, QUICK_SECONDS
 from specdec.grammar.process import Ended, TooSlow, ask, reason_of
 from specdec.sampling.params import SamplingParams
 from tests.helpers.tiny_configs import VOCAB
@@ -202,7 +202,7 @@ def test_small_ones_pass_giants(own_lanes: Lanes) -> None:
     go_on, order = Event(), list[int]()
 
     def giant(job: Job, seconds: float) -> str:
-        if seconds < MOST_SECONDS:
+        if seconds < MAX_SECONDS:
             raise TooSlow("")
         assert go_on.wait(HANG)
         return "late"
@@ -235,7 +235,7 @@ def test_small_ones_pass_giants(own_lanes: Lanes) -> None:
 
 
 def test_too_many_wait(own_lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "MOST_WAITING", 2)
+    monkeypatch.setattr(lanes_module, "MAX_WAITING", 2)
     hold, begun = Event(), [Event() for _ in range(LANES[QUICK_SECONDS])]
 
     def wait(event: Event) -> Any:

@@ -17,7 +17,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.fields import grammar_of
 from specdec.grammar.grammar import Grammar
-from specdec.grammar.limits import MOST_CHARACTERS, MOST_COMPARISONS, MOST_PATTERN_CHARACTERS
+from specdec.grammar.limits import MAX_CHARACTERS, MAX_COMPARISONS, MAX_PATTERN_CHARACTERS
 from specdec.grammar.schema.form import CHOICES, NOT_KNOWN, OF_TYPE
 from tests.helpers.live_server import live_server
 from tests.helpers.tiny_configs import VOCAB
@@ -129,7 +129,7 @@ PATTERNS = [
         "\\x",
         "\\u12",
         "[\\",
-        "x" * (MOST_PATTERN_CHARACTERS + 1),
+        "x" * (MAX_PATTERN_CHARACTERS + 1),
     ),
 ]
 DOCUMENTS: list[Any] = [5, [], None, "x", False, {"type": 5}]
@@ -265,13 +265,13 @@ def test_fields() -> None:
         (lambda: Grammar("regex", None), "must be a string"),  # type: ignore[arg-type]
         (lambda: Grammar([], "a"), r"kind is \[\]"),  # type: ignore[arg-type]
         (
-            lambda: Grammar.ebnf("a" * (MOST_CHARACTERS + 1)),
-            rf"{MOST_CHARACTERS + 1:,} characters and the limit is {MOST_CHARACTERS:,}",
+            lambda: Grammar.ebnf("a" * (MAX_CHARACTERS + 1)),
+            rf"{MAX_CHARACTERS + 1:,} characters and the limit is {MAX_CHARACTERS:,}",
         ),
         (lambda: Grammar.choice(["a" * 6_000_000]), "6,000,004 characters"),
         (
             lambda: Grammar.regex("a*" * 100_000),
-            f"200,000 characters and the limit is {MOST_PATTERN_CHARACTERS:,}",
+            f"200,000 characters and the limit is {MAX_PATTERN_CHARACTERS:,}",
         ),
         (
             lambda: Grammar.json_schema(
@@ -282,7 +282,7 @@ def test_fields() -> None:
                     ]
                 }
             ),
-            f"patterns of more than {MOST_PATTERN_CHARACTERS:,} characters",
+            f"patterns of more than {MAX_PATTERN_CHARACTERS:,} characters",
         ),
         (
             lambda: Grammar.json_schema(
@@ -291,7 +291,7 @@ def test_fields() -> None:
                     "prefixItems": [{"type": "null", "$ref": "#/$defs/a"}] * 900,
                 }
             ),
-            f"more than {MOST_COMPARISONS:,} comparisons",
+            f"more than {MAX_COMPARISONS:,} comparisons",
         ),
     ],
 )

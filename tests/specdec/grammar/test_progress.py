@@ -144,7 +144,7 @@ def test_mended(
     progress = PADDED.start(Grammar.regex("abc"))
     for _ in range(2):
         special = [*(token for token in TOKENIZER.all_special_ids if token != EOS), VOCAB, 127]
-        assert progress.mended(
+        assert progress.constrained(
             ids(drafts), [[*special, *ids(others)] for others in alternatives]
         ) == ids(expected)
     assert masks_of(progress, "") == ["a"]

@@ -113,8 +113,10 @@ def test_what_must_follow_is_drafted() -> None:
     assert progress.advance([*thinking.opening, 20, 21])
     letters = [TOKENIZERS[CHANNELS].convert_tokens_to_ids(letter) for letter in "ab"]
     count = len(thinking.closing)
-    mended = progress.mended([5] * (count + 2), [[6]] * count + [[letters[0]], [letters[1]]])
-    assert mended == [*thinking.closing, *letters]
+    constrained = progress.constrained(
+        [5] * (count + 2), [[6]] * count + [[letters[0]], [letters[1]]]
+    )
+    assert constrained == [*thinking.closing, *letters]
 
 
 def test_no_thinking_ends_the_output_before_its_answer() -> None:

@@ -545,13 +545,13 @@ def test_checks_notice_what_is_wrong(amd: Amd) -> None:
     Long checks are taken by their parts, up to the first that notices, and prompts by chunks from
     nine rows on, for the interpreter takes its time.
     """
-    amd.patch.setattr(triton_recurrence, "MOST_SERIAL", 8)
+    amd.patch.setattr(triton_recurrence, "MAX_SERIAL", 8)
     half = DEVICE, torch.float16
     checks: dict[str, tuple[Callable[[], Iterable[Deviation]], list[tuple[Any, str]]]] = {
         "argmax": (lambda: [argmax.check_argmax(DEVICE)], [(triton_argmax, "argmax")]),
         "sampler": (
             lambda: [sampler.check_sampler(DEVICE)],
-            [(triton_sampler, "sample"), (triton_sampler, "least_kept")],
+            [(triton_sampler, "sample"), (triton_sampler, "min_kept")],
         ),
         "candidates": (
             lambda: [candidates.check_candidates(DEVICE)],

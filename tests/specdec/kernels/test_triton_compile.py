@@ -80,7 +80,7 @@ def test_hints() -> None:
         "weight": "bf16",
         "normed": "bf16",
         "added": "bf16",
-        "ahead": "bf16",
+        "prefetch": "bf16",
     }
     constants: dict[str, Any] = {
         "WIDTH": 4096,
@@ -98,7 +98,7 @@ def test_hints() -> None:
         "RANK": 0,
         "SIZE": 1,
     }
-    for hints in ({"AHEAD": 3 * 2**20 + 16}, {"AHEAD": None, "ahead": None}):
+    for hints in ({"PREFETCH": 3 * 2**20 + 16}, {"PREFETCH": None, "prefetch": None}):
         norm = compile_for(
             triton_norm._rms_norm_kernel,
             TARGETS["sm_90"].compiler,
@@ -108,8 +108,8 @@ def test_hints() -> None:
             num_warps=8,
         )
         assembly = norm.asm["ptx"]
-        assert assembly.count("cp.async.bulk.prefetch.L2.global") == ("ahead" not in hints)
-        if "ahead" not in hints:
+        assert assembly.count("cp.async.bulk.prefetch.L2.global") == ("prefetch" not in hints)
+        if "prefetch" not in hints:
             sending, _, working = assembly.partition("griddepcontrol.wait")
             assert "prefetch" in sending and "st.global" not in sending and "st.global" in working
 

@@ -13,7 +13,7 @@ from specdec.layers.linear import DenseLinear
 from specdec.layers.ops.norm import Norm
 from specdec.layers.ops.ops import Join
 from specdec.layers.sharded import SummedLinear
-from specdec.parallel.shared_rows import MOST_ROWS
+from specdec.parallel.shared_rows import MAX_ROWS
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -22,7 +22,7 @@ from specdec.kernels.triton_norm import add_rms_norm  # noqa: E402 (only where T
 from specdec.layers.ops.kernels import TritonOps  # noqa: E402
 
 SIZE, WIDTH = 3, 40
-FLAGS = 2 * MOST_ROWS * WIDTH  # numbers before them
+FLAGS = 2 * MAX_ROWS * WIDTH  # numbers before them
 
 
 class Memory:
@@ -30,13 +30,13 @@ class Memory:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._bytes = torch.zeros(
-            SIZE, FLAGS * dtype.itemsize + MOST_ROWS * SIZE * 4, dtype=torch.uint8, device=DEVICE
+            SIZE, FLAGS * dtype.itemsize + MAX_ROWS * SIZE * 4, dtype=torch.uint8, device=DEVICE
         )
         self.rows = (
-            self._bytes[:, : FLAGS * dtype.itemsize].view(dtype).view(SIZE, 2, MOST_ROWS, WIDTH)
+            self._bytes[:, : FLAGS * dtype.itemsize].view(dtype).view(SIZE, 2, MAX_ROWS, WIDTH)
         )
         self.flags = (
-            self._bytes[:, FLAGS * dtype.itemsize :].view(torch.int32).view(SIZE, MOST_ROWS, SIZE)
+            self._bytes[:, FLAGS * dtype.itemsize :].view(torch.int32).view(SIZE, MAX_ROWS, SIZE)
         )
         self.places = torch.tensor([one.data_ptr() for one in self._bytes], device=DEVICE)
 
@@ -89,7 +89,7 @@ def test_sums_have_the_bits_of_the_order_of_ranks(rank: int, dtype: torch.dtype)
     """Catches another order, a place that the sum before still uses, a row that nobody is told of,
     and flags of another row.
     """
-    memory, epochs = Memory(dtype), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    memory, epochs = Memory(dtype), torch.zeros(MAX_ROWS, dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     for number, rows in enumerate((3, 1, 2, 1), start=1):
         parts = torch.randn(SIZE, rows, WIDTH, generator=generator).to(DEVICE, dtype)
@@ -104,7 +104,7 @@ def test_sums_have_the_bits_of_the_order_of_ranks(rank: int, dtype: torch.dtype)
 
 
 def test_partial_sums_are_rounded_before_ranks_add() -> None:
-    memory, epochs = Memory(torch.float16), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    memory, epochs = Memory(torch.float16), torch.zeros(MAX_ROWS, dtype=torch.int32, device=DEVICE)
     parts = torch.randn(SIZE, 2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     got = exchanged(memory, 1, parts, epochs)
     for one, other in zip(got, expected(parts.sum(1).half()), strict=True):
@@ -115,12 +115,12 @@ def test_a_rank_that_says_nothing_is_waited_for() -> None:
     """Catches a sum with what lay there before: with an end to its patience the kernel ends, and is
     wrong.
     """
-    memory, epochs = Memory(torch.float32), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    memory, epochs = Memory(torch.float32), torch.zeros(MAX_ROWS, dtype=torch.int32, device=DEVICE)
     parts = torch.randn(SIZE, 1, WIDTH, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     flags, looks = memory.flags, 3
     residual, weight = torch.zeros(1, WIDTH, device=DEVICE), torch.ones(WIDTH, device=DEVICE)
     _, stream = add_rms_norm(
-        parts[0], residual, weight, 1e-6, ranks=memory.of(0, epochs), most_tries=looks
+        parts[0], residual, weight, 1e-6, ranks=memory.of(0, epochs), max_tries=looks
     )
     assert torch.equal(stream, parts[0])  # nobody else has written
     assert flags[1, 0, 0] == flags[2, 0, 0] == 1
@@ -129,7 +129,7 @@ def test_a_rank_that_says_nothing_is_waited_for() -> None:
 
 def test_layers_leave_the_sum_to_the_norm() -> None:
     """Catches a sum before the kernel as well, and more rows than it takes."""
-    memory, epochs = Memory(torch.float32), torch.zeros(MOST_ROWS, dtype=torch.int32, device=DEVICE)
+    memory, epochs = Memory(torch.float32), torch.zeros(MAX_ROWS, dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(3)
     x, weights = (
         torch.randn(SIZE, rows, 24, generator=generator).to(DEVICE) for rows in (2, WIDTH)
@@ -154,7 +154,7 @@ def test_layers_leave_the_sum_to_the_norm() -> None:
         ops.add(parts[1], residual, join, None, nobody), expected(parts), strict=True
     ):
         assert torch.equal(got, right)
-    many = MOST_ROWS + 1
+    many = MAX_ROWS + 1
     with pytest.raises(AttributeError, match="one_shot"):  # asked for
         ops.project_add(
             linear, x[1, :1].expand(many, -1), residual[:1].expand(many, -1).contiguous(), join

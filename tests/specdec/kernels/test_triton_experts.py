@@ -16,7 +16,7 @@ DEVICE = require_triton()
 
 from specdec.kernels.triton_launch import overlap_options  # noqa: E402
 from specdec.layers.experts import triton_expert_groups, triton_experts  # noqa: E402
-from specdec.layers.experts.triton_expert_groups import group_by_expert, most_blocks  # noqa: E402
+from specdec.layers.experts.triton_expert_groups import group_by_expert, max_blocks  # noqa: E402
 from specdec.layers.experts.triton_experts import (  # noqa: E402
     FEW_ROWS,
     experts,
@@ -269,14 +269,14 @@ def test_groups(
             block = pairs[start : start + block_rows]
             expected.append((expert, block + [len(flat)] * (block_rows - len(block))))
     used = len(expected)
-    assert len(groups.experts) == most_blocks(len(flat), num_experts, block_rows) >= used
+    assert len(groups.experts) == max_blocks(len(flat), num_experts, block_rows) >= used
     assert groups.experts.tolist() == [expert for expert, _ in expected] + [-1] * (
         len(groups.experts) - used
     )
     assert groups.pairs[:used].tolist() == [block for _, block in expected]
 
 
-def test_most_blocks_is_enough_and_no_more() -> None:
+def test_max_blocks_is_enough_and_no_more() -> None:
     """The worst that can be chosen needs as many."""
     for num_pairs, num_experts, rows in ((100, 6, 16), (7, 20, 16), (500, 32, 32)):
         hit = min(num_pairs, num_experts)
@@ -284,7 +284,7 @@ def test_most_blocks_is_enough_and_no_more() -> None:
         for _ in range(num_pairs - hit):  # into the expert whose next block begins soonest
             worst[max(range(hit), key=lambda expert: (worst[expert] - 1) % rows)] += 1
         needed = sum(-(-count // rows) for count in worst)
-        assert needed == most_blocks(num_pairs, num_experts, rows)
+        assert needed == max_blocks(num_pairs, num_experts, rows)
 
 
 def test_how_a_row_is_added_up_depends_on_no_other() -> None:

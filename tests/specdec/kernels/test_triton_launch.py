@@ -30,7 +30,7 @@ from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.engine import SpecEngine
 from specdec.kernels import triton_argmax, triton_norm, triton_prefetch, triton_rope
-from specdec.kernels.triton_prefetch import surplus
+from specdec.kernels.triton_prefetch import prefetch_programs
 from specdec.layers import linear_choice, triton_linear
 from specdec.layers.ops import fused, triton_embedding
 from specdec.sampling import argmax
@@ -88,10 +88,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[tuple[str, 
         assert all(count <= 65535 for count in grid[1:])
         if self.fn.__name__ == "_few_rows_kernel" and awaited:
             assert args[1] is awaited.pop(), "hints are about the product that comes next"
-        if (hints := options.get("AHEAD")) is not None:
-            awaited[:] = [options["ahead"]]  # of one before, torch's product has come
+        if (hints := options.get("PREFETCH")) is not None:
+            awaited[:] = [options["prefetch"]]  # of one before, torch's product has come
         assert ("cp.async.bulk.prefetch" in kernel.asm["ptx"]) == bool(hints)
-        assert not hints or grid[0] > surplus(options["ahead"], options["num_warps"])
+        assert not hints or grid[0] > prefetch_programs(options["prefetch"], options["num_warps"])
         found.add((self.fn.__name__ + (" with hints" if hints else ""), kernel.hash))
         return kernel
 

@@ -47,7 +47,7 @@ DEVICE = require_triton()
 from specdec.kernels import triton_prefetch  # noqa: E402 (only where Triton can run)
 from specdec.kernels.triton_launch import num_processors, overlap_options  # noqa: E402
 from specdec.kernels.triton_norm import add_rms_norm, rms_norm  # noqa: E402
-from specdec.kernels.triton_prefetch import hint_options, surplus  # noqa: E402
+from specdec.kernels.triton_prefetch import hint_options, prefetch_programs  # noqa: E402
 from specdec.kernels.triton_rope import rope_store  # noqa: E402
 from specdec.layers.experts.triton_experts import FEW_ROWS  # noqa: E402
 from specdec.layers.ops.kernels import TritonOps  # noqa: E402
@@ -297,12 +297,12 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert halves.prefetchable is not None and halves.prefetchable.nbytes == 8 * 2**20
     assert whole._has_kernels and whole.prefetchable is None
-    assert hint_options(small.weight) == {"ahead": small.weight, "AHEAD": 8 * 2**20}
+    assert hint_options(small.weight) == {"prefetch": small.weight, "PREFETCH": 8 * 2**20}
     assert (
-        surplus(small.weight, 4),
-        surplus(large.weight, 4),
-        surplus(large.weight, 8),
-        surplus(None, 4),
+        prefetch_programs(small.weight, 4),
+        prefetch_programs(large.weight, 4),
+        prefetch_programs(large.weight, 8),
+        prefetch_programs(None, 4),
     ) == (64, 65, 33, 0)
 
 
@@ -391,8 +391,8 @@ def test_attention_on_values_of_other_kinds(stored: int, width: int) -> None:
             if isinstance(one, Norm)
         }
         turned = Angles(angles.to(dtype).cos(), angles.to(dtype).sin())
-        plan, ahead = backend.plan(metadata), DenseLinear(torch.zeros(1, 1))
-        inputs = AttentionInputs(backend, heads._replace(**own), turned, cache, plan, ahead)
+        plan, prefetch = backend.plan(metadata), DenseLinear(torch.zeros(1, 1))
+        inputs = AttentionInputs(backend, heads._replace(**own), turned, cache, plan, prefetch)
         out: Tensor = ops.attend(qkv.to(dtype), inputs)
         return torch.cat([out.flatten(), *(tensor.flatten() for tensor in cache)])
 

@@ -132,7 +132,7 @@ def test_no_more_programs_than_one_can_look_through(monkeypatch: pytest.MonkeyPa
     in one.
     """
     monkeypatch.setattr(triton_matches, "CHUNK", 16)
-    monkeypatch.setattr(triton_matches, "MOST_CHUNKS", 3)
+    monkeypatch.setattr(triton_matches, "MAX_CHUNKS", 3)
     test_as_torch(CASES[0])
 
 

@@ -27,7 +27,7 @@ from tests.helpers.triton_interpreter import require_triton
 DEVICE = require_triton()
 
 from specdec.layers.recurrence import triton_recurrence_inputs, triton_recurrence_ring  # noqa: E402
-from specdec.layers.recurrence.triton_recurrence import MOST_SERIAL, recur, tile_for  # noqa: E402
+from specdec.layers.recurrence.triton_recurrence import MAX_SERIAL, recur, tile_for  # noqa: E402
 
 LAYERS: dict[str, dict[str, Any]] = {
     "delta": {},
@@ -70,9 +70,9 @@ def test_drafts_leave_no_trace(name: str, seed: int) -> None:
     one = made(name)
     inputs = sequences(one, 15, 9, 18) if seed == 0 else sequences(one, 15, 9)
     most = 8 if seed == 0 else 4
-    world = World(recur, one, inputs, most_rows=most, num_padding=seed % 3)
+    world = World(recur, one, inputs, max_rows=most, num_padding=seed % 3)
     for x, out in zip(
-        inputs, world.finish(seed, most_prompt=11, drafts=(0, 1, 3, most - 1)), strict=True
+        inputs, world.finish(seed, max_prompt=11, drafts=(0, 1, 3, most - 1)), strict=True
     ):
         check(one, x, out)
 
@@ -86,7 +86,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     one = made(name, dtype)
     inputs = sequences(one, 17, dtype=dtype)
-    (out,) = World(recur, one, inputs, most_rows=4).finish(3, most_prompt=6, drafts=(0, 1, 3))
+    (out,) = World(recur, one, inputs, max_rows=4).finish(3, max_prompt=6, drafts=(0, 1, 3))
     check(one, inputs[0], out)
 
 
@@ -98,8 +98,8 @@ def test_states_and_rings(name: str) -> None:
     torch.manual_seed(0)
     one = made(name)
     inputs = sequences(one, 22, 18)
-    world = World(recur, one, inputs, most_rows=4)
-    twin = World(oracle, one, inputs, most_rows=4)
+    world = World(recur, one, inputs, max_rows=4)
+    twin = World(oracle, one, inputs, max_rows=4)
     for counts, kept in (
         ([3, 2], None),
         ([4, 4], [1, 4]),
@@ -135,7 +135,7 @@ def test_every_number_of_rows_and_of_pending_ones() -> None:
     torch.manual_seed(0)
     one = made("delta")
     (x,) = sequences(one, 19)
-    alone = World(recur, one, [x], most_rows=1)
+    alone = World(recur, one, [x], max_rows=1)
     for _ in range(19):
         alone.step([1])
     whole = torch.cat(alone.outputs[0])
@@ -155,10 +155,10 @@ def test_bits_do_not_depend_on_company(name: str) -> None:
     torch.manual_seed(0)
     one = made(name)
     inputs = sequences(one, 12, 7, 9)
-    together = World(recur, one, inputs, most_rows=4, num_padding=1)
-    outputs = together.finish(7, most_prompt=6, drafts=(0, 1, 3))
+    together = World(recur, one, inputs, max_rows=4, num_padding=1)
+    outputs = together.finish(7, max_prompt=6, drafts=(0, 1, 3))
     for i, x in enumerate(inputs[:2]):
-        alone = World(recur, one, [x], most_rows=4, extra=0)
+        alone = World(recur, one, [x], max_rows=4, extra=0)
         for _ in x:
             alone.step([1])
         assert torch.cat(alone.outputs[0]).equal(outputs[i])
@@ -173,7 +173,7 @@ def test_prompts_in_pieces(name: str, pieces: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     one = made(name)
     inputs = sequences(one, 39, 50)
-    world = World(recur, one, inputs, padding=2, most_rows=4)
+    world = World(recur, one, inputs, padding=2, max_rows=4)
     for piece in pieces:
         world.step([piece, piece + 1 if piece > 3 else 0])
     world.step([0, 3], [0, 2])
@@ -228,7 +228,7 @@ def test_tiles(key_dim: int, value_dim: int) -> None:
     """A power of two of columns, no more than there are, and not too many numbers per thread."""
     tile = tile_for(key_dim, value_dim)
     assert tile.columns & (tile.columns - 1) == 0 and tile.columns < 2 * value_dim
-    assert tile.columns * key_dim <= 2048 * tile.num_warps and MOST_SERIAL >= 32
+    assert tile.columns * key_dim <= 2048 * tile.num_warps and MAX_SERIAL >= 32
 
 
 def test_no_host_wait() -> None:

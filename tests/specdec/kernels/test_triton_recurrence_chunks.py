@@ -53,7 +53,7 @@ def chunked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             take(*args)
 
         monkeypatch.setattr(triton_recurrence, name, noted)
-    monkeypatch.setattr(triton_recurrence, "MOST_SERIAL", 0)
+    monkeypatch.setattr(triton_recurrence, "MAX_SERIAL", 0)
     return taken
 
 
@@ -104,7 +104,7 @@ def test_half_precision(
     x = random(one, 70, dtype)
     out, state = at_once(one, x, recur)
     check(one, x, out, state)
-    monkeypatch.setattr(triton_recurrence, "MOST_SERIAL", 70)
+    monkeypatch.setattr(triton_recurrence, "MAX_SERIAL", 70)
     by_rows = at_once(one, x, recur)[1]
     assert (state - by_rows).norm() < 2**-14 * by_rows.norm() * (
         8 if dtype == torch.bfloat16 else 0.25
@@ -119,7 +119,7 @@ def test_ragged_prompts_behind_drafts(name: str, chunked: list[str]) -> None:
     torch.manual_seed(1)
     one = made(name)
     inputs = [random(one, length) for length in (40, 110, 40)]
-    world = World(recur, one, inputs, most_rows=4, num_padding=1, padding=3)
+    world = World(recur, one, inputs, max_rows=4, num_padding=1, padding=3)
     world.step([3, 70, 1])
     world.step([4, 4, 4], [3, 1, 4])
     world.step([30, 34, 0])
@@ -145,7 +145,7 @@ def test_cut_between_chunks(
     torch.manual_seed(2)
     one = made("delta, one head")
     inputs = [random(one, 140), random(one, 40)]
-    worlds = [World(recur, one, inputs, most_rows=2) for _ in "ab"]
+    worlds = [World(recur, one, inputs, max_rows=2) for _ in "ab"]
     for world, cuts in zip(worlds, (pieces, others), strict=True):
         for counts in cuts:
             world.step(list(counts))
@@ -157,17 +157,17 @@ def test_cut_between_chunks(
 
 def test_which_steps_are_chunked(chunked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Final ones of many rows, and no others; both agree."""
-    monkeypatch.setattr(triton_recurrence, "MOST_SERIAL", 64)
+    monkeypatch.setattr(triton_recurrence, "MAX_SERIAL", 64)
     torch.manual_seed(3)
     one = made("delta")
     x = random(one, 70)
     by_chunks = at_once(one, x, recur)
-    monkeypatch.setattr(triton_recurrence, "MOST_SERIAL", 70)
+    monkeypatch.setattr(triton_recurrence, "MAX_SERIAL", 70)
     by_rows = at_once(one, x, recur)
     assert chunked == ["take_in_chunks", "take_serially"]
     for got, expected, exact in zip(by_chunks, by_rows, exactly(one, x), strict=True):
         assert_as_exact(got, expected, exact, factor=4)
-    world = World(recur, one, [x], most_rows=70)
+    world = World(recur, one, [x], max_rows=70)
     world.step([70], [3])
     assert chunked[2:] == ["take_serially"]
 

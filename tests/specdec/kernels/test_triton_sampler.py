@@ -20,10 +20,10 @@ DEVICE = require_triton()
 from specdec.kernels.triton_argmax import DTYPES, SLICE  # noqa: E402 (only where Triton can run)
 from specdec.sampling.triton_filters import (  # noqa: E402
     HELD,
-    MOST_GROUPS,
+    MAX_GROUPS,
     SMALLEST_GROUP,
     TILE,
-    least_kept,
+    min_kept,
 )
 from specdec.sampling.triton_sampler import sample  # noqa: E402
 
@@ -117,7 +117,7 @@ def test_the_least_logit_kept(dtype: torch.dtype) -> None:
         (SamplingParams(temperature=1.0), -torch.inf),
     ]
     sampling = SamplingTensors.of([params for params, _ in expected], range(len(expected)))
-    least = least_kept(
+    least = min_kept(
         logits.expand(len(expected), 1, -1).to(DEVICE),
         sampling.floats.to(DEVICE),
         sampling.ints.to(DEVICE),
@@ -136,14 +136,14 @@ def test_top_p_is_of_what_top_k_keeps() -> None:
         logits[..., column] = value
     sampling = SamplingTensors.of([SamplingParams(temperature=1e30, top_k=2, top_p=0.5)], [0])
     assert (
-        least_kept(
+        min_kept(
             logits.bfloat16().to(DEVICE), sampling.floats.to(DEVICE), sampling.ints.to(DEVICE)
         ).item()
         == 4.0
     )
 
 
-@pytest.mark.parametrize("vocab_size", [300, 3 * HELD, MOST_GROUPS * SMALLEST_GROUP + 5])
+@pytest.mark.parametrize("vocab_size", [300, 3 * HELD, MAX_GROUPS * SMALLEST_GROUP + 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_least_kept_is_one_of_the_logits(dtype: torch.dtype, vocab_size: int) -> None:
     """Exactly the k-th highest, or the one at which the probability reaches top-p, where few groups
@@ -159,7 +159,7 @@ def test_the_least_kept_is_one_of_the_logits(dtype: torch.dtype, vocab_size: int
     ).to(dtype)
     sampling = SamplingTensors.of(params, range(len(params)))
     found = (
-        least_kept(logits.to(DEVICE), sampling.floats.to(DEVICE), sampling.ints.to(DEVICE))
+        min_kept(logits.to(DEVICE), sampling.floats.to(DEVICE), sampling.ints.to(DEVICE))
         .flatten()
         .cpu()
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.convolution_case import MOST_ROWS, TAPS, WIDTH, check_steps, empty_cache, weights
+from tests.helpers.convolution_case import MAX_ROWS, TAPS, WIDTH, check_steps, empty_cache, weights
 from tests.helpers.guards import no_host_sync
 from tests.helpers.recurrence_case import forward_rows
 from tests.helpers.triton_interpreter import require_triton
@@ -39,7 +39,7 @@ def test_bits_do_not_depend_on_company() -> None:
         cache, done, outputs = empty_cache(2, torch.float32, DEVICE), 0, []
         for count in pieces:
             rows = forward_rows(
-                [1, 0], [done, 0], [count, 3], DEVICE, max_pending=MOST_ROWS, final=True
+                [1, 0], [done, 0], [count, 3], DEVICE, max_pending=MAX_ROWS, final=True
             )
             x = torch.cat([texts[0, done : done + count], texts[1, :3]])
             outputs.append(convolve(x, kernel, bias, cache, rows)[:count])
@@ -70,7 +70,7 @@ def test_what_is_read_is_not_overwritten(count: int, monkeypatch: pytest.MonkeyP
         empty_cache(1, torch.float32, DEVICE),
         weights(True, torch.float32, DEVICE),
     )
-    rows = forward_rows([0], [20], [count], DEVICE, max_pending=MOST_ROWS, final=True)
+    rows = forward_rows([0], [20], [count], DEVICE, max_pending=MAX_ROWS, final=True)
     convolve(torch.zeros(count, 3 * WIDTH, device=DEVICE), kernel, bias, cache, rows)
     used = [position % cache.inputs.shape[1] for position in range(20 - TAPS + 1, 20 + count)]
     alone = len(used) == len(set(used))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.triton.fa import TritonFaBackend
-from specdec.base.blocks import MOST_NODES
+from specdec.base.blocks import MAX_NODES
 from tests.helpers.attention_case import Case, spec
 from tests.helpers.trees import random_trees
 from tests.helpers.triton_interpreter import require_triton
@@ -33,8 +33,8 @@ def attended(case: Case, splits: int, **how: Any) -> Tensor:
         (16, 8, 2, None, "softcap", 4),
         (16, 6, 2, 1, "", 1),
         (23, 4, 1, 30, "sinks", 2),
-        (MOST_NODES, 2, 1, None, "", 2),
-        (MOST_NODES, 3, 1, 9, "softcap", 1),
+        (MAX_NODES, 2, 1, None, "", 2),
+        (MAX_NODES, 3, 1, 9, "softcap", 1),
     ],
 )
 def test_masks(

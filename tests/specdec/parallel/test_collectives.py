@@ -67,7 +67,7 @@ class FewRows(DenseLinear):
         *,
         activation: str | None = None,
         may_split: bool = False,
-        ahead: Tensor | None = None,
+        prefetch: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.few_rows`."""
         return (

@@ -44,7 +44,7 @@ def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_are_neighbors() -> None:
-    assert [list(Group(rank, 3, None, None).share(6)) for rank in range(3)] == [
+    assert [list(Group(rank, 3, None, None).shard(6)) for rank in range(3)] == [
         [0, 1],
         [2, 3],
         [4, 5],

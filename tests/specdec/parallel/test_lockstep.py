@@ -20,10 +20,10 @@ from evals.accuracy.scoring import score
 from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
-from specdec.parallel import launch, siblings
-from specdec.parallel import mirror as mirrors
+from specdec.parallel import executor as executors
+from specdec.parallel import launch, workers
+from specdec.parallel.executor import Executor, collective_rpc, current
 from specdec.parallel.group import Group
-from specdec.parallel.mirror import Mirror, current, everywhere
 from specdec.session.drafter_choice import find_drafter
 from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import save_tiny
@@ -176,12 +176,12 @@ def test_the_smallest_cache_counts(one: SpecDecoder, two: SpecDecoder) -> None:
     """
     per_block = 16 * sum(spec.bytes_per_token(torch.float32) for spec in two.verifier.kv_specs)
     before = parts.specdec.engine.memory.default_cache_bytes
-    everywhere(two.verifier, parts.have_memory, 40 * per_block, 23 * per_block)
+    collective_rpc(two.verifier, parts.have_memory, 40 * per_block, 23 * per_block)
     try:
         decoder = again(two, num_draft_tokens=3)
     finally:
         parts.specdec.engine.memory.default_cache_bytes = before
-    assert everywhere(two.verifier, parts.num_blocks, decoder.engine) == (23, 23)
+    assert collective_rpc(two.verifier, parts.num_blocks, decoder.engine) == (23, 23)
     assert written(decoder.generate(PROMPTS, max_tokens=9)) == written(
         again(one, num_draft_tokens=3).generate(PROMPTS, max_tokens=9)
     )
@@ -198,7 +198,7 @@ def test_requests_begin_again_alike(one: SpecDecoder, two: SpecDecoder) -> None:
         for token in (*prompt, *result.token_ids)
     }
     decoder = again(two, num_draft_tokens=3, pipeline_depth=1)
-    everywhere(
+    collective_rpc(
         two.verifier,
         parts.spoil_drafts,
         two.verifier,
@@ -208,9 +208,9 @@ def test_requests_begin_again_alike(one: SpecDecoder, two: SpecDecoder) -> None:
     try:
         results = decoder.generate(PROMPTS, max_tokens=14)
     finally:
-        everywhere(two.verifier, parts.mend, two.verifier)
+        collective_rpc(two.verifier, parts.mend, two.verifier)
     assert written(results) == written(expected)
-    assert decoder.engine.second_tries._told, "the test needs rows that do harm"
+    assert decoder.engine.second_tries._warned, "the test needs rows that do harm"
 
 
 @pytest.mark.parametrize("k", [3, "auto"])
@@ -222,7 +222,7 @@ def test_no_rank_goes_by_its_own_clock(one: SpecDecoder, two: SpecDecoder, k: An
         again(decoder, "ngram+tests.helpers.tiny_ranks:random_drafter", num_draft_tokens=k)
         for decoder in (one, two)
     )
-    everywhere(two.verifier, parts.judge_apart, got.engine)
+    collective_rpc(two.verifier, parts.judge_apart, got.engine)
     assert written(got.generate(PROMPTS, max_tokens=14)) == written(
         expected.generate(PROMPTS, max_tokens=14)
     )
@@ -230,7 +230,7 @@ def test_no_rank_goes_by_its_own_clock(one: SpecDecoder, two: SpecDecoder, k: An
 
 def test_all_capture_or_none(two: SpecDecoder) -> None:
     """A graph that one rank cannot capture is used by none."""
-    assert [everywhere(two.verifier, parts.captured, refusing) for refusing in (7, 1, 0)] == [
+    assert [collective_rpc(two.verifier, parts.captured, refusing) for refusing in (7, 1, 0)] == [
         (True, True),
         (False, False),
         (False, False),
@@ -239,8 +239,8 @@ def test_all_capture_or_none(two: SpecDecoder) -> None:
 
 def test_all_go_on_from_rank_0s_outcome(two: SpecDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """However each rank's own would differ; of trees, too."""
-    assert everywhere(two.verifier, parts.outcomes_agree, False)
-    assert everywhere(two.verifier, parts.outcomes_agree, True)
+    assert collective_rpc(two.verifier, parts.outcomes_agree, False)
+    assert collective_rpc(two.verifier, parts.outcomes_agree, True)
 
 
 def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
@@ -255,7 +255,7 @@ def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
     ):
         find_drafter(ready)(two.verifier)
     with pytest.raises(SpecDecError, match="the other ranks cannot be told of this call"):
-        everywhere(two.verifier, lambda: None)
+        collective_rpc(two.verifier, lambda: None)
     # a child that ends as programs do, and would end the group of its parent
     if (fork := os.fork()) == 0:
         try:
@@ -268,7 +268,7 @@ def test_what_belongs_to_one_process(two: SpecDecoder) -> None:
 
 def test_ranks_listen_on_loopback_alone(two: SpecDecoder) -> None:
     """And where they have met, nobody else may look."""
-    assert everywhere(two.verifier, parts.listens_on_loopback)
+    assert collective_rpc(two.verifier, parts.listens_on_loopback)
     folder = current()._ranks._folder.path  # type: ignore[union-attr]
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -298,12 +298,12 @@ def test_a_rank_that_ends_in_a_step_ends_the_group(
         folder, **LOAD, tensor_parallel=2, engine=EngineConfig(max_num_seqs=2)
     )
     if how == "astray":
-        everywhere(decoder.verifier, parts.lose_a_block, decoder.engine)
+        collective_rpc(decoder.verifier, parts.lose_a_block, decoder.engine)
     elif how == "stopped":
-        monkeypatch.setattr(siblings, "STOPPED", 2)
-        os.kill(everywhere(decoder.verifier, parts.process_of_rank_1), signal.SIGSTOP)
+        monkeypatch.setattr(workers, "STOPPED", 2)
+        os.kill(collective_rpc(decoder.verifier, parts.process_of_rank_1), signal.SIGSTOP)
     else:
-        everywhere(decoder.verifier, parts.be_killed_in_forward, decoder.verifier, 4)
+        collective_rpc(decoder.verifier, parts.be_killed_in_forward, decoder.verifier, 4)
     with pytest.raises(SpecDecError, match=said) as error:
         decoder.generate(PROMPTS, max_tokens=30, ignore_eos=True)
     assert "\n" not in str(error.value)
@@ -313,18 +313,18 @@ def test_a_rank_that_ends_in_a_step_ends_the_group(
 
 def test_a_rank_of_torchrun_that_is_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those who wait for it are told."""
-    monkeypatch.setattr(siblings, "LOOK", 0.01)
-    mirror: Any = SimpleNamespace(ended=None)
+    monkeypatch.setattr(workers, "LOOK", 0.01)
+    executor: Any = SimpleNamespace(ended=None)
     with subprocess.Popen(["sleep", "600"]) as stopped, subprocess.Popen(["sleep", "600"]) as other:
         monkeypatch.setattr(
-            launch, "_lost", lambda mirror, line: mirror.__dict__.update(ended=line)
+            launch, "_lost", lambda executor, line: executor.__dict__.update(ended=line)
         )
         stopped.send_signal(signal.SIGSTOP)
-        in_time(lambda: launch._watch(mirror, [other.pid, stopped.pid]))
+        in_time(lambda: launch._watch(executor, [other.pid, stopped.pid]))
         assert stopped.wait() == -signal.SIGKILL and other.poll() is None
         other.kill()
     assert (
-        mirror.ended
+        executor.ended
         == "rank 1 of the tensor-parallel group was stopped for 0.2 s, as by SIGSTOP, and has been"
         " ended"
     )
@@ -334,18 +334,18 @@ def test_two_interrupts_of_a_call_end_the_group(monkeypatch: pytest.MonkeyPatch)
     """The second one comes while the first is dealt with; the other ranks are in the midst of a
     call, so nothing goes on.
     """
-    monkeypatch.setattr(mirrors, "Wire", lambda *_: SimpleNamespace(say=lambda *_: None))
-    mirror = Mirror(Group(0, 2, None, None))
+    monkeypatch.setattr(executors, "Wire", lambda *_: SimpleNamespace(say=lambda *_: None))
+    executor = Executor(Group(0, 2, None, None))
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mirror, "_fail", interrupted)
-    with pytest.raises(KeyboardInterrupt), mirror.together():
+    monkeypatch.setattr(executor, "_fail", interrupted)
+    with pytest.raises(KeyboardInterrupt), executor.together():
         interrupted()
     with (
         pytest.raises(SpecDecError, match="ended after an interruption; load the target again"),
-        mirror.together(),
+        executor.together(),
     ):
         pytest.fail("went on")
 
@@ -359,25 +359,25 @@ def test_a_device_that_waits_for_a_lost_rank_does_not_keep_the_process(
     monkeypatch.setattr(
         launch.faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds)
     )
-    monkeypatch.setattr(mirrors, "Wire", lambda *_: SimpleNamespace(close=lambda *_: None))
-    mirror = Mirror(Group(0, 2, None, None))
+    monkeypatch.setattr(executors, "Wire", lambda *_: SimpleNamespace(close=lambda *_: None))
+    executor = Executor(Group(0, 2, None, None))
     if failed:
-        mirror.lose("rank 1 has ended")
-    launch._leave(mirror)
-    assert armed == [launch.PATIENCE] * failed and mirror.ended is not None
+        executor.lose("rank 1 has ended")
+    launch._leave(executor)
+    assert armed == [launch.PATIENCE] * failed and executor.ended is not None
 
 
 _ALONE = """
 import sys
 from specdec import EngineConfig, SpecDecoder
-from specdec.parallel.mirror import current, everywhere
+from specdec.parallel.executor import current, collective_rpc
 from tests.helpers import lockstep_parts
 decoder = SpecDecoder.from_pretrained(
     sys.argv[1], drafter="ngram", device="cpu", dtype="float32", tensor_parallel=2
 )
 answer = decoder.generate([5, 6, 7], max_tokens=3)
-print(current()._ranks._siblings._all[0]._process.pid, answer.token_ids, flush=True)
-everywhere(decoder.verifier, lockstep_parts.wait, 600)
+print(current()._ranks._workers._all[0]._process.pid, answer.token_ids, flush=True)
+collective_rpc(decoder.verifier, lockstep_parts.wait, 600)
 """
 
 
@@ -393,10 +393,10 @@ def test_ranks_that_no_collective_wakes_end_with_each_other(folder: Path, killed
         text=True,
     )
     assert program.stdout is not None
-    sibling = int(program.stdout.readline().split()[0])
-    assert is_running(sibling)
-    os.kill(program.pid if killed == "rank 0" else sibling, signal.SIGKILL)
-    wait_until(lambda: not is_running(sibling) and not is_running(program.pid))
+    worker = int(program.stdout.readline().split()[0])
+    assert is_running(worker)
+    os.kill(program.pid if killed == "rank 0" else worker, signal.SIGKILL)
+    wait_until(lambda: not is_running(worker) and not is_running(program.pid))
     said = program.communicate()[1].splitlines()
     line = "specdec: error: rank 1 of the tensor-parallel group was ended by SIGKILL"
     assert (killed == "rank 0" or line in said) and program.returncode == (
@@ -487,7 +487,7 @@ def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         " cuda",
     ):
         launch.device_of_rank(torch.device("cuda:1"), 0, 2)
-    monkeypatch.setattr(launch.mirrors, "_current", None)
+    monkeypatch.setattr(launch.executors, "_current", None)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(

@@ -15,16 +15,16 @@ from typing import IO
 import pytest
 
 from specdec.parallel.process import Settings
-from specdec.parallel.siblings import START
+from specdec.parallel.workers import START
 from tests.helpers.waiting import HANG, wait_until
 
 _RANK_0 = """
 import json, os, sys, time
-from specdec.parallel.siblings import Siblings
-siblings = Siblings({1: json.loads(sys.argv[1]) | {"parent": os.getpid()}})
-siblings.wait()
+from specdec.parallel.workers import Workers
+workers = Workers({1: json.loads(sys.argv[1]) | {"parent": os.getpid()}})
+workers.wait()
 holds_the_pipe = os.fork() or time.sleep(600)
-print(siblings._all[0]._process.pid, holds_the_pipe, flush=True)
+print(workers._all[0]._process.pid, holds_the_pipe, flush=True)
 time.sleep(600)
 """
 

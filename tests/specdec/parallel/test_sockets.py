@@ -104,7 +104,7 @@ def test_without_loopback_the_start_says_so(environment: pytest.MonkeyPatch) -> 
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
     environment.setattr(sockets.socket, "create_server", refuse)
-    environment.setattr(launch, "Siblings", lambda _: pytest.fail("started"))
+    environment.setattr(launch, "Workers", lambda _: pytest.fail("started"))
     with pytest.raises(
         CapacityError,
         match=r"nothing can be reached there \(Cannot assign requested address\); bring the"

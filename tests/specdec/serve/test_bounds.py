@@ -264,25 +264,25 @@ def test_a_chat_is_bounded_by_what_the_cache_holds() -> None:
     with live_server(tiny_decoder(cache=CacheConfig(memory_bytes=200_000))) as live:
         front = live.front
         assert live.setup.short_cache == (
-            f"the cache holds {front.most_tokens} tokens of one request and the context has 512; a"
+            f"the cache holds {front.max_total_tokens} tokens of one request and the context has 512; a"
             f" larger --kv-memory allows more,"
             " and --max-model-len says less"
         )
         ask = {"messages": CHAT, "ignore_eos": True}
         answer = httpx.post(live.url + "/v1/chat/completions", json=ask).json()
         assert (
-            answer["usage"]["total_tokens"] == front.most_tokens
+            answer["usage"]["total_tokens"] == front.max_total_tokens
             and answer["choices"][0]["finish_reason"] == "length"
         )
         (model,) = httpx.get(live.url + "/v1/models").json()["data"]
-        assert model["max_model_len"] == front.most_tokens < CONTEXT
+        assert model["max_model_len"] == front.max_total_tokens < CONTEXT
         assert "give the cache more memory" in refusal(
             live, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 480}
         )
 
 
 def test_a_cache_that_holds_the_context_says_nothing(live: Live) -> None:
-    assert live.setup.short_cache is None and live.front.most_tokens == CONTEXT
+    assert live.setup.short_cache is None and live.front.max_total_tokens == CONTEXT
 
 
 def test_clients_are_not_told_the_folder(tmp_path: Path) -> None:
@@ -309,20 +309,20 @@ def test_the_page_has_every_limit() -> None:
         for one in fields(ServeConfig)
         if one.name.startswith("max_") or one.name.endswith("_seconds")
     }
-    entries = {f"entries of `{name}`": f"{most:,}" for name, most in limits.MOST_ENTRIES.items()}
+    entries = {f"entries of `{name}`": f"{most:,}" for name, most in limits.MAX_ENTRIES.items()}
     lengths = {
-        f"characters of `{name}`": f"{most:,}" for name, most in limits.MOST_CHARACTERS.items()
+        f"characters of `{name}`": f"{most:,}" for name, most in limits.MAX_CHARACTERS.items()
     }
     others = {
-        "fields": f"{limits.MOST_FIELDS:,}",
+        "fields": f"{limits.MAX_FIELDS:,}",
         "characters of a text per token it may have": f"{limits.CHARACTERS_PER_TOKEN}",
         "tokens of `/tokenize` and `/detokenize`, where the context is"
         " shorter": f"{limits.TOKENIZED:,}",
-        "log-probabilities per token": f"{limits.MOST_LOGPROBS}",
-        "grammars that wait to be compiled": f"{grammars.MOST_WAITING}",
-        "characters of a grammar": f"{grammars.MOST_CHARACTERS:,}",
-        "characters of a regular expression": f"{grammars.MOST_PATTERN_CHARACTERS:,}",
-        "log-probabilities of prompts": f"{limits.MOST_PROMPT_LOGPROBS:,}",
+        "log-probabilities per token": f"{limits.MAX_LOGPROBS}",
+        "grammars that wait to be compiled": f"{grammars.MAX_WAITING}",
+        "characters of a grammar": f"{grammars.MAX_CHARACTERS:,}",
+        "characters of a regular expression": f"{grammars.MAX_PATTERN_CHARACTERS:,}",
+        "log-probabilities of prompts": f"{limits.MAX_PROMPT_LOGPROBS:,}",
     }
     found = dict(re.findall(r"^\| .*?(`--[a-z-]+`) \| ([\d,.]+) \|", PAGE, re.MULTILINE))
     found |= dict(

@@ -28,7 +28,7 @@ from tests.evals.tiny import save_tiny, tiny_decoder, write_jsonl
 from tests.helpers.live_server import Live, live_server
 from tests.helpers.waiting import HANG
 
-MOST_TOKENS = 24
+MAX_TOKENS = 24
 Task = dict[str, Any]
 
 
@@ -71,7 +71,7 @@ def problems(folder: Path) -> Task:
     bundled = bundled_task(folder)
     wanted = ("output_type", "doc_to_text", "metric_list", "filter_list")
     same = {name: bundled[name] for name in wanted}
-    generation = {"until": ["Question:", "e t"], "max_gen_toks": MOST_TOKENS, "do_sample": False}
+    generation = {"until": ["Question:", "e t"], "max_gen_toks": MAX_TOKENS, "do_sample": False}
     return task(
         "problems", rows, folder, **same, doc_to_target="{{answer}}", generation_kwargs=generation
     )

@@ -21,7 +21,7 @@ import pytest
 
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.stream import Wire
-from specdec.session.link.channel import MOST_BYTES, Channel, packed, unpacked
+from specdec.session.link.channel import MAX_BYTES, Channel, packed, unpacked
 from specdec.session.link.hub import Hub, Link
 from tests.helpers.live_server import live_server, tiny_decoder
 from tests.helpers.processes import below
@@ -156,8 +156,8 @@ def test_what_is_no_message_ends_its_sender_alone(tmp_path: Path) -> None:
         _framed(code),
         len(code).to_bytes(8, "little") + code,  # as pickles were sent once
         _framed(b'["new",1,{}]', b"abc"),
-        struct.pack("<Ii", MOST_BYTES + 1, -1),
-        struct.pack("<Ii", 1, MOST_BYTES),
+        struct.pack("<Ii", MAX_BYTES + 1, -1),
+        struct.pack("<Ii", 1, MAX_BYTES),
         _framed(b'{"ready":1}'),
         _framed(b"[" * 60_000),
         _framed(b'["new",' + b"1" * 60_000 + b"]"),

@@ -79,7 +79,7 @@ def _ask(url: str) -> None:
 
 def test_too_many_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again later: no mistake of the client's."""
-    monkeypatch.setattr(lanes_module, "MOST_WAITING", 0)
+    monkeypatch.setattr(lanes_module, "MAX_WAITING", 0)
     with live_server() as live:
         answer = httpx.post(live.url + URL, json={"prompt": "abc", "guided_regex": "a+"})
     assert answer.status_code == 503 and "grammars wait" in answer.json()["error"]["message"]

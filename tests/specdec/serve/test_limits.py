@@ -252,7 +252,7 @@ def test_a_rank_that_ends_while_nobody_waits_ends_the_server(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = SimpleNamespace(ended=None)
-    monkeypatch.setattr("specdec.session.decoder.mirror_of", lambda target: ranks)
+    monkeypatch.setattr("specdec.session.decoder.executor_of", lambda target: ranks)
     with live_server() as live:
         assert (
             httpx.post(live.url + "/v1/completions", json={**LONG, "max_tokens": 2}).status_code

@@ -23,7 +23,7 @@ import torch
 pytest.importorskip("xgrammar")
 
 from specdec.base.config import EngineConfig
-from specdec.parallel.mirror import everywhere
+from specdec.parallel.executor import collective_rpc
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from tests.evals.tiny import save_tiny
@@ -154,10 +154,10 @@ def test_answers_are_those_of_one_process(one: Live, two: Live) -> None:
     """
     verifier = two.decoder.verifier
     expected = answers(one)
-    everywhere(verifier, parts.note_masks)
+    collective_rpc(verifier, parts.note_masks)
     got = answers(two)
     assert [texts(answer) for answer in got] == [texts(answer) for answer in expected]
-    same, steps = everywhere(verifier, parts.same_masks)
+    same, steps = collective_rpc(verifier, parts.same_masks)
     assert same and steps > 5
     logits = one.decoder.next_token_logits("abcabc")
     bound = 64 * torch.finfo(torch.float32).eps * float(logits.abs().max())
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_cancels_on_both_ranks(one: Live, two: Live) -> Non
 
     Nor does the other rank end at a signal that service managers send to all processes.
     """
-    rank_1 = everywhere(two.decoder.verifier, parts.process_of_rank_1)
+    rank_1 = collective_rpc(two.decoder.verifier, parts.process_of_rank_1)
     with ThreadPoolExecutor(1) as threads:
         with gated(two.decoder.engine, 8) as gate:
             with httpx.stream(
@@ -199,7 +199,7 @@ def test_a_rank_without_memory_ends_the_server_with_one_line(
 ) -> None:
     """All who wait are told, whatever they wait for, and the server and the other rank end."""
     decoder = two.decoder
-    everywhere(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
+    collective_rpc(decoder.verifier, parts.run_out_of_memory, decoder.verifier, 20)
     handle = decoder.session.submit([5, 6, 7], SamplingParams(max_tokens=480, ignore_eos=True))
     with ThreadPoolExecutor(1) as threads:
         whole = threads.submit(httpx.post, two.url + COMPLETIONS, json=LONG)

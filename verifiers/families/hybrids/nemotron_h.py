@@ -42,7 +42,7 @@ def _sizes(config: Any) -> Sizes:
     return Sizes(config.n_groups, heads, config.ssm_state_size, dim, config.conv_kernel, 1)
 
 
-def least_step(config: Any) -> tuple[float, float]:
+def min_step(config: Any) -> tuple[float, float]:
     """The limits of steps that transformers computes prompts with."""
     return config.time_step_min, float("inf")
 
@@ -54,7 +54,7 @@ def _blocks(config: Any) -> Sequence[str]:
 FAMILIES = {
     "nemotron_h": Family(
         describe=_describe,
-        recurrent=Recurrent("mamba", _sizes, steps=least_step),
+        recurrent=Recurrent("mamba", _sizes, steps=min_step),
         experts="ungated",
         renamed=((r"^backbone\.", "model."),),
         prediction=Prediction(_PREDICTION_NAMES, _blocks),

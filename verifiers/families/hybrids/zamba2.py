@@ -5,7 +5,7 @@ from typing import Any
 
 from verifiers.description import Description, NormNames
 from verifiers.families.granite import MAMBA
-from verifiers.families.hybrids.nemotron_h import least_step
+from verifiers.families.hybrids.nemotron_h import min_step
 from verifiers.family import Family, Recurrent, Sizes
 
 _NAMES = (
@@ -35,6 +35,6 @@ def _sizes(config: Any) -> Sizes:
 
 FAMILIES = {
     "zamba2": Family(
-        describe=_describe, recurrent=Recurrent("mamba", _sizes, epsilon=1e-5, steps=least_step)
+        describe=_describe, recurrent=Recurrent("mamba", _sizes, epsilon=1e-5, steps=min_step)
     )
 }

@@ -117,7 +117,7 @@ def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -
     )
     hidden, temperature = torch.randn(2, 4, TINY.hidden_size), 0.7
     logprobs = (torch.randn(2, 4, TINY.vocab_size) / temperature).log_softmax(-1)
-    scores, token_ids = logprobs.topk(coupling.MOST_CANDIDATES, dim=-1)
+    scores, token_ids = logprobs.topk(coupling.MAX_CANDIDATES, dim=-1)
     anchors = torch.tensor([3, 5])
     tables = edges_of(
         head, hidden, anchors, token_ids, token_ids, scores, torch.full((2, 4), 1 / temperature)

@@ -12,7 +12,7 @@ from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBac
 from specdec.attention.aiter.mla import RocmAiterMlaBackend
 from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec
-from specdec.base.blocks import MOST_NODES
+from specdec.base.blocks import MAX_NODES
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.sampling.params import SamplingParams
@@ -40,7 +40,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> test_fa.Install:
         (7, {}, False, {}),
         (16, {"num_heads": 9, "num_kv_heads": 3}, True, {"version": "0.1.16"}),
         (
-            MOST_NODES,
+            MAX_NODES,
             {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32},
             False,
             {"architecture": "gfx1100"},
@@ -92,7 +92,7 @@ def test_what_the_cache_rounds_is_rounded_among_rows_too(rocm: test_fa.Install) 
     [
         (5, {}, {}),
         (16, {"num_heads": 24}, {"version": "0.1.15"}),
-        (MOST_NODES, {"num_heads": 2}, {"architecture": "gfx950"}),
+        (MAX_NODES, {"num_heads": 2}, {"architecture": "gfx950"}),
         (7, {"cache_dtype": E4M3}, {}),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec.engine.capture import graphs, prefill_graphs
-from specdec.engine.capture.prefill_graphs import PrefillGraphs, PrefillShape, most_prefill_rows
+from specdec.engine.capture.prefill_graphs import PrefillGraphs, PrefillShape, max_prefill_rows
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
@@ -27,7 +27,7 @@ def case() -> Case:
 @pytest.fixture(autouse=True)
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of these tests are short, and their chunks shorter."""
-    monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 16)
+    monkeypatch.setattr(prefill_graphs, "MIN_ROWS", 16)
 
 
 def captured_engine(
@@ -39,7 +39,7 @@ def captured_engine(
     engine = case.engine(drafter, batch, capture=True, **changes)
     recorder, eager, packed = Recorder(), [], engine.slots.prefill_batch
     engine.runner.prefill_graphs = PrefillGraphs(
-        recorder, engine.slots, engine.runner.prefill_step, dtype=case.verifier.dtype, most_rows=64
+        recorder, engine.slots, engine.runner.prefill_step, dtype=case.verifier.dtype, max_rows=64
     )
 
     def prefill_batch(chunks: Sequence[Chunk]) -> Any:
@@ -187,7 +187,7 @@ def test_how_many_rows_pay(case: Case) -> None:
 
     def most(weight_bytes: int, max_num_seqs: int, experts: RoutedExperts | None = None) -> int:
         verifier: Any = SimpleNamespace(weight_bytes=weight_bytes, routed_experts=experts)
-        return most_prefill_rows(verifier, max_num_seqs)
+        return max_prefill_rows(verifier, max_num_seqs)
 
     assert [most(3 * 10**8, count) for count in (1, 3, 100)] == [2048, 6144, 8192]
     assert [most(16 * 10**9, count) for count in (1, 100)] == [549, 549]

@@ -77,7 +77,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "_SHORTEST", 16)
-    monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 8)
+    monkeypatch.setattr(prefill_graphs, "MIN_ROWS", 8)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def engine_for(outputs: dict[tuple[int, ...], list[int]], clock: Clock) -> SpecE
         engine.slots,
         runner.prefill_step,
         dtype=engine.verifier.dtype,
-        most_rows=64,
+        max_rows=64,
     )
     return engine
 

@@ -37,7 +37,7 @@ def case() -> Case:
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of these tests are short; so are the buckets, that there may be several."""
     monkeypatch.setattr(buckets, "_SHORTEST", 16)
-    monkeypatch.setattr(prefill_graphs, "LEAST_ROWS", 8)
+    monkeypatch.setattr(prefill_graphs, "MIN_ROWS", 8)
 
 
 def new_engine(case: Case, drafter: str, *, capture: bool, **changes: Any) -> SpecEngine:
@@ -64,7 +64,7 @@ def new_engine(case: Case, drafter: str, *, capture: bool, **changes: Any) -> Sp
             engine.slots,
             engine.runner.prefill_step,
             dtype=case.verifier.dtype,
-            most_rows=64,
+            max_rows=64,
         )
     return engine
 

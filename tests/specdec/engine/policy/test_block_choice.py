@@ -212,12 +212,14 @@ def decode_copies(*, told: bool) -> tuple[float, dict[bool, list[int]]]:
     chosen: dict[bool, list[int]] = {False: [], True: []}
     for step in range(1200):
         copies = step // 5 % 2 == 0
-        outlook = (14.0 if copies else 0.2) if told else 0.0
-        k = choice.choose(1, outlook=outlook).drafts
+        expected_accepted = (14.0 if copies else 0.2) if told else 0.0
+        k = choice.choose(1, expected_accepted=expected_accepted).drafts
         accepted = next(
             (place for place in range(k) if rng.random() > (0.98 if copies else 0.1)), k
         )
-        choice.observe(1, BlockShape(k), [accepted], 1 + 0.1 * k, outlook=outlook)
+        choice.observe(
+            1, BlockShape(k), [accepted], 1 + 0.1 * k, expected_accepted=expected_accepted
+        )
         if step >= 200:
             chosen[copies].append(k)
             tokens, seconds = tokens + accepted + 1, seconds + 1 + 0.1 * k
@@ -242,11 +244,13 @@ def test_a_step_that_is_put_off_puts_nothing_at_stake() -> None:
     the drafter has to take over context first.
     """
     choice, plain = BlockChoice(shapes(15, trees=0)), BlockShape(0)
-    while not (first := choice.choose(1, outlook=15.0)).drafts:
-        choice.observe(1, plain, [0], 0.05, outlook=15.0)
-    assert choice.choose(1, outlook=15.0) == plain  # what the first loses is not known yet
+    while not (first := choice.choose(1, expected_accepted=15.0)).drafts:
+        choice.observe(1, plain, [0], 0.05, expected_accepted=15.0)
+    assert (
+        choice.choose(1, expected_accepted=15.0) == plain
+    )  # what the first loses is not known yet
     choice.put_off()
-    assert choice.choose(1, outlook=15.0) == first
+    assert choice.choose(1, expected_accepted=15.0) == first
 
 
 def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
@@ -347,7 +351,8 @@ def test_the_outlook_comes_to_the_choice(case: Case, copies: bool) -> None:
         expected = case.outputs[tuple(prompt)]  # up to a stop token
         assert request.output_token_ids[: len(expected)] == expected
     told, learned = (
-        [call.kwargs["outlook"] for call in mock.call_args_list] for mock in (choose, observe)
+        [call.kwargs["expected_accepted"] for call in mock.call_args_list]
+        for mock in (choose, observe)
     )
     assert told == learned and (max(told) > 1) is copies and min(told) == 0
 
@@ -368,7 +373,7 @@ class AnySchedule(BlockChoice):
         self.rng = random.Random(seed)
 
     def choose(self, num_reqs: int, **_: Any) -> BlockShape:
-        return self.rng.choice(self.rungs)
+        return self.rng.choice(self.arms)
 
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}

@@ -386,7 +386,7 @@ def test_what_is_let_be_is_said(schema: Any, note: str, caplog: pytest.LogCaptur
 def test_a_format_gives_way_to_a_pattern_with_which_it_takes_too_much(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("specdec.grammar.language.MOST_STATES", 20)
+    monkeypatch.setattr("specdec.grammar.language.MAX_STATES", 20)
     grammar = Grammar.json_schema({"type": "string", "format": "ipv6", "pattern": "^[0-9:]*$"})
     assert writes_json(grammar, "1:2") and not writes_json(grammar, "a::b")
     assert "a format beside the pattern ^[0-9:]*$" in caplog.messages[0]

@@ -54,11 +54,11 @@ def test_gates(rows: int) -> None:
     """Also of numbers whose exponential has no place in float32."""
     weight, x = random(2 * 960, 96, seed=1), random(rows, 96)
     x[0, 0], weight[0, 0], weight[1, 0] = 40, 100, -100
-    linear, ahead = DenseLinear(weight), DenseLinear(random(96, 960))
+    linear, prefetch = DenseLinear(weight), DenseLinear(random(96, 960))
     gate, up = linear(x).double().chunk(2, dim=-1)
-    plain = TorchOps().gated(linear, x, "silu", ahead)
+    plain = TorchOps().gated(linear, x, "silu", prefetch)
     exact = torch.nn.functional.silu(gate) * up
-    assert_as_exact(ops().gated(linear, x, "silu", ahead), plain, exact)
+    assert_as_exact(ops().gated(linear, x, "silu", prefetch), plain, exact)
 
 
 @pytest.mark.slow
@@ -108,11 +108,11 @@ def attended(
     qkv = torch.nn.functional.pad(qkv.flatten(1), (0, beside))[:, : qkv[0].numel()].view(qkv.shape)
     turns = torch.randn(3 * width, dim // 2, generator=torch.Generator().manual_seed(9))
     angles = Angles(turns.cos().bfloat16().to(dtype), turns.sin().bfloat16().to(dtype))
-    ahead = DenseLinear(torch.zeros(1, 1))
+    prefetch = DenseLinear(torch.zeros(1, 1))
     norms = [Norm(random(dim, seed=seed).to(dtype), 1e-6) if normed else None for seed in (7, 8)]
     heads = Heads(dim**-0.5, query_norm=norms[0], key_norm=norms[1])
     plan = backend.plan(metadata)
-    out = ops.attend(qkv, AttentionInputs(backend, heads, angles, cache, plan, ahead))
+    out = ops.attend(qkv, AttentionInputs(backend, heads, angles, cache, plan, prefetch))
     return torch.cat([out.flatten(), *(side.flatten() for side in cache)])
 
 
@@ -150,9 +150,9 @@ def test_other_types_are_left_to_torch() -> None:
     """Rows in float32, as a head that is computed so has them."""
     norm, x = Norm(random(96, seed=1).float(), 1e-5), random(3, 96).float()
     assert ops().norm(x, norm).equal(TorchOps().norm(x, norm))
-    linear, ahead = DenseLinear(random(192, 96, seed=1).float()), DenseLinear(random(96, 96))
-    expected = TorchOps().gated(linear, x, "silu", ahead)
-    assert ops().gated(linear, x, "silu", ahead).equal(expected)
+    linear, prefetch = DenseLinear(random(192, 96, seed=1).float()), DenseLinear(random(96, 96))
+    expected = TorchOps().gated(linear, x, "silu", prefetch)
+    assert ops().gated(linear, x, "silu", prefetch).equal(expected)
 
 
 @pytest.mark.parametrize("normed", [False, True])

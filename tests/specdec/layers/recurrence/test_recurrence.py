@@ -14,7 +14,7 @@ from specdec.kv_cache import StateCache, StateLayerSpec
 from specdec.layers.recurrence import recurrence as module
 from specdec.layers.recurrence.recurrence import Recurrence, RecurrentRows, recur
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 Kind = Literal["delta", "keys", "plain"]
 # Widths that vectors divide, so that no number is computed by another code for its place in memory.
 HEADS, KEY_DIM, VALUE_DIM = (8, 16), 16, 32
@@ -50,14 +50,14 @@ def state_cache(one: Recurrence, dtype: torch.dtype, num_slots: int) -> StateCac
     spec = StateLayerSpec(
         one.width, one.taps, one.num_value_heads, one.key_dim, one.value_dim, dtype
     )
-    cache = spec.allocate_slots(MOST_ROWS, torch.full((num_slots,), 5))
+    cache = spec.allocate_slots(MAX_ROWS, torch.full((num_slots,), 5))
     cache.state.fill_(float("nan"))
     cache.inputs.fill_(float("nan"))
     return cache
 
 
 def rows_of(
-    slots: list[int], starts: list[int], counts: list[int], *, final: bool, pending: int = MOST_ROWS
+    slots: list[int], starts: list[int], counts: list[int], *, final: bool, pending: int = MAX_ROWS
 ) -> RecurrentRows:
     first = torch.tensor([0, *counts]).cumsum(0).int()
     return RecurrentRows(
@@ -97,7 +97,7 @@ def test_steps_equal_tokens_one_by_one_to_the_bit(kind: Kind, dtype: torch.dtype
     prompt = torch.cat([texts[0, :9], texts[1, :4]])
     out = run(prompt, one, cache, rows_of(slots, [0, 0], lengths, final=True, pending=0))
     assert torch.equal(out, torch.stack(expected[0][:9] + expected[1][:4]))
-    while max(lengths) < length - MOST_ROWS:
+    while max(lengths) < length - MAX_ROWS:
         k = chance.choice([0, 1, 3, 7])
         accepted = [chance.randint(0, k) for _ in slots]
         pieces = []

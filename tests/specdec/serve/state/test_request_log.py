@@ -91,6 +91,6 @@ def test_the_server_says_what_it_is(live: Live) -> None:
     assert told["engine"]["num_draft_tokens"] == 3 and told["engine"]["max_num_seqs"] == 4
     assert told["limits"]["max_choices"] == 256 and told["limits"]["body_seconds"] == 60
     assert told["attention"] == "torch_ref" and told["dtype"] == "float32"
-    assert told["max_model_len"] == live.front.most_tokens and "versions" in told
+    assert told["max_model_len"] == live.front.max_total_tokens and "versions" in told
     assert told["served_model_name"] == live.front.names[0] and told["drafter"] is None
     assert set(told["internal_states"][0]) == {"avg_spec_accept_length"}

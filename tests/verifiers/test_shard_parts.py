@@ -26,18 +26,18 @@ from verifiers.config.wrappers import read_config
 from verifiers.dummy import dummy_rank
 from verifiers.load import load_verifier
 from verifiers.weights.checkpoint import read_weights
-from verifiers.weights.shares import Share, shared
+from verifiers.weights.shards import Shard, sharded
 
 
-def share_of(config: Any, rank: int, size: int = 2) -> Share:
+def shard_of(config: Any, rank: int, size: int = 2) -> Shard:
     group = Group(rank, size, None, None)
-    description = describe(shared(config, group))
+    description = describe(sharded(config, group))
     assert description is not None
-    return Share(config, description, group, name="tiny")
+    return Shard(config, description, group, name="tiny")
 
 
 def read(
-    folder: Path, config: Any, share: Share | None = None, *, as_stored: bool = False
+    folder: Path, config: Any, shard: Shard | None = None, *, as_stored: bool = False
 ) -> dict[str, Any]:
     return read_weights(
         folder,
@@ -45,7 +45,7 @@ def read(
         device=torch.device("cpu"),
         dtype=torch.float32,
         as_stored=as_stored,
-        share=share,
+        shard=shard,
     )
 
 
@@ -67,8 +67,8 @@ def test_a_rank_reads_its_slices_and_nothing_else(
 
     monkeypatch.setattr(TensorFiles, "read", counting)
     for rank in range(2):
-        taken, share = 0, share_of(config, rank)
-        parts = read(tmp_path, config, share)
+        taken, shard = 0, shard_of(config, rank)
+        parts = read(tmp_path, config, shard)
         # of an odd vocabulary; the last has a row more
         tables = [part for part in parts.values() if len(part) == -(-VOCAB // 2)]
         kept = sum(part.nbytes for part in parts.values()) - rank * sum(
@@ -76,9 +76,9 @@ def test_a_rank_reads_its_slices_and_nothing_else(
         )
         assert tables and kept == taken < 0.7 * sum(t.nbytes for t in whole.values())
         for key, part in parts.items():
-            expected = share.part(key, whole[key])
+            expected = shard.part(key, whole[key])
             assert isinstance(expected, Tensor) and torch.equal(part, expected), key
-            assert tuple(part.shape) == share.shape(key, whole[key].shape)
+            assert tuple(part.shape) == shard.shape(key, whole[key].shape)
 
 
 @pytest.mark.parametrize("case", ["int4_zeros", "channel", "awq"])
@@ -96,7 +96,7 @@ def test_packed_weights_are_divided_by_outputs_and_by_groups_of_inputs(
     )
     config = read_config(str(folder))
     whole = read(folder, config, as_stored=True)
-    ranks = [read(folder, config, share_of(config, rank), as_stored=True) for rank in range(2)]
+    ranks = [read(folder, config, shard_of(config, rank), as_stored=True) for rank in range(2)]
     packed = {name: weight for name, weight in whole.items() if isinstance(weight, PackedWeight)}
     assert {
         "model.layers.0.self_attn.o_proj.weight",
@@ -196,5 +196,5 @@ def test_random_weights_are_those_of_one_process(name: str) -> None:
 def test_one_process_reads_what_it_always_did() -> None:
     """A config is marked only for a group, and in a copy."""
     config = CONFIGS["llama"]()
-    assert shared(config, None) is config
-    assert shared(config, Group(0, 2, None, None)).ranks == 2 and not hasattr(config, "ranks")
+    assert sharded(config, None) is config
+    assert sharded(config, Group(0, 2, None, None)).ranks == 2 and not hasattr(config, "ranks")

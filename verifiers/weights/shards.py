@@ -48,12 +48,12 @@ class _Rule:
     kind: Kind = "slices"
 
 
-class Share:
+class Shard:
     """One rank's share of a target.
 
     Args:
         config: of the whole text model.
-        description: of its family, from the config as `shared` gives it.
+        description: of its family, from the config as `sharded` gives it.
         group: the ranks.
         name: how to call the target in messages.
 
@@ -189,7 +189,7 @@ class Share:
             length = size * part // unit
             if size % unit or length % self.group.size:
                 self._check(f"{length} numbers on axis {rule.axis} of {name!r}", length)
-            own = self.group.share(length)
+            own = self.group.shard(length)
             slices.append(range(start + own.start, start + own.stop))
             start += length
         return slices
@@ -209,7 +209,7 @@ class Share:
             )
 
 
-def shared(config: Any, group: Group | None) -> Any:
+def sharded(config: Any, group: Group | None) -> Any:
     """The config as `verifiers.config.shape` and `verifiers.building.recurrent` read it: with as
     many heads as a rank has of them.
     """

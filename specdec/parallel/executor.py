@@ -54,7 +54,7 @@ class Ranks(Protocol):
         """
 
 
-class Mirror:
+class Executor:
     """One rank's end of a group that follows rank 0; made by all ranks at once.
 
     Args:
@@ -293,35 +293,35 @@ class Unsendable(InvalidInputError):
     """Said before anything is sent, so the group lives on."""
 
 
-_current: Mirror | None = None
+_current: Executor | None = None
 
 
-def current() -> Mirror | None:
+def current() -> Executor | None:
     """The living group of this process, of which there is at most one."""
     return _current
 
 
-def install(mirror: Mirror) -> Mirror:
+def install(executor: Executor) -> Executor:
     """Makes it the group of this process."""
     global _current
-    _current = mirror
-    return mirror
+    _current = executor
+    return executor
 
 
-def mirror_of(target: object) -> Mirror | None:
+def executor_of(target: object) -> Executor | None:
     """The group whose ranks compute a target together; None for one that this process computes
     alone.
     """
-    mirror = _current
-    return mirror if mirror is not None and group_of(target) is mirror.group else None
+    executor = _current
+    return executor if executor is not None and group_of(target) is executor.group else None
 
 
-def everywhere(
+def collective_rpc(
     target: object, function: Callable[..., Result], *args: Any, keep: bool = False
 ) -> Result:
-    """Calls a function on every rank that has a part of `target`; see `Mirror.run`."""
-    mirror = mirror_of(target)
-    return function(*args) if mirror is None else mirror.run(function, *args, keep=keep)
+    """Calls a function on every rank that has a part of `target`; see `Executor.run`."""
+    executor = executor_of(target)
+    return function(*args) if executor is None else executor.run(function, *args, keep=keep)
 
 
 def _first_line(error: BaseException) -> str:

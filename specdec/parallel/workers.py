@@ -42,7 +42,7 @@ GATHER = 0.5
 """Seconds in which others may end because of the rank that ended first."""
 
 
-class Sibling(threading.Thread):
+class Worker(threading.Thread):
     """One other rank.
 
     Args:
@@ -51,7 +51,7 @@ class Sibling(threading.Thread):
         ended: called with it when its process has ended, asked to or not.
     """
 
-    def __init__(self, rank: int, settings: Settings, ended: Callable[["Sibling"], None]) -> None:
+    def __init__(self, rank: int, settings: Settings, ended: Callable[["Worker"], None]) -> None:
         super().__init__(name=f"specdec rank {rank}", daemon=True)
         self.rank = rank
         self._settings, self._ended_call = settings, ended
@@ -121,8 +121,8 @@ class Sibling(threading.Thread):
             self._process.kill()
 
 
-class Siblings:
-    """All other ranks of a group; see `specdec.parallel.mirror.Ranks`.
+class Workers:
+    """All other ranks of a group; see `specdec.parallel.executor.Ranks`.
 
     Args:
         settings: of each, by rank from 1.
@@ -134,11 +134,11 @@ class Siblings:
     def __init__(self, settings: Mapping[int, Settings]) -> None:
         self._lock = threading.Lock()
         self._closing = False
-        self._lost: list[Sibling] = []
+        self._lost: list[Worker] = []
         self._line: str | None = None
-        self._told = threading.Event()
+        self._reported = threading.Event()
         self.on_loss: Callable[[str], None] | None = None
-        self._all = [Sibling(rank, one, self._ended) for rank, one in settings.items()]
+        self._all = [Worker(rank, one, self._ended) for rank, one in settings.items()]
         threading.Thread(target=self._watch, name="specdec ranks", daemon=True).start()
 
     def wait(self) -> None:
@@ -147,8 +147,8 @@ class Siblings:
         Raises:
             SpecDecError: one has ended before.
         """
-        for sibling in self._all:
-            while not sibling.ready.wait(0.05):
+        for worker in self._all:
+            while not worker.ready.wait(0.05):
                 if self._lost and (line := self.why_ended()):
                     raise SpecDecError(line)
 
@@ -157,38 +157,36 @@ class Siblings:
         self._closing = True
         limit = time.monotonic() + PATIENCE
         while (
-            not kill
-            and any(sibling.is_alive() for sibling in self._all)
-            and time.monotonic() < limit
+            not kill and any(worker.is_alive() for worker in self._all) and time.monotonic() < limit
         ):
             time.sleep(0.01)
-        for sibling in self._all:
-            sibling.kill()
+        for worker in self._all:
+            worker.kill()
 
     def why_ended(self) -> str | None:
         """One line about the rank that ended first unasked; waits a moment for it."""
-        self._told.wait(4 * GATHER)
+        self._reported.wait(4 * GATHER)
         return self._line
 
     def _watch(self) -> None:
-        while any(sibling.is_alive() for sibling in self._all):
+        while any(worker.is_alive() for worker in self._all):
             time.sleep(LOOK)
-            for sibling in self._all:
-                sibling.look()
+            for worker in self._all:
+                worker.look()
 
-    def _ended(self, sibling: Sibling) -> None:
+    def _ended(self, worker: Worker) -> None:
         """In the sibling's own thread."""
         with self._lock:
             if self._closing:
                 return
-            self._lost.append(sibling)
+            self._lost.append(worker)
             if len(self._lost) > 1:
                 return  # the first one's thread tells
         time.sleep(GATHER)
         with self._lock:
             first = next((one for one in self._lost if one.by_signal), self._lost[0])
             self._line = first.describe()
-        self._told.set()
+        self._reported.set()
         self.end(kill=True)  # so that rank 0's own collectives fail
         if self.on_loss is not None:
             self.on_loss(self._line)
