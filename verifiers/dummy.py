@@ -207,11 +207,11 @@ def dummy_rank(
     cache_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> DecoderVerifier:
-    """A rank's share of a target with random weights, which are the same whatever the number of
+    """A rank's shard of a target with random weights, which are the same whatever the number of
     ranks; None is a process alone.
 
     Tensors are made one by one, each from a seed of its own, and cut: at no time is there more than
-    the share and one tensor. Matrices are normal with the config's `initializer_range`, norms scale
+    the shard and one tensor. Matrices are normal with the config's `initializer_range`, norms scale
     by 1, all else is 0.
 
     Raises:

@@ -160,7 +160,7 @@ def _understood(
     fuse: bool,
     options: dict[str, Any],
 ) -> tuple[Any, Any, Shard | None, AttentionSpec | MlaSpec]:
-    """The config of a target, that of its text part, this rank's share, and what it asks of an
+    """The config of a target, that of its text part, this rank's shard, and what it asks of an
     attention backend.
     """
     from verifiers.config.wrappers import config_of, read_config, text_config
@@ -224,7 +224,7 @@ class _Reading(NamedTuple):
 
 
 def _shard(config: Any, group: Group, name: str, fuse: bool) -> Shard:
-    """This rank's share of a target.
+    """This rank's shard of a target.
 
     Raises:
         UnsupportedModelError: the target cannot be divided.

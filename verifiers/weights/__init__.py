@@ -1,1 +1,1 @@
-"""From files to the tensors of a target, whole or a rank's share. Building takes layers from it."""
+"""From files to the tensors of a target, whole or a rank's shard. Building takes layers from it."""

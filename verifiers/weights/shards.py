@@ -49,7 +49,7 @@ class _Rule:
 
 
 class Shard:
-    """One rank's share of a target.
+    """One rank's shard of a target.
 
     Args:
         config: of the whole text model.

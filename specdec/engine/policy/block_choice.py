@@ -8,7 +8,7 @@ Plain decoding is the shape without drafts, and the first that is measured, so d
 pay are given up. What is measured, by the step's number of requests and whether any of them
 samples, are the times, several steps in a row each, and the acceptance, which every step tells of
 all shapes that its drafts contain. Some drafters tell what to expect before they draft, as those
-that copy do (`BoundDrafter.expected_accepted`). Steps of another outlook are then another kind of
+that copy do (`BoundDrafter.expected_accepted`). Steps that expect more are then another kind of
 steps: a sure copy gets a long block, and a text that repeats nothing gets none. A time that has not
 been measured lies between those of steps that must be shorter and steps that must be longer, so a
 batch of a new size begins with what others have shown. What is slower is tried again now and then,
@@ -44,7 +44,7 @@ MAX_TREE_ROWS = 1024
 """Rows of all requests of a step up to which their drafts may form trees: more of them are scarce,
 and the likeliest few in a chain take least."""
 
-_RUNGS = (0, 1, 3, 7, 15, 31, 63)
+_LENGTHS = (0, 1, 3, 7, 15, 31, 63)
 # drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
 _FIRST_TREE, _FEW = 7, 3
 # of so many requests they are then looked at, over as many steps as that takes
@@ -91,7 +91,7 @@ def ladder(most: int) -> tuple[int, ...]:
     >>> ladder(15), ladder(8), ladder(1), ladder(0)
     ((0, 1, 3, 7, 15), (0, 1, 3, 7, 8), (0, 1), (0,))
     """
-    return (*(k for k in _RUNGS if k < most), most)
+    return (*(k for k in _LENGTHS if k < most), most)
 
 
 def tree_shape(drafts: int, most: int, *, forward_for_each: bool = False) -> BlockShape:
@@ -110,7 +110,7 @@ def shapes(most: int, *, trees: int, forward_for_each: bool = False) -> tuple[Bl
     >>> [str(shape) for shape in shapes(3, trees=31)]
     ['0', '1', '3', 'tree 3', 'tree 7', 'tree 15', 'tree 31']
     """
-    drafts = (n for n in _RUNGS if 1 < n <= trees and most)
+    drafts = (n for n in _LENGTHS if 1 < n <= trees and most)
     made = (tree_shape(n, most, forward_for_each=forward_for_each) for n in drafts)
     return (*map(BlockShape, ladder(most)), *made)
 
@@ -136,7 +136,7 @@ class Situation(NamedTuple):
 
     @property
     def guess(self) -> float:
-        """How likely a draft is accepted, as far as the outlook tells: so likely that as many are
+        """How likely a draft is accepted, by what the drafter expects: so likely that as many are
         accepted on average.
         """
         return 1 - 1 / (1.5 * 2**self.expected_accepted) if self.expected_accepted else FIRST_GUESS
@@ -180,7 +180,7 @@ class BlockChoice:
     ) -> None:
         self.arms = tuple(arms)
         self._likeliest_first, self._forward_for_each = likeliest_first, forward_for_each
-        # by whether a request samples, and the outlook
+        # by whether a request samples, and what is expected
         self._acceptance: dict[tuple[bool, int], BlockAcceptance] = {}
         # whether of requests that sample, too little is known of what they accept
         self._untaught = {False, True}
@@ -188,7 +188,7 @@ class BlockChoice:
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
         # until something new is measured
         self._estimates: dict[Situation, dict[BlockShape, float]] = {}
-        self._runs: dict[Situation, Run] = {}  # by outlook, of the batch at work
+        self._runs: dict[Situation, Run] = {}  # by what is expected, of the batch at work
         self._spare = 0.0  # seconds that may go into probing
         self._debt = 0.0  # seconds that were lost lately
         self._at_stake = 0.0  # what the step that was chosen last may lose

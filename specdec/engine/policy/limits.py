@@ -71,8 +71,8 @@ class DraftLimits(NamedTuple):
             shape: that was chosen.
             shapes: that steps may have; a chain may be shorter.
 
-        >>> rungs = [BlockShape(15), BlockShape(3, 3), BlockShape(7, 7), BlockShape(31, 15)]
-        >>> DraftLimits(15, 5).fit(rungs[3], rungs), DraftLimits(4, 0).fit(rungs[3], rungs)
+        >>> arms = [BlockShape(15), BlockShape(3, 3), BlockShape(7, 7), BlockShape(31, 15)]
+        >>> DraftLimits(15, 5).fit(arms[3], arms), DraftLimits(4, 0).fit(arms[3], arms)
         (BlockShape(drafts=7, tree_depth=7), BlockShape(drafts=4, tree_depth=0))
         """
         if not shape.is_tree or not self.nodes or not self.depth:

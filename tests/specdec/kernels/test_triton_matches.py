@@ -84,8 +84,8 @@ def test_as_torch(case: Case) -> None:
     assert torch.equal(found.lengths.cpu(), expected.lengths)
     continuations = expected.continuations
     assert torch.equal(found.continuations.cpu(), continuations)
-    # Some are left out, as where an outlook found more; those without a match say nothing, whatever
-    # they hold.
+    # Some are left out, as where an earlier look found more; without a match nothing is said,
+    # whatever they hold.
     ready = [tensor.to(DEVICE) for tensor in expected]
     for some, steps in ((count, depth), (max(1, count // 2), max(1, depth - 1))):
         chain = best_chain(ready[0][:, :some, :steps], ready[1][:, :some], longest)

@@ -264,8 +264,8 @@ def test_a_chat_is_bounded_by_what_the_cache_holds() -> None:
     with live_server(tiny_decoder(cache=CacheConfig(memory_bytes=200_000))) as live:
         front = live.front
         assert live.setup.short_cache == (
-            f"the cache holds {front.max_total_tokens} tokens of one request and the context has 512; a"
-            f" larger --kv-memory allows more,"
+            f"the cache holds {front.max_total_tokens} tokens of one request and the context has"
+            " 512; a larger --kv-memory allows more,"
             " and --max-model-len says less"
         )
         ask = {"messages": CHAT, "ignore_eos": True}

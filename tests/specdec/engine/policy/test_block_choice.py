@@ -227,7 +227,7 @@ def decode_copies(*, told: bool) -> tuple[float, dict[bool, list[int]]]:
 
 
 def test_a_sure_copy_gets_a_long_block_and_a_text_without_one_none() -> None:
-    """One who is not told of the outlook takes blocks that are too long for the one and too short
+    """Without what is expected, it takes blocks that are too long for the one and too short
     for the other.
     """
     fast, chosen = decode_copies(told=True)
