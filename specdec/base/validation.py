@@ -3,7 +3,7 @@
 import math
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -85,6 +85,20 @@ def flags(config: Any, *names: str) -> None:
 def sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
     """The entries of a field; none where it is None."""
     value = getattr(config, name)
-    if value is not None and (isinstance(value, str | bytes) or not isinstance(value, Iterable)):
+    found = entries(value if value is not None else ())
+    if found is None:
         raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be a list of {noun}")
-    return tuple(value if value is not None else ())
+    return tuple(found)
+
+
+def entries(value: Any) -> Iterator[Any] | None:
+    """What a list or the like holds; None of anything else, such as a text or a tensor of one
+    number, which only looks like a list.
+
+    >>> entries("ab"), list(entries([1, 2]) or ())
+    (None, [1, 2])
+    """
+    try:
+        return None if isinstance(value, str | bytes) else iter(value)
+    except TypeError:
+        return None

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.validation import entries
 from specdec.grammar.calls import Calls
 from specdec.grammar.limits import MAX_CHARACTERS, MAX_PATTERN_CHARACTERS, check_size
 from specdec.grammar.schema.schema import NO_TEXT, reading
@@ -151,12 +152,10 @@ class Grammar:
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Grammar:
         """One of some strings."""
-        if not isinstance(choices, Iterable):
+        found = entries(choices)
+        if found is None:
             raise InvalidInputError(f"choices are {reprlib.repr(choices)}; give a list of strings")
-        return cls(
-            "choice",
-            _written("the list of choices", choices if isinstance(choices, str) else [*choices]),
-        )
+        return cls("choice", _written("the list of choices", [*found]))
 
     @classmethod
     def calls(

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import islice
@@ -13,6 +13,7 @@ from specdec.base.errors import InvalidInputError
 from specdec.base.validation import (
     as_float,
     as_integer,
+    entries,
     flags,
     integers,
     numbers,
@@ -370,17 +371,16 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     >>> _bias({"7": 1, 5: -2.5})
     ((5, -2.5), (7, 1.0))
     """
-    if given == ():
-        return given
-    pairs = given.items() if isinstance(given, Mapping) else given
-    right = isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes)
-    require(right, f"logit_bias is {reprlib.repr(given)}; it must map token ids to numbers")
-    pairs = list(islice(pairs, MAX_EDITS + 1))
+    found = entries(given.items() if isinstance(given, Mapping) else given)
+    if found is None:
+        what = f"logit_bias is {reprlib.repr(given)}"
+        raise InvalidInputError(f"{what}; it must map token ids to numbers")
+    pairs = list(islice(found, MAX_EDITS + 1))
     require(
         len(pairs) <= MAX_EDITS,
         f"logit_bias names more than {MAX_EDITS} tokens, which is the limit; name fewer",
     )
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for pair in pairs:
         right = isinstance(pair, tuple | list) and len(pair) == 2
         require(right, f"logit_bias holds {reprlib.repr(pair)}; it must map token ids to numbers")
@@ -395,6 +395,6 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
             f"logit_bias of token {token} is {reprlib.repr(value)}; it must be a number in [-1e6,"
             f" 1e6]",
         )
-        require(token not in found, f"logit_bias names token {token} twice; name it once")
-        found[token] = float(value)
-    return tuple(sorted(found.items()))
+        require(token not in biases, f"logit_bias names token {token} twice; name it once")
+        biases[token] = float(value)
+    return tuple(sorted(biases.items()))

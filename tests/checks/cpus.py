@@ -54,6 +54,8 @@ class Machine(NamedTuple):
             "ONEDNN_MAX_CPU_ISA": self.dnn,
             "MKL_ENABLE_INSTRUCTIONS": self.mkl,
             "OMP_NUM_THREADS": str(self.threads),
+            # more threads than cores would spin for each other; sums are parted all the same
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
 
 

@@ -1,6 +1,7 @@
 """Hostile clients at a server at which others work: nobody else fails, waits or loses memory.
 
     python -m tests.checks.hostile --generated 500 --seed 1
+    python -m tests.checks.hostile --fronts 3
 
 Starts `specdec serve` with a tiny model (or --model), lets ordinary clients ask all the while, and
 sends what has broken servers before, malformed schemas, generated requests and odd connections.
@@ -256,6 +257,7 @@ def main() -> int:
     parser.add_argument("--generated", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--fronts", type=int, default=1, help="processes that speak HTTP")
     parser.add_argument("--model", help="another model, as specdec serve takes it")
     parser.add_argument("--only", help="inputs whose name matches alone")
     args = parser.parse_args()
@@ -270,6 +272,8 @@ def main() -> int:
             "64M",
             "--max-num-seqs",
             "16",
+            "--front-processes",
+            str(args.fronts),
         ]
         with served(options) as (server, address, lines):
             return _judge(args, server, address, lines)

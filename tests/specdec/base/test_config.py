@@ -33,6 +33,10 @@ from specdec.base.errors import InvalidInputError
             "weights are asked for in bfloat16 and dtype is 'float16'",
         ),
         (SamplingParams, {"stop": 5}, "stop is 5; it must be a list of strings"),
+        (SamplingParams, {"stop": torch.tensor(1)}, "stop is tensor(1); it must be a list of"),
+        (SamplingParams, {"prediction": np.array(3)}, "prediction is array(3); it must be a list"),
+        (SamplingParams, {"logit_bias": torch.tensor(1)}, "logit_bias is tensor(1); it must map"),
+        (SamplingParams, {"logit_bias": np.array([1.0])}, "logit_bias holds np.float64(1.0); it"),
         (SamplingParams, {"stop": b"x"}, "stop is b'x'; it must be a list of strings"),
         (SamplingParams, {"stop": ["x", None]}, "stop holds None; it must be a list of strings"),
         (

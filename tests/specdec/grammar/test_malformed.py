@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 pytest.importorskip("xgrammar")
 pytest.importorskip("jsonschema")
@@ -252,6 +253,8 @@ def test_fields() -> None:
     ("made", "message"),
     [
         (lambda: Grammar.choice(5), "choices are 5"),  # type: ignore[arg-type]
+        (lambda: Grammar.choice("ab"), "choices are 'ab'"),
+        (lambda: Grammar.choice(torch.tensor(5)), r"choices are tensor\(5\)"),
         (lambda: Grammar.choice([{1}]), "cannot be written as JSON"),  # type: ignore[list-item]
         (
             lambda: Grammar.json_schema({(1, 2): 3}),  # type: ignore[dict-item]
