@@ -31,7 +31,10 @@ PHASES = (
     Phase([40, 17], [40, 17], known=True),  # prompts
     Phase([90, 21, 40], [30, 1, 40], known=True),  # chunks, a single row and a prompt beside them
     Phase([700, 21, 64], [1, 1, 1]),  # decoding
-    Phase([700, 21, 64], [5, 5, 5]),  # verification
+    # verification, for which the kernels of decoding differ
+    Phase([700, 21, 64], [2, 2, 2]),
+    Phase([700, 21, 64], [4, 4, 4]),
+    Phase([700, 21, 64], [9, 9, 9]),
 )
 BEYOND = 40
 """Tokens past those that an indexer chooses."""
@@ -104,10 +107,15 @@ class Latents:
         """How far attention is off, and what its choice of positions costs."""
         cpu, plain = torch.device("cpu"), replace(self.spec, cache_dtype=None)
         got, selected = self.run(attention, None)
-        eighths = self.requests.phase.known and attention.prefill_dtype.itemsize == 1
+        known = self.requests.phase.known
+        prompts = known and attention.prefill_dtype.itemsize == 1
+        # within prompts, single rows decode
+        queries = attention.query_dtype.itemsize == 1 and (
+            not known or 1 in self.requests.phase.widths
+        )
         here = replace(plain, device=cpu, dtype=torch.float64)
         backends = TorchRefMlaBackend(plain), TorchRefMlaBackend(here)
-        like, _ = self.run(backends[0], selected, rounds=eighths)
+        like, _ = self.run(backends[0], selected, rounds_rows=prompts, rounds_queries=queries)
         exact, _ = self.run(backends[1], selected)
         yield deviation(got, like, exact)
         if selected is not None:
@@ -118,14 +126,17 @@ class Latents:
         attention: MlaBackend,
         selected: Tensor | None,
         *,
-        rounds: bool = False,
+        rounds_rows: bool = False,
+        rounds_queries: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of the new rows, and the positions, chosen by itself unless they are given.
 
-        With `rounds` of rows in 8 bits, as prompts may be computed.
+        With `rounds_rows` of rows in 8 bits, as prompts may be computed; with `rounds_queries` of
+        queries alone, as those of decoding may be.
         """
         spec, requests = attention.spec, self.requests
-        cut = self._rounded if rounds else Tensor.double
+        cut = self._rounded if rounds_rows else Tensor.double
+        cut_query = self._rounded if rounds_queries else cut
         new, rank = requests.is_new, spec.kv_lora_rank
         size = requests.num_blocks, spec.block_size
         cache = attention.cache_spec.allocate(*size, spec.kv_dtype, spec.device)
@@ -143,7 +154,8 @@ class Latents:
         if self.inputs.indexer is not None and selected is None:
             assert isinstance(attention, SparseMlaBackend)
             selected = attention.select(self._index(spec, new), cache, plan)
-        nope, rope = (cut(rows).to(spec.device, spec.dtype) for rows in (self.nope, self.rope))
+        queries = (cut_query(rows) for rows in (self.nope, self.rope))
+        nope, rope = (rows.to(spec.device, spec.dtype) for rows in queries)
         rows = MlaRows(nope, rope, *(part[there] for part in latent))
         up = UpProjection(*(cut(maps).to(spec.device, spec.dtype) for maps in self.up))
         chosen = None if selected is None else selected.to(spec.device)

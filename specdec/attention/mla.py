@@ -48,7 +48,8 @@ class MlaSpec:
         indexer: None attends to every position.
         non_causal: blocks whose rows see each other in both directions are needed (drafters).
         cache_dtype: type of the cache when it is not `dtype`: an 8-bit float.
-        fp8_prefill: prompts may be computed in 8-bit floats, where a kernel for that exists.
+        fp8_prefill: prompts, and queries of an 8-bit cache, may be computed in 8-bit floats, where
+            a kernel for that exists.
     """
 
     device: torch.device
@@ -155,6 +156,11 @@ class MlaBackend(ABC):
     @property
     def prefill_dtype(self) -> torch.dtype:
         """The type that prompts are computed in."""
+        return self.spec.dtype
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """The type that queries of decoding have once the maps are absorbed."""
         return self.spec.dtype
 
     @property

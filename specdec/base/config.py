@@ -30,8 +30,9 @@ class LoadConfig:
         block_size: tokens per cache block.
         kv_dtype: "auto" stores keys and values in the model's own type; "fp8" stores 8-bit floats,
             half the memory and no longer exact, on backends that have them.
-        prefill_dtype: "auto" computes prompts in 8-bit floats where a backend has a kernel for
-            that: latent attention on gfx950; "model" in the model's own type everywhere.
+        prefill_dtype: "auto" computes prompts, and queries of an 8-bit cache, in 8-bit floats where
+            a backend has a kernel for that: latent attention on gfx950; "model" in the model's own
+            type everywhere.
         weights: "as-stored" leaves quantized weights packed where a kernel multiplies with them, in
             half precision on an accelerator; "bfloat16" makes plain numbers of them when they are
             read, as everywhere else.

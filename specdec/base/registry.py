@@ -44,6 +44,7 @@ KERNELS = {
     "packed": "specdec.layers.packed.check:KERNEL",
     "blocks": "specdec.layers.packed.check:BLOCKS",
     "experts": "specdec.layers.experts.experts:KERNEL",
+    "aiter_router": "specdec.layers.experts.router:KERNEL",
     "recurrence": "specdec.layers.recurrence.check:KERNEL",
     "grouped_convolution": "specdec.layers.ops.fused:GROUPED_CONVOLUTION",
     "fused_layers": "specdec.layers.ops.fused:FUSED_LAYERS",

@@ -31,7 +31,8 @@ from tests.helpers.trees import random_trees
 
 LENGTHS = [37, 5, 64]
 LONG = 1000
-"""A bound on the lengths from which AITER splits the keys over several programs."""
+"""A bound on the lengths, over the 512 from which AITER splits the keys over several programs."""
+SPLIT_HEAD_DIMS = (64, 256)
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 256)
 WIDE = 128
@@ -125,9 +126,12 @@ def calls(setting: Setting) -> Iterator[Call]:
         for dtype, rows, window in ((half, 4, 9), (wide, 16, None)) if dim != 64 else ():
             yield _attention(device, dtype, dim, rows, window, causal=False)
     if half == torch.bfloat16 or aiter.version_numbers(setting.version) >= SPLITS_FLOAT16:
-        for shuffle, rows in ((False, 1), (False, 4), (True, 4)):
-            yield _attention(device, half, 64, rows, None, split=True, shuffle=shuffle)
-    yield _attention(device, half, 64, 4, None, causal=False, split=True)
+        for dim, (shuffle, rows) in itertools.product(
+            SPLIT_HEAD_DIMS, ((False, 1), (False, 4), (True, 4))
+        ):
+            yield _attention(device, half, dim, rows, None, split=True, shuffle=shuffle)
+    for dim in SPLIT_HEAD_DIMS:
+        yield _attention(device, half, dim, 4, None, causal=False, split=True)
     for dtype, rows in ((torch.float32, 17), (half, 4)):
         yield _attention(device, dtype, 64, rows, None, trees=True)
     yield from (
@@ -152,7 +156,7 @@ def _attention(
     trees: bool = False,
 ) -> Call:
     """As many rows of each request, on lengths that only the device knows."""
-    lengths = [200, 16] if split else [max(length, rows) for length in LENGTHS]
+    lengths = [600, 16] if split else [max(length, rows) for length in LENGTHS]
     asked = spec(
         device=device, dtype=dtype, num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim
     )

@@ -73,6 +73,15 @@ TARGETS = {
     "gfx1201": _amd("gfx1201", 32),
 }
 
+AMD_TARGETS = {name: target for name, target in TARGETS.items() if target.assembly == "amdgcn"} | {
+    "gfx90a": _amd("gfx90a", 64, eight_bits=None, is_cdna=True),
+    "gfx1030": _amd("gfx1030", 32, eight_bits=None),
+    "gfx1151": _amd("gfx1151", 32, eight_bits=None),
+    "gfx1200": _amd("gfx1200", 32),
+    "gfx1250": _amd("gfx1250", 32),
+}
+"""Every kind of AMD GPU that `auto` serves; tests compile for those that `TARGETS` has."""
+
 
 class Use(NamedTuple):
     """What a kernel takes of an AMD machine: vector registers of a thread, spilled ones, and bytes
@@ -136,7 +145,7 @@ def attention_kernels(target: Target, *, every_shape: bool) -> Iterator[tuple[st
     tree: dict[str, Any] = {**wide, "tree": True}
     if lead or target.follows:
         yield "attention, heads of 128", attention(target, "bf16", **wide)
-    if not every_shape and target.is_cdna:
+    if not every_shape and target.is_cdna and target.eight_bits:
         yield (
             "attention of a tree, window, 8-bit cache",
             attention(target, "bf16", cache=target.eight_bits, WINDOW=1024, **tree),

@@ -12,6 +12,7 @@ import specdec.device.device
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
 from specdec.layers.experts.joined import JoinedExperts
+from specdec.layers.experts.router import KERNEL as ROUTER
 from specdec.layers.experts.router import Router, aiter_reasons
 from specdec.layers.experts.routing import PLAIN, Experts
 from specdec.layers.linear import DenseLinear
@@ -155,10 +156,12 @@ def router(weights: Weights, description: Description) -> Router:
     bias = None if bias is None else bias.flatten()  # ERNIE's has an axis of one
     if specdec.device.device.rocm_architecture(weight.device) is not None:
         reasons = aiter_reasons(routing, weight.device)
-        if not reasons:  # its kernels read the bias in the type of the logits
+        if not reasons and ROUTER.runs_on(weight.device, weight.dtype):
+            # its kernels read the bias in the type of the logits
             cast: Tensor | None = None if bias is None else bias.to(weight.dtype)
             return Router(DenseLinear(weight, gate_bias), routing, cast, aiter.load(AiterRouter))
-        _say_once(f"experts are not chosen by AITER: {'; '.join(reasons)}")
+        if reasons:
+            _say_once(f"experts are not chosen by AITER: {'; '.join(reasons)}")
     if description.wide_router:
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return Router(DenseLinear(weight, gate_bias), routing, bias)

@@ -28,6 +28,12 @@ LATENT_SHAPES = ((512, 64),)
 MAX_HEADS = 128
 HEAD_MULTIPLE = 16
 """Heads come in groups of so many; missing ones are added."""
+HEAD_COUNTS = (16, 32, 64, 128)
+"""Heads that every kernel for queries in 8 bits takes at once, and the merge behind it in every
+version; missing ones are added.
+"""
+EIGHT_BIT_QUERIES_SINCE = (0, 1, 18)
+"""The version from which on queries in 8 bits may have more than four rows per entry."""
 MAX_ADDRESS = 2**31
 """Numbers of a layer's cache that the kernels can address with 32 bits."""
 MAX_SPLIT_PER_BATCH = -1
@@ -63,11 +69,15 @@ class LatentKernels:
 
     Args:
         spec: shape.
+        eight_bit_queries: queries are rounded to the type of the cache.
     """
 
-    def __init__(self, spec: MlaSpec) -> None:
+    def __init__(self, spec: MlaSpec, *, eight_bit_queries: bool = False) -> None:
         self.spec, self.ops = spec, aiter.load(AiterMla)
+        self.query_dtype = spec.kv_dtype if eight_bit_queries else spec.dtype
         self.num_heads = -(-spec.num_heads // HEAD_MULTIPLE) * HEAD_MULTIPLE
+        if eight_bit_queries:
+            self.num_heads = next(count for count in HEAD_COUNTS if count >= spec.num_heads)
         self.is_fp8 = spec.kv_dtype.itemsize == 1
         self.max_tokens = MAX_ADDRESS // spec.latent_dim
         """Slots of a cache that the kernels can address."""
@@ -117,7 +127,9 @@ class LatentKernels:
         absorbed = torch.bmm(rows.query_nope.transpose(0, 1), up.key).transpose(0, 1)
         query = pad_heads(torch.cat([absorbed, rows.query_rope], dim=-1), self.num_heads)
         output = query.new_empty(*query.shape[:2], self.spec.kv_lora_rank)
-        scale_of_cache = self._one if self.is_fp8 else None
+        scale_of_cache = scale_of_query = self._one if self.is_fp8 else None
+        if self.query_dtype != self.spec.dtype:
+            query, scale_of_query = quantized(query, self.query_dtype)
         self.ops.mla_decode_fwd(
             q=query,
             kv_buffer=cache.latent.view(-1, 1, 1, self.spec.latent_dim),
@@ -131,7 +143,7 @@ class LatentKernels:
             nhead_kv=1,
             sm_scale=scale,
             num_kv_splits=num_kv_splits,
-            q_scale=scale_of_cache,
+            q_scale=scale_of_query,
             kv_scale=scale_of_cache,
             **entries.work,
         )
@@ -145,7 +157,7 @@ class LatentKernels:
             batch_size=num_entries,
             max_seqlen_qo=entry_rows,
             num_head_qo=self.num_heads,
-            q_dtype=self.spec.dtype,
+            q_dtype=self.query_dtype,
             kv_dtype=self.spec.kv_dtype,
             is_sparse=is_sparse,
             fast_mode=True,
@@ -175,7 +187,7 @@ class LatentKernels:
             uni_seqlen_qo=entries.max_seqlen_q,
             fast_mode=True,
             max_split_per_batch=MAX_SPLIT_PER_BATCH,
-            dtype_q=self.spec.dtype,
+            dtype_q=self.query_dtype,
             dtype_kv=self.spec.kv_dtype,
         )
 
@@ -189,6 +201,42 @@ def pad_heads(tensor: Tensor, num_heads: int) -> Tensor:
         if tensor.shape[1] < num_heads
         else tensor
     )
+
+
+def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A tensor in 8-bit floats, and the factor, float32 [1], that turns them back.
+
+    The factor comes from the largest magnitude, computed on the device and not read by the host. It
+    is a power of two, so that the larger numbers of a neighbor in the batch change nothing but what
+    is then too small for the type. Out of range saturates; a neighbor's NaN or infinity takes no
+    part.
+    """
+    most = torch.finfo(dtype).max
+    rows = torch.linalg.vector_norm(tensor, torch.inf, dim=-1, dtype=torch.float32)
+    largest = (
+        torch.where(rows < torch.inf, rows, 0.0).amax().clamp(min=torch.finfo(torch.float16).tiny)
+    )
+    scale = torch.exp2(torch.ceil(torch.log2(largest / most)))
+    return (tensor * (1 / scale).to(tensor.dtype)).clamp(-most, most).to(dtype), scale.reshape(1)
+
+
+def reasons_against_eight_bit_queries(spec: MlaSpec) -> list[str]:
+    """All reasons why queries of `spec` are not rounded to 8 bits on this machine; empty when they
+    are. Never raises.
+    """
+    reasons = []
+    if not spec.fp8_prefill:
+        reasons.append("they are asked for in the model's own type")
+    if spec.kv_dtype.itemsize != 1:
+        reasons.append(f"a {spec.kv_dtype} cache (they have its type)")
+    architecture = specdec.device.device.rocm_architecture(spec.device)
+    if architecture != "gfx950":
+        reasons.append(f"{architecture or spec.device} (the kernel is for gfx950)")
+    if broken := aiter.unavailable_reasons(AiterMla):
+        reasons += broken
+    elif aiter.load(AiterMla).version < EIGHT_BIT_QUERIES_SINCE:
+        reasons.append(f"amd-aiter is older than {aiter.dotted(EIGHT_BIT_QUERIES_SINCE)}")
+    return reasons
 
 
 def unsupported_reasons(

@@ -10,11 +10,12 @@ decode   any             decode
 `prefill_fp8` is mla_prefill_ps_asm_fwd and mla_reduce_v1 on keys and values built and rounded; the
 two of `varlen` are flash_attn_varlen_func on keys and values built, from the rows and from gathered
 context; `decode` is mla_decode_fwd on the latents, in entries of 4, 3 or 2 causal rows, or of one,
-such as those of draft trees (see `mla_entries`).
+such as those of draft trees (see `mla_entries`); of up to 17 where queries are in 8 bits: on
+gfx950, from an 8-bit cache.
 
 Layouts: plain. Cache: the model's type or 8-bit floats. Host: never waits for the device.
-Architectures: gfx942, gfx950. Known gaps: each entry reads its tokens by itself, so five rows, or
-all of a draft tree, read the context as many times; heads fill up to multiples of 16.
+Architectures: gfx942, gfx950. Known gaps: each entry reads its tokens by itself, so five rows of 16
+bits, or all of a draft tree, read the context as many times; heads fill up to multiples of 16.
 """
 
 from dataclasses import dataclass
@@ -102,14 +103,17 @@ class RocmAiterMlaBackend(MlaBackend):
         """
         if spec.indexer is not None:
             return []
-        reasons = "; ".join(mla_prefill_fp8.unavailable_reasons(spec))
+        prompts = "; ".join(mla_prefill_fp8.unavailable_reasons(spec))
+        queries = "; ".join(latents.reasons_against_eight_bit_queries(spec))
         return [
-            f"prompts in 8 bits: {'no: ' + reasons if reasons else 'yes, those without a context'}"
+            f"prompts in 8 bits: {'no: ' + prompts if prompts else 'yes, those without a context'}",
+            f"queries in 8 bits: {'no: ' + queries if queries else 'yes, those of decoding'}",
         ]
 
     def __init__(self, spec: MlaSpec) -> None:
         super().__init__(spec)
-        self._kernels = LatentKernels(spec)
+        eight_bits = not latents.reasons_against_eight_bit_queries(spec)
+        self._kernels = LatentKernels(spec, eight_bit_queries=eight_bits)
         scratch = Scratch(spec.device)
         self._planner = EntryPlanner(self._kernels, scratch)
         self.fp8_prefill_reasons = mla_prefill_fp8.unavailable_reasons(spec)
@@ -127,6 +131,11 @@ class RocmAiterMlaBackend(MlaBackend):
             if self.fp8_prefill_reasons
             else specdec.device.device.float8_dtype(self.spec.device)
         )
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """See `MlaBackend.query_dtype`."""
+        return self._kernels.query_dtype
 
     @property
     def mha_backend(self) -> type[RocmAiterFaBackend]:

@@ -1,7 +1,8 @@
 """Entries for decoding on latents: which rows go together, and which cached tokens each list names.
 
-The kernel has up to 4 rows per entry, so a request with more becomes several entries, each ending
-where its own last row does. Six rows of a request with 20 tokens, in two entries of three:
+The kernel has up to 4 rows per entry, or 17 where queries are in 8 bits, so a request with more
+becomes several entries, each ending where its own last row does. Six rows of a request with 20
+tokens, in two entries of three:
 
     rows     14 15 16 | 17 18 19          entry 0 reads tokens 0..16, entry 1 reads tokens 0..19
 
@@ -28,6 +29,8 @@ from specdec.base.sizes import power_of_two
 MAX_ENTRY_ROWS = 4
 """Most rows per entry for which every supported architecture and version has a persistent kernel.
 """
+MAX_EIGHT_BIT_ROWS = 17
+"""The same of queries in 8 bits: as many as AITER's authors have tried."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,9 @@ class EntryPlanner:
         takes over the memory.
         """
         width = group.max_query_len
-        entry_rows = rows_per_entry(width, causal=group.causal)
+        eight_bits = self.kernels.query_dtype.itemsize == 1
+        most = MAX_EIGHT_BIT_ROWS if eight_bits else MAX_ENTRY_ROWS
+        entry_rows = rows_per_entry(width, most) if group.causal else 1
         per_request = width // entry_rows
         num_entries = group.num_reqs * per_request
         buffers = self._buffers_for(num_entries, entry_rows)
@@ -126,14 +131,12 @@ def _of_tree(group: Group, tree: TreeRows, entries: Tensor, places: Tensor) -> T
     return torch.where(places < starts, places, starts + chosen)
 
 
-def rows_per_entry(width: int, *, causal: bool) -> int:
-    """The most rows, up to what the kernel has, into which `width` rows divide evenly.
+def rows_per_entry(width: int, most: int) -> int:
+    """The most rows, up to `most`, into which `width` rows divide evenly.
 
-    >>> [rows_per_entry(width, causal=True) for width in (1, 2, 3, 5, 6, 8, 9, 16)]
+    >>> [rows_per_entry(width, MAX_ENTRY_ROWS) for width in (1, 2, 3, 5, 6, 8, 9, 16)]
     [1, 2, 3, 1, 3, 4, 3, 4]
-    >>> rows_per_entry(8, causal=False)
-    1
+    >>> [rows_per_entry(width, MAX_EIGHT_BIT_ROWS) for width in (5, 9, 17, 24)]
+    [5, 9, 17, 12]
     """
-    if not causal:
-        return 1
-    return next(rows for rows in range(MAX_ENTRY_ROWS, 0, -1) if width % rows == 0)
+    return next(rows for rows in range(most, 0, -1) if width % rows == 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import specdec.device.device
 from specdec.attention.aiter.groups import Group
-from specdec.attention.aiter.latents import WORK, pad_heads
+from specdec.attention.aiter.latents import HEAD_COUNTS, WORK, pad_heads, quantized
 from specdec.attention.aiter.prefill_schedule import QUERY_TILE, Schedule, schedule
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.mla import MlaSpec
@@ -26,9 +26,6 @@ from specdec.kernels.aiter import AiterMla
 
 DTYPE = torch.float8_e4m3fn
 """What gfx950 computes with."""
-
-HEAD_COUNTS = (16, 32, 64, 128)
-"""Heads for which both the kernel and the merge exist in every version; missing ones are added."""
 
 KEY_DIM, VALUE_DIM = 192, 128
 
@@ -203,20 +200,3 @@ def unavailable_reasons(spec: MlaSpec) -> list[str]:
     if spec.num_heads > HEAD_COUNTS[-1]:
         reasons.append(f"{spec.num_heads} heads (the kernel has up to {HEAD_COUNTS[-1]})")
     return reasons
-
-
-def quantized(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor in 8-bit floats, and the factor, float32 [1], that turns them back.
-
-    The factor comes from the largest magnitude, computed on the device and not read by the host. It
-    is a power of two, so that the larger numbers of a neighbor in the batch change nothing but what
-    is then too small for the type. Out of range saturates; a neighbor's NaN or infinity takes no
-    part.
-    """
-    most = torch.finfo(dtype).max
-    rows = torch.linalg.vector_norm(tensor, torch.inf, dim=-1, dtype=torch.float32)
-    largest = (
-        torch.where(rows < torch.inf, rows, 0.0).amax().clamp(min=torch.finfo(torch.float16).tiny)
-    )
-    scale = torch.exp2(torch.ceil(torch.log2(largest / most)))
-    return (tensor * (1 / scale).to(tensor.dtype)).clamp(-most, most).to(dtype), scale.reshape(1)

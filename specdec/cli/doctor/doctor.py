@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-dtype",
         default="auto",
         metavar="NAME",
-        help="auto (default), or model for prompts in the model's own type",
+        help="auto (default), or model for prompts and queries in the model's own type",
     )
     add("--heads", type=whole_number, metavar="N", help="query heads (default 32, with --mla 128)")
     add("--kv-heads", type=whole_number, metavar="N", help="key and value heads (default 8)")

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 import specdec.device.device
+from specdec.device.deviation import Deviation, worst
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterRouter
+from specdec.kernels.kernel import FLOATS, Kernel
 from specdec.layers.experts.routing import Routing
 from specdec.layers.linear import Linear
 
@@ -26,6 +28,14 @@ ARCHITECTURES = ("gfx942", "gfx950")
 
 AITER_GROUPS = (1, 2, 4, 8)
 """Numbers of expert groups that AITER's kernels are built for."""
+
+CHECKED = (
+    Routing(64, 6, renormalized=False),
+    Routing(160, 6, num_groups=8, topk_groups=3, renormalized=False, scaling=16.0),
+    Routing(160, 8, scores="sigmoid", biased=True, scaling=2.5),
+    Routing(256, 8, scores="sigmoid", biased=True, num_groups=8, topk_groups=4, scaling=2.5),
+)
+"""What DeepSeek's and GLM's models ask of each of AITER's kernels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,3 +171,37 @@ def route_with_aiter(
     return weights, torch.remainder(
         ids, routing.num_experts, out=torch.empty_like(ids, dtype=torch.int64)
     )
+
+
+def check_router(device: torch.device, dtype: torch.dtype) -> Deviation:
+    """How far the weights of all experts are off, zeros for those not chosen; the weights multiply
+    numbers of 16 bits, so they may be off by what those round.
+    """
+    kernels = aiter.load(AiterRouter)
+
+    def all_weights(chosen: tuple[Tensor, Tensor], routing: Routing) -> Tensor:
+        weights, ids = (part.cpu() for part in chosen)
+        return torch.zeros(len(ids), routing.num_experts).scatter_add_(1, ids, weights)
+
+    def found(routing: Routing) -> Deviation:
+        generator = torch.Generator().manual_seed(routing.num_experts)
+        count = routing.num_experts
+        orders = [torch.randperm(count, generator=generator) for _ in range(6)]
+        numbers = (torch.stack(orders) - count // 2) / 32  # exact in every type, and distinct
+        logits, bias = numbers[1:].to(dtype), numbers[0].to(dtype) / 8 if routing.biased else None
+        there = None if bias is None else bias.to(device)
+        got = all_weights(route_with_aiter(kernels, logits.to(device), routing, there), routing)
+        right = all_weights(route(logits, routing, bias), routing)
+        return Deviation(
+            float((got - right).norm()), torch.finfo(torch.float16).eps * float(right.norm())
+        )
+
+    return worst(map(found, CHECKED))
+
+
+KERNEL = Kernel(
+    "aiter_router",
+    check_router,
+    dtypes=FLOATS,
+    reasons=lambda device, dtype: aiter_reasons(CHECKED[0], device),
+)

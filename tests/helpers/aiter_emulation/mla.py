@@ -1,6 +1,6 @@
 """Latent attention: writing latents, and decoding by a work list."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -189,7 +189,9 @@ def mla_decode_fwd(
         final = torch.full_like(final, torch.nan)
     lse = torch.full((len(rows), heads // fold), torch.nan) if return_lse else None
     latents = gather(kv_buffer.reshape(-1, width), slots).float()
-    kernel = _Kernel(rows, latents, rank, sm_scale * factors[0] * factors[1], factors[1], causal)
+    ends = list(accumulate(length for length in widths for _ in range(fold)))
+    scale = sm_scale * factors[0] * factors[1]
+    kernel = _Kernel(rows, latents, rank, scale, factors[1], ends if causal else None)
     if persistent:
         assert work_indptr is not None and work_info_set is not None and work_meta_data is not None
         assert (
@@ -198,7 +200,7 @@ def mla_decode_fwd(
             and reduce_partial_map is not None
         )
         works = _work_list(machine, plan, work_meta_data, work_indptr, work_info_set)
-        _check_plan(name, works, queries, keys, fold)
+        _check_plan(name, works, queries, keys, fold, causal)
         logits = torch.full(
             (len(reduce_partial_map) * max_seqlen_q, 1, heads // fold, rank), torch.nan
         )
@@ -299,31 +301,39 @@ def _work_list(
 
 
 def _check_plan(
-    name: str, works: list[list[int]], queries: list[int], keys: list[int], fold: int
+    name: str,
+    works: list[list[int]],
+    queries: list[int],
+    keys: list[int],
+    fold: int,
+    causal: bool,
 ) -> None:
-    """The works cover every key of every group of queries once; a stale plan does not."""
-    covered: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    """The works cover every key of every tile of queries once; a stale plan does not."""
+    covered: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}
     for _, _, first, last, begin, end, behind, _ in works:
         if first < last:
-            covered.setdefault((first, last), []).append((begin, end, behind))
+            covered.setdefault(first, (last, []))[1].append((begin, end, behind))
     at = 0
     for request in range(len(keys) - 1):
         length = queries[request + 1] - queries[request]
         for _ in range(fold if length else 0):
-            runs = sorted(covered.pop((at, at + length), []))
-            edges = [keys[request], *(end for _, end, _ in runs)]
-            whole = (
-                bool(runs)
-                and [begin for begin, _, _ in runs] == edges[:-1]
-                and edges[-1] == keys[request + 1]
-            )
-            whole = whole and all(behind == keys[request + 1] - end for _, end, behind in runs)
-            refuse_unless(
-                whole,
-                f"{name}: the plan was made for other lengths: request {request} has keys {runs}"
-                f" planned",
-            )
-            at += length
+            group_end = at + length
+            while at < group_end:
+                last, runs = covered.pop(at, (group_end, []))
+                unseen = group_end - last if causal else 0  # keys that its last row need not see
+                edges = [keys[request], *(end for _, end, _ in sorted(runs))]
+                whole = (
+                    at < last <= group_end
+                    and [begin for begin, _, _ in sorted(runs)] == edges[:-1]
+                    and keys[request + 1] - unseen <= edges[-1] <= keys[request + 1]
+                    and all(behind == keys[request + 1] - end for _, end, behind in runs)
+                )
+                refuse_unless(
+                    bool(runs) and whole,
+                    f"{name}: the plan was made for other lengths: request {request} has keys"
+                    f" {runs} planned",
+                )
+                at = last
     refuse_unless(
         not covered, f"{name}: the plan was made for other queries: {sorted(covered)} are left"
     )
@@ -339,10 +349,11 @@ class _Kernel:
         rank: int,
         scale: float,
         value_scale: float,
-        causal: bool,
+        ends: list[int] | None,
     ) -> None:
+        """With the `ends` of each request's rows they are causal."""
         self.rows, self.latents, self.rank = rows.float(), latents, rank
-        self.scale, self.value_scale, self.causal = scale, value_scale, causal
+        self.scale, self.value_scale, self.ends = scale, value_scale, ends
 
     def run(
         self,
@@ -374,8 +385,9 @@ class _Kernel:
     ) -> tuple[Tensor, Tensor]:
         latents = self.latents[begin:end]
         scores = torch.einsum("ihd,jd->hij", self.rows[first:last], latents) * self.scale
-        if self.causal:
-            to_last_query = last - 1 - torch.arange(first, last)
+        if self.ends is not None:
+            behind_all = next((end for end in self.ends if end > first), last)
+            to_last_query = behind_all - 1 - torch.arange(first, last)
             to_last_key = behind + end - 1 - torch.arange(begin, end)
             scores = scores.masked_fill(to_last_key[None] < to_last_query[:, None], -torch.inf)
         lse = scores.logsumexp(-1)

@@ -20,6 +20,9 @@ from tests.helpers.aiter_emulation.mla_objects import Kind, is_native
 
 Sizes = tuple[tuple[Any, torch.dtype], ...]
 
+ROW_TILE = 128
+"""Rows times heads that one program of the decode kernel computes."""
+
 
 @dataclass(frozen=True)
 class PlanInputs:
@@ -135,8 +138,9 @@ def get_mla_metadata_v1(
 ) -> None:
     """Fills the six outputs; `work_info_set` comes before `work_indptr` here.
 
-    Any partition is admissible. This one cuts all keys into about as many pieces as there are
-    compute units, so that even short requests are split and reduced.
+    Any partition of the keys is admissible. This one cuts all keys into about as many pieces as
+    there are compute units, so that even short requests are split and reduced. Rows are cut as
+    AITER does it: 128 of them, heads included, are a tile, and each tile reads the context.
     """
     name = "get_mla_metadata_v1"
     machine.needs_cdna(name)
@@ -198,8 +202,9 @@ def get_mla_metadata_v1(
     fold = inputs.fold(machine)
     if max_split_per_batch >= 0:
         splits = min(splits, max_split_per_batch * batch * fold)
+    tiles = _row_tiles(num_heads_per_head_k // fold, max_seqlen_qo)
     works, starts, finals, partials = _partition(
-        queries, keys, fold, kv_granularity, max(splits, 1)
+        queries, keys, fold, kv_granularity, max(splits, 1), tiles if is_causal else -tiles
     )
 
     work_metadata_ptrs.view(torch.int64)[:2] = from_host(list(addresses), torch.int64)
@@ -219,11 +224,23 @@ def get_mla_metadata_v1(
     reduce_partial_map[: len(partials)] = from_host(partials, torch.int32)
 
 
+def _row_tiles(heads: int, query_len: int) -> int:
+    """Tiles of one request's rows: as many as there are rows of more than 64 heads.
+
+    >>> [_row_tiles(heads, rows) for heads, rows in ((16, 4), (16, 8), (16, 9), (128, 9))]
+    [1, 1, 2, 9]
+    """
+    return query_len if 2 * heads > ROW_TILE else max(1, -(-query_len * heads // ROW_TILE))
+
+
 def _partition(
-    queries: list[int], keys: list[int], fold: int, granularity: int, splits: int
+    queries: list[int], keys: list[int], fold: int, granularity: int, splits: int, tiles: int
 ) -> tuple[list[list[int]], list[int], dict[int, tuple[int, int]], list[int]]:
     """Works, starts of the groups to reduce, where each group ends up, and where its partial
     results lie.
+
+    A tile that has others behind it leaves as many of the last keys out, unless rows are not
+    causal, which fewer than no tiles mean.
     """
     blocks = [-(-(b - a) // granularity) for a, b in pairwise(keys)]
     budget = max(1, -(-sum(blocks) * fold // splits)) * granularity
@@ -232,18 +249,23 @@ def _partition(
     for i in range(len(blocks) * fold):
         request = i // fold
         width = queries[request + 1] - queries[request]
-        begin, end = keys[request], keys[request + 1]
-        cuts = [*range(begin, end, budget), end] if end > begin else [begin, end]
-        split = len(cuts) > 2
-        for a, b in pairwise(cuts):
-            works.append([i, row if split else -1, query, query + width, a, b, end - b, 0])
+        size = max(1, -(-width // abs(tiles)))
+        last = query + width
+        rows = [(first, min(first + size, last)) for first in range(query, last, size)]
+        for tile, (first, behind) in enumerate(rows or [(query, query)]):
+            begin, whole = keys[request], keys[request + 1]
+            end = whole - max(0, len(rows) - 1 - tile) * (tiles > 0)
+            cuts = [*range(begin, end, budget), end] if end > begin else [begin, end]
+            split = len(cuts) > 2
+            for a, b in pairwise(cuts):
+                works.append([i, row if split else -1, first, behind, a, b, whole - b, 0])
+                if split:
+                    partials.append(row)
+                    row += behind - first
             if split:
-                partials.append(row)
-                row += width
-        if split:
-            finals[i] = (query, query + width)
-        starts.append(len(partials))
-        query += width
+                finals[len(starts) - 1] = (first, behind)
+            starts.append(len(partials))
+        query = last
     return works, starts, finals, partials
 
 

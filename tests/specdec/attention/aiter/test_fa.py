@@ -243,7 +243,7 @@ DECISIONS: list[tuple[str, bool, dict[str, Any], dict[str, Any], str, str]] = [
         "paged_rocm",
     ),
 ]
-"""Rows, causality, shape and layer, then the kernel on each layout: the table of docs/rocm.md."""
+"""Rows, causality, shape and layer, then the kernel on each layout: docs/rocm-kernels.md has it."""
 
 
 @pytest.mark.parametrize(("shape", "causal", "changes", "how", "plain", "shuffle"), DECISIONS)

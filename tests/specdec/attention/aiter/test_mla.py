@@ -2,6 +2,7 @@
 nothing waits, nothing is stale.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -206,6 +207,18 @@ class Case:
             first += width
         return torch.cat(outputs)
 
+    def with_eight_bit_queries(self, dtype: torch.dtype) -> "Case":
+        """The same with queries on latents that are rounded: the maps of keys are the identity."""
+        rows, rank = self.rows, self.spec.kv_lora_rank
+        absorbed = torch.bmm(rows.query_nope.transpose(0, 1), self.up.key).transpose(0, 1)
+        whole = torch.cat([absorbed, rows.query_rope], -1)
+        scale = torch.exp2(torch.ceil(torch.log2(whole.float().abs().max() / 448)))
+        rounded = (whole.float() / scale).to(dtype).double() * scale
+        same = copy.copy(self)
+        same.rows = rows._replace(query_nope=rounded[..., :rank], query_rope=rounded[..., rank:])
+        same.up = self.up._replace(key=torch.eye(rank).expand(self.spec.num_heads, rank, rank))
+        return same
+
     def plain(self) -> Tensor:
         """What `torch_ref` makes of it in the model's type."""
         reference = TorchRefMlaBackend(replace(self.spec, cache_dtype=None))
@@ -218,8 +231,14 @@ class Case:
 
 
 def assert_right(case: Case, backend: MlaBackend, layers: int = 1) -> None:
-    """The backend's output is as exact as that of `torch_ref`."""
-    assert_as_exact(case.attend(backend, layers=layers), case.plain(), case.want())
+    """The backend's output is as exact as that of `torch_ref`, from the queries that it rounds."""
+    got, plain, want = case.attend(backend, layers=layers), case.plain(), case.want()
+    if backend.query_dtype.itemsize == 1:
+        assert case.metadata.query_lens is None, "rows of prompts are not rounded"
+        rounded = case.with_eight_bit_queries(backend.query_dtype).want()
+        assert_as_exact(want.to(got.dtype), plain, want)
+        plain, want = (rounded + (plain - want)).to(plain.dtype), rounded
+    assert_as_exact(got, plain, want)
 
 
 SHAPES: dict[str, tuple[list[int], list[int], bool]] = {
@@ -265,9 +284,10 @@ def test_context_in_chunks(rocm: Install, monkeypatch: pytest.MonkeyPatch, chunk
 
 @pytest.mark.parametrize(
     ("version", "architecture", "fp8"),
-    [  # where the choice of kernels changed; on an 8-bit cache it never did
+    [  # where the choice of kernels changed; on gfx942's 8-bit cache it never did
         *itertools.product(["0.1.15", "0.1.20"], FP8, [False, True]),
         *itertools.product(["0.1.16", "0.1.17", "0.1.18"], ["gfx950"], [False]),
+        *itertools.product(["0.1.18", "0.1.23"], ["gfx950"], [True]),
     ],
 )
 def test_no_combination_reaches_a_kernel_that_lacks_it(
@@ -279,7 +299,7 @@ def test_no_combination_reaches_a_kernel_that_lacks_it(
     rocm(version, architecture, any_shape=True, num_compute_units=2)
     cache: dict[str, Any] = {"cache_dtype": FP8[architecture]} if fp8 else {}
     for num_heads, width, causal in itertools.product(
-        [8, 24, 48, 128], [1, 2, 4, 5, 16], [True, False]
+        [8, 24, 48, 128], [1, 2, 3, 4, 9, 16], [True, False]
     ):
         asked = tiny(dtype=torch.bfloat16, num_heads=num_heads, non_causal=not causal, **cache)
         assert_right(
@@ -291,7 +311,7 @@ def test_no_combination_reaches_a_kernel_that_lacks_it(
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("architecture", "num_heads", "width"),
-    [("gfx942", 128, 4), ("gfx942", 20, 1), ("gfx950", 16, 16)],
+    [("gfx942", 128, 4), ("gfx942", 20, 1), ("gfx950", 16, 9), ("gfx950", 128, 2)],
 )
 def test_decoding_in_real_sizes(
     rocm: Install, architecture: str, num_heads: int, width: int, fp8: bool
@@ -352,16 +372,29 @@ def test_lists_of_entries(rocm: Install, width: int, causal: bool, rows: int) ->
     valid, and empty entries.
     """
     rocm(tiny=True)
-    case = Case(tiny(), [40, 9, 33], [width] * 3, uniform=True, causal=causal)
+    assert_entries(tiny(), width, causal, rows)
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "rows"), [(1, True, 1), (9, True, 9), (24, True, 12), (9, False, 1)]
+)
+def test_lists_of_eight_bit_queries(rocm: Install, width: int, causal: bool, rows: int) -> None:
+    """Eight drafts and their token are one entry, which lists the context once."""
+    rocm("0.1.18", "gfx950", tiny=True)
+    assert_entries(tiny(cache_dtype=FP8["gfx950"]), width, causal, rows)
+
+
+def assert_entries(spec: MlaSpec, width: int, causal: bool, rows: int) -> None:
+    """What three requests list."""
+    lengths = [40, max(9, width), 33]
+    case = Case(spec, lengths, [width] * 3, uniform=True, causal=causal)
     backend = RocmAiterMlaBackend(case.spec)
     # leaves longer lists behind
     backend._planner.plan(backend.plan(replace(case.metadata, max_seq_len=500)).groups[0])
     plan = backend.plan(case.metadata).decode
     assert plan is not None and plan.max_seqlen_q == rows
     ends = [
-        n - width + rows * (i + 1) if causal else n
-        for n in (40, 9, 33)
-        for i in range(width // rows)
+        n - width + rows * (i + 1) if causal else n for n in lengths for i in range(width // rows)
     ]
     assert plan.qo_indptr.tolist() == list(range(0, 3 * width + 1, rows))
     assert plan.kv_indptr.tolist() == [0, *itertools.accumulate(ends)]
@@ -420,6 +453,77 @@ def test_large_batches_keep_their_plan(rocm: Install) -> None:
     assert [
         call.details["persistent"] for call in machine.calls if call.name == "mla_decode_fwd"
     ] == [True]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "width", "times"), [(16, 8, 1), (16, 9, 2), (20, 4, 1), (128, 3, 3)]
+)
+def test_eight_drafts_read_the_context_once(
+    rocm: Install, num_heads: int, width: int, times: int
+) -> None:
+    """128 rows, heads included, read it together; queries of 16 bits would read it for each group
+    of 16 heads, and for each of the entries that 5 or 7 rows are.
+    """
+    machine = rocm("0.1.18", "gfx950", any_shape=True)
+    asked = spec(num_heads=num_heads, cache_dtype=FP8["gfx950"])
+    case, backend = Case(asked, [90, 33], [width] * 2, uniform=True), RocmAiterMlaBackend(asked)
+    assert_right(case, backend)
+    (call,) = (call for call in machine.calls if call.name == "mla_decode_fwd")
+    assert call.details["query_len"] == width and call.details["fold"] == 1
+    work = backend.plan(case.metadata).decode
+    assert work is not None
+    used = int(work.work["work_indptr"][-1])
+    listed = work.work["work_info_set"][:used].tolist()
+    first_key = sum(begin == 0 for _, _, _, _, begin, _, _, _ in listed)
+    assert first_key == times
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "changes", "reasons"),
+    [
+        ("0.1.18", "gfx950", {"cache_dtype": torch.float8_e4m3fn}, []),
+        ("0.1.17", "gfx950", {"cache_dtype": torch.float8_e4m3fn}, ["older than 0.1.18"]),
+        ("0.1.23", "gfx942", {"cache_dtype": torch.float8_e4m3fnuz}, ["gfx942"]),
+        ("0.1.23", "gfx950", {}, ["bfloat16 cache"]),
+        (
+            "0.1.23",
+            "gfx950",
+            {"cache_dtype": torch.float8_e4m3fn, "fp8_prefill": False},
+            ["asked for in the model's own type"],
+        ),
+    ],
+)
+def test_when_queries_are_rounded(
+    rocm: Install, version: str, architecture: str, changes: dict[str, Any], reasons: list[str]
+) -> None:
+    """With an 8-bit cache alone, where its kernel takes any number of rows, unless told not to."""
+    rocm(version, architecture)
+    asked = spec(**changes)
+    (line,) = (line for line in RocmAiterMlaBackend.describe(asked) if "queries" in line)
+    assert ("yes" in line) == (not reasons)
+    assert all(reason in line for reason in reasons)
+    assert (RocmAiterMlaBackend(asked).query_dtype.itemsize == 1) == (not reasons)
+
+
+def test_a_row_is_rounded_the_same_beside_others(rocm: Install) -> None:
+    """Plain decoding and verification see the same queries, so drafts change nothing."""
+    rocm("0.1.20", "gfx950", any_shape=True)
+    asked = spec(cache_dtype=FP8["gfx950"])
+    whole = Case(asked, [40, 33], [9, 9], uniform=True)
+    together = whole.attend(RocmAiterMlaBackend(asked))
+    lone = Case(asked, [40, 33], [9, 9], uniform=True)
+    last = [8, 17]
+    lone.rows = MlaRows(*(part[last] for part in whole.rows))
+    lone.widths = [1, 1]
+    lone.metadata = replace(
+        whole.metadata,
+        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+        slot_mapping=whole.metadata.slot_mapping[last],
+        num_tokens=2,
+        max_query_len=1,
+    )
+    alone = lone.attend(RocmAiterMlaBackend(asked))
+    torch.testing.assert_close(alone, together[last], atol=0, rtol=0)
 
 
 def test_only_the_newest_plan_runs(rocm: Install) -> None:

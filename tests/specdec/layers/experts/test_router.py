@@ -312,6 +312,7 @@ def test_aiter_equals_transformers(rocm: Callable[..., Machine], kind: str, vers
     machine = rocm(version=version, allow_float32=True)
     router, hidden = hf_router(kind), torch.randn(180, HIDDEN)
     ours = our_router(kind, router)
+    machine.calls.clear()  # those of the self-check
     with no_host_sync():
         got = ours(hidden)
     check_equal(router, hidden, got)
@@ -409,7 +410,8 @@ def test_what_aiter_lacks_is_said_once(
     caplog.set_level("INFO")
     assert our_router("v3", hf_router("v3")).aiter is None
     rocm()
-    assert our_router("v3", hf_router("v3")).aiter is not None and not caplog.records
+    assert our_router("v3", hf_router("v3")).aiter is not None
+    caplog.clear()  # of what the self-check says
     assert all(
         our_router("v3_16_groups", hf_router("v3_16_groups")).aiter is None for _ in range(2)
     )
@@ -437,3 +439,40 @@ def test_reasons(rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
     assert aiter_reasons(Routing(32, 4), device)[0].startswith(
         "architecture gfx1100"
     ) and "missing" in aiter_reasons(Routing(32, 4), device)
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_aiters_kernels_are_checked_first(
+    rocm: Callable[..., Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    dtype: torch.dtype,
+) -> None:
+    """Right ones pass; other experts, and other weights of the right ones, do not."""
+    rocm(architecture=architecture)
+    cpu = torch.device("cpu")
+    error, bound = ops_router.check_router(cpu, dtype)
+    assert error <= bound
+    chosen = ops_router.route_with_aiter
+    wrong = {
+        "next": lambda weights, ids: (weights, (ids + 1) % 64),
+        "scaled": lambda weights, ids: (weights * 1.01, ids),
+        "swapped": lambda weights, ids: (weights.flip(-1), ids),
+    }
+    for change in wrong.values():
+        monkeypatch.setattr(
+            ops_router, "route_with_aiter", lambda *args, _c=change: _c(*chosen(*args))
+        )
+        error, bound = ops_router.check_router(cpu, dtype)
+        assert error > bound
+
+
+def test_a_failed_check_keeps_aiter_out(
+    rocm: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer is routed in plain torch then, and by AITER where the check passes."""
+    rocm()
+    assert our_router("v3", hf_router("v3")).aiter is not None
+    monkeypatch.setattr(ops_router.KERNEL, "runs_on", lambda device, dtype: False)
+    assert our_router("v3", hf_router("v3")).aiter is None
