@@ -140,8 +140,7 @@ class Drafts:
             if probs is None or self._target_ids is None
             else self._target_ids.expand(probs.shape)
         )
-        forecast = self._forecast(block, token_ids, own)
-        return DraftOutput(token_ids, probs=probs, candidate_ids=columns, forecast=forecast)
+        return self._told(block, DraftOutput(token_ids, probs=probs, candidate_ids=columns), own)
 
     def _path(self, block: _Block, head: Head, count: int) -> DraftOutput:
         """The chain that takes the best candidate behind the one before; where drafts are drawn,
@@ -166,10 +165,10 @@ class Drafts:
             2
         )
         probs = rows.softmax(dim=-1) if draws else rows.exp()
-        forecast = self._forecast(block, token_ids, probs.gather(-1, ranks[..., None]).squeeze(-1))
-        if not draws:
-            return DraftOutput(token_ids, forecast=forecast)
-        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
+        chain = DraftOutput(token_ids)
+        if draws:
+            chain = DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids)
+        return self._told(block, chain, probs.gather(-1, ranks[..., None]).squeeze(-1))
 
     def _tree(self, block: _Block) -> DraftOutput:
         """The tree of the likeliest paths; without a head as if every position's token did not
@@ -230,19 +229,21 @@ class Drafts:
             weights=block.weights,
         )
 
-    def _forecast(self, block: _Block, token_ids: Tensor, probs: Tensor | None) -> Tensor | None:
-        """Expected accepted drafts float32 [num_reqs] of a chain, from what the head trusts in, or
-        else from the drafts' own probabilities float32 [num_reqs, depth].
+    def _told(self, block: _Block, chain: DraftOutput, probs: Tensor | None) -> DraftOutput:
+        """A chain, and how likely its drafts are: as far as the head trusts in them, or else by
+        their own probabilities float32 [num_reqs, depth].
         """
         if not self.forecasts:
-            return None
-        previous = torch.cat([block.batch.anchors[:, None], token_ids[:, :-1]], dim=1)
+            return chain
+        previous = torch.cat([block.batch.anchors[:, None], chain.token_ids[:, :-1]], dim=1)
         trusted = (
             None if self._head is None else self._head.confidences(block.slots.hidden, previous)
         )
         kept = probs if trusted is None else trusted
         assert kept is not None
-        return kept.cumprod(dim=1).sum(dim=1)
+        paths = kept.cumprod(dim=1)
+        chain.forecast, chain.scores = paths.sum(dim=1), paths.log()
+        return chain
 
 
 def _inverse(target_ids: Tensor) -> Tensor:

@@ -60,8 +60,11 @@ class TokenByToken(BoundDrafter):
             if probs is None or network.target_ids is None
             else network.target_ids.expand(probs.shape)
         )
-        forecast = None if own is None else own.cumprod(dim=1).sum(dim=1)
-        return DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids, forecast=forecast)
+        chain = DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids)
+        if own is not None:
+            paths = own.cumprod(dim=1)
+            chain.forecast, chain.scores = paths.sum(dim=1), paths.log()
+        return chain
 
     def _tree(self, batch: DecodeBatch, token_ids: Tensor, scores: Tensor) -> DraftOutput:
         """The likeliest paths through guesses [num_reqs, depth, C].

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from evals.bench.config import MAX_WARMUP, BenchConfig, DraftCount
+from evals.bench.config import MAX_WARMUP, BenchConfig, SideKind
 from evals.bench.side import Side
 from evals.bench.tree_step import tree_step
 from evals.peers.peer import Peer, load_peer
@@ -25,7 +25,7 @@ from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import AcceptanceStats, pooled
 from specdec.base.registry import drafter_name
-from specdec.engine.build import tree_reasons
+from specdec.engine.build import budget_reasons, tree_reasons
 from specdec.engine.capture.warmup import set_serving
 from specdec.model.core import Drafter
 from specdec.sampling.params import SamplingDefaults, SamplingParams
@@ -96,6 +96,10 @@ class Bench:
                         f"k is {k} and drafter {name!r} gives 1 to {drafter.max_draft_tokens};"
                         f" choose within that"
                     )
+            if config.budgets and (reasons := budget_reasons(base.verifier, EngineConfig())):
+                raise InvalidInputError(
+                    f"budgets are asked for, but {'; '.join(reasons)}; leave out --budget"
+                )
             if config.trees and (reasons := tree_reasons(base.verifier, drafter, EngineConfig())):
                 raise InvalidInputError(
                     f"trees are asked for, but {'; '.join(reasons)}; leave out --tree"
@@ -198,10 +202,10 @@ class Bench:
         return rows
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
-        """What memory alone would allow; a peer's weights may lie otherwise, and k may change, so
-        these have none.
+        """What memory alone would allow; a peer's weights may lie otherwise, and the rows of a step
+        may change, so these have none.
         """
-        if side.peer or side.k == "auto":
+        if side.peer or side.k == "auto" or side.decoder.engine.runner.budget:
             return None
         answers = side.passes[0].answers
         context = sum(
@@ -226,19 +230,14 @@ class Bench:
         config, verifier = self._config, self._base.verifier
         longest = max_total_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
 
-        def side(
-            name: str, drafter: Drafter | None, k: DraftCount, tree: int | None = None
-        ) -> _Side:
-            engine = config.engine(concurrency, min(longest, verifier.max_model_len), k, tree)
+        def side(name: str, drafter: Drafter | None, kind: SideKind) -> _Side:
+            engine = config.engine(concurrency, min(longest, verifier.max_model_len), kind)
             decoder = self._base.variant(drafter, engine)
             return _Side(drafter=name, k=decoder.engine.k, decoder=decoder)
 
-        sides = [side(PLAIN, None, None)]
+        sides = [side(PLAIN, None, SideKind())]
         sides += [
-            side(*named, k) for named, k in product(self.drafters.items(), config.num_draft_tokens)
-        ]
-        sides += [
-            side(*named, None, tree) for named, tree in product(self.drafters.items(), config.trees)
+            side(*named, kind) for named, kind in product(self.drafters.items(), config.kinds)
         ]
         for peer in self._peers:
             ask = partial(_ask, peer, verifier.defaults, concurrency)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evals.bench.bench import Bench
-from evals.bench.config import BenchConfig, DraftCount
+from evals.bench.config import BenchConfig, SideKind
 from evals.bench.side import Side
 from evals.prompt_sets import PromptSet
 from evals.report.provenance import provenance
@@ -143,25 +143,18 @@ class ClusterBench:
 
     def _sides(self, longest: int, concurrency: int, sampling: SamplingParams) -> list[_Side]:
         config = self._config
-        kinds: list[tuple[str, DraftCount, int | None]] = [(PLAIN, None, None)]
-        kinds += [
-            (drafter, k, None)
-            for drafter, k in product(self._plan.drafters, config.num_draft_tokens)
-        ]
-        kinds += [
-            (drafter, None, tree) for drafter, tree in product(self._plan.drafters, config.trees)
-        ]
+        kinds = [(PLAIN, SideKind()), *product(self._plan.drafters, config.kinds)]
         return [
             _Side(
                 drafter=drafter,
                 spec=replace(
                     self._pool.spec,
                     drafter=drafter,
-                    engine=config.engine(concurrency, longest, k, tree),
+                    engine=config.engine(concurrency, longest, kind),
                     warm_up=sampling if config.warmup else None,
                 ),
             )
-            for drafter, k, tree in kinds
+            for drafter, kind in kinds
         ]
 
     def _pass(

@@ -95,8 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options(parser, several=("drafter",))
     engine_options(
         parser,
-        ("num_draft_tokens", "tree_nodes", "max_num_seqs", "graphs", "memory_bytes"),
-        several=("num_draft_tokens", "tree_nodes", "max_num_seqs"),
+        (
+            *("num_draft_tokens", "tree_nodes", "verify_budget"),
+            *("max_num_seqs", "graphs", "memory_bytes"),
+        ),
+        several=("num_draft_tokens", "tree_nodes", "verify_budget", "max_num_seqs"),
         defaults={"max_num_seqs": 1},
         old={"max_num_seqs": "--concurrency"},
     )
@@ -292,6 +295,7 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         drafters=tuple(args.drafter),
         num_draft_tokens=tuple(args.num_draft_tokens),
         trees=tuple(nodes for nodes in args.tree_nodes if nodes is not None),
+        budgets=tuple(budget for budget in args.verify_budget if budget is not None),
         temperatures=tuple(args.temperature),
         top_k=args.top_k,
         top_p=args.top_p,

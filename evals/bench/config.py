@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from evals.prompt_sets import PromptSet
 from evals.report.sides import PLAIN
@@ -22,6 +22,14 @@ not meet all that occurs.
 """
 
 
+class SideKind(NamedTuple):
+    """What the blocks of a side are; see `EngineConfig`."""
+
+    k: DraftCount = None
+    tree: int | None = None
+    budget: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
     """What is measured.
@@ -31,6 +39,8 @@ class BenchConfig:
         drafters: names or checkpoints, as `SpecDecoder.from_pretrained` takes them.
         num_draft_tokens: values of k, see `DraftCount`.
         trees: numbers of drafts that form a tree, further sides beside those of k.
+        budgets: drafts verified of a request on average, further sides of every number of k and
+            every tree that has more.
         temperatures: 0 is greedy.
         top_k, top_p: of sampled decoding, see `SamplingParams`.
         concurrencies: conversations decoded at once.
@@ -49,6 +59,7 @@ class BenchConfig:
     drafters: tuple[str, ...] = ("auto",)
     num_draft_tokens: tuple[DraftCount, ...] = (None,)
     trees: tuple[int, ...] = ()
+    budgets: tuple[float, ...] = ()
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -87,10 +98,30 @@ class BenchConfig:
             )
         for nodes in self.trees:
             EngineConfig(tree_nodes=nodes)
+        for budget in self.budgets:
+            EngineConfig(verify_budget=budget)
+        if self.budgets and not any(kind.budget for kind in self.kinds):
+            raise InvalidInputError(
+                f"budgets are {' '.join(f'{one:g}' for one in self.budgets)} and no block has more"
+                " drafts; give larger numbers to -k or --tree"
+            )
         for temperature in self.temperatures:
             self.sampling(temperature)
         for concurrency in self.concurrencies:
             EngineConfig(max_num_seqs=concurrency)
+
+    @property
+    def kinds(self) -> list[SideKind]:
+        """The sides of every drafter."""
+        whole = [SideKind(k) for k in self.num_draft_tokens]
+        whole += [SideKind(tree=nodes) for nodes in self.trees]
+        numbers = [(kind, kind.tree or kind.k) for kind in whole]
+        return whole + [
+            kind._replace(budget=budget)
+            for kind, most in numbers
+            for budget in self.budgets
+            if isinstance(most, int) and budget < most
+        ]
 
     def sampling(self, temperature: float) -> SamplingParams:
         """How to decode at a temperature."""
@@ -98,15 +129,14 @@ class BenchConfig:
             self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
         )
 
-    def engine(
-        self, concurrency: int, max_model_len: int, k: DraftCount, tree: int | None
-    ) -> EngineConfig:
+    def engine(self, concurrency: int, max_model_len: int, kind: SideKind) -> EngineConfig:
         """The engine of a side."""
         return EngineConfig(
             max_num_seqs=concurrency,
             max_model_len=max_model_len,
-            num_draft_tokens=k,
-            tree_nodes=tree,
+            num_draft_tokens=kind.k,
+            tree_nodes=kind.tree,
+            verify_budget=kind.budget,
             graphs=self.graphs,
             # Without it every pass does the same work, prefill included.
             cache=CacheConfig(memory_bytes=self.memory_bytes, prefix_caching=False),

@@ -28,7 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options(parser)
     engine_options(
         parser,
-        ("num_draft_tokens", "tree_nodes", "max_num_seqs", "graphs", "memory_bytes"),
+        (
+            "num_draft_tokens",
+            "tree_nodes",
+            "verify_budget",
+            "max_num_seqs",
+            "graphs",
+            "memory_bytes",
+        ),
         defaults={"max_num_seqs": 1},
         old={"max_num_seqs": "--concurrency"},
     )

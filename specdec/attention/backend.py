@@ -141,13 +141,14 @@ class AttentionMetadata:
         max_seq_len: host bound, at least the largest of `seq_lens`.
         visibility: "causal": a row sees positions up to its own. "full": it sees all `seq_len`
             positions. "ancestors": it sees the context, the anchor, itself and the drafts above it,
-            its position being that of its depth; all requests have equally many rows then, and
-            their lengths only the device knows. A window of W always hides positions W or more
-            away, on both sides when "full".
+            its position being that of its depth; the lengths only the device knows then. A window
+            of W always hides positions W or more away, on both sides when "full".
         min_seq_len: host bound, at most the smallest of `seq_lens`; requests that only pad a batch
             may be shorter.
         query_lens, seq_lens_host: the lengths as host lists when the host knows them exactly
             (prefill), else None, and then every request has `max_query_len` rows.
+        ragged: every request has its own number of rows, up to `max_query_len`, which only the
+            device knows.
         tree: of "ancestors" alone.
     """
 
@@ -164,6 +165,12 @@ class AttentionMetadata:
     seq_lens_host: list[int] | None = None
     min_seq_len: int = 0
     tree: TreeRows | None = None
+    ragged: bool = False
+
+    @property
+    def usual_query_len(self) -> int:
+        """Rows by which work is divided: the most of a request, or the mean where they differ."""
+        return -(-self.num_tokens // self.num_reqs) if self.ragged else self.max_query_len
 
     @classmethod
     def uniform(
@@ -278,6 +285,13 @@ class AttentionBackend(ABC):
         chains it can.
         """
         return [f"{cls.name} has no masks for them"]
+
+    @classmethod
+    def ragged_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """All reasons why this backend, which can serve `spec`, cannot verify fewer rows of one
+        request than of another; see `AttentionMetadata.ragged`.
+        """
+        return [f"{cls.name} takes equally many rows of all requests"]
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:

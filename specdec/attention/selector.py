@@ -119,6 +119,17 @@ def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
     return reasons
 
 
+def ragged_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
+    """All reasons why `backend` cannot verify fewer rows of one request than of another; empty when
+    it can.
+    """
+    if not isinstance(backend, AttentionBackend):
+        return [f"{backend.name} takes equally many rows of all requests"]
+    chunked = any(one.chunk for one in backend.spec.each)
+    of_chunks = ["layers that attend within chunks take each row for a request of its own"]
+    return _of_each(type(backend).ragged_reasons, backend.spec) + of_chunks * chunked
+
+
 def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[str]:
     against = _of_each(backend.reasons_against_auto, spec) if auto else []
     return against or _unsupported(backend, spec)

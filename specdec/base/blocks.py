@@ -27,6 +27,8 @@ class BlockShape(NamedTuple):
     Attributes:
         drafts: N, rows beside the anchor; 0 decodes plainly.
         tree_depth: most drafts of a path, at most N; 0 is a chain.
+        budget: drafts of a request that are verified on average, the likeliest of all requests of
+            the step; 0 verifies all.
 
     >>> BlockShape(15).depth, BlockShape(64, tree_depth=15).depth
     (15, 15)
@@ -34,6 +36,7 @@ class BlockShape(NamedTuple):
 
     drafts: int
     tree_depth: int = 0
+    budget: float = 0.0
 
     @property
     def depth(self) -> int:
@@ -42,8 +45,17 @@ class BlockShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows to verify, the anchor's included."""
+        """Rows of a request, the anchor's included."""
         return self.drafts + 1
+
+    def verified(self, num_reqs: int) -> int:
+        """Rows that a step of so many requests verifies, the anchors' included.
+
+        >>> BlockShape(15).verified(8), BlockShape(15, budget=2.5).verified(8)
+        (128, 28)
+        """
+        drafts = min(self.budget or self.drafts, self.drafts)
+        return num_reqs + int(num_reqs * drafts)
 
     @property
     def is_tree(self) -> bool:
@@ -53,10 +65,11 @@ class BlockShape(NamedTuple):
     def __str__(self) -> str:
         """As reports name it.
 
-        >>> str(BlockShape(7)), str(BlockShape(16, 15))
-        ('7', 'tree 16')
+        >>> str(BlockShape(7)), str(BlockShape(16, 15)), str(BlockShape(16, 15, 2.5))
+        ('7', 'tree 16', '2.5 of tree 16')
         """
-        return f"tree {self.drafts}" if self.is_tree else str(self.drafts)
+        drafts = f"tree {self.drafts}" if self.is_tree else str(self.drafts)
+        return f"{self.budget:g} of {drafts}" if self.budget else drafts
 
 
 @dataclass(slots=True)

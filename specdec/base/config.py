@@ -6,7 +6,7 @@ from typing import Literal
 
 from specdec.base.blocks import MAX_NODES
 from specdec.base.chat.messages import template_text, variables_text
-from specdec.base.validation import flags, integers, require
+from specdec.base.validation import flags, integers, is_number, require
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
 CacheDtype = Literal["auto", "fp8"]
@@ -138,6 +138,9 @@ class EngineConfig:
         tree_nodes: drafts of a step that form a tree, up to 64; 0 makes chains alone. None leaves
             it to "auto", which chooses among chains and trees where drafter and target serve trees;
             a number of draft tokens makes chains.
+        verify_budget: drafts of a request that a step verifies on average; None verifies all. Those
+            of all requests are ranked by how likely they are accepted
+            (`specdec.engine.policy.budget`).
         draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the
             target will choose by (Daliri, Musco and Suresh, arXiv 2408.07978), "greedy" ones
             without it. Either is a point mass, so sampled output equals plain decoding with the
@@ -168,6 +171,7 @@ class EngineConfig:
     seed: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     tree_nodes: int | None = None
+    verify_budget: float | None = None
 
     def __post_init__(self) -> None:
         integers(
@@ -213,6 +217,11 @@ class EngineConfig:
             f"tree_nodes is {self.tree_nodes} and num_draft_tokens {self.num_draft_tokens}; a block"
             f" is a tree or a chain, so leave"
             " out one of the two",
+        )
+        budget = self.verify_budget
+        require(
+            budget is None or (is_number(budget) and budget > 0),
+            f"verify_budget is {budget!r}; it must be a number above 0, or left out",
         )
         require(
             self.draft_sampling in ("coupled", "greedy", "probabilistic"),

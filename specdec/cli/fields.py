@@ -24,6 +24,7 @@ _FLAGS = {
     "num_draft_tokens": ("-k", "--num-draft-tokens"),
     "memory_bytes": ("--kv-memory",),
     "tree_nodes": ("--tree",),
+    "verify_budget": ("--budget",),
 }
 """Options of fields that are called otherwise."""
 

@@ -20,6 +20,7 @@ from specdec.base.blocks import DraftTree
 from specdec.device.deviation import Deviation, mismatches, worst
 from specdec.kernels.kernel import Kernel
 from specdec.model.core import AcceptOutput, DraftOutput
+from specdec.model.packing import Packing
 from specdec.sampling.argmax import argmax
 from specdec.sampling.filters import processed_probs
 from specdec.sampling.logprobs import Logprobs, logprobs_of
@@ -40,6 +41,7 @@ def accept(
     depth: int | None = None,
     masks: TokenMasks | None = None,
     forced: Tensor | None = None,
+    packing: Packing | None = None,
 ) -> AcceptOutput:
     """Decides one step for every request; shapes are static and the host never waits.
 
@@ -58,6 +60,8 @@ def accept(
             log-probabilities are wanted.
         forced: int64 [num_reqs], how many drafts are accepted whatever the target chooses, see
             `StepRunner.force`; None accepts what it agrees with.
+        packing: the rows of which there are logits, [T, V] then; None for all. No other draft may
+            count.
 
     Returns:
         The outcome. A request whose logits are not finite says so in `finite`; its tokens are valid
@@ -65,7 +69,11 @@ def accept(
     """
     drafts = tokens[:, 1:]
     k = drafts.shape[1]
-    assert logits.shape[:2] == tokens.shape == positions.shape
+    plan = sampling.plan
+    if packing is not None and (masks is not None or plan.reads_blocks):
+        logits, packing = packing.unpack(logits), None
+    assert tokens.shape == positions.shape
+    assert packing is not None or logits.shape[:2] == tokens.shape
     num_drafts = None if draft is None else draft.num_drafts
     tree = None if draft is None else draft.tree
 
@@ -73,11 +81,14 @@ def accept(
     if masks is not None:
         logits = logits.clone() if sampling.plan.logprobs else logits.contiguous()
         mask_logits(logits, masks)
-    scores = scored(logits, sampling, tokens, positions, tree)
-    if sampling.plan.all_greedy or draft is None or draft.probs is None or k == 0:
-        token_ids, finite = (
-            argmax(scores) if sampling.plan.all_greedy else sample(scores, sampling, positions + 1)
-        )
+    scores = logits if packing else scored(logits, sampling, tokens, positions, tree)
+    if plan.all_greedy or draft is None or draft.probs is None or k == 0:
+        if packing is not None:
+            token_ids, finite = _of_packed(logits, sampling, positions, packing)
+        else:
+            token_ids, finite = (
+                argmax(scores) if plan.all_greedy else sample(scores, sampling, positions + 1)
+            )
         if forced is not None and k:
             tokens, token_ids = _forced(tokens, token_ids, forced[:, None], num_drafts, tree)
         if draft is not None and tree is not None:
@@ -108,6 +119,21 @@ def accept(
         finite=whole,
         logprobs=_logprobs(raw, token_ids, sampling),
     )
+
+
+def _of_packed(
+    logits: Tensor, sampling: SamplingTensors, positions: Tensor, packing: Packing
+) -> tuple[Tensor, Tensor]:
+    """What the target chooses behind the rows [T, V] that are verified, and whether they are
+    finite, as blocks [num_reqs, k + 1].
+    """
+    if sampling.plan.all_greedy:
+        chosen = argmax(logits)
+    else:
+        behind = packing.pack(positions)[:, None] + 1
+        chosen = sample(logits[:, None], sampling.of_rows(packing.requests), behind)
+    token_ids, finite = (packing.unpack(one.flatten()) for one in chosen)
+    return token_ids, finite
 
 
 def drawn(survival: Tensor, seeds: Tensor, seq_lens: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from specdec.engine.policy.block_choice import (
     shapes,
     tree_shape,
 )
+from specdec.engine.policy.budget import VerifyBudget
 from specdec.engine.policy.timing import StepTimer
 from specdec.engine.requests.prefix import PrefixCache
 from specdec.engine.requests.scheduler import Scheduler
@@ -201,6 +202,10 @@ def build_engine(
         predicted = partial(
             _beside, drafter, bound, verifier, num_slots=slots.num_slots, max_len=max_model_len
         )
+    budget = None
+    if any(shape.budget for shape in blocks) and bound is not None:
+        bound.forecasts = True
+        budget = VerifyBudget(slots.num_slots, depth, device)
     timer = StepTimer(device, enabled=config.timing)
     taps = drafter.aux_layer_ids if drafter else ()
     runner = StepRunner(
@@ -212,6 +217,7 @@ def build_engine(
         timer,
         max_rows=max_drafts + 1,
         trees=any(shape.is_tree for shape in blocks),
+        budget=budget,
         predicted=predicted,
     )
     if captures:
@@ -280,7 +286,8 @@ def _shapes(
                 f" chains"
             )
         assert drafter is not None
-        return (tree_shape(config.tree_nodes, most, forward_for_each=drafter.forward_for_each),)
+        tree = tree_shape(config.tree_nodes, most, forward_for_each=drafter.forward_for_each)
+        return (_with_budget(tree, verifier, config),)
     if config.num_draft_tokens == "auto" and most:
         # On a CPU a row costs time, and more rows than the longest chain has may see weights that
         # were rounded otherwise.
@@ -293,7 +300,38 @@ def _shapes(
         )
         assert drafter is not None
         return shapes(most, trees=served, forward_for_each=drafter.forward_for_each)
-    return (BlockShape(most),)
+    return (_with_budget(BlockShape(most), verifier, config),)
+
+
+def _with_budget(shape: BlockShape, verifier: Verifier, config: EngineConfig) -> BlockShape:
+    """The shape, of which as many drafts are verified as the configuration says.
+
+    Raises:
+        InvalidInputError: the target or the configuration cannot be served so.
+    """
+    budget = config.verify_budget
+    if budget is None or budget >= shape.drafts:
+        return shape
+    if reasons := budget_reasons(verifier, config):
+        raise InvalidInputError(
+            f"verify_budget is {budget:g}, but {'; '.join(reasons)}; leave it out to verify all"
+            " drafts"
+        )
+    return shape._replace(budget=float(budget))
+
+
+def budget_reasons(verifier: Verifier, config: EngineConfig) -> list[str]:
+    """All reasons why steps cannot verify more drafts of one request than of another; empty when
+    they can.
+    """
+    reasons = selector.ragged_reasons(verifier.attention)
+    if bytes_per_slot(verifier.kv_specs, 1):
+        reasons.append(f"{verifier.name!r} has recurrent layers, which take equally many rows")
+    if config.draft_sampling == "probabilistic":
+        reasons.append("probabilistic drafts are judged as whole blocks")
+    if group_of(verifier) is not None:
+        reasons.append("several ranks verify equally many drafts of all requests")
+    return reasons
 
 
 def tree_reasons(verifier: Verifier, drafter: Drafter | None, config: EngineConfig) -> list[str]:

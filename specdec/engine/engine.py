@@ -115,13 +115,13 @@ class SpecEngine:
 
     @property
     def k(self) -> int | str:
-        """Drafts per step: a number of a chain, "tree N", or "auto" where their shape is chosen
-        step by step.
+        """Drafts per step: a number of a chain, "tree N", "B of" either, or "auto" where their
+        shape is chosen step by step.
         """
         if self.planner.choice:
             return "auto"
         shape = self.planner.shapes[0]
-        return str(shape) if shape.is_tree else shape.depth
+        return str(shape) if shape.is_tree or shape.budget else shape.depth
 
     @property
     def prefix_counts(self) -> PrefixCounts:

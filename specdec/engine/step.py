@@ -21,6 +21,7 @@ from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
 from specdec.engine.launch import Launch, ScoredPrompts
 from specdec.engine.policy.block import Block
+from specdec.engine.policy.budget import VerifyBudget
 from specdec.engine.policy.limits import limit
 from specdec.engine.policy.timing import StepClock, StepTimer
 from specdec.engine.requests.request import Request
@@ -39,6 +40,7 @@ from specdec.model.core import (
     Verifier,
     VerifyOutput,
 )
+from specdec.model.packing import Packing
 from specdec.parallel.group import group_of
 from specdec.sampling.logprobs import logprobs_of
 from specdec.sampling.masks import TokenMasks
@@ -57,6 +59,7 @@ class StepRunner:
         timer: told when a phase begins and ends.
         max_rows: of a request in a step.
         trees: blocks may be trees.
+        budget: shares out the rows of steps that do not verify all drafts; None where all do.
         predicted: makes the drafter of batches in which a request has a prediction.
 
     Attributes:
@@ -79,12 +82,14 @@ class StepRunner:
         max_rows: int = 1,
         *,
         trees: bool = False,
+        budget: VerifyBudget | None = None,
         predicted: Callable[[], PredictedDrafter] | None = None,
     ) -> None:
         self.verifier, self.drafter = verifier, drafter
         self._make_predicted = predicted
         self._predicted: PredictedDrafter | None = None
         self._rows = CacheRows(caches) if trees else None
+        self.budget = budget
         self.host_may_look = slots.device.type == "cpu"
         self._max_pending = max_rows if drafter else 0
         self._group = group_of(verifier)
@@ -122,7 +127,7 @@ class StepRunner:
 
     def draft(self, batch: DecodeBatch) -> Block:
         """The block of each request."""
-        draft, token_ids = None, batch.anchors[:, None]
+        draft, packing, token_ids = None, None, batch.anchors[:, None]
         drafter = self._drafter_of(batch.sampling.plan)
         if drafter and batch.k:
             with self._timer.phase("draft"):
@@ -130,13 +135,28 @@ class StepRunner:
                 if batch.sampling.plan.limited:
                     limit(draft, batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]
-        return Block(token_ids, batch.row_positions(draft.tree if draft else None), draft)
+                if batch.shape.budget:
+                    packing = self._shared_out(batch, draft)
+        positions = batch.row_positions(draft.tree if draft else None)
+        return Block(token_ids, positions, draft, packing)
+
+    def _shared_out(self, batch: DecodeBatch, draft: DraftOutput) -> Packing:
+        """The rows that are verified; no other draft counts."""
+        assert self.budget is not None, "blocks have budgets where the engine was built for them"
+        total = batch.shape.verified(batch.num_reqs)
+        drafts = self.budget.allot(batch, draft, total - batch.num_reqs)
+        draft.num_drafts = (
+            drafts if draft.num_drafts is None else torch.minimum(drafts, draft.num_drafts)
+        )
+        return Packing.of(drafts, batch.shape.rows, total)
 
     def verify(self, batch: DecodeBatch, block: Block) -> VerifyOutput:
         """The target's forward over the block."""
         with self._timer.phase("verify"):
             tree = block.draft.tree if block.draft else None
-            rows = batch.verification(block.token_ids, tree, max_pending=self._max_pending)
+            rows = batch.verification(
+                block.token_ids, tree, max_pending=self._max_pending, packing=block.packing
+            )
             return self.verifier.forward(rows, self._caches, self._aux_layer_ids)
 
     def accept(
@@ -149,9 +169,9 @@ class StepRunner:
         """Acceptance, and the commit. `masks` say which tokens are allowed; the logits are
         overwritten then.
         """
-        token_ids = block.token_ids
+        token_ids, packing = block.token_ids, block.packing
         with self._timer.phase("accept"):
-            logits = verify.logits.view(*token_ids.shape, -1)
+            logits = verify.logits if packing else verify.logits.view(*token_ids.shape, -1)
             forced = None
             if self._survival is not None:
                 seeds = self._slots.sampling.seeds.index_select(0, batch.slots)
@@ -165,10 +185,16 @@ class StepRunner:
                 batch.shape.depth,
                 masks,
                 forced,
+                packing,
             )
             accepted = agreed(accepted, self._group)
+            if packing and block.draft and self.budget:
+                self.budget.learn(batch, block.draft, packing, accepted)
             if accepted.path is not None:
-                token_ids, verify = self._follow(batch, accepted.path, token_ids, verify)
+                token_ids, verify = self._follow(batch, accepted.path, token_ids, verify, packing)
+            elif packing and verify.aux_hidden is not None:
+                hidden = packing.unpack(verify.aux_hidden).flatten(0, 1)
+                verify = VerifyOutput(verify.logits, hidden)
             self._slots.commit(batch, token_ids, accepted)
         drafter = self._drafter_of(batch.sampling.plan)
         if drafter:
@@ -180,7 +206,12 @@ class StepRunner:
         return self._predicted if plan.predicted else self.drafter
 
     def _follow(
-        self, batch: DecodeBatch, path: Tensor, token_ids: Tensor, verify: VerifyOutput
+        self,
+        batch: DecodeBatch,
+        path: Tensor,
+        token_ids: Tensor,
+        verify: VerifyOutput,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, VerifyOutput]:
         """Makes a chain of the path through a tree: cached rows move to where those of a chain lie,
         and others are left behind.
@@ -190,7 +221,12 @@ class StepRunner:
         """
         assert self._rows is not None, "blocks are trees where the engine was built for trees"
         self._rows.move(batch.slot_mapping(token_ids.shape[1]).view(token_ids.shape), path)
-        token_ids, hidden = follow(path, token_ids, verify.aux_hidden)
+        hidden = verify.aux_hidden
+        if packing and hidden is not None:
+            hidden = hidden.index_select(0, packing.places.gather(1, path).flatten())
+            token_ids = token_ids.gather(1, path)
+        else:
+            token_ids, hidden = follow(path, token_ids, hidden)
         return token_ids, VerifyOutput(verify.logits, hidden)
 
     def prefill_step(self, batch: PrefillBatch) -> Tensor:
@@ -312,6 +348,8 @@ class StepRunner:
 
     def _begin(self, newcomers: Sequence[Request]) -> None:
         self._slots.begin(newcomers)
+        if self.budget:
+            self.budget.begin(self._slots.slot_indices(newcomers))
         self.copy_states(
             [
                 (request.snapshot.row, request.slot)

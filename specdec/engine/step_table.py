@@ -32,6 +32,7 @@ class StepColumns:
         flags: 1 where the logits behind the tokens were finite, else 0, and twice the part of a
             composition of drafters whose drafts they were, 0 for any other.
         token_ids: depth + 1 of each request, of which the first `num_accepted + 1` are its output.
+        verified: drafts that were verified, where blocks have a budget; else empty.
         rows: of trees, the rows that were kept, from the anchor's child on: the first
             `num_accepted` of depth.
         ranks: of trees, the places of these drafts among the candidates of their positions,
@@ -43,6 +44,7 @@ class StepColumns:
     num_drafts: list[int]
     flags: list[int]
     token_ids: list[int]
+    verified: list[int]
     rows: list[int]
     ranks: list[int]
     logprobs: Unpacked | None
@@ -51,12 +53,13 @@ class StepColumns:
     def of(cls, table: Tensor, shape: BlockShape) -> StepColumns:
         """Columns of a step's table, on the host, of blocks of one shape."""
         width, depth = shape.depth + 1, shape.tree_depth
-        widths = [_COUNTS, width, depth, depth, table.shape[1] - num_columns(shape)]
-        counts, tokens, rows, ranks, logprobs = table.split(widths, dim=1)
+        few = int(shape.budget > 0)
+        widths = [_COUNTS, width, few, depth, depth, table.shape[1] - num_columns(shape)]
+        counts, tokens, verified, rows, ranks, logprobs = table.split(widths, dim=1)
         num_accepted, num_drafts, flags = counts.T.tolist()
-        flat = [part.flatten().tolist() for part in (tokens, rows, ranks)]
+        flat = [part.flatten().tolist() for part in (tokens, verified, rows, ranks)]
         of_tokens = Unpacked(logprobs, logprobs.shape[1] // width) if logprobs.shape[1] else None
-        return cls(num_accepted, num_drafts, flags, flat[0], flat[1], flat[2], of_tokens)
+        return cls(num_accepted, num_drafts, flags, flat[0], flat[1], flat[2], flat[3], of_tokens)
 
 
 def result_table(
@@ -75,6 +78,9 @@ def result_table(
         flags = torch.add(flags, draft.part, alpha=2)
     counts = (accept.num_accepted, _positions_offered(shape, accept, draft), flags)
     columns = [*(count[:, None] for count in counts), accept.token_ids]
+    if shape.budget:
+        assert draft is not None and draft.num_drafts is not None
+        columns.append(draft.num_drafts[:, None])
     if accept.path is not None:
         assert draft is not None and draft.tree is not None
         rows = accept.path[:, 1:]
@@ -104,4 +110,5 @@ def num_columns(shape: BlockShape, plan: SamplingPlan | None = None) -> int:
     want no log-probabilities.
     """
     of_token = num_packed(plan.top_logprobs) if plan and plan.logprobs else 0
-    return _COUNTS + (shape.depth + 1) * (1 + of_token) + 2 * shape.tree_depth
+    of_block = _COUNTS + int(shape.budget > 0) + 2 * shape.tree_depth
+    return of_block + (shape.depth + 1) * (1 + of_token)

@@ -17,6 +17,7 @@ from specdec.attention.backend import AttentionMetadata, TreeRows, Visibility
 from specdec.base.blocks import BlockShape, DraftTree
 from specdec.kv_cache import NULL_BLOCK
 from specdec.model.block_rows import KERNEL, BlockRows, TreePlaces, block_rows, tree_places
+from specdec.model.packing import Packing
 from specdec.sampling.tensors import SamplingTensors
 
 
@@ -235,10 +236,15 @@ class DecodeBatch:
         return self._places[1]
 
     def verification(
-        self, token_ids: Tensor, tree: DraftTree | None, *, max_pending: int
+        self,
+        token_ids: Tensor,
+        tree: DraftTree | None,
+        *,
+        max_pending: int,
+        packing: Packing | None = None,
     ) -> ForwardInput:
         """The forward of the target over the rows of the block: `token_ids` int64 [num_reqs, k +
-        1], at `row_positions`.
+        1], at `row_positions`; over those of `packing` alone where it is given.
         """
         width = self.shape.rows
         if tree is None:
@@ -253,6 +259,8 @@ class DecodeBatch:
                 self.metadata(width, visibility="ancestors"),
                 tree=TreeRows(places.ancestors, places.depths),
             )
+        if packing is not None:
+            return self._packed(token_ids, position_ids, metadata, packing)
         return ForwardInput(
             token_ids.flatten(),
             position_ids,
@@ -261,4 +269,27 @@ class DecodeBatch:
             slots=self.slots,
             final=width == 1,
             max_pending=max_pending,
+        )
+
+    def _packed(
+        self, token_ids: Tensor, position_ids: Tensor, metadata: AttentionMetadata, packing: Packing
+    ) -> ForwardInput:
+        """The rows of the forward over whole blocks that are verified."""
+        rows, tree = packing.rows, metadata.tree
+        own = replace(
+            metadata,
+            query_start_loc=packing.starts,
+            seq_lens=(self.seq_lens + packing.drafts + 1).int(),
+            slot_mapping=metadata.slot_mapping.index_select(0, rows),
+            num_tokens=len(rows),
+            min_seq_len=self.min_seq_len + 1,
+            tree=tree and TreeRows(*(of_rows.index_select(0, rows) for of_rows in tree)),
+            ragged=True,
+        )
+        lens = self.rope_lens
+        return ForwardInput(
+            packing.pack(token_ids),
+            position_ids.index_select(0, rows),
+            own,
+            rope_lens=None if lens is None else lens.index_select(0, packing.requests),
         )

@@ -59,8 +59,8 @@ class DraftOutput:
         tree: how the drafts hang together, when the block is a tree; None is a chain.
         forecast: float32 [num_reqs], how many drafts the drafter expects to be accepted, of a chain
             or of the best path through a tree; None unless `BoundDrafter.forecasts` asks for it.
-        scores: float32 [num_reqs, k], log-probabilities of a tree's paths in falling order; None
-            unless forecasts are asked for.
+        scores: float32 [num_reqs, k], log-probabilities of the paths that end in each draft, in
+            falling order; None unless forecasts are asked for.
         part: int64 [num_reqs], which part of a composition drafted; None for any other drafter.
         alternatives: int64 [num_reqs, k, C], tokens of each slot of a chain of point masses, the
             likeliest first; None unless an output follows a grammar (`SamplingPlan.guided`), which

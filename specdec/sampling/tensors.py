@@ -64,6 +64,11 @@ class SamplingPlan(NamedTuple):
         """Whether a request drops tokens before drawing."""
         return self.max_top_k > 0 or self.any_top_p or self.any_min_p
 
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether tokens depend on more than their own row's logits, or more is told of them."""
+        return self.penalized or self.counted or self.edits > 0 or self.logprobs
+
     def covers(self, other: SamplingPlan) -> bool:
         """Whether a step of this plan gives requests of the other what they want and nothing else:
         it samples and filters more.
@@ -183,6 +188,11 @@ class SamplingTensors:
             if plan.edits and self.edits is not None
             else None,
         )
+
+    def of_rows(self, requests: Tensor) -> SamplingTensors:
+        """The numbers of rows of these requests int64 [T], by which a token is drawn."""
+        floats, ints = (numbers.index_select(1, requests) for numbers in (self.floats, self.ints))
+        return SamplingTensors(self.plan, floats, ints)
 
     def select_past(self, slots: Tensor, table: SamplingTensors) -> None:
         """Gathers anew from `table` what a step changes: the tokens that penalties count."""

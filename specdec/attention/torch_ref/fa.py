@@ -135,11 +135,18 @@ class TorchRefBackend(AttentionBackend):
         """None: masks are free."""
         return []
 
+    @classmethod
+    def ragged_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """None: rows that a request does not have are padding."""
+        return []
+
     def plan(self, metadata: AttentionMetadata) -> TorchRefPlan:
         """One segment when all requests have equally many rows, else groups of requests of like
         size.
         """
-        if metadata.query_lens is None or metadata.seq_lens_host is None:
+        if metadata.ragged:
+            segments = [self._padded(metadata)]
+        elif metadata.query_lens is None or metadata.seq_lens_host is None:
             widths = torch.full_like(metadata.seq_lens, metadata.max_query_len)
             segments = [
                 self._segment(
@@ -171,6 +178,22 @@ class TorchRefBackend(AttentionBackend):
             visibility=metadata.visibility,
             rows=slice(None),
         )
+
+    def _padded(self, metadata: AttentionMetadata) -> _Segment:
+        """All requests, each with as many rows as any may have: only the device knows them."""
+        width, starts = metadata.max_query_len, metadata.query_start_loc.long()
+        widths = starts.diff()
+        segment = self._segment(metadata, slice(None), widths, width, metadata.max_seq_len)
+        places = torch.arange(width, device=starts.device)
+        packed = torch.arange(metadata.num_tokens, device=starts.device)
+        request = torch.searchsorted(starts[1:], packed, right=True)
+        segment.kept = request * width + packed - starts.index_select(0, request)
+        segment.rows = torch.where(
+            places < widths[:, None], starts[:-1, None] + places, 0
+        ).flatten()
+        if metadata.tree is not None:
+            segment.tree = TreeRows(*(rows[segment.rows] for rows in metadata.tree))
+        return segment
 
     def _groups(
         self, metadata: AttentionMetadata, query_lens: list[int], seq_lens: list[int]

@@ -22,6 +22,7 @@ from specdec.attention.check import reasons_against_kernels
 from specdec.attention.triton import context
 from specdec.attention.triton.context import PrefillPlan, plan_rectangles
 from specdec.attention.triton.libraries import library
+from specdec.base.blocks import MAX_NODES
 from specdec.kernels.triton_launch import num_processors, shared_memory, unavailable_reasons
 from specdec.kv_cache import LayerCache
 
@@ -78,6 +79,14 @@ class TritonFaBackend(AttentionBackend):
     def tree_reasons(cls, spec: AttentionSpec) -> list[str]:
         """None: a row's ancestors are a word of its own."""
         return []
+
+    @classmethod
+    def ragged_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """None but windows that end within a block: programs look up where a request's rows end."""
+        least = min((window for window in spec.windows if window is not None), default=None)
+        if least is None or least > MAX_NODES:
+            return []
+        return [f"a window of {least} tokens, which ends within a block of {MAX_NODES} drafts"]
 
     @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
@@ -240,7 +249,7 @@ class TritonFaBackend(AttentionBackend):
         if programs <= self.num_processors and context_bytes <= SHORT_CONTEXT:
             return small
         return self._kernels.tile_for(
-            self._group, metadata.max_query_len, spec.head_dim, spec.dtype, memory
+            self._group, metadata.usual_query_len, spec.head_dim, spec.dtype, memory
         )
 
     def num_splits(self, metadata: AttentionMetadata, window: int | None, tile: "Tile") -> int:
@@ -266,7 +275,7 @@ class TritonFaBackend(AttentionBackend):
 
     def _num_tiles(self, metadata: AttentionMetadata, tile: "Tile") -> int:
         """Programs for the rows of one request and one key head."""
-        return -(-metadata.max_query_len // (tile.block_m // self._group))
+        return -(-metadata.usual_query_len // (tile.block_m // self._group))
 
 
 def _places(metadata: AttentionMetadata) -> dict[str, Any]:

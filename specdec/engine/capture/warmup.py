@@ -322,11 +322,9 @@ def _steps(
     sizes, blocks = batches(most), engine.planner.shapes
     # the last steps of an output offer as many as there is room for
     if not engine.planner.choice and not blocks[0].is_tree:
+        arms = range(engine.num_draft_tokens + 1) if eager else ladder(engine.num_draft_tokens)
         blocks = tuple(
-            map(
-                BlockShape,
-                range(engine.num_draft_tokens + 1) if eager else ladder(engine.num_draft_tokens),
-            )
+            BlockShape(k, budget=blocks[0].budget if blocks[0].budget < k else 0.0) for k in arms
         )
     for bound in _bounds(engine, finer=eager) if bounds is None else bounds:
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:

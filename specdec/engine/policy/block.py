@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specdec.model.core import DraftOutput
+from specdec.model.packing import Packing
 
 
 class Block(NamedTuple):
@@ -14,8 +15,10 @@ class Block(NamedTuple):
         token_ids: int64 [num_reqs, N + 1].
         positions: int64 [num_reqs, N + 1], not clamped.
         draft: where the drafts come from; None without any.
+        packing: which rows are verified; None for all.
     """
 
     token_ids: Tensor
     positions: Tensor
     draft: DraftOutput | None
+    packing: Packing | None = None

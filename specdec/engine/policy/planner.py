@@ -77,11 +77,14 @@ class Planner:
             if choice and not launch.shape.drafts:
                 choice.put_off()
         shape = launch.shape
+        if shape.budget and batch.plan.guided:  # whose masks are made for whole blocks
+            launch.block = shape = shape._replace(budget=0.0)
         # what of a tree reaches too far is cut off
         if not shape.is_tree or (
             self.choice and not self._scheduler.has_room(requests, shape.drafts)
         ):
-            launch.block = BlockShape(self._length(shape.depth, batch))
+            k = self._length(shape.depth, batch)
+            launch.block = BlockShape(k, budget=shape.budget if shape.budget < k else 0.0)
         return launch
 
     def _length(self, k: int, batch: Selection) -> int:

@@ -86,7 +86,7 @@ def take_over(launch: Launch) -> Outcome:
             if logprobs is not None and request.sampling.logprobs:
                 _append_logprobs(request, tokens[:kept], logprobs, first)
             if shape is not None:
-                size = tree_size
+                size = tree_size and (columns.verified[index] if columns.verified else tree_size)
                 if limited:
                     nodes = request.sampling.tree_nodes
                     size = min(size, size if nodes is None else nodes) if num_drafts else 0

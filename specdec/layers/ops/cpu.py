@@ -140,7 +140,12 @@ def _suits(heads: Heads, angles: Angles | None, qkv: Tensor) -> bool:
 def _call(plan: TorchRefPlan, backend: TorchRefBackend) -> Attention | None:
     """The call for all layers of a forward; None for prompts, and heads that it does not take."""
     metadata, spec = plan.metadata, backend.spec
-    if metadata.query_lens is not None or spec.head_dim % LANES or spec.head_dim > MAX_DIM:
+    if (
+        metadata.query_lens is not None
+        or metadata.ragged
+        or spec.head_dim % LANES
+        or spec.head_dim > MAX_DIM
+    ):
         return None
     if plan.call is None:
         tree = metadata.tree
