@@ -175,12 +175,25 @@ class TrainConfig:
     )
     accumulation: int = _count(1, "training", "forwards that a step is split into, to save memory")
     anchors: int = _count(24, "training", "blocks per sequence and step")
+    replay: float = _share(
+        0.0,
+        "training",
+        "share of the blocks that begin where drafts of the others were refused, as live ones do",
+    )
     optimizer: str = _option(
         "adamw", "training", "adamw, or muon: by orthogonalized momentum, for matrices"
     )
     lr: float = _positive(6e-4, "training", "peak learning rate")
     min_lr: float = _share(0.02, "training", "learning rate at the end, as a share of the peak")
     warmup: float = _share(0.04, "training", "share of the run with a rising learning rate")
+    schedule: str = _option(
+        "cosine", "training", "how the learning rate falls behind the warm-up: cosine or linear"
+    )
+    ema: float = _share(
+        0.0,
+        "training",
+        "decay of the running mean of the weights, which is measured and exported; 0 is none",
+    )
     weight_decay: float = _amount(0.01, "training", "of the optimizer, on matrices")
     clip: float = _positive(1.0, "training", "largest norm of the gradient")
     epochs: float = _positive(6.0, "training", "passes over the answers")
@@ -205,10 +218,16 @@ class TrainConfig:
         "training",
         "tokens of a position that a tree may hold, in D-PACE's weights; 1 is for chains",
     )
+    first_error: float = _amount(
+        0.0, "training", "what is added to the weight 1 of a block's first wrong position"
+    )
     ce: float = _amount(1.0, "training", "factor of the cross-entropy with the answer's token")
     kl: float = _amount(0.0, "training", "factor of the divergence from the target's distribution")
     tv: float = _amount(
         0.0, "training", "factor of the total variation to the target's distribution"
+    )
+    nla: float = _amount(
+        0.0, "training", "factor of the negative log of the probability that a draft is accepted"
     )
     selector: float = _amount(
         1.0,
@@ -272,7 +291,11 @@ class TrainConfig:
         object.__setattr__(self, "chat_template_kwargs", variables_text(self.chat_template_kwargs))
         self._check("layers", self.layers <= MAX_LAYERS, f"at most {MAX_LAYERS:,}")
         self._check("block_size", self.block_size >= 2, "at least 2, the anchor and one draft")
-        self._check("ce", self.ce + self.kl + self.tv > 0, "positive, or kl or tv must be")
+        some = self.ce + self.kl + self.tv + self.nla > 0
+        self._check("ce", some, "positive, or kl, tv or nla must be")
+        self._check("ema", self.ema < 1, "below 1")
+        self._check("replay", self.replay < 1, "below 1: a block has to go before")
+        self._check("schedule", self.schedule in ("cosine", "linear"), "cosine or linear")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")
         self._check("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon")
         self._check("openings", set(self.openings) <= set(KINDS), f"some of {', '.join(KINDS)}")
@@ -327,7 +350,7 @@ class TrainConfig:
     @property
     def uses_teacher(self) -> bool:
         """Whether the loss needs the target's own distribution."""
-        return self.kl > 0 or self.tv > 0 or self.confidence > 0
+        return self.kl + self.tv + self.nla + self.confidence > 0
 
 
 SEVERAL = ("batch_size", "anchors")

@@ -3,7 +3,8 @@ rate over the run.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,13 +24,22 @@ class MasterOptimizer:
         lr: peak learning rate; each step gives its own factor.
         weight_decay: on matrices.
         clip: largest norm of the gradient.
+        ema: decay of a running mean of the masters, 0 for none. It rises to that, so that the first
+            weights are soon forgotten.
         kind: "adamw"; or "muon", which moves matrices by their orthogonalized momentum
             (https://kellerjordan.github.io/posts/muon), scaled to the size of AdamW's steps (arXiv
             2502.16982), and the rest by AdamW.
     """
 
     def __init__(
-        self, model: nn.Module, *, lr: float, weight_decay: float, clip: float, kind: str = "adamw"
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        weight_decay: float,
+        clip: float,
+        kind: str = "adamw",
+        ema: float = 0.0,
     ) -> None:
         self.names = [
             name for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -38,6 +48,8 @@ class MasterOptimizer:
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
         self.masters: list[Tensor] = [weight.detach().float().clone() for weight in self._weights]
+        self._ema, self._steps = ema, 0
+        self._means = [master.clone() for master in self.masters] if ema else []
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         by_muon = [kind == "muon" and master.ndim == 2 for master in self.masters]
@@ -96,6 +108,10 @@ class MasterOptimizer:
             for group in part.param_groups:
                 group["lr"] = self.lr * factor
             part.step()
+        self._steps += 1
+        if self._means:
+            share = 1 - min(self._ema, (1 + self._steps) / (10 + self._steps))
+            torch._foreach_lerp_(self._means, self.masters, share)
         self.publish()
         torch._foreach_zero_(gradients)
         return norm
@@ -110,16 +126,33 @@ class MasterOptimizer:
         """Casts the masters into the model."""
         torch._foreach_copy_(self._weights, self.masters)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Gives the model the running mean of the weights for a while, if there is one."""
+        with torch.no_grad():
+            if self._means:
+                torch._foreach_copy_(self._weights, self._means)
+            try:
+                yield
+            finally:
+                self.publish()
+
     def state_dict(self) -> dict[str, Any]:
-        """Masters by name and the optimizers' own state."""
-        states = {name: part.state_dict() for name, part in self._parts.items()}
-        return {"masters": dict(zip(self.names, self.masters, strict=True))} | states
+        """Masters by name, the optimizers' own state, and `means` if there are any."""
+        states: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        if self._means:
+            states["means"] = dict(zip(self.names, self._means, strict=True))
+        masters = dict(zip(self.names, self.masters, strict=True))
+        return states | {"masters": masters, "steps": self._steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave, and casts it into the model."""
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(state["masters"][name])
+        for name, mean in zip(self.names, self._means, strict=bool(self._means)):
+            mean.copy_(state["means"][name])
+        self._steps = state["steps"]
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self.publish()
@@ -128,14 +161,17 @@ class MasterOptimizer:
         return [master.grad for master in self.masters if master.grad is not None]
 
 
-def lr_factor(progress: float, *, warmup: float, floor: float) -> float:
+def lr_factor(progress: float, *, warmup: float, floor: float, linear: bool = False) -> float:
     """Factor of the peak learning rate at `progress` in [0, 1]: a linear rise over `warmup`, then
-    half a cosine down to `floor`.
+    half a cosine, or a line, down to `floor`.
 
     >>> [round(lr_factor(p, warmup=0.1, floor=0.0), 3) for p in (0.05, 0.1, 0.55, 1.0, 1.2)]
     [0.5, 1.0, 0.5, 0.0, 0.0]
+    >>> round(lr_factor(0.325, warmup=0.1, floor=0.0, linear=True), 3)
+    0.75
     """
     if progress < warmup:
         return progress / warmup
     done = min((progress - warmup) / max(1 - warmup, 1e-9), 1.0)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    height = 1 - done if linear else 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (1 - floor) * height

@@ -48,7 +48,8 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
-    """Copies the float32 weights of a saved state into a model of the same configuration.
+    """Copies the float32 weights of a saved state, or their running mean, into a model of the same
+    configuration.
 
     Raises:
         CheckpointError: the saved run trained another drafter.
@@ -62,5 +63,7 @@ def load_weights(model: DFlashModel, state: dict[str, Any]) -> None:
             f"the saved run trained another drafter, with {', '.join(fields)}; give the model and"
             f" drafter options of that run"
         )
+    saved = state["optimizer"]
+    weights = saved.get("means", saved["masters"])
     for name, parameter in model.named_parameters():
-        parameter.copy_(state["optimizer"]["masters"][name])
+        parameter.copy_(weights[name])

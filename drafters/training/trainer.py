@@ -19,9 +19,11 @@ from drafters.training.data.dataset import AnswerSet
 from drafters.training.log import TrainLog
 from drafters.training.loss.blocks import (
     FLEX_CONTEXT,
+    Blocks,
     SequenceBatch,
     block_hidden,
     make_blocks,
+    next_anchors,
     sample_anchors,
 )
 from drafters.training.loss.evaluate import replay
@@ -91,6 +93,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             clip=config.clip,
             kind=config.optimizer,
+            ema=config.ema,
         )
         self.model = model.to(target.dtype)
         self.flex = use_flex(config.mask_path, target.device)
@@ -99,8 +102,8 @@ class Trainer:
             if config.loss == "dpace"
             else config.gamma or default_gamma(model.config.block_size)
         )
-        factors = ("ce", "kl", "tv", "selector", "confidence", "base_until", "base_share")
-        shared = (*factors, "dpace_alpha", "dpace_candidates", "head_loss")
+        factors = ("ce", "kl", "tv", "nla", "selector", "confidence", "base_until", "base_share")
+        shared = (*factors, "dpace_alpha", "dpace_candidates", "first_error", "head_loss")
         losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
         head = None if model.config.head is None else model.config.head.head(model, target.embed)
         self.objective = Objective(target.head, losses, head=head, teacher=target.head)
@@ -194,7 +197,10 @@ class Trainer:
         timed = self.config.max_minutes is not None
         while self.step < first + count and (timed or self.step < self._num_steps):
             factor = lr_factor(
-                self._step_progress(), warmup=self.config.warmup, floor=self.config.min_lr
+                self._step_progress(),
+                warmup=self.config.warmup,
+                floor=self.config.min_lr,
+                linear=self.config.schedule == "linear",
             )
             self.objective.move(self._step_progress())
             weight_sum = torch.zeros((), device=self.target.device)
@@ -262,22 +268,47 @@ class Trainer:
             device=features.device,
             generator=self._generator,
         )
-        anchors, valid = sample_anchors(batch, self.config.anchors, scores[share])
-        blocks = make_blocks(batch, anchors, valid, num_rows=self.model.config.max_draft_tokens)
         context = self.model.context_kv(
             features, torch.arange(features.shape[1], device=features.device)
         )
+        count, num_rows = self.config.anchors, self.model.config.max_draft_tokens
+        replayed = min(round(count * self.config.replay), count - 1)
+        anchors, valid = sample_anchors(batch, count - replayed, scores[share])
+        blocks = make_blocks(batch, anchors, valid, num_rows=num_rows)
+        loss, weight, matches = self._loss(batch, blocks, context, final_hidden)
+        accepted = matches.cumprod(dim=-1).sum(dim=-1)
+        told = [valid.sum().float(), accepted.sum().float()]
+        while replayed:
+            anchors, valid = next_anchors(blocks, accepted.view_as(blocks.anchors), batch)
+            some = slice(min(replayed, anchors.shape[1]))
+            blocks = make_blocks(batch, anchors[:, some], valid[:, some], num_rows=num_rows)
+            part, part_weight, matches = self._loss(batch, blocks, context, final_hidden)
+            accepted = matches.cumprod(dim=-1).sum(dim=-1)
+            loss, weight = loss + part, weight + part_weight
+            replayed -= anchors[:, some].shape[1]
+        torch.autograd.backward(loss)
+        totals += torch.stack([loss.detach(), weight, *told])
+        return weight
+
+    def _loss(
+        self,
+        batch: SequenceBatch,
+        blocks: Blocks,
+        context: tuple[Tensor, Tensor],
+        final_hidden: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, its weight and the matches of blocks; see `ChunkedLoss`."""
         hidden = block_hidden(
-            self.model, self.target.embed, batch, anchors, context, flex=self.flex
+            self.model, self.target.embed, batch, blocks.anchors, context, flex=self.flex
         )
         teacher = None
         if self.config.uses_teacher:
             # The target's distribution for the token at position p is what it says at position p -
             # 1.
             before = blocks.anchors[:, :, None] + torch.arange(
-                blocks.labels.shape[2], device=anchors.device
+                blocks.labels.shape[2], device=hidden.device
             )
-            rows = before.clamp(max=features.shape[1] - 1).flatten(1)
+            rows = before.clamp(max=final_hidden.shape[1] - 1).flatten(1)
             teacher = (
                 final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2]))
                 .view(hidden.shape)
@@ -286,14 +317,7 @@ class Trainer:
         labels, valid_rows, previous = (
             part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
         )
-        loss, weight, matches = self.loss(
-            hidden.flatten(0, 1), labels, valid_rows, previous, teacher
-        )
-        torch.autograd.backward(loss)
-        totals += torch.stack(
-            [loss.detach(), weight, valid.sum().float(), matches.cumprod(dim=-1).sum().float()]
-        )
-        return weight
+        return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher)
 
     def batch(self, micro: int) -> tuple[SequenceBatch, slice]:
         """Sequences of one forward of this process, padded to the longest in the whole batch, and
@@ -317,7 +341,8 @@ class Trainer:
         so that none runs ahead into a timeout.
         """
         started = time.perf_counter()
-        result = replay(self.model, self.target, self.heldout, self.config)
+        with self.optimizer.averaged():
+            result = replay(self.model, self.target, self.heldout, self.config)
         self.tau = result.tau()
         rates = " ".join(f"{rate:.2f}" for rate in result.row_rates)
         figures = result.figures()

@@ -70,8 +70,26 @@ def sample_anchors(batch: SequenceBatch, count: int, scores: Tensor) -> tuple[Te
     positions = torch.arange(length, device=batch.token_ids.device)
     eligible = positions < batch.ends - 1
     top, anchors = scores.masked_fill(~eligible, -1.0).topk(min(count, length), dim=1)
-    anchors, order = anchors.masked_fill(top < 0, length).sort(dim=1)
-    valid = top.gather(1, order) >= 0
+    return _in_order(anchors, top >= 0, length)
+
+
+def next_anchors(blocks: Blocks, accepted: Tensor, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """Where a run would draft next behind these blocks, as `sample_anchors` gives positions.
+
+    Args:
+        blocks: [S, N] of them.
+        accepted: int64 [S, N], how many drafts of each are right.
+        batch: the sequences.
+    """
+    behind = blocks.anchors + accepted + 1
+    ends = batch.ends.gather(1, blocks.anchors)
+    return _in_order(behind, blocks.valid[..., 0] & (behind < ends - 1), batch.token_ids.shape[1])
+
+
+def _in_order(anchors: Tensor, valid: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Both [S, N], sorted, those that are not valid last and 0; `length` is behind all anchors."""
+    anchors = anchors.masked_fill(~valid, length).sort(dim=1).values
+    valid = anchors < length
     return anchors.masked_fill(~valid, 0), valid
 
 

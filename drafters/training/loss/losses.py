@@ -24,8 +24,11 @@ class LossConfig:
         gamma: positions over which weights fall to 1/e; None weighs by D-PACE.
         dpace_alpha: smoothing of D-PACE's probabilities, 0 for none.
         dpace_candidates: tokens of a row that a tree may hold, 1 for a chain.
-        ce, kl, tv: factors of the cross-entropy with the label, of KL(target || drafter), of the
-            total variation between both.
+        first_error: added to the weight 1 of a block's first row whose best token is not the label:
+            what a chain says behind it is thrown away.
+        ce, kl, tv, nla: factors of the cross-entropy with the label, of KL(target || drafter), of
+            the total variation between both, of -log(1 - total variation), the probability that
+            rejection sampling accepts.
         head_loss: what a head that corrects candidates alone learns: to choose among them
             ("candidates"), or to correct all tokens ("vocabulary"), as a head without candidates
             does.
@@ -39,9 +42,11 @@ class LossConfig:
     gamma: float | None = 7.0
     dpace_alpha: float = 0.5
     dpace_candidates: int = 1
+    first_error: float = 0.0
     ce: float = 1.0
     kl: float = 0.0
     tv: float = 0.0
+    nla: float = 0.0
     selector: float = 1.0
     confidence: float = 0.0
     head_loss: str = "candidates"
@@ -101,7 +106,8 @@ def block_loss(
         labels: int64 [n, K].
         valid: bool [n, K].
         config: what is minimized.
-        teacher: logits [n, K, V] of the target for the same positions; needed for `kl` and `tv`.
+        teacher: logits [n, K, V] of the target for the same positions; needed for `kl`, `tv` and
+            `nla`.
 
     Returns:
         Sum of the weighted losses, sum of the weights, and bool [n, K] whether the label is the
@@ -113,8 +119,11 @@ def block_loss(
     with torch.no_grad():
         matches = (logits.gather(-1, labels[..., None]).squeeze(-1) >= logits.amax(dim=-1)) & valid
         weights = block_weights(log_probs.exp(), valid, config)
+        if config.first_error:
+            before = F.pad(matches[..., :-1], (1, 0), value=True).cumprod(dim=-1)
+            weights = weights * (1 + config.first_error * (before * ~matches))
     loss = -config.ce * log_probs
-    if config.kl or config.tv:
+    if config.kl or config.tv or config.nla:
         assert teacher is not None, "distillation needs the target's logits"
         draft_log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
         teacher_log_probs = teacher.log_softmax(dim=-1, dtype=torch.float32)
@@ -127,6 +136,9 @@ def block_loss(
             loss = loss + config.tv * 0.5 * (teacher_probs - draft_log_probs.exp()).abs().sum(
                 dim=-1
             )
+        if config.nla:
+            accepted = torch.minimum(teacher_probs, draft_log_probs.exp()).sum(dim=-1)
+            loss = loss - config.nla * accepted.clamp(min=1e-6).log()
     # A row without a label may hold anything, and 0 times infinity is not 0.
     return torch.where(valid, weights * loss, 0.0).sum(), weights.sum(), matches
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drafters.dflash.layers import compile_layer
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import Answer, AnswerSet
-from drafters.training.loss.blocks import block_hidden, make_blocks, sample_anchors
+from drafters.training.loss.blocks import block_hidden, make_blocks, next_anchors, sample_anchors
 from drafters.training.loss.evaluate import replay
 from drafters.training.loss.losses import (
     ChunkedLoss,
@@ -231,6 +231,17 @@ def test_anchors_are_answer_positions_with_a_successor() -> None:
     assert found == [set(range(4, 29)), {20, 21, 22, 23}, {28}]
 
 
+def test_replayed_blocks_begin_where_a_run_would_go_on() -> None:
+    """Catches blocks behind the wrong token, or where no answer's token follows."""
+    batch = sequences(torch.arange(24).view(2, 12), [3, 2], [10, 12])
+    anchors, valid = torch.tensor([[3, 7, 8], [5, 6, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    blocks = make_blocks(batch, anchors, valid.bool(), num_rows=4)
+    accepted = torch.tensor([[4, 0, 1], [2, 0, 0]])
+    found = next_anchors(blocks, accepted, batch)
+    assert found[0].tolist() == [[8, 8, 0], [7, 8, 0]]
+    assert found[1].tolist() == [[True, True, False], [True, True, False]]
+
+
 def test_labels_follow_the_anchor_and_end_with_the_answer() -> None:
     """Catches labels shifted by one, and labels from the padding."""
     tokens = torch.arange(100, 112)[None]
@@ -264,7 +275,13 @@ def test_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [LossConfig(), LossConfig(gamma=None), LossConfig(gamma=3.0, ce=0.1, kl=0.7, tv=0.9)]
+    "config",
+    [
+        LossConfig(),
+        LossConfig(gamma=None),
+        LossConfig(gamma=3.0, ce=0.1, kl=0.7, tv=0.9),
+        LossConfig(gamma=3.0, first_error=2.0, nla=0.6),
+    ],
 )
 def test_loss_is_its_definition(config: LossConfig) -> None:
     """Catches a wrong factor, direction of the divergence, weight or match, against loops over
@@ -287,12 +304,15 @@ def test_loss_is_its_definition(config: LossConfig) -> None:
             if config.gamma
             else dpace_weights(label_probs, valid[block : block + 1], 0.5)[0]
         )
+        wrong = [row for row in range(4) if q[row].argmax() != labels[block, row]]
         for row in range(4):
             if valid[block, row]:
+                weights[row] *= 1 + config.first_error * (row == min(wrong, default=4))
                 ce = -q[row, labels[block, row]].log()
                 kl = (p[row] * (p[row] / q[row]).log()).sum()
                 tv = 0.5 * (p[row] - q[row]).abs().sum()
-                expected += float(weights[row] * (config.ce * ce + config.kl * kl + config.tv * tv))
+                ce = config.ce * ce - config.nla * (1 - tv).log()
+                expected += float(weights[row] * (ce + config.kl * kl + config.tv * tv))
                 total += float(weights[row])
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert weight.item() == pytest.approx(total, rel=1e-5)
@@ -521,6 +541,28 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
     )
     assert torch.equal(model.weight, optimizer.masters[0].bfloat16())
     assert (model.weight < 1).all()
+
+
+def test_the_running_mean_is_that_of_the_weights_and_goes_on_from_its_state() -> None:
+    """Catches a mean that is not used, that stays in the model, or is lost between two runs."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.0, "clip": 1e9, "ema": 0.6}
+    optimizer = MasterOptimizer(model, **settings)
+    mean = model.weight.detach().clone()
+    for step in range(1, 9):
+        if step == 5:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = MasterOptimizer(model, **settings)
+            optimizer.load_state_dict(state)
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.accumulate()
+        optimizer.step(torch.tensor(1.0), 1.0)
+        mean = torch.lerp(mean, model.weight.detach(), 1 - min(0.6, (1 + step) / (10 + step)))
+    now = model.weight.detach().clone()
+    with optimizer.averaged():
+        torch.testing.assert_close(model.weight.detach(), mean)
+    assert torch.equal(model.weight, now) and not torch.equal(now, mean)
 
 
 def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() -> None:
