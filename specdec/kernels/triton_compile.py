@@ -25,7 +25,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -42,9 +44,8 @@ class CompileAhead:
     nothing of use.
 
     No kernel runs while it is open, also none that is compiled: it might read at a place that one
-    before it should have told. And tensors that are only allocated hold zeros, for torch reads at
-    such places, too. Launches of all threads are left out, so only the thread that opened it may
-    work on the device.
+    before it should have told. Torch reads at such places, too, see `_Harmless`. Launches of all
+    threads are left out, so only the thread that opened it may work on the device.
 
     Args:
         processes: that compile; None takes as many as there are processors for this process.
@@ -62,7 +63,7 @@ class CompileAhead:
         self._left_out: list[tuple[dict[Any, Any], Any]] = []  # places of stand-ins
         self._compiled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # what was there before
         self._num_jobs = 0
-        self._zeros = _Zeros()
+        self._harmless = _Harmless()
 
     def __enter__(self) -> CompileAhead:
         """Begins to leave out launches."""
@@ -70,12 +71,12 @@ class CompileAhead:
         self._hook_before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, self._note
         for table, _ in self._compiled:
             table.clear()
-        self._zeros.__enter__()
+        self._harmless.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Launches are launched again; what was left out may still be compiling, see `wait`."""
-        self._zeros.__exit__(None, None, None)
+        self._harmless.__exit__(None, None, None)
         knobs.runtime.jit_cache_hook = self._hook_before
         for table, key in self._left_out:
             del table[key]
@@ -162,12 +163,52 @@ class _Nothing:
         """Launches nothing."""
 
 
-class _Zeros(TorchDispatchMode):
-    """Tensors that are only allocated hold zeros."""
+class _Harmless(TorchDispatchMode):
+    """Tensors that are only allocated hold zeros, and a place outside a tensor is the nearest one
+    within it: what a kernel should have told may be a place, and a GPU is lost to its process once
+    torch has read outside a tensor there.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if within := _PLACES.get(name.rstrip("_")):
+            args = within(*args)
         out = func(*args, **(kwargs or {}))
-        return out.zero_() if "empty" in func.overloadpacket.__name__ else out
+        return out.zero_() if "empty" in name else out
+
+
+def _along(source: Tensor, dim: int, places: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Arguments of an operation that takes places along one axis."""
+    return source, dim, _nearest(places, source.shape[dim]), *rest
+
+
+def _of_rows(source: Tensor, places: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Arguments of an operation that takes rows."""
+    return source, _nearest(places, len(source)), *rest
+
+
+def _by_axis(source: Tensor, places: list[Tensor | None], *rest: Any) -> tuple[Any, ...]:
+    """Arguments of an operation that takes places by axis, some of them as masks."""
+    found, axis = list[Tensor | None](), 0
+    for one in places:
+        is_mask = one is not None and one.dtype in (torch.bool, torch.uint8)
+        found.append(one if one is None or is_mask else _nearest(one, source.shape[axis]))
+        axis += one.ndim if one is not None and is_mask else 1
+    return source, found, *rest
+
+
+def _nearest(places: Tensor, size: int) -> Tensor:
+    return places.clamp(0, max(size - 1, 0))
+
+
+_PLACES: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "embedding": _of_rows,
+    "take": lambda source, places, *rest: (source, _nearest(places, source.numel()), *rest),
+    **dict.fromkeys(("index", "index_put"), _by_axis),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _along),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), _along),
+}
+"""By operation, without the underscore of one in place: its arguments, places kept within."""
 
 
 def say_when_compiling() -> None:
