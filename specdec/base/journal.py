@@ -164,10 +164,11 @@ _LONGEST_HEAD = 1 << 20
 
 
 def made(kind: type[Made], given: Any) -> Made:
-    """A dataclass from the object that `dataclasses.asdict` and JSON made of it.
+    """A dataclass from the object that `dataclasses.asdict` and JSON made of it; where it has a
+    method `check`, that looks at the values.
 
     Raises:
-        TypeError, ValueError: a field is missing, unknown or of another type.
+        TypeError, ValueError: a field is missing, unknown, of another type or out of range.
     """
     if not isinstance(given, dict):
         raise TypeError(f"{kind.__name__} is a JSON {type(given).__name__}")
@@ -177,7 +178,10 @@ def made(kind: type[Made], given: Any) -> Made:
             values[name] = made(hints[name], value)
         elif name not in hints or not _fits(value, hints[name]):
             raise TypeError(f"{name} is a JSON {type(value).__name__}")
-    return kind(**values)
+    found = kind(**values)
+    if callable(check := getattr(found, "check", None)):
+        check()
+    return found
 
 
 def _fits(value: Any, hint: Any) -> bool:

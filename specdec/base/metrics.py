@@ -11,6 +11,9 @@ from typing import Any
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 
+MOST_COUNTED = 2**16
+"""Above any count of a verify step; a list may have an entry for each number below it."""
+
 PREDICTED = -1
 """The part of a step whose drafts were copied from what the request predicted."""
 
@@ -67,6 +70,23 @@ class AcceptanceStats:
                 f"statistics are of {' and '.join(map(str, sorted(steps)))} steps; all lists have"
                 f" an entry for each"
             )
+
+    def check(self) -> None:
+        """Looks at numbers that somebody else wrote, as in a journal that was edited.
+
+        Raises:
+            InvalidInputError: one of them counts nothing.
+
+        >>> AcceptanceStats([10**5], [0], [1]).check()
+        Traceback (most recent call last):
+        specdec.base.errors.InvalidInputError: num_drafted holds 100000; it must lie in [0, 65536)
+        """
+        for name in ("num_drafted", "num_accepted", "num_emitted", "tree_sizes", "parts"):
+            least = PREDICTED if name == "parts" else 0
+            for value in getattr(self, name):
+                if not least <= value < MOST_COUNTED:
+                    limits = f"[{least}, {MOST_COUNTED})"
+                    raise InvalidInputError(f"{name} holds {value}; it must lie in {limits}")
 
     @property
     def num_steps(self) -> int:
@@ -164,7 +184,7 @@ class AcceptanceStats:
         >>> AcceptanceStats([2, 2], [2, 2], [3, 3], [8, 8], num_by_rank=[3, 0, 1]).share_by_rank
         [0.75, 0.0, 0.25]
         """
-        return [count / sum(self.num_by_rank) for count in self.num_by_rank]
+        return [count / (sum(self.num_by_rank) or 1) for count in self.num_by_rank]
 
     @property
     def by_part(self) -> list[tuple[int, float]]:

@@ -144,6 +144,14 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "logprobs": (changed(logprobs={"a": 1}), "logprobs is a JSON dict"),
     "stats": (changed(stats=5), "AcceptanceStats is a JSON int"),
     "parts of stats": (changed(stats={"num_drafted": [1.5]}), "num_drafted is a JSON list"),
+    "a count that takes all memory": (
+        changed(stats=asdict(AcceptanceStats([3], [1], [2], tree_sizes=[10**19]))),
+        r"tree_sizes holds 10000000000000000000; it must lie in \[0, 65536\)",
+    ),
+    "a part that is none": (
+        changed(stats=asdict(AcceptanceStats([3], [1], [2], parts=[-2]))),
+        r"parts holds -2; it must lie in \[-1, 65536\)",
+    ),
     "stats of other lengths": (
         changed(stats={"num_drafted": [1], "num_accepted": [1, 2]}),
         "statistics are of",
