@@ -93,7 +93,8 @@ def ended(pid: int, until: float) -> int | None:
 
 def hurt(pid: int, way: str, draw: Random) -> None:
     """Sends what ends a process."""
-    victim = draw.choice(sorted(below(pid))) if draw.random() < 0.3 else pid
+    # none is left of a run that has just ended
+    victim = draw.choice(sorted(below(pid)) or [pid]) if draw.random() < 0.3 else pid
     # a terminal tells all
     kill = os.killpg if way.startswith("SIGINT") and draw.random() < 0.5 else os.kill
     with suppress(ProcessLookupError):
