@@ -114,6 +114,7 @@ def test_the_entry_is_named(entry: str, value: Any, llama: Path, tmp_path: Path)
     ("entries", "reason"),
     [
         ({"head_dim": -16}, "-16"),
+        ({"index_topk": 2**31}, "index_topk is 2147483648; it must lie in"),
         (
             {
                 "rope_parameters": {

@@ -29,13 +29,14 @@ repository.
 
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "layer", "blocks"), (-4096, 4096)),
-    **dict.fromkeys(("experts", "labels"), (-(2**16), 2**16)),
+    **dict.fromkeys(("experts", "labels", "topk"), (-(2**16), 2**16)),
     **dict.fromkeys(("eps", "epsilon"), (0, 1)),
     "length": (-LARGEST, LARGEST),
     "theta": (1e-30, 1e30),
 }
 """Ranges of numbers in a config, by the last word of an entry: parts, of each of which Transformers
-makes an object or a list's item, what norms add, a tokenizer's longest text, and bases of RoPE.
+makes an object or a list's item, choices of each token, what norms add, a tokenizer's longest text,
+and bases of RoPE.
 """
 
 
