@@ -18,6 +18,12 @@ GenerationSource = Literal["model", "none"]
 DEFAULT_BLOCK_SIZE = 16
 """Tokens per cache block."""
 
+MAX_BLOCK = 2**16
+"""Most of them."""
+
+MAX_RANKS = 64
+"""Most processes that compute a target; they start before its heads are known."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
@@ -66,10 +72,13 @@ class LoadConfig:
             require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
         integers(self, "block_size", "tensor_parallel")
-        right = self.tensor_parallel is None or self.tensor_parallel >= 1
-        require(right, f"tensor_parallel is {self.tensor_parallel}; it must be at least 1")
+        right = self.tensor_parallel is None or 1 <= self.tensor_parallel <= MAX_RANKS
+        limits = f"at least 1 and at most {MAX_RANKS}"
+        require(right, f"tensor_parallel is {self.tensor_parallel}; it must be {limits}")
         require(
-            self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token"
+            1 <= self.block_size <= MAX_BLOCK,
+            f"block_size is {self.block_size}; it must be at least 1 token and at most"
+            f" {MAX_BLOCK:,}",
         )
         require(
             self.kv_dtype in ("auto", "fp8"),
@@ -116,6 +125,9 @@ class CacheConfig:
 
 MAX_SEQS = 2**16
 """Most requests decoded at once; state for so many already takes gigabytes."""
+
+MAX_TOKENS = 2**28
+"""Most tokens of a request, and of a prefill chunk; indices of so many already take a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +214,12 @@ class EngineConfig:
             self.max_prefill_tokens is None or self.max_prefill_tokens >= 1,
             f"max_prefill_tokens is {self.max_prefill_tokens}; it must be at least 1",
         )
+        for name in ("max_model_len", "max_prefill_tokens"):
+            count = getattr(self, name)
+            require(
+                count is None or count <= MAX_TOKENS,
+                f"{name} is {count}; it must be at most {MAX_TOKENS:,}",
+            )
         require(
             self.num_draft_tokens in ("auto", None)
             or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),

@@ -13,6 +13,9 @@ KEY_VARIABLE = "SPECDEC_API_KEY"
 processes.
 """
 
+MAX_FRONTS = 64
+"""Most processes that speak HTTP."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
@@ -79,6 +82,8 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name in ("served_model_name", "allowed_hosts", "allowed_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if "" in self.served_model_name:
+            raise InvalidInputError("served_model_name is empty; give a name, or leave it out")
         wrong = [one for one in self.allowed_hosts if not re.fullmatch(r"[A-Za-z0-9._-]+", one)]
         if wrong:
             raise InvalidInputError(
@@ -119,6 +124,10 @@ class ServeConfig:
         ):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.front_processes > MAX_FRONTS:
+            raise InvalidInputError(
+                f"front_processes is {self.front_processes}; it must be at most {MAX_FRONTS}"
+            )
         for name in ("header_seconds", "body_seconds", "drain_seconds"):
             seconds = getattr(self, name)
             if not (

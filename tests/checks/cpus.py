@@ -43,8 +43,8 @@ READERS = (
     "tests/verifiers/test_sizes.py",
     "tests/verifiers/test_support.py",
 )
-"""What of these reads configs and files, or replays times that were measured: a seventh of the time,
-and no processor has a say in it.
+"""What of these reads configs and files, or replays times that were measured: a seventh of the
+time, and no processor has a say in it.
 """
 
 

@@ -298,6 +298,8 @@ def test_the_command_serves_the_embedded_model_and_ends_at_sigterm() -> None:
     [
         (["--port", "70000"], "port is 70000; it must lie in [0, 65535]"),
         (["--max-queue", "0"], "max_queue is 0; it must be at least 1"),
+        (["--front-processes", "65"], "front_processes is 65; it must be at most 64"),
+        (["--served-model-name", ""], "served_model_name is empty; give a name, or leave it out"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
         (["--api-key", ""], "the API key is empty"),
         (["--api-key", "k "], "begins or ends with a blank"),
