@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s SOURCE FOLDER --to LAYOUT [--model NAME]"
     parser.epilog = _EPILOG
     parser.add_argument(
-        "source", metavar="SOURCE", help="a drafter: its folder, or its name on the hub"
+        "source",
+        metavar="SOURCE",
+        help="a drafter: smollm2-dflash, its folder, or its name on the hub",
     )
     parser.add_argument(
         "folder", metavar="FOLDER", help="what to make; it must not exist yet, or be empty"
@@ -76,7 +78,7 @@ def convert(
     """Writes the drafter in `source` to `folder` in another layout.
 
     Args:
-        source: a folder, or a name on the hub.
+        source: smollm2-dflash, a folder, or a name on the hub.
         folder: to make.
         layout: one of `LAYOUTS`.
         target: name of the target, from whose config.json come its name and layers where the source
@@ -94,10 +96,11 @@ def convert(
     from drafters.dflash.config.heads import ALGORITHMS
     from drafters.license import CARD, license_note
     from drafters.load import algorithm_in
+    from drafters.shipped import located
 
     if layout not in LAYOUTS:
         raise InvalidInputError(f"unknown layout {layout!r} (known: {', '.join(LAYOUTS)})")
-    found, made = find_folder(source), user_path(folder)
+    found, made = find_folder(located(str(source))), user_path(folder)
     note = None
     with naming(source):
         raw = read_json(found / CONFIG)

@@ -20,7 +20,7 @@ from drafters.keys import LIMITS, Keys, count, section
 from drafters.license import CARD, license_note
 from drafters.load import first_eagle
 from drafters.sequential.drafter import USUAL_DRAFTS
-from drafters.shipped import shipped_drafter_path
+from drafters.shipped import located
 from specdec.base.checkpoint.hub import checkpoint_file
 from specdec.base.checkpoint.kinds import check_adapter, checkpoint_config
 from specdec.base.errors import CheckpointError, SpecDecError, one_line
@@ -98,7 +98,7 @@ def read_fit(name: str, target: TargetShape) -> Fit:
             (target.num_layers - 1,),
             problems=() if target.predicts else missing,
         )
-    where = str(shipped_drafter_path()) if name == "smollm2-dflash" else name
+    where = located(name)
     raw = checkpoint_config(where, what="drafter")
     card = checkpoint_file(where, CARD, what="drafter")
     fit = fit_of(raw, target)

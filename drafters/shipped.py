@@ -25,6 +25,15 @@ def shipped_drafter_path() -> Path:
     return FOLDER
 
 
+def located(name: str) -> str:
+    """The folder of the drafter that comes with the package where `name` is its name, else `name`.
+
+    Raises:
+        CheckpointError: see `shipped_drafter_path`.
+    """
+    return str(shipped_drafter_path()) if name in ("smollm2-dflash", "embedded") else name
+
+
 def load_shipped(path: str | Path | None = None, *, verifier: Verifier) -> DFlashDrafter:
     """The drafter `smollm2-dflash`.
 

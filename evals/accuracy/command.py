@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, or bundled")
     add(
         "--data",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="TASK=PATH",
         help="JSONL file, or a folder with one per split",
@@ -95,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "tree_nodes",
             "max_num_seqs",
             "max_model_len",
+            "max_prefill_tokens",
             "graphs",
             "memory_bytes",
         ),

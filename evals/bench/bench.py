@@ -228,10 +228,10 @@ class Bench:
 
     def _sides(self, prompts: PromptSet, concurrency: int) -> list[_Side]:
         config, verifier = self._config, self._base.verifier
-        longest = max_total_tokens(self._base, prompts, config.max_tokens, raw=config.raw)
+        longest = longest_of(self._base, prompts, config)
 
         def side(name: str, drafter: Drafter | None, kind: SideKind) -> _Side:
-            engine = config.engine(concurrency, min(longest, verifier.max_model_len), kind)
+            engine = config.engine(concurrency, longest, kind)
             decoder = self._base.variant(drafter, engine)
             return _Side(drafter=name, k=decoder.engine.k, decoder=decoder)
 
@@ -264,3 +264,9 @@ def _ask(
         Decoded(tokens, AcceptanceStats())
         for tokens in peer.generate(prompts, samplings, concurrency=concurrency)
     ]
+
+
+def longest_of(decoder: SpecDecoder, prompts: PromptSet, config: BenchConfig) -> int:
+    """Most tokens of a conversation of a set, as far as the target or the options allow."""
+    limit = config.max_model_len or decoder.verifier.max_model_len
+    return min(max_total_tokens(decoder, prompts, config.max_tokens, raw=config.raw), limit)

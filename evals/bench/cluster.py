@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evals.bench.bench import Bench
+from evals.bench.bench import Bench, longest_of
 from evals.bench.config import BenchConfig, SideKind
 from evals.bench.side import Side
 from evals.prompt_sets import PromptSet
@@ -18,7 +18,7 @@ from evals.report.provenance import provenance
 from evals.report.report import new_report
 from evals.report.sides import PLAIN, side_name
 from evals.roofline import measured_bandwidth
-from evals.runner import Answer, Pass, max_total_tokens
+from evals.runner import Answer, Pass
 from specdec.base.errors import SpecDecError
 from specdec.base.journal import Journal, made
 from specdec.cluster.config import EngineSpec
@@ -53,13 +53,9 @@ def make_plan(decoder: SpecDecoder, config: BenchConfig) -> Plan:
         SpecDecError: see `Bench`.
     """
     drafters = list(Bench(decoder, config).drafters)
-    limit = decoder.verifier.max_model_len
     return Plan(
         drafters,
-        [
-            min(max_total_tokens(decoder, one, config.max_tokens, raw=config.raw), limit)
-            for one in config.sets
-        ],
+        [longest_of(decoder, one, config) for one in config.sets],
         measured_bandwidth(decoder.verifier.device),
         provenance(decoder, drafters),
         machine_of(origin(decoder)),

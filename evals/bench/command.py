@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   specdec bench
-  specdec bench --sets bundled gsm8k --data gsm8k=test.jsonl --limit 40 \\
+  specdec bench --sets gsm8k mine --data gsm8k=test.jsonl mine=asked.jsonl --limit 40 \\
       --drafter smollm2-dflash ngram -k 4 8
   specdec bench --max-num-seqs 1 8 32 --temperature 0 1 --out report.json --html report.html
   specdec bench --peer transformers transformers-lookup llama.cpp
@@ -74,10 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--data",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="NAME=FILE",
-        help="read set NAME from a JSONL file; may be repeated",
+        help="read set NAME from a JSONL file",
     )
     add("--limit", type=whole_number, metavar="N", help="only the first N rows of every set")
     add(
@@ -97,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         (
             *("num_draft_tokens", "tree_nodes", "verify_budget"),
-            *("max_num_seqs", "graphs", "memory_bytes"),
+            *("draft_sampling", "max_num_seqs", "max_model_len", "max_prefill_tokens"),
+            *("graphs", "memory_bytes"),
         ),
         several=("num_draft_tokens", "tree_nodes", "verify_budget", "max_num_seqs"),
         defaults={"max_num_seqs": 1},
@@ -204,6 +206,12 @@ def run(args: argparse.Namespace) -> int:
     if action == "measure" and args.dummy_weights is not None:
         from evals.bench.dummy_command import measure_dummy
 
+        if args.max_model_len is not None or args.draft_sampling != EngineConfig().draft_sampling:
+            raise InvalidInputError(
+                "prompts of --dummy-weights are as long as --prompt-tokens says, and drafts cost"
+                " nothing; leave out --max-model-len and --draft-sampling"
+            )
+
         return measure_dummy(args)
     if action == "measure":
         return _measure(args)
@@ -308,6 +316,9 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         peers=tuple(args.peer),
         graphs=args.graphs,
         memory_bytes=args.memory_bytes,
+        max_model_len=args.max_model_len,
+        max_prefill_tokens=args.max_prefill_tokens,
+        draft_sampling=args.draft_sampling,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from evals.prompt_sets import PromptSet
 from evals.report.sides import PLAIN
-from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.config import CacheConfig, DraftSampling, EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.sampling.params import SamplingParams
 
@@ -53,6 +53,8 @@ class BenchConfig:
         peers: other systems to measure beside, see `evals.peers.peer`.
         graphs: what to capture, see `EngineConfig`.
         memory_bytes: budget of each side's cache; None takes the device's default.
+        max_model_len: most tokens of a conversation; None takes what the target is made for.
+        max_prefill_tokens, draft_sampling: see `EngineConfig`.
     """
 
     sets: tuple[PromptSet, ...]
@@ -72,6 +74,9 @@ class BenchConfig:
     peers: tuple[str, ...] = ()
     graphs: bool | None = None
     memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_prefill_tokens: int | None = None
+    draft_sampling: DraftSampling = "coupled"
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -108,7 +113,7 @@ class BenchConfig:
         for temperature in self.temperatures:
             self.sampling(temperature)
         for concurrency in self.concurrencies:
-            EngineConfig(max_num_seqs=concurrency)
+            self.engine(concurrency, self.max_model_len, SideKind())
 
     @property
     def kinds(self) -> list[SideKind]:
@@ -129,11 +134,13 @@ class BenchConfig:
             self.max_tokens, temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
         )
 
-    def engine(self, concurrency: int, max_model_len: int, kind: SideKind) -> EngineConfig:
+    def engine(self, concurrency: int, max_model_len: int | None, kind: SideKind) -> EngineConfig:
         """The engine of a side."""
         return EngineConfig(
             max_num_seqs=concurrency,
             max_model_len=max_model_len,
+            max_prefill_tokens=self.max_prefill_tokens,
+            draft_sampling=self.draft_sampling,
             num_draft_tokens=kind.k,
             tree_nodes=kind.tree,
             verify_budget=kind.budget,
@@ -145,7 +152,8 @@ class BenchConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """What belongs in the report."""
-        names = ("max_tokens", "top_k", "top_p", "repeats", "warmup", "seed", "raw", "graphs")
+        names = ["max_tokens", "top_k", "top_p", "repeats", "warmup", "seed", "raw", "graphs"]
+        names += ["max_model_len", "max_prefill_tokens", "draft_sampling"]
         sets = [
             {
                 "name": one.name,

@@ -16,7 +16,7 @@ from packaging.version import Version
 from drafters.convert import convert
 from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dflash.config.config import DFlashConfig
-from drafters.shipped import shipped_drafter_path
+from drafters.shipped import located
 from evals.peers.peer import only_greedy, require
 from evals.report.provenance import checkpoint_folder
 from specdec.base.errors import InvalidInputError
@@ -251,7 +251,7 @@ def load(detail: str | None, *, verifier: Verifier) -> VllmPeer:
         raise InvalidInputError(
             f"peer {name!r} runs on a GPU and the target is on {verifier.device}; leave it out"
         )
-    drafter = str(shipped_drafter_path()) if detail in ("smollm2-dflash", "embedded") else detail
+    drafter = None if detail is None else located(detail)
     if drafter is not None and "/" not in drafter and not Path(drafter).exists():
         raise InvalidInputError(
             f"peer {name!r} names no drafter checkpoint; give a folder or a hub name behind the"

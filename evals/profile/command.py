@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "tree_nodes",
             "verify_budget",
             "max_num_seqs",
+            "max_model_len",
+            "max_prefill_tokens",
             "graphs",
             "memory_bytes",
         ),

@@ -20,6 +20,7 @@ from evals.report.report import read_report, write_report
 from evals.report.table import format_report
 from evals.runner import Pass, run_set
 from specdec.base.blocks import BlockShape
+from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
 from specdec.engine.engine import SpecEngine
@@ -190,6 +191,11 @@ def test_reports_of_another_schema_are_refused(
         (["bench", "--repeats", "0"], ["repeats is 0"]),
         (["bench", "--drafter", "none"], ["plain decoding is always measured"]),
         (["bench", "--max-num-seqs", "0"], ["max_num_seqs is 0"]),
+        (["bench", "--max-model-len", "1"], ["max_model_len is 1"]),
+        (
+            ["bench", "--dummy-weights", "qwen3-8b", "--max-model-len", "64"],
+            ["leave out --max-model-len"],
+        ),
         (["bench", "--temperature", "-1"], ["temperature is -1"]),
         (["bench", "--out", "missing/report.json"], ["folder 'missing'"]),
         (["bench", "--html", "."], ["it is a folder"]),
@@ -328,6 +334,31 @@ def test_filters_reach_the_requests(tmp_path: Path, monkeypatch: Patch) -> None:
     assert asked == {(0.7, 5, 0.9)}
     settings = read_report(tmp_path / "report.json")["settings"]
     assert (settings["top_k"], settings["top_p"]) == (5, 0.9)
+
+
+@pytest.mark.usefixtures("loads_tiny")
+def test_limits_reach_the_engines(tmp_path: Path, monkeypatch: Patch) -> None:
+    """And `--data` takes several sets at once."""
+    made: list[EngineConfig] = []
+    variant = SpecDecoder.variant
+
+    def watched(self: SpecDecoder, drafter: Any, engine: EngineConfig) -> SpecDecoder:
+        made.append(engine)
+        return variant(self, drafter, engine)
+
+    monkeypatch.setattr(SpecDecoder, "variant", watched)
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).write_text('{"prompt": "ab"}\n' * 2)
+        files.append(f"{name}={tmp_path / name}")
+    limits = ["--max-model-len", "40", "--max-prefill-tokens", "32", "--draft-sampling", "greedy"]
+    limits += ["--max-tokens", "64", "--drafter", "ngram"]
+    assert main(measure(tmp_path, "--sets", "one", "two", "--data", *files, *limits)) == 0
+    asked = {(one.max_model_len, one.max_prefill_tokens, one.draft_sampling) for one in made}
+    assert asked == {(40, 32, "greedy")} and len(made) >= 4
+    settings = read_report(tmp_path / "report.json")["settings"]
+    assert [one["name"] for one in settings["prompt_sets"]] == ["one", "two"]
+    assert settings["max_model_len"] == 40 and settings["draft_sampling"] == "greedy"
 
 
 @pytest.mark.slow
