@@ -19,8 +19,8 @@ ATTENTION_BACKENDS = {
 """In order of preference for `auto`."""
 
 MLA_BACKENDS = {
-    "rocm_aiter_mla_sparse": "specdec.attention.aiter.mla_sparse:RocmAiterMlaSparseBackend",
-    "rocm_aiter_mla": "specdec.attention.aiter.mla:RocmAiterMlaBackend",
+    "rocm_aiter_mla_sparse": "specdec.attention.aiter.latent.mla_sparse:RocmAiterMlaSparseBackend",
+    "rocm_aiter_mla": "specdec.attention.aiter.latent.mla:RocmAiterMlaBackend",
     "torch_ref": "specdec.attention.torch_ref.mla:TorchRefMlaBackend",
 }
 """For models with latent attention, in order of preference for `auto`."""

@@ -251,7 +251,7 @@ def _join_torchrun(namespace: argparse.Namespace) -> None:
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     from specdec.device.device import resolve_device
-    from specdec.parallel.launch import follow_torchrun
+    from specdec.parallel.processes.launch import follow_torchrun
 
     namespace.tensor_parallel = follow_torchrun(
         namespace.tensor_parallel, resolve_device(namespace.device)

@@ -15,8 +15,8 @@ from specdec.device.device import cache_dtype, resolve_device, resolve_dtype
 from specdec.model.core import Verifier
 from specdec.parallel.executor import Executor, current
 from specdec.parallel.group import Group
-from specdec.parallel.launch import device_of_rank, open_ranks
 from specdec.parallel.plain import on_ranks
+from specdec.parallel.processes.launch import device_of_rank, open_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ def load_target(
         where: what `load.device` stands for in a process alone.
 
     Raises:
-        SpecDecError: see `SpecDecoder.from_pretrained` and `specdec.parallel.launch.open_ranks`.
+        SpecDecError: see `SpecDecoder.from_pretrained` and `specdec.parallel.processes.launch.open_ranks`.
     """
     if load.tensor_parallel is None or load.tensor_parallel == 1:
         yield *_load(target, load, where), None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.aiter import latents
-from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
+from specdec.attention.aiter.latent import latents
+from specdec.attention.aiter.latent import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import (
     IndexerRows,

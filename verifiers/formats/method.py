@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from specdec.base.errors import CheckpointError, one_line
-from verifiers.formats.auto_round import AutoRound
 from verifiers.formats.awq import Awq
 from verifiers.formats.bitsandbytes import BitsAndBytes
-from verifiers.formats.compressed_tensors import CompressedTensors
 from verifiers.formats.float4 import Mxfp4
 from verifiers.formats.float8 import Float8
 from verifiers.formats.format import Format
 from verifiers.formats.gptq import Gptq
-from verifiers.formats.modelopt import ModelOpt
-from verifiers.formats.quark import Quark
 from verifiers.formats.settings import SettingError, Settings
+from verifiers.formats.toolkits.auto_round import AutoRound
+from verifiers.formats.toolkits.compressed_tensors import CompressedTensors
+from verifiers.formats.toolkits.modelopt import ModelOpt
+from verifiers.formats.toolkits.quark import Quark
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {
     "auto-round": AutoRound,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.aiter.mla import RocmAiterMlaBackend
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.latent_check import check_latent, latent_variant
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaSpec
 from specdec.attention.selector import refusals

@@ -21,9 +21,9 @@ from specdec import CacheConfig, EngineConfig, SamplingParams, SpecDecoder
 from specdec.base.errors import SpecDecError
 from specdec.cli.main import main
 from specdec.parallel import executor as executors
-from specdec.parallel import launch, workers
 from specdec.parallel.executor import Executor, collective_rpc, current
 from specdec.parallel.group import Group
+from specdec.parallel.processes import launch, workers
 from specdec.session.drafter_choice import find_drafter
 from specdec.session.outputs import GenerationResult
 from tests.evals.tiny import save_tiny

@@ -14,13 +14,13 @@ from typing import IO
 
 import pytest
 
-from specdec.parallel.process import Settings
-from specdec.parallel.workers import START
+from specdec.parallel.processes.process import Settings
+from specdec.parallel.processes.workers import START
 from tests.helpers.waiting import HANG, wait_until
 
 _RANK_0 = """
 import json, os, sys, time
-from specdec.parallel.workers import Workers
+from specdec.parallel.processes.workers import Workers
 workers = Workers({1: json.loads(sys.argv[1]) | {"parent": os.getpid()}})
 workers.wait()
 holds_the_pipe = os.fork() or time.sleep(600)
@@ -77,7 +77,7 @@ def test_the_signal_of_the_kernel_ends_it(tmp_path: Path) -> None:
 
 
 _GUARDED = (
-    "import os, sys, time; from specdec.parallel.rank import _end_with;"
+    "import os, sys, time; from specdec.parallel.processes.rank import _end_with;"
     " _end_with(os.getppid()); print(flush=True); time.sleep(600)"
 )
 

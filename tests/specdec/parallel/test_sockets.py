@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from specdec.base.errors import CapacityError
-from specdec.parallel import launch, sockets
-from specdec.parallel.meeting import MeetingPlace
+from specdec.parallel import sockets
+from specdec.parallel.processes import launch
+from specdec.parallel.processes.meeting import MeetingPlace
 from specdec.parallel.sockets import INTERFACES, check_loopback, listening, rank_sockets
 
 ONE: list[dict[str, str]] = [

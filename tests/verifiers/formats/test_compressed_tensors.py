@@ -13,8 +13,8 @@ from specdec.base.errors import CheckpointError
 from specdec.layers.packed.gguf import Quantized
 from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
-from verifiers.formats.compressed_tensors import CompressedTensors
 from verifiers.formats.format import Stored
+from verifiers.formats.toolkits.compressed_tensors import CompressedTensors
 
 DTYPE = torch.float32
 SCHEMES: dict[str, dict[str, Any]] = {

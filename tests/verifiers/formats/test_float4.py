@@ -8,7 +8,7 @@ from specdec.base.errors import CheckpointError
 from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from verifiers.formats.float4 import Mxfp4, float4
-from verifiers.formats.modelopt import ModelOpt
+from verifiers.formats.toolkits.modelopt import ModelOpt
 
 DTYPE = torch.bfloat16
 

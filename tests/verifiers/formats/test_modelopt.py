@@ -12,7 +12,7 @@ from tests.helpers import quantized
 from tests.helpers.quantized import Written
 from verifiers.formats.format import Stored
 from verifiers.formats.method import format_of
-from verifiers.formats.modelopt import ModelOpt
+from verifiers.formats.toolkits.modelopt import ModelOpt
 
 SHAPE = (40, 64)
 

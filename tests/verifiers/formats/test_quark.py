@@ -10,7 +10,7 @@ from specdec.base.errors import CheckpointError
 from specdec.layers.packed.weight import PackedWeight
 from tests.helpers import quantized
 from tests.helpers.quantized import Written
-from verifiers.formats.quark import Quark
+from verifiers.formats.toolkits.quark import Quark
 
 MODULE = "model.layers.0.mlp.up_proj"
 

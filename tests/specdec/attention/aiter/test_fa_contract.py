@@ -14,17 +14,11 @@ import torch
 from torch import Tensor
 
 import specdec.attention
-from specdec.attention.aiter import (
-    fa_routes,
-    groups,
-    latents,
-    mla_entries,
-    mla_prefill_fp8,
-    mla_sparse_plan,
-)
-from specdec.attention.aiter import mla as rocm_aiter_mla
+from specdec.attention.aiter import fa_routes, groups
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, plan_groups, plan_packed
+from specdec.attention.aiter.latent import latents, mla_entries, mla_prefill_fp8, mla_sparse_plan
+from specdec.attention.aiter.latent import mla as rocm_aiter_mla
 from specdec.attention.aiter.layout import shuffled
 from specdec.attention.selector import refusals, select_backend
 from specdec.base.errors import BackendError

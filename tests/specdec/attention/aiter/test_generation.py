@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import specdec.device.device
 from drafters.dflash.drafter import DFlashDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
-from specdec.attention.aiter import latents
-from specdec.attention.aiter import mla_sparse as rocm_aiter_mla_sparse
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.attention.aiter.mla import RocmAiterMlaBackend
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent import latents
+from specdec.attention.aiter.latent import mla_sparse as rocm_aiter_mla_sparse
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import CacheConfig, EngineConfig
@@ -48,7 +48,7 @@ from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash, random_prompts
-from tests.specdec.attention.aiter.test_mla_sparse import rounded
+from tests.specdec.attention.aiter.latent.test_mla_sparse import rounded
 from verifiers.config.shape import backend_spec
 from verifiers.hf import verifier_for
 from verifiers.hf_attention import ATTENTION_NAME

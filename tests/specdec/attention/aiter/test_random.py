@@ -28,16 +28,16 @@ from specdec.attention.aiter.fa import (
     RocmAiterFaBackend,
     RocmAiterFaShuffleBackend,
 )
-from specdec.attention.aiter.mla import RocmAiterMlaBackend
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.kv_cache import LatentCache
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.attention_case import Case, spec
-from tests.specdec.attention.aiter import test_mla as latent
-from tests.specdec.attention.aiter import test_mla_sparse as sparse
+from tests.specdec.attention.aiter.latent import test_mla as latent
+from tests.specdec.attention.aiter.latent import test_mla_sparse as sparse
 
 HEAD_DIMS = (64, 96, 128, 256)
 POWERS_OF_TWO = (64, 32, 128, 256)

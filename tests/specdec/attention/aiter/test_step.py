@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.attention.aiter.groups import blocks_for
-from specdec.attention.aiter.mla import RocmAiterMlaBackend
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerRows, MlaRows
 from tests.helpers import attention_case
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.guards import HostSyncError, no_host_sync
 from tests.specdec.attention.aiter import test_fa as fa
-from tests.specdec.attention.aiter import test_mla as mla
-from tests.specdec.attention.aiter import test_mla_sparse as sparse
-from tests.specdec.attention.aiter.test_mla_prefill import DeviceTensor
+from tests.specdec.attention.aiter.latent import test_mla as mla
+from tests.specdec.attention.aiter.latent import test_mla_sparse as sparse
+from tests.specdec.attention.aiter.latent.test_mla_prefill import DeviceTensor
 
 NUM_LAYERS = 3
 WIDTHS = {"decode": (1, True), "verify": (5, True), "draft": (5, False)}

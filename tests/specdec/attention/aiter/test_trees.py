@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec.attention.aiter.fa import RocmAiterFaBackend, RocmAiterFaShuffleBackend
-from specdec.attention.aiter.mla import RocmAiterMlaBackend
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerSpec
 from specdec.base.blocks import MAX_NODES
 from specdec.base.config import CacheConfig, EngineConfig
@@ -22,7 +22,8 @@ from tests.helpers.guards import no_host_sync
 from tests.helpers.scripted_trees import ScriptedTrees
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 from tests.helpers.trees import random_trees
-from tests.specdec.attention.aiter import test_fa, test_mla
+from tests.specdec.attention.aiter import test_fa
+from tests.specdec.attention.aiter.latent import test_mla
 from tests.specdec.attention.aiter.test_generation import CHANGES, Rocm
 
 E4M3 = torch.float8_e4m3fnuz

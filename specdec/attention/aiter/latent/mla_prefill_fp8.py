@@ -16,8 +16,8 @@ from torch import Tensor
 
 import specdec.device.device
 from specdec.attention.aiter.groups import Group
-from specdec.attention.aiter.latents import HEAD_COUNTS, WORK, pad_heads, quantized
-from specdec.attention.aiter.prefill_schedule import QUERY_TILE, Schedule, schedule
+from specdec.attention.aiter.latent.latents import HEAD_COUNTS, WORK, pad_heads, quantized
+from specdec.attention.aiter.latent.prefill_schedule import QUERY_TILE, Schedule, schedule
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.mla import MlaSpec
 from specdec.base.sizes import power_of_two

@@ -12,11 +12,11 @@ and values, which would be faster below `topk` tokens. The indexer rounds to 8 b
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.aiter import latents
 from specdec.attention.aiter.fa import RocmAiterFaBackend
-from specdec.attention.aiter.latents import LatentKernels
-from specdec.attention.aiter.mla_indexer import SCALE_BYTES, AiterIndexerKernels
-from specdec.attention.aiter.mla_sparse_plan import SparsePlan, SparsePlanner
+from specdec.attention.aiter.latent import latents
+from specdec.attention.aiter.latent.latents import LatentKernels
+from specdec.attention.aiter.latent.mla_indexer import SCALE_BYTES, AiterIndexerKernels
+from specdec.attention.aiter.latent.mla_sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.latent_check import reasons_against_latent
 from specdec.attention.mla import (

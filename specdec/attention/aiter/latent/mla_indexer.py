@@ -21,7 +21,7 @@ read them, in tiles of 16 x 16.
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter.mla_sparse_plan import IndexChunk, SparsePlan
+from specdec.attention.aiter.latent.mla_sparse_plan import IndexChunk, SparsePlan
 from specdec.attention.mla import IndexerRows, IndexerSpec
 from specdec.kernels import aiter
 from specdec.kernels.aiter import AiterIndexer

@@ -12,15 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import groups, mla_prefill_fp8
-from specdec.attention.aiter.mla import RocmAiterMlaBackend, _keys_and_values
-from specdec.attention.aiter.mla_prefill_fp8 import Fp8PrefillPlan, quantized, unavailable_reasons
+from specdec.attention.aiter import groups
+from specdec.attention.aiter.latent import mla_prefill_fp8
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend, _keys_and_values
+from specdec.attention.aiter.latent.mla_prefill_fp8 import (
+    Fp8PrefillPlan,
+    quantized,
+    unavailable_reasons,
+)
 from specdec.attention.mla import MlaSpec
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.aiter_emulation_case import assert_rounded_once
 from tests.helpers.bounds import assert_as_exact
 from tests.helpers.guards import HostSyncError
-from tests.specdec.attention.aiter.test_mla import FP8, SHAPES, Case, Install, pretend_rocm, spec
+from tests.specdec.attention.aiter.latent.test_mla import (
+    FP8,
+    SHAPES,
+    Case,
+    Install,
+    pretend_rocm,
+    spec,
+)
 
 TEN_FIELDS = {
     "qo_indptr",

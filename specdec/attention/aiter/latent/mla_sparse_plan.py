@@ -25,8 +25,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import latents
-from specdec.attention.aiter.latents import Entries, LatentKernels
+from specdec.attention.aiter.latent import latents
+from specdec.attention.aiter.latent.latents import Entries, LatentKernels
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.sizes import power_of_two
 

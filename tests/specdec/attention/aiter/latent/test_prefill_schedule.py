@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.attention.aiter.prefill_schedule import schedule
+from specdec.attention.aiter.latent.prefill_schedule import schedule
 from tests.helpers.aiter_emulation import Machine
 from tests.helpers.aiter_emulation.prefill_ps import get_ps_metadata_info_v1, get_ps_metadata_v1
 

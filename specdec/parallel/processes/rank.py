@@ -10,7 +10,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from specdec.parallel.process import Settings, one_line, silence
+from specdec.parallel.processes.process import Settings, one_line, silence
 
 
 def main(settings: Settings) -> NoReturn:
@@ -24,7 +24,7 @@ def main(settings: Settings) -> NoReturn:
     try:
         import torch
 
-        from specdec.parallel.launch import join
+        from specdec.parallel.processes.launch import join
 
         torch.set_num_threads(settings["threads"])
         print("ready", file=words, flush=True)

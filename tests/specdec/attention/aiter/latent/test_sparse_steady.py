@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from drafters.ngram import NGramDrafter
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.capture.graphs import StepGraphs
@@ -31,7 +31,10 @@ from tests.helpers.aiter_emulation import Machine
 from tests.helpers.sparse_case import Install, pretend_rocm
 from tests.helpers.tiny_configs import TOPK
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
-from tests.specdec.attention.aiter.test_sparse_generation import INDEX_HEAD_DIM, RoundedReference
+from tests.specdec.attention.aiter.latent.test_sparse_generation import (
+    INDEX_HEAD_DIM,
+    RoundedReference,
+)
 from tests.specdec.engine.capture.test_graphs import Recorder
 
 MAX_TOKENS = 8

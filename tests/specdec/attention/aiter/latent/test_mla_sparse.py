@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import latents, mla_indexer, mla_sparse_plan
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent import latents, mla_indexer, mla_sparse_plan
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows, IndexerSpec, MlaRows
 from specdec.attention.selector import select_backend
 from specdec.base.errors import BackendError, CapacityError

@@ -16,7 +16,7 @@ from torch import Tensor
 import specdec.device.device
 from specdec.attention.aiter import groups
 from specdec.attention.aiter.fa import RocmAiterFaBackend
-from specdec.attention.aiter.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
 from specdec.attention.backend import AttentionMetadata
 from specdec.attention.mla import IndexerSpec, MlaBackend, MlaRows, MlaSpec, UpProjection
 from specdec.attention.selector import select_backend

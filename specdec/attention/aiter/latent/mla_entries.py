@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.aiter.groups import Group
-from specdec.attention.aiter.latents import Entries, LatentKernels
+from specdec.attention.aiter.latent.latents import Entries, LatentKernels
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import TreeRows
 from specdec.base.sizes import power_of_two

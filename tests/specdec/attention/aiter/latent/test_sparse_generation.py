@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.attention.mla import IndexerRows
 from specdec.attention.torch_ref.mla import TorchRefMlaBackend
 from specdec.base.config import CacheConfig, EngineConfig
@@ -24,7 +24,7 @@ from tests.helpers.aiter_generation import wide_dflash
 from tests.helpers.guards import no_host_sync
 from tests.helpers.sparse_case import FP8, Install, pretend_rocm
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
-from tests.specdec.attention.aiter.test_mla_sparse import rounded
+from tests.specdec.attention.aiter.latent.test_mla_sparse import rounded
 
 INDEX_HEAD_DIM = 16
 """Index keys wide enough to be moved 16 bytes at a time."""

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.aiter import latents, mla_prefill_fp8
 from specdec.attention.aiter.fa import RocmAiterFaBackend
 from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups
-from specdec.attention.aiter.latents import Entries, LatentKernels
-from specdec.attention.aiter.mla_entries import EntryPlanner
-from specdec.attention.aiter.mla_prefill_fp8 import Fp8Prefill, Fp8PrefillPlan
+from specdec.attention.aiter.latent import latents, mla_prefill_fp8
+from specdec.attention.aiter.latent.latents import Entries, LatentKernels
+from specdec.attention.aiter.latent.mla_entries import EntryPlanner
+from specdec.attention.aiter.latent.mla_prefill_fp8 import Fp8Prefill, Fp8PrefillPlan
 from specdec.attention.aiter.routes import Route, always, choose, table
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.aiter.varlen import attend, attend_in_chunks

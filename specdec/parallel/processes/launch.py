@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from specdec.base.errors import CapacityError, InvalidInputError
 from specdec.parallel import executor as executors
-from specdec.parallel import workers as watched
 from specdec.parallel.executor import Executor, Ranks
 from specdec.parallel.group import WITHOUT_MULTICAST, join_group
-from specdec.parallel.meeting import MeetingPlace
-from specdec.parallel.process import Settings, one_line, silence
+from specdec.parallel.processes import workers as watched
+from specdec.parallel.processes.meeting import MeetingPlace
+from specdec.parallel.processes.process import Settings, one_line, silence
+from specdec.parallel.processes.workers import PATIENCE, Workers
 from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
-from specdec.parallel.workers import PATIENCE, Workers
 
 MEETING = timedelta(minutes=5)
 """How long ranks wait for each other at the start, where one may have to import more than another.

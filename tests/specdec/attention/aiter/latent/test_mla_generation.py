@@ -10,14 +10,14 @@ import torch
 
 from drafters.ngram import NGramDrafter
 from specdec.attention.aiter import fa as rocm_aiter_fa
-from specdec.attention.aiter.mla import RocmAiterMlaBackend
-from specdec.attention.aiter.mla_sparse import RocmAiterMlaSparseBackend
+from specdec.attention.aiter.latent.mla import RocmAiterMlaBackend
+from specdec.attention.aiter.latent.mla_sparse import RocmAiterMlaSparseBackend
 from specdec.model.scratch import next_token_logits
 from tests.helpers import sparse_case
 from tests.helpers.aiter_generation import generate, wide_dflash
 from tests.helpers.tiny_configs import TOPK
 from tests.helpers.tiny_models import paged_verifier, plain_model
-from tests.specdec.attention.aiter.test_mla import pretend_rocm
+from tests.specdec.attention.aiter.latent.test_mla import pretend_rocm
 
 
 @pytest.mark.parametrize("indexed", [False, True])

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.attention.aiter import latents
-from specdec.attention.aiter.latents import LatentKernels
-from specdec.attention.aiter.mla_sparse_plan import SparsePlan, SparsePlanner
+from specdec.attention.aiter.latent import latents
+from specdec.attention.aiter.latent.latents import LatentKernels
+from specdec.attention.aiter.latent.mla_sparse_plan import SparsePlan, SparsePlanner
 from specdec.attention.backend import AttentionMetadata
 from tests.helpers.aiter_emulation import Machine, install
 from tests.helpers.sparse_case import REAL, spec

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from specdec.base.errors import SpecDecError
-from specdec.parallel.process import Settings
+from specdec.parallel.processes.process import Settings
 
 START = "import json, sys; said = json.loads(sys.stdin.readline()); sys.path[:] = said['path']; \
-from specdec.parallel.rank import main; main(said)"
+from specdec.parallel.processes.rank import main; main(said)"
 """What a process runs; not the user's own program, which may have no guard around what it does."""
 
 READY = b"ready\n"

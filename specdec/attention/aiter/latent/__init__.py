@@ -1,0 +1,1 @@
+"""Latent attention on AITER, and its sparse form."""

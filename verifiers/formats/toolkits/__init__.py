@@ -1,0 +1,1 @@
+"""Checkpoints of toolkits, which write several kinds of weights."""
