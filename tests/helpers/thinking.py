@@ -1,9 +1,9 @@
 """Tiny tokenizers and templates with the switches of published thinking models."""
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tiny_configs import VOCAB
+from tests.helpers.tools import chat_tokenizer
 
 _TURNS = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
 _BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant "
@@ -36,19 +36,6 @@ def thinking_tokenizer(template: str) -> PreTrainedTokenizerFast:
     names = ["<pad>", "<s>", "</s>", *special, *plain]
     letters = [chr(place) for place in range(32, 127) if chr(place) not in '"#$%&*+;=@^`~']
     pieces = [*names, *letters[: VOCAB - len(names)]]
-    vocab = {piece: place for place, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
-    tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-    )
-    made.add_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in special], special_tokens=True
-    )
-    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
-    made.chat_template = template
+    made = chat_tokenizer(template, pieces, special, plain)
     assert len(made) == len(pieces) <= VOCAB
     return made

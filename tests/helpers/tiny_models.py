@@ -107,10 +107,13 @@ def plain_greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int)
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, the same size as the tiny models' vocabulary."""
-    pieces = ["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCAB - 3))]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<pad>")
-    )
+    return piece_tokenizer(["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCAB - 3))])
+
+
+def piece_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A token per piece."""
+    vocab = {piece: place for place, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"

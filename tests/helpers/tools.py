@@ -1,14 +1,20 @@
 """A tiny model that is told of tools, with a tokenizer of single characters."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.session.decoder import SpecDecoder
 from tests.helpers.tiny_configs import VOCAB
-from tests.helpers.tiny_models import paged_verifier, plain_model, random_dflash
+from tests.helpers.tiny_models import (
+    paged_verifier,
+    piece_tokenizer,
+    plain_model,
+    random_dflash,
+)
 
 _TOLD = "{% for t in tools or [] %}{{ t.function.name }} {{ t.function.description }}\n{% endfor %}"
 _BEGIN = "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -42,6 +48,18 @@ UNKNOWN = _TOLD + _MESSAGES.replace("OBJECT", "| tojson") + _BEGIN
 _DROPPED, _MORE = "^~;!%?&$", "ö市｜▁"
 
 
+def chat_tokenizer(
+    template: str, pieces: Sequence[str], special: Sequence[str], plain: Sequence[str]
+) -> PreTrainedTokenizerFast:
+    """A token per piece; `special` and `plain` are found as a whole."""
+    made = piece_tokenizer(pieces)
+    for names, hidden in ((special, True), (plain, False)):
+        tokens = [AddedToken(name, special=hidden, normalized=False) for name in names]
+        made.add_tokens(tokens, special_tokens=hidden)
+    made.chat_template = template
+    return made
+
+
 def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """One token per character, and Mistral's markers, as large as the tiny models' vocabulary."""
     markers, dropped, plain = ["[TOOL_CALLS]", "[ARGS]"], _DROPPED, list[str]()
@@ -55,21 +73,7 @@ def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     pieces = ["<pad>", "<s>", "</s>", *markers, *plain, "\n", *letters, *_MORE]
     assert len(pieces) <= VOCAB
     pieces += [f"<unused{place}>" for place in range(VOCAB - len(pieces))]
-    vocab = {piece: place for place, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
-    tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-    )
-    made.add_tokens(
-        [AddedToken(name, special=True, normalized=False) for name in markers], special_tokens=True
-    )
-    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in plain])
-    made.chat_template = template
-    return made
+    return chat_tokenizer(template, pieces, markers, plain)
 
 
 def tool_decoder(template: str = HERMES, **engine: Any) -> SpecDecoder:

@@ -174,21 +174,9 @@ def multiply(
         total = total.T
         up = up.T
     _finish(
-        total,
-        up,
-        bias,
-        factors,
-        output,
-        expert,
-        pair,
-        real,
-        column,
-        num_pairs,
-        WIDTH,
-        TOP_K,
-        ACTIVATION,
-        BY_RANK,
-    )
+        total, up, bias, factors, output, expert, pair, real, column, num_pairs,
+        WIDTH, TOP_K, ACTIVATION, BY_RANK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -236,18 +224,6 @@ def multiply_packed(
         WIDTH, INPUTS, ROW_WORDS, CODE, MIDDLE, False, GROUP, RUN, GATED, DEPTH, LANES, 1, ASSEMBLY,
     )  # fmt: skip
     _finish(
-        total,
-        up,
-        bias,
-        factors,
-        output,
-        expert,
-        pair,
-        real,
-        column,
-        num_pairs,
-        WIDTH,
-        TOP_K,
-        ACTIVATION,
-        BY_RANK,
-    )
+        total, up, bias, factors, output, expert, pair, real, column, num_pairs,
+        WIDTH, TOP_K, ACTIVATION, BY_RANK,
+    )  # fmt: skip

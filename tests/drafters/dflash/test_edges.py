@@ -20,6 +20,7 @@ from specdec.base.blocks import BlockShape
 from specdec.model.batch import DecodeBatch
 from specdec.model.core import DraftOutput
 from specdec.sampling.noise import Purpose, gumbel, stream
+from specdec.sampling.params import SamplingParams
 from specdec.sampling.tensors import SamplingTensors
 from tests.drafters.heads import (
     ANCHORS,
@@ -34,6 +35,7 @@ from tests.drafters.tiny import VOCAB
 from tests.helpers.guards import no_host_sync
 from tests.helpers.tree_oracle import heap_tree
 from tests.specdec.engine import test_acceptance as acceptance
+from tests.specdec.engine import toy_target
 
 HEADS: dict[str, HeadConfig] = {
     "vanilla": MarkovConfig(8, has_confidence=True),
@@ -212,7 +214,7 @@ def test_drawn_drafts_leave_the_targets_distribution(
     """Chi-square of three tokens over several steps, with filters: q is the distribution of the
     draws, on its own support.
     """
-    size = acceptance.V
+    size = toy_target.V
     torch.manual_seed(4)
     model = torch.nn.Module()
     for name, module in config.modules(HeadSizes(size, size, size)).items():
@@ -220,9 +222,9 @@ def test_drawn_drafts_leave_the_targets_distribution(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=1.5)
     drafts = Drafts("probabilistic", head=config.head(model, lambda tokens: tokens))
-    hidden, logits = torch.randn(2, acceptance.K, size)
-    params = acceptance.SamplingParams(temperature=0.8, top_p=0.9)
-    sampling = acceptance.sampling_for([params], 20_000)
+    hidden, logits = torch.randn(2, toy_target.K, size)
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    sampling = toy_target.sampling_for([params], 20_000)
 
     def propose(
         form: str,

@@ -9,14 +9,9 @@ import pytest
 from drafters.dflash.config.layout import parse_config
 from specdec.base.errors import CheckpointError
 from tests.drafters.any_value import Place, check_any_value
-from tests.drafters.dflash.config.test_layout import (
-    KINDS_OF_DRAFTERS,
-    F,
-    S,
-    couple,
-    speculators,
-    zlab,
-)
+from tests.drafters.dflash.config.layouts import F, S, speculators, zlab
+from tests.drafters.dflash.config.test_layout import KINDS_OF_DRAFTERS
+from tests.drafters.dflash.config.test_layout_limits import couple
 from tests.drafters.dflash.config.test_rope import YARN
 from tests.drafters.dflash.test_variants import CONFIGS
 from tests.drafters.eagle3.test_checkpoint import TargetShape

@@ -15,7 +15,6 @@ from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
 from specdec.base.registry import VERIFIERS, resolve
 from specdec.session.decoder import SpecDecoder
-from tests.drafters.training.toy import one_thread  # noqa: F401
 
 QUESTIONS = (
     "Count from 1 to 30.",

@@ -13,7 +13,6 @@ from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.base.errors import InvalidInputError
 from tests.drafters.tiny import VOCAB, tiny_target
-from tests.drafters.training.toy import one_thread  # noqa: F401
 from tests.helpers.bounds import assert_as_exact, in_float64
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts

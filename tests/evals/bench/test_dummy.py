@@ -4,10 +4,8 @@ shapes that come with the package.
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,29 +13,27 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import verifiers.dummy
-from evals import roofline
 from evals.bench import dummy, dummy_engine
 from evals.bench.dummy import DummyBench, DummyConfig
 from evals.bench.dummy_engine import WARM_STEPS, FreeDrafter, OwnSteps, Room
 from evals.bench.shapes import config_file, names
-from evals.peers import vllm_steps
 from evals.peers.vllm_steps import VllmSteps
-from evals.report.compare import compare_reports
-from evals.report.report import read_report
 from evals.report.table import format_report
 from specdec.base.blocks import BlockShape
-from specdec.base.errors import CapacityError, InvalidInputError
-from specdec.cli.main import main
+from specdec.base.errors import CapacityError
 from specdec.engine.launch import Launch
 from specdec.engine.policy.timing import StepClock
 from specdec.parallel.group import WITHOUT_MULTICAST
+from tests.evals.bench.fake_vllm import Clock, FakeVllm
 from tests.evals.tiny import PROVENANCE
 from tests.helpers.tiny_configs import CONFIGS
 from verifiers.dummy import dummy_verifier, random_model, read_config, write_weights
 
-Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
+
+
 GPU = torch.device("cuda")
+
 
 PARAMETERS = {
     "gemma3-4b": 3_880_263_168,
@@ -49,105 +45,6 @@ PARAMETERS = {
     "qwen3.5-9b": 8_953_803_264,
 }
 """As the model cards count them; of Gemma and Qwen3.5 the text model alone."""
-
-
-class Clock:
-    """Stands in for the module `time`: every reading is written down,
-    and nothing passes by itself.
-    """
-
-    def __init__(self, log: list[Any]) -> None:
-        self.now, self.log = 0.0, log
-
-    def perf_counter(self) -> float:
-        self.log.append("clock")
-        return self.now
-
-
-class FakeVllm:
-    """The library as far as it is used: each step prefills one prompt in 100 s, or decodes all in 1
-    s.
-
-    Attributes:
-        started: options of the engine.
-        prompts: of every request.
-        open: engines not shut down.
-    """
-
-    def __init__(self, monkeypatch: Patch) -> None:
-        self.clock = Clock([])
-        self.started: dict[str, Any] = {}
-        self.prompts: list[list[int]] = []
-        self.waiting: list[str] = []
-        self.running: dict[str, int] = {}
-        self.most: dict[str, int] = {}
-        self.open = 0
-        library = ModuleType("vllm")
-        library.__version__, library.LLM, library.SamplingParams = (  # type: ignore[attr-defined]
-            "0.0",
-            self.start,
-            lambda **options: options,
-        )
-        library.inputs, library.sampling_params = (  # type: ignore[attr-defined]
-            ModuleType("vllm.inputs"),
-            ModuleType("vllm.sampling_params"),
-        )
-        library.inputs.tokens_input = list
-        library.sampling_params.RequestOutputKind = SimpleNamespace(CUMULATIVE="cumulative")
-        for module in (library, library.inputs, library.sampling_params):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(vllm_steps, "time", self.clock)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
-        monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
-
-    def start(self, **options: Any) -> SimpleNamespace:
-        self.started = options | {
-            "config": json.loads(Path(options["model"], "config.json").read_text())
-        }
-        self.open += 1
-        return SimpleNamespace(llm_engine=self)
-
-    @property
-    def engine_core(self) -> Any:
-        return self
-
-    def shutdown(self) -> None:
-        self.open -= 1
-
-    def add_request(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> None:
-        assert params["output_kind"] == "cumulative"
-        assert params["ignore_eos"]
-        self.prompts.append(prompt)
-        self.waiting.append(request_id)
-        self.most[request_id] = params["max_tokens"]
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    def step(self) -> list[Any]:
-        """A prefill decodes nobody else here, as it may in the library; so the first requests are
-        ahead of the last.
-        """
-        decoding = dict(self.running)
-        if self.waiting:
-            self.clock.now += 100
-            self.running[self.waiting.pop(0)] = 1
-        else:
-            self.clock.now += len(decoding)  # an ended request would make the step shorter
-        self.running |= {name: count + 1 for name, count in decoding.items()}
-        outputs = [
-            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * count)])
-            for name, count in self.running.items()
-        ]
-        self.running = {
-            name: count for name, count in self.running.items() if count < self.most[name]
-        }
-        return outputs
-
-
-@pytest.fixture
-def vllm(monkeypatch: Patch) -> FakeVllm:
-    return FakeVllm(monkeypatch)
 
 
 def tiny_target(name: str = "qwen3_moe", **changes: Any) -> Any:
@@ -380,205 +277,6 @@ def test_both_sides_are_given_the_same_prompts_in_turn(vllm: FakeVllm, monkeypat
     text = format_report(report)
     assert f"{experts['met'][1]['expected']:.1f} expected" in text
     assert f"2 requests last decoded {plain[1]['distinct_tokens']} different token" in text
-
-
-def test_from_a_config_to_a_report(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    """Catches an option that does not arrive, and a stored report that shows something else."""
-    monkeypatch.setitem(roofline.MEASURED_BYTES, "cpu", 2**22)
-    CONFIGS["gpt_oss"]().to_json_file(tmp_path / "config.json")
-    file = tmp_path / "report.json"
-    options = [
-        "--max-num-seqs",
-        "1",
-        "2",
-        "--prompt-tokens",
-        "9",
-        "30",
-        "--verify-rows",
-        "4",
-        "--max-tokens",
-        "3",
-        "--repeats",
-        "2",
-    ]
-    measure = [
-        "bench",
-        "--dummy-weights",
-        str(tmp_path),
-        *options,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
-    assert main([*measure, "--out", str(file)]) == 0
-    printed = capsys.readouterr().out
-    report = read_report(file, "specdec-dummy-bench")
-    cells = [(1, 9), (2, 9), (1, 30)]
-    assert [(row["num_reqs"], row["prompt_tokens"], row["work"]) for row in report["rows"]] == [
-        (*cell, work) for cell in cells for work in ("prefill", "plain step", "verify 4")
-    ]
-    assert [len(row["ours"]["values"]) for row in report["rows"]] == [2] * 9
-    assert report["peer"] is None
-    assert report["settings"]["steps"] == 3
-    assert report["settings"]["config"]["model_type"] == "gpt_oss"
-    assert [one["rows"] for one in report["experts"]["met"]] == [1, 2, 4, 8]
-    assert report["experts"]["met"][0]["measured"] == 2
-    assert format_report(report) in printed
-    assert main(["bench", "show", str(file)]) == 0
-    assert capsys.readouterr().out == printed
-    with pytest.raises(InvalidInputError, match="print each with specdec bench show"):
-        compare_reports(report, report)
-    assert main(["bench", "show", str(file), "--html", str(tmp_path / "page.html")]) == 2
-    assert "no plots" in capsys.readouterr().err
-
-
-def on_cpu(monkeypatch: Patch) -> None:
-    """The peer takes a target on a CPU, and reading memory takes no time."""
-    monkeypatch.setattr(vllm_steps, "library_for", lambda device: vllm_steps.import_vllm("vllm"))
-    monkeypatch.setattr(dummy, "measured_bandwidth", lambda device: 1e9)
-
-
-def test_a_peer_gets_the_weights_where_experts_are_chosen(
-    tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch
-) -> None:
-    """Catches weights of its own, with which rows would meet other experts, and weights that stay
-    on the disk.
-    """
-    on_cpu(monkeypatch)
-    found: list[set[str]] = []
-    start = vllm.start
-
-    def noted(**options: Any) -> SimpleNamespace:
-        found.append({file.name for file in Path(options["model"]).iterdir()})
-        return start(**options)
-
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", noted)
-    options = [
-        "--prompt-tokens",
-        "9",
-        "--verify-rows",
-        "1",
-        "--max-tokens",
-        "2",
-        "--repeats",
-        "1",
-        "--warmup",
-        "0",
-    ]
-    for name in ("qwen3_moe", "llama"):
-        CONFIGS[name]().to_json_file(tmp_path / "config.json")
-        command = [
-            "bench",
-            "--dummy-weights",
-            str(tmp_path),
-            *options,
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-            "--peer",
-            "vllm",
-        ]
-        assert main(command) == 0
-        assert vllm.started["load_format"] == ("auto" if name == "qwen3_moe" else "dummy")
-        assert not Path(vllm.started["model"]).exists()
-    weights, none = found
-    assert weights > none == {"config.json"}
-
-
-def test_ranks_and_experts_leave_no_peer(
-    tmp_path: Path, vllm: FakeVllm, monkeypatch: Patch, capsys: Capture
-) -> None:
-    on_cpu(monkeypatch)
-    monkeypatch.setattr(
-        "specdec.parallel.group.join_group", lambda device: SimpleNamespace(rank=0, size=2)
-    )
-    CONFIGS["qwen3_moe"]().to_json_file(tmp_path / "config.json")
-    assert (
-        main(["bench", "--dummy-weights", str(tmp_path), "--device", "cpu", "--peer", "vllm"]) == 2
-    )
-    assert "leave out --peer" in capsys.readouterr().err
-    assert not vllm.started
-
-
-@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
-def test_the_way_to_quantize_arrives(weights: str, tmp_path: Path, monkeypatch: Patch) -> None:
-    """At the target, and in the report."""
-    monkeypatch.setitem(roofline.MEASURED_BYTES, "cpu", 2**22)
-    made: list[str | None] = []
-
-    def noted(*args: Any, **options: Any) -> Any:
-        made.append(options["quantize"])
-        return dummy_verifier(*args, **options)
-
-    monkeypatch.setattr("verifiers.dummy.dummy_verifier", noted)
-    CONFIGS["llama"]().to_json_file(tmp_path / "config.json")
-    file = tmp_path / "report.json"
-    options = [
-        "--prompt-tokens",
-        "9",
-        "--verify-rows",
-        "1",
-        "--max-tokens",
-        "2",
-        "--repeats",
-        "1",
-        "--warmup",
-        "0",
-    ]
-    measure = [
-        "bench",
-        "--dummy-weights",
-        str(tmp_path),
-        *options,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
-    assert main([*measure, "--weights", weights, "--out", str(file)]) == 0
-    report = read_report(file, "specdec-dummy-bench")
-    way = None if weights == "bfloat16" else weights
-    assert (made, report["settings"]["quantize"], report["provenance"]["weights"]) == (
-        [way],
-        way,
-        "float32",
-    )
-    assert ("random weights, quantized to fp8, " in format_report(report)) == (way == "fp8")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fragments"),
-    [
-        (["qwen3-9b"], ["no config 'qwen3-9b'", "qwen3-8b"]),
-        (["qwen3-8b", "--peer", "transformers"], ["'transformers'", "only vllm"]),
-        (["qwen3-8b", "--verify-rows", "0"], ["verify_rows is (0,)"]),
-        (["qwen3-8b", "--prompt-tokens", "0"], ["prompt_tokens is (0,)"]),
-        (["qwen3-8b", "--max-num-seqs", "0"], ["concurrencies is (0,)"]),
-        (["qwen3-8b", "--html", "page.html"], ["no plots"]),
-        (["qwen3-8b", "--weights", "fp4"], ["'fp4'", "choose fp8, int4"]),
-        (
-            ["qwen3-8b", "--weights", "fp8", "--peer", "vllm"],
-            ["plain numbers, not fp8", "leave out --weights or --peer"],
-        ),
-        (
-            ["qwen3-8b", "--peer", "vllm", "--device", "cpu"],
-            ["runs on a GPU and the target is on cpu"],
-        ),
-    ],
-)
-def test_mistakes_are_one_line_before_any_weight_is_made(
-    arguments: list[str], fragments: list[str], monkeypatch: Patch, capsys: Capture
-) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise AssertionError("weights were made")
-
-    monkeypatch.setattr("verifiers.dummy.random_model", refuse)
-    assert main(["bench", "--dummy-weights", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
-    assert all(fragment in error for fragment in fragments), error
 
 
 def test_what_does_not_fit_is_said_before_measuring() -> None:

@@ -21,7 +21,8 @@ from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.cli.main import main
 from specdec.engine.engine import SpecEngine
-from tests.evals.bench.test_dummy import FakeVllm, prompts_of, tiny_target
+from tests.evals.bench.fake_vllm import FakeVllm
+from tests.evals.bench.test_dummy import prompts_of, tiny_target
 from tests.helpers.tiny_configs import CONFIGS
 from tests.helpers.tiny_models import paged_verifier, plain_model
 from verifiers.dummy import read_config

@@ -201,9 +201,10 @@ def mla_decode_fwd(
         )
         works = _work_list(machine, plan, work_meta_data, work_indptr, work_info_set)
         _check_plan(name, works, queries, keys, fold, causal)
-        logits = torch.full(
-            (len(reduce_partial_map) * max_seqlen_q, 1, heads // fold, rank), torch.nan
-        )
+        # of what the library allocates, gigabytes for many rows, as much as the plan names
+        used = max((place + last - first for _, place, first, last, *_ in works), default=0)
+        num_parts = max(0, min(used, len(reduce_partial_map) * max_seqlen_q))
+        logits = torch.full((num_parts, 1, heads // fold, rank), torch.nan)
         partial_lse = torch.full((len(logits), 1, heads // fold, 1), torch.nan)
         kernel.run(works, logits[:, 0], partial_lse[:, 0, :, 0], final, lse)
         reduce_parts(

@@ -19,7 +19,7 @@ from specdec.session.decoder import SpecDecoder
 from specdec.session.outputs import GenerationResult
 from tests.helpers.tiny_configs import VOCAB
 from tests.helpers.tiny_models import paged_verifier, plain_model, tiny_tokenizer
-from tests.specdec.cli.test_main import use
+from tests.specdec.cli.fake_decoder import use
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

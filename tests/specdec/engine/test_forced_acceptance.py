@@ -11,7 +11,7 @@ from specdec.sampling.params import SamplingParams
 from specdec.sampling.sampler import sample
 from specdec.sampling.trees.trees import ancestors_of
 from tests.helpers.guards import no_host_sync
-from tests.specdec.engine.test_acceptance import START, V, sampling_for
+from tests.specdec.engine.toy_target import START, V, sampling_for
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

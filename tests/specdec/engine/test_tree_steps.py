@@ -22,7 +22,7 @@ from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import FIRST, BoundTrees, ScriptedTrees
 from tests.helpers.tiny_models import random_dflash, tiny_tokenizer
 from tests.helpers.tree_engine import DRAFTS, MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
-from tests.specdec.engine.policy.test_block_choice import FakeClock
+from tests.specdec.engine.policy.test_choice_in_engine import FakeClock
 
 
 @pytest.fixture(scope="module")

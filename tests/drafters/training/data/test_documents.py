@@ -18,7 +18,7 @@ from drafters.training.data.documents import answers_of, document_prompt, docume
 from drafters.training.data.prompts import read_prompts
 from drafters.training.stages import run_stages
 from specdec.base.errors import InvalidInputError
-from tests.drafters.training.toy import one_thread, toy_config  # noqa: F401
+from tests.drafters.training.toy import toy_config
 
 PARAGRAPHS = [
     f"Paragraph number{i} tells of the wonderful things that happen in place{i}. " * 3

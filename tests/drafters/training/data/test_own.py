@@ -12,7 +12,7 @@ from drafters.training.stages import run_stages
 from specdec.base.errors import InvalidInputError
 from specdec.session.decoder import SpecDecoder
 from tests.drafters.training.data.test_answers import write_chat_target
-from tests.drafters.training.toy import one_thread, toy_config  # noqa: F401
+from tests.drafters.training.toy import toy_config
 
 TEMPLATE = (
     "<bos> {% for m in messages %}{{ m.role == 'user' and 'w4 ' or 'w5 ' }}"

@@ -17,7 +17,7 @@ from drafters.training.stages import run_stages
 from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
-from tests.drafters.training.toy import one_thread, toy_config  # noqa: F401
+from tests.drafters.training.toy import toy_config
 
 NO_SAMPLES = {"heldout_temperature": 0.0, "heldout": 3, "max_tokens": 6, "max_prompts": 20}
 

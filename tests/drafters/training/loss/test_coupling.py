@@ -24,10 +24,9 @@ from drafters.training.loss import coupling
 from drafters.training.loss.coupling import Choices, fit_weights
 from specdec.cli.main import main
 from tests.drafters.tiny import TINY, tiny_tensors
-from tests.drafters.training.toy import (  # noqa: F401
+from tests.drafters.training.toy import (
     MASK,
     VOCAB,
-    one_thread,
     write_prompts,
     write_target,
 )

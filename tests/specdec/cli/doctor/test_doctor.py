@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import specdec.device.device
-from specdec.attention import check, selector
+from specdec.attention import check, latent_check, selector
+from specdec.attention.mla import IndexerSpec
+from specdec.cli.doctor import run
 from specdec.cli.main import main
 from specdec.device import self_check
 from specdec.device.deviation import Deviation
@@ -228,9 +230,9 @@ def test_latent_attention(
     )
     assert "rocm_aiter_mla_sparse  no: the model has no indexer" in out
     assert "rocm_aiter_mla         chosen by --attention auto" in out
-    out = doctor(capsys, "--mla")
+    out = doctor(capsys, "--mla", "--heads", "16")
     assert "cache in" not in out and "prompts in 8 bits: yes, those without a context" in out
-    out = doctor(capsys, "--mla", "--prefill-dtype", "model")
+    out = doctor(capsys, "--mla", "--heads", "16", "--prefill-dtype", "model")
     assert "prompts in 8 bits: no: prompts are asked for in the model's own type" in out
     out = doctor(capsys, "--v-head-dim", "256", "--qk-nope-head-dim", "192", "--kv-dtype", "fp8")
     assert (
@@ -320,6 +322,8 @@ def test_run_checks_again(
     """
     monkeypatch.setattr(specdec.device.device, "rocm_architecture", lambda device: "gfx942")
     install(monkeypatch, tmp_path, Machine())
+    monkeypatch.setattr(latent_check, "PHASES", latent_check.PHASES[2:3])
+    monkeypatch.setattr(run, "INDEXER", IndexerSpec(64, 128, 64))
     home: Any = import_module("aiter.ops.triton.attention.unified_attention")
     with monkeypatch.context() as patch:
 

@@ -1,0 +1,204 @@
+"""`specdec train` goes on where it stopped, and what it makes of damaged or foreign folders."""
+
+import csv
+import errno
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
+from drafters.training import state
+from drafters.training.log import TrainLog
+from drafters.training.stages import run_stages
+from drafters.training.trainer import Trainer
+from specdec.base.errors import CapacityError, CheckpointError, InvalidInputError, SpecDecError
+from specdec.cli.main import main
+from tests.drafters.tiny import write_tiny_dflash
+from tests.drafters.training.figures import figures, log_rows
+from tests.drafters.training.toy import (
+    as_flags,
+    toy_config,
+)
+from tests.helpers.nodes import REFUSED
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_complete_run_is_not_repeated(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches stages that start again, or change what is there, when the command is given twice."""
+    files = [
+        path
+        for path in sorted((toy / "run").rglob("*"))
+        if path.is_file() and path.parent.name in ("answers", "training")
+    ]
+    before = [(path, path.read_bytes()) for path in files]
+    assert main(["train", "answers", "train", *as_flags(toy_config(toy))]) == 0
+    assert [(path, path.read_bytes()) for path in files] == before
+    assert "to write" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated", "interrupted", "stopped"])
+def test_an_interrupted_run_resumes_to_the_same_curve(
+    short: Path, answered: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Catches state that is not saved: optimizer, order, anchors, step, and log lines written twice
+    or lost.
+    """
+    save = Trainer._save
+    signals = {"terminated": [signal.SIGTERM], "interrupted": [signal.SIGINT]}.get(how, [])
+
+    def interrupt(self: Trainer) -> None:
+        if self.step == 30 and how == "killed":
+            raise KeyboardInterrupt  # the log has step 30, the state only step 20
+        if self.step == 30 and signals:
+            os.kill(os.getpid(), signals.pop())
+        save(self)
+
+    config = toy_config(answered, save_every=0.0, max_steps=40)
+    if how == "stopped":
+        assert not run_stages(("train",), replace(config, stop_after=1e-9))
+    else:
+        monkeypatch.setattr(Trainer, "_save", interrupt)
+        if how in ("killed", "interrupted"):
+            with pytest.raises(KeyboardInterrupt):
+                run_stages(("train",), config)
+            saved = state.load_state(answered / "run" / "training", torch.device("cpu"))
+            assert saved is not None and saved["step"] == (20 if how == "killed" else 30), (
+                "Ctrl-C saves what was trained"
+            )
+        else:
+            assert not run_stages(("train",), config)
+        monkeypatch.undo()
+    assert 0 <= int(log_rows(answered)[-1]["step"]) < 40
+    assert run_stages(("train",), config)
+    assert figures(answered) == figures(short)
+
+
+def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a state that is overwritten in place, and a traceback instead of a line."""
+    config = toy_config(answered, max_steps=20)
+    assert run_stages(("train",), config)
+    path = answered / "run" / "training" / state.STATE_FILE
+    before = path.read_bytes()
+
+    def full(state: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CapacityError, match=r"No space left on device.*make room and run again"):
+        run_stages(("train",), replace(config, max_steps=30))
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in path.parent.iterdir() if p.suffix not in (".csv", ".png")) == [
+        state.STATE_FILE
+    ]
+    monkeypatch.undo()
+    assert run_stages(("train",), replace(config, max_steps=30))
+
+
+def test_other_settings_are_not_mixed_into_a_run(toy: Path) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"holds a run with lr 0.005, not 0.1; give the same"
+    ):
+        run_stages(("train",), toy_config(toy, lr=0.1))
+    with pytest.raises(
+        InvalidInputError, match=r"answers that were written with another max-tokens"
+    ):
+        run_stages(("answers",), toy_config(toy, max_tokens=47))
+
+
+def test_a_damaged_state_is_named(answered: Path) -> None:
+    folder = answered / "run" / "training"
+    folder.mkdir()
+    (folder / state.STATE_FILE).write_bytes(b"PK\x03\x04 cut short")
+    with pytest.raises(CheckpointError, match=r"is damaged .* delete it to train from the start"):
+        run_stages(("train",), toy_config(answered))
+
+
+def written(content: Any) -> Callable[[Path], object]:
+    return lambda path: torch.save(content, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.write_bytes(b"PK cut short"), "state.pt is damaged .* delete it"),
+        (
+            written({"step": 1}),
+            "state.pt lacks identity, optimizer, seconds, tau, complete; delete it",
+        ),
+        (written([1]), "state.pt lacks identity"),
+        (written(5), "state.pt is damaged"),
+        *(
+            (REFUSED[kind], f"cannot write .*state.pt.*{kind}")
+            for kind in ("a FIFO", "a socket", "a folder")
+        ),
+    ],
+)
+def test_states_that_nobody_saved_are_one_line(
+    make: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    """Catches a FIFO that is read for ever, too."""
+    make(tmp_path / state.STATE_FILE)
+    with pytest.raises(SpecDecError, match=message):
+        state.load_state(tmp_path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"step\n" + b"x" * 200_000, b"a,b\n1,2\n"])
+def test_a_log_of_another_kind_is_one_line_or_has_no_rows(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(content)
+    if content.startswith(b"a"):
+        assert TrainLog(tmp_path, last_step=5).rows == []
+    else:
+        with pytest.raises(CheckpointError, match=r"log\.csv cannot be read \(.*\); move it away"):
+            TrainLog(tmp_path, last_step=5)
+        assert (tmp_path / "log.csv").read_bytes() == content
+
+
+def test_a_log_goes_on_behind_the_saved_step(tmp_path: Path) -> None:
+    """And through a link, which stays."""
+    (tmp_path / "log.csv").symlink_to("far.csv")
+    log = TrainLog(tmp_path, last_step=0)
+    for step in (0, 10, 20):
+        log.write({"step": step, "loss": 1.5}, 0.0)
+    again = TrainLog(tmp_path, last_step=10)
+    assert [row["step"] for row in again.rows] == ["0", "10"]
+    again.write({"step": 15}, 0.0)
+    assert (tmp_path / "log.csv").is_symlink()
+    rows = list(csv.DictReader((tmp_path / "far.csv").open(newline="")))
+    assert [row["step"] for row in rows] == ["0", "10", "15"] and rows[1]["loss"] == "1.5"
+
+
+def test_an_earlier_export_survives_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a drafter that is removed before there is another; and what else the folder holds
+    stays.
+    """
+    path = write_tiny_dflash(tmp_path / "d")
+    (path / "README.md").write_text("own")
+    before = {one.name: one.read_bytes() for one in path.iterdir()}
+    config, tensors = read_checkpoint(path)
+
+    def full(file: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(CapacityError, match="No space left"):
+        write_checkpoint(
+            path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True
+        )
+    assert {one.name: one.read_bytes() for one in path.iterdir()} == before
+    monkeypatch.undo()
+    write_checkpoint(
+        path, config, {name: tensor + 1 for name, tensor in tensors.items()}, over=True
+    )
+    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"] and len(
+        list(path.iterdir())
+    ) == 3
