@@ -169,6 +169,11 @@ class BoundComposed(BoundDrafter):
         for part in self.parts:
             part.begin(slot, token_ids)
 
+    def keep_private(self, slot: int) -> None:
+        """See `BoundDrafter.keep_private`."""
+        for part in self.parts:
+            part.keep_private(slot)
+
     def forget(self) -> None:
         """What past requests have left in the parts; how forecasts fared is kept, as the engine
         keeps its steps' times.

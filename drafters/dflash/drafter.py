@@ -95,6 +95,8 @@ class DFlashDrafter(Drafter):
                 verifier.embedding_scale,
             )
         self.head = None if config.head is None else config.head.head(self.model, self.embed)
+        coupling = config.coupling
+        self.coupling = None if coupling is None else CouplingTable(coupling, verifier.device)
         self.likeliest_first = self.head is None
 
     @property
@@ -175,9 +177,7 @@ class BoundDFlash(BoundDrafter):
         # position ids of the block, and their angles
         self._block: tuple[Tensor, dict[Rope, Angles]] | None = None
         target, device = drafter.verifier, drafter.verifier.device
-        coupling = drafter.config.coupling
-        table = None if coupling is None else CouplingTable(coupling, device)
-        self.drafts = Drafts(draft_sampling, table, drafter.target_ids, drafter.head)
+        self.drafts = Drafts(draft_sampling, drafter.coupling, drafter.target_ids, drafter.head)
         width = len(drafter.aux_layer_ids) * target.hidden_size
         # Features of position p lie in column p % MAX_DEFERRED; of the last `_deferred` positions
         # nothing is written yet.

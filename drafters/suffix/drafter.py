@@ -138,6 +138,10 @@ class BoundSuffix(BoundDrafter):
             token_ids, dtype=torch.int32, device=self.history.device
         )
 
+    def keep_private(self, slot: int) -> None:
+        """The output does not go to the pool: it begins behind any end."""
+        self._spans[0, slot] = self.history.shape[1] + 1
+
     def forget(self) -> None:
         """Empties the pool."""
         self._found = None

@@ -41,6 +41,7 @@ from specdec.engine.slots import samples_first_token
 from specdec.grammar.compiler import GrammarCompiler, wait_for
 from specdec.kv_cache import PrefixCounts
 from specdec.model.core import Drafter, Verifier
+from specdec.model.weights import Exchange
 from specdec.sampling.params import SamplingParams
 
 IDLE_SECONDS = 0.02
@@ -70,6 +71,7 @@ class SpecEngine:
         second_tries: of requests whose logits were not finite.
         spare_work: what makes later steps faster, to be done one by one while there are no
             requests.
+        staged: other weights of the drafter, for `exchange`.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class SpecEngine:
         self.timer, self.kv_cache, self.pool = parts.timer, parts.kv_cache, parts.pool
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
         self.spare_work: deque[Callable[[], None]] = deque()
+        self.staged: Exchange | None = None
         self.second_tries = SecondTries(self.scheduler, self.pool, self.kv_cache)
         self.planner = Planner(
             parts.shapes, self.drafter, self.runner, self.scheduler, self.second_tries
@@ -183,6 +186,20 @@ class SpecEngine:
         self._previous_end = None
         if self.runner.drafter:
             self.runner.drafter.forget()  # last, for a device that is lost refuses it
+
+    @torch.inference_mode()
+    def exchange(self, weights: Exchange) -> None:
+        """Goes on with other weights of the drafter; runs between steps. Requests in work are
+        prefilled again, and what was cached with the old weights is not used again.
+        """
+        self._read_results()
+        for request in list(self.scheduler.working):
+            self.scheduler.send_back(request)
+        self.pool.reset()
+        weights.apply()
+        self.staged = None
+        self.planner.forget_acceptance()
+        self._previous_end = None
 
     @torch.inference_mode()
     def step(self) -> list[Request]:

@@ -30,6 +30,7 @@ from specdec.engine.selection import Selection
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.model.core import Drafter, Verifier
+from specdec.model.weights import Exchange
 from specdec.parallel.executor import STEP, Executor, collective_rpc, executor_of
 from specdec.parallel.plain import RECORDS, on_ranks, pack, unpack
 from specdec.parallel.wire import Message
@@ -117,6 +118,11 @@ class LeadingEngine(_RankEngine):
         """See `SpecEngine.reset`."""
         self._messages.append(["reset"])
         super().reset()
+
+    def exchange(self, weights: Exchange) -> None:
+        """See `SpecEngine.exchange`."""
+        self._messages.append(["exchange"])
+        super().exchange(weights)
 
     def step(self) -> list[Request]:
         """See `SpecEngine.step`.
@@ -216,6 +222,9 @@ class FollowingEngine(_RankEngine):
             self.enqueue(request)
         elif kind == "abort":
             self.abort(self._requests[fields[0]])
+        elif kind == "exchange":
+            assert self.staged is not None
+            self.exchange(self.staged)
         else:
             self.reset()
             self._requests.clear()

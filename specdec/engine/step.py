@@ -360,6 +360,8 @@ class StepRunner:
         if self.drafter:
             for request in newcomers:
                 self.drafter.begin(request.slot, request.token_ids)
+                if request.sampling.cache_salt is not None:
+                    self.drafter.keep_private(request.slot)
             self._predict(newcomers)
 
     def _predict(self, newcomers: Sequence[Request]) -> None:

@@ -357,6 +357,12 @@ class BoundDrafter(Protocol):
         """A request with all its known tokens starts in `slot`; runs between steps."""
         return
 
+    def keep_private(self, slot: int) -> None:
+        """The request that has just started in `slot` has a salt: nothing that it writes may help
+        another one.
+        """
+        return
+
     def forget(self) -> None:
         """Forgets what past requests have left; runs between steps, when there is no request."""
         return

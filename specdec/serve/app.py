@@ -36,6 +36,7 @@ from specdec.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DrafterRequest,
     Generation,
     TokenizeRequest,
 )
@@ -76,6 +77,8 @@ def make_app(front: Front) -> FastAPI:
     _add_generation(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
+    if front.config.drafter_updates is not None:
+        _add_updates(app, front)
     return app
 
 
@@ -170,6 +173,13 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             },
             "chat_template": getattr(tokenizer, "chat_template", None),
         }
+
+
+def _add_updates(app: FastAPI, front: Front) -> None:
+    @app.post("/update_drafter")
+    async def update_drafter(asked: DrafterRequest) -> dict[str, Any]:
+        await front.update_drafter(asked.drafter)
+        return {"drafter": asked.drafter}
 
 
 def _add_state(app: FastAPI, front: Front) -> None:

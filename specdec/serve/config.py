@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from specdec.base.chat.tools import FORMATS
 from specdec.base.errors import InvalidInputError
+from specdec.base.files import user_path
 
 KEY_VARIABLE = "SPECDEC_API_KEY"
 """A variable of the environment: the key where no option names one, so that it stands in no list of
@@ -55,6 +56,8 @@ class ServeConfig:
             and tau.
         vllm_metrics: give the metrics under vLLM's names, too.
         tool_format: how the model writes calls of tools; None is as the chat template has it.
+        drafter_updates: a folder of checkpoints whose weights POST /update_drafter may put in the
+            place of the drafter's, for who has the key; None has no such route.
     """
 
     host: str = "127.0.0.1"
@@ -78,6 +81,7 @@ class ServeConfig:
     log_requests: bool = False
     vllm_metrics: bool = False
     tool_format: str | None = None
+    drafter_updates: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "allowed_hosts", "allowed_origins"):
@@ -103,6 +107,11 @@ class ServeConfig:
             raise InvalidInputError(
                 f"tool_format is {self.tool_format!r}; choose one of {', '.join(FORMATS)}"
             )
+        if self.drafter_updates is not None and not user_path(self.drafter_updates).is_dir():
+            raise InvalidInputError(
+                f"drafter_updates is {self.drafter_updates!r}, which is no folder; name one that"
+                f" will have checkpoints"
+            )
         if self.api_key is None:
             object.__setattr__(self, "api_key", os.environ.get(KEY_VARIABLE) or None)
         key = self.api_key
@@ -112,6 +121,11 @@ class ServeConfig:
             raise InvalidInputError(
                 "the API key is empty, begins or ends with a blank, or holds what no header can;"
                 " give printable ASCII characters"
+            )
+        if self.drafter_updates is not None and key is None:
+            raise InvalidInputError(
+                f"drafter_updates lets clients change the drafter, so it needs a key; set"
+                f" ${KEY_VARIABLE}, or leave it out"
             )
         if not 0 <= self.port < 2**16:
             raise InvalidInputError(

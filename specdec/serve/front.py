@@ -61,6 +61,7 @@ class Front:
         self._open: set[Outputs] = set()
         self._waiting: set[asyncio.Future[None]] = set()  # for grammars
         engine.on_totals = self._take_totals
+        engine.on_drafter = self._take_drafter
         engine.on_death = self._die
 
     @property
@@ -92,6 +93,9 @@ class Front:
             self._elsewhere[number] = Totals.from_plain(given)
         except (ValueError, TypeError, KeyError, AttributeError):
             logger.exception("another front has told counts that are none")
+
+    def _take_drafter(self, name: str) -> None:
+        self.drafter = name
 
     def described(self) -> dict[str, Any]:
         """The model, the engine and the limits, without what is nobody's business."""
@@ -177,6 +181,21 @@ class Front:
             raise
         finally:
             self._waiting.discard(waiting)
+
+    async def update_drafter(self, name: str) -> None:
+        """Waits until the weights of a checkpoint draft.
+
+        Raises:
+            RequestError: others are being loaded.
+            SpecDecError: they cannot be used, and the old ones stay.
+        """
+        self.check_open()
+        try:
+            await self.engine.update_drafter(name)
+        except CapacityError as error:
+            raise busy(str(error)) from error
+        except RuntimeError as error:
+            raise engine_failed(error) from error
 
     def submit(
         self,

@@ -286,6 +286,12 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
 
 
+class DrafterRequest(Body):
+    """`POST /update_drafter`: the name of a checkpoint."""
+
+    drafter: str
+
+
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 

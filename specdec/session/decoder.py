@@ -4,10 +4,11 @@ and read how the drafts fared.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,7 +32,7 @@ from specdec.model.core import Drafter, Verifier
 from specdec.model.scratch import next_token_logits
 from specdec.parallel.executor import Executor, collective_rpc, executor_of
 from specdec.sampling.params import SamplingParams
-from specdec.session.drafter_choice import DrafterChoice, find_drafter
+from specdec.session.drafter_choice import DrafterChoice, find_drafter, stage
 from specdec.session.loading import load_target
 from specdec.session.outputs import GenerationResult, StreamChunk
 from specdec.session.prompts import PromptReader
@@ -91,6 +92,7 @@ class SpecDecoder:
         self.engine = make_engine(verifier, drafter, config, tokenizer)
         self.session = Session(self.engine, tokenizer)
         self._ranks: Executor | None = None
+        self._updating = threading.Lock()
 
     @property
     def reader(self) -> PromptReader:
@@ -169,6 +171,27 @@ class SpecDecoder:
             decoder = cls(verifier, tokenizer, make_drafter(verifier), engine, variables)
         decoder._ranks = ranks
         return decoder
+
+    def update_drafter(self, drafter: DrafterChoice) -> None:
+        """Replaces the drafter's weights while it is in use. Requests go on, and no output depends
+        on it; their prompts and outputs so far are prefilled once more, since nothing that was
+        cached with the old weights is used with the new ones. From any thread; it returns once the
+        new weights draft.
+
+        Args:
+            drafter: a checkpoint with the same `config.json`, `coupling` aside; see
+                `from_pretrained`. In a composition it takes the place of the part that is made
+                alike.
+
+        Raises:
+            SpecDecError: it cannot be loaded, or is made otherwise; the old weights stay.
+        """
+        with self._updating:
+            error = collective_rpc(self.verifier, stage, self.engine, drafter)
+            if error is not None:
+                raise error
+            assert self.engine.staged is not None
+            self.session.between_steps(partial(self.engine.exchange, self.engine.staged))
 
     def close(self) -> None:
         """Cancels what is unfinished, and ends the other processes that compute the target; nothing

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from specdec.base.errors import InvalidInputError
+import torch
+
+from specdec.base.errors import CapacityError, InvalidInputError, SpecDecError
 from specdec.base.registry import (
     CHECKPOINTS,
     COMPOSITION,
@@ -17,8 +19,12 @@ from specdec.base.registry import (
     parts_of,
     resolve,
 )
+from specdec.engine.engine import SpecEngine
 from specdec.model.core import Drafter, Verifier
+from specdec.model.weights import Exchange
+from specdec.parallel.collectives import all_agree
 from specdec.parallel.executor import collective_rpc, executor_of
+from specdec.parallel.group import group_of
 from specdec.parallel.plain import on_ranks
 
 DrafterChoice = str | Path | Drafter | Callable[..., Drafter] | None
@@ -63,6 +69,29 @@ def _made_by_all(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
 @on_ranks
 def _make_drafter(choice: DrafterChoice, verifier: Verifier) -> Drafter | None:
     return _maker(choice)(verifier)
+
+
+@on_ranks
+def stage(engine: SpecEngine, choice: DrafterChoice) -> SpecDecError | None:
+    """Makes a drafter whose weights are to replace those of an engine's, on every rank; what is
+    wrong with it on this one, or on another.
+    """
+    error: SpecDecError | None = None
+    engine.staged = None
+    try:
+        if engine.drafter is None:
+            raise InvalidInputError("nothing drafts, so there are no weights to replace")
+        fresh = _maker(choice)(engine.verifier)
+        if fresh is None:
+            raise InvalidInputError(f"drafter {choice!r} has no weights; name a checkpoint")
+        engine.staged = Exchange(engine.drafter, fresh, str(choice))
+    except SpecDecError as refused:
+        error = refused
+    except torch.OutOfMemoryError:
+        error = CapacityError("there is no memory for other weights beside those in use")
+    if not all_agree(error is None, group_of(engine.verifier)) and error is None:
+        error = InvalidInputError(f"another rank cannot use drafter {choice!r}; its log says why")
+    return error
 
 
 def _maker(choice: DrafterChoice) -> Callable[[Verifier], Drafter | None]:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from specdec.session.handle import Handle, Stream
 from specdec.session.outputs import StreamChunk
 from specdec.session.prompts import PromptReader
 from specdec.session.text import IncrementalDecoder, text_of, token_ids
-from specdec.session.turns import Turns
+from specdec.session.turns import PATIENCE, Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +72,7 @@ class Session:
         self._callers = Callers()
         self._new: list[Request] = []  # not yet known to the engine
         self._cancelled: deque[Request] = deque()
+        self._between: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._turns = Turns(self._lock)  # who has the turn steps the engine
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -176,6 +178,27 @@ class Session:
         finally:
             for handle in handles.values():
                 handle.cancel()
+
+    def between_steps(self, work: Callable[[], None]) -> None:
+        """Does something to the engine while no step is under way: here and now, or by who steps.
+
+        Args:
+            work: what to do. An error in it is one of the engine's.
+
+        Raises:
+            InvalidInputError: this thread is stepping it, and would wait for itself.
+            CapacityError: the program is ending.
+        """
+        self._turns.check()
+        done: Future[None] = Future()
+        self._between.append((work, done))
+        while not done.done():
+            if self._turns.ending:
+                raise CapacityError("the program is ending")
+            if self._turns.claim(sys._getframe()):
+                self._hand_over()
+            wait([done], PATIENCE)  # who steps does it, at the latest when it hands over
+        done.result()
 
     def step(self) -> None:
         """Steps the engine once; for measurements. Others wait in `run_until` meanwhile.
@@ -334,7 +357,7 @@ class Session:
             self._guarded(self._one_step)
 
     def _one_step(self) -> None:
-        if self._new or self._cancelled:
+        if self._new or self._cancelled or self._between:
             self._take_over()
         touched = self.engine.step()
         if self.watch is not None:
@@ -356,7 +379,9 @@ class Session:
             raise
 
     def _take_over(self) -> None:
-        """Tells the engine of requests that have come or are cancelled."""
+        """Tells the engine of requests that have come or are cancelled, and does what is to be done
+        between steps.
+        """
         with self._lock:
             new, self._new = self._new, []
             cancelled, self._cancelled = [*self._cancelled, *self._callers.left], deque()
@@ -367,13 +392,21 @@ class Session:
             self.engine.abort(request)
         with self._lock:
             self._callers.deliver(cancelled)
+        while self._between:
+            work, done = self._between.popleft()
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+            done.set_result(None)
 
     def _hand_over(self) -> None:
         """Lets another caller step."""
         with self._lock:
             if self._unsound is not None:
                 self._fail(self._unsound)
-            while self._cancelled:
+            while self._cancelled or self._between:
                 self._guarded(self._take_over)
             self._turns.pass_on()
 
@@ -414,6 +447,7 @@ class Session:
         self._arrived = threading.Condition(self._lock)
         if self.engine.admission.grammars:
             self.engine.admission.grammars.after_fork()
+        self._between.clear()  # who waits is not here
         self._thread, stepping = None, self._turns.taken
         self._turns = Turns(self._lock)
         if stepping:

@@ -3,12 +3,14 @@
     python -m tests.checks.serve_speed --at-once 1 8 32 128 256 1000 -- --max-num-seqs 256
     python -m tests.checks.serve_speed --dummy --at-once 1 32 256
 
-The first prints, for so many clients at once, what `specdec serve` gives six processes of clients
-that read streamed chats, beside what an engine of the same options gives the same prompts in a
-process without a server, in turn. The second has an engine that writes five tokens per step and
-computes nothing, and prints the processor's microseconds that each process of the server takes for
-an event, a token and a request. Clients speak HTTP by themselves, so they need no package. What
-follows -- are options of `specdec serve`; those of model and engine hold for both sides.
+The first prints, for so many clients at once, greedy and at temperature 1, what `specdec serve`
+gives six processes of clients that read streamed chats, beside what an engine of the same options
+gives the same prompts in a process without a server, in turn; and what another server gives that
+`--peer HOST:PORT` names. `--seconds` bounds how long it measures a row. The second has an engine
+that writes five tokens per step and computes nothing, and prints the processor's microseconds that
+each process of the server takes for an event, a token and a request. Clients speak HTTP by
+themselves, so they need no package. What follows -- are options of `specdec serve`; those of model
+and engine hold for both sides.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -27,7 +30,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,6 +56,23 @@ DUMMY_EVENTS = 41
 MOST = ["--max-queue", "4096", "--max-connections", "4096"]
 
 Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of one row.
+
+    Attributes:
+        questions: of all clients.
+        at_once: clients.
+        tokens: of each answer at most.
+        temperature: of sampling.
+    """
+
+    questions: list[str]
+    at_once: int
+    tokens: int
+    temperature: float = 0.0
 
 
 @dataclass
@@ -96,12 +117,12 @@ class Client:
         self._address = address
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def chat(self, question: str, tokens: int, seen: Seen) -> None:
+    async def chat(self, question: str, about: Asked, seen: Seen) -> None:
         """One streamed chat."""
         asked = {
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": tokens,
-            "temperature": 0,
+            "max_tokens": about.tokens,
+            "temperature": about.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -120,7 +141,7 @@ class Client:
             while (line := await reader.readline()) not in (b"", b"0\r\n"):
                 if line.startswith(b"data: {"):
                     seen.events += 1
-                    if not first and b'"content": "' in line and b'"content": ""' not in line:
+                    if not first and _begins(line):
                         first = time.perf_counter()
                     if b'"usage"' in line:
                         last = line
@@ -134,33 +155,39 @@ class Client:
             self._connection = None
 
 
-def clients(out: Any, address: Address, questions: list[str], at_once: int, tokens: int) -> None:
+def _begins(line: bytes) -> bool:
+    """Whether an event has the beginning of an answer."""
+    choices = json.loads(line[6:])["choices"]
+    return bool(choices and choices[0]["delta"].get("content"))
+
+
+def clients(out: Any, address: Address, about: Asked) -> None:
     """A process of clients, which asks all questions."""
 
     async def work() -> Seen:
-        seen, left = Seen(begun=time.perf_counter()), iter(questions)
+        seen, left = Seen(begun=time.perf_counter()), iter(about.questions)
 
         async def one() -> None:
             client = Client(address)
             for question in left:
-                await client.chat(question, tokens, seen)
+                await client.chat(question, about, seen)
 
-        await asyncio.gather(*(one() for _ in range(at_once)))
+        await asyncio.gather(*(one() for _ in range(about.at_once)))
         seen.ended = time.perf_counter()
         return seen
 
     out.put(asyncio.run(work()))
 
 
-def load(address: Address, questions: list[str], at_once: int, tokens: int) -> Seen:
+def load(address: Address, about: Asked) -> Seen:
     """All questions, so many at once, asked by several processes."""
-    count, seen = min(at_once, PROCESSES), Seen()
+    count, seen = min(about.at_once, PROCESSES), Seen()
     context = multiprocessing.get_context("fork")
     out, started = context.Queue(), []
     for number in range(count):
-        share = at_once // count + (number < at_once % count)
-        about = (out, address, questions[number::count], share, tokens)
-        started.append(context.Process(target=clients, args=about))
+        share = about.at_once // count + (number < about.at_once % count)
+        part = replace(about, questions=about.questions[number::count], at_once=share)
+        started.append(context.Process(target=clients, args=(out, address, part)))
     for process in started:
         process.start()
     for _ in started:
@@ -199,30 +226,31 @@ def served(command: Sequence[str], options: Sequence[str]) -> Iterator[tuple[int
             print(server.stderr.read(), file=sys.stderr, end="")
 
 
-def alone(orders: Connection, tokens: int, options: list[str]) -> None:
+def alone(orders: Connection, options: list[str]) -> None:
     """A process of an engine without a server, which answers questions when told to."""
     parser = argparse.ArgumentParser()
     model_options(parser)
     engine_options(parser)
     args, _ = parser.parse_known_args(options)
     decoder = load_decoder(args, args.drafter, engine_config(args))
-    session, sampling = decoder.session, SamplingParams(max_tokens=tokens)
+    session = decoder.session
     orders.send(None)
-    while (order := orders.recv()) is not None:
-        questions, at_once = order
-        prompts = [decoder.tokenize([{"role": "user", "content": text}]) for text in questions]
+    while (about := orders.recv()) is not None:
+        sampling = SamplingParams(max_tokens=about.tokens, temperature=about.temperature)
+        chats = [[{"role": "user", "content": text}] for text in about.questions]
+        prompts = [decoder.tokenize(chat) for chat in chats]
         stream, written = Stream(session), 0
         handles: dict[int, Handle] = {}
         began = time.perf_counter()
-        left = iter(enumerate(prompts))
+        left = iter([(index, prompt, sampling) for index, prompt in enumerate(prompts)])
 
         def submit(stream: Stream, handles: dict[int, Handle], left: Iterator[Any]) -> None:
-            for index, prompt in left:
-                about: dict[str, Any] = {"index": index, "incremental": False, "stream": stream}
-                handles[index] = session.submit(prompt, sampling, **about)
+            for index, prompt, sampling in left:
+                way: dict[str, Any] = {"index": index, "incremental": False, "stream": stream}
+                handles[index] = session.submit(prompt, sampling, **way)
                 return
 
-        for _ in range(at_once):
+        for _ in range(about.at_once):
             submit(stream, handles, left)
         for chunk in stream:
             if chunk.result is not None:
@@ -233,37 +261,68 @@ def alone(orders: Connection, tokens: int, options: list[str]) -> None:
     decoder.close()
 
 
+@dataclass
+class Row:
+    """What was measured of so many clients: tokens per second, and what clients saw."""
+
+    temperature: float
+    at_once: int
+    alone: list[float] = field(default_factory=list)
+    server: list[Seen] = field(default_factory=list)
+    peer: list[Seen] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        """Answers."""
+        return sum(one.lost for one in (*self.server, *self.peer))
+
+    def line(self) -> str:
+        """It in a table."""
+        ratios = [now.speed / alone for now, alone in zip(self.server, self.alone, strict=True)]
+        share = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        cells = [f"{self.temperature:g}", f"{self.at_once}"]
+        cells.append(f"{statistics.median(self.alone):,.0f}")
+        for side in (self.server, self.peer) if self.peer else (self.server,):
+            every = Seen()
+            for one in side:
+                every.add(one)
+            cells.append(f"{statistics.median(one.speed for one in side):,.0f}")
+            cells += [share] if side is self.server else []
+            cells += [f"{every.first_ms(0.5):.1f}", f"{every.first_ms(0.99):.1f}"]
+        return f"| {' | '.join([*cells, str(self.lost)])} |"
+
+
 def compare(args: argparse.Namespace) -> int:
     """Prints the table; 1 where an answer was lost."""
     context, lost = multiprocessing.get_context("spawn"), 0
-    options: list[str] = args.options
     orders, theirs = context.Pipe()
-    engine = context.Process(target=alone, args=(theirs, args.tokens, options), daemon=True)
+    engine = context.Process(target=alone, args=(theirs, args.options), daemon=True)
     engine.start()
     theirs.close()  # so that its end is noticed
     orders.recv()
-    with served(["-m", "specdec"], options) as (_, address):
-        print(
-            "| at once | engine alone, tokens/s | server | server / alone, median (least to most)"
-            " | first token, ms: median | p99 | lost |\n|---|---|---|---|---|---|---|"
-        )
-        for count in args.at_once:
+    columns = ["temperature", "at once", "engine alone, tokens/s", "server"]
+    columns += ["server / alone, median (least to most)", "first token, ms: median", "p99"]
+    peer = args.peer and (args.peer.rpartition(":")[0], int(args.peer.rpartition(":")[2]))
+    columns += ["peer, tokens/s", "first token, ms: median", "p99"] if peer else []
+    with served(["-m", "specdec"], args.options) as (_, address):
+        print(f"| {' | '.join([*columns, 'lost'])} |\n|{'---|' * (len(columns) + 1)}")
+        for temperature, count in product(args.temperatures, args.at_once):
+            row = Row(temperature, count)
             questions = questions_of(args.questions, max(16, min(4 * count, count + 1024)))
-            ratios, speeds, seen = [], [], Seen()
-            for number in range(args.repeats + 1):  # the first warms up
-                orders.send((questions, count))
-                speed = orders.recv()
-                now = load(address, questions, count, args.tokens)
-                if number:
-                    ratios.append(now.speed / speed)
-                    speeds.append((speed, now.speed))
-                    seen.add(now)
-                lost += now.lost
-            both = [statistics.median(one) for one in zip(*speeds, strict=True)]
-            share = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            first = f"{seen.first_ms(0.5):.1f} | {seen.first_ms(0.99):.1f}"
-            cells = f"{count} | {both[0]:,.0f} | {both[1]:,.0f} | {share} | {first} | {seen.lost}"
-            print(f"| {cells} |", flush=True)
+            about, until = Asked(questions, count, args.tokens, temperature), math.inf
+            for number in range(args.repeats + 1):
+                if number == 1:  # what came before has warmed up
+                    lost, row = lost + row.lost, Row(temperature, count)
+                    until = time.monotonic() + args.seconds
+                orders.send(about)
+                row.alone.append(orders.recv())
+                row.server.append(load(address, about))
+                if peer:
+                    row.peer.append(load(peer, about))
+                if time.monotonic() > until:
+                    break
+            lost += row.lost
+            print(row.line(), flush=True)
     orders.send(None)
     engine.join()
     return int(lost > 0)
@@ -323,7 +382,7 @@ def dummy(at_once: Sequence[int], options: list[str]) -> None:
     with tempfile.NamedTemporaryFile() as own:
         command = ["-m", "tests.checks.serve_speed", "--install", own.name]
         with served(command, given) as (pid, address):
-            load(address, questions_of(None, 8), 2, DUMMY_TOKENS)
+            load(address, Asked(questions_of(None, 8), 2, DUMMY_TOKENS))
             for clients in at_once:
                 count, found = max(48, clients), []
                 for events in (1, DUMMY_EVENTS):
@@ -346,7 +405,7 @@ def _spent(
     """A processor's seconds of each process for so many answers, those of dummy steps aside."""
     before = {one: seconds_of(one) for one in below(pid)}
     dummy = float(own.read_text())
-    seen = load(address, questions_of(None, count), clients, events * DUMMY_TOKENS)
+    seen = load(address, Asked(questions_of(None, count), clients, events * DUMMY_TOKENS))
     assert not seen.lost and seen.tokens == count * events * DUMMY_TOKENS, f"{seen}"
     dummy = float(own.read_text()) - dummy
     return {one: seconds_of(one) - then - dummy * (one == pid) for one, then in before.items()}
@@ -360,7 +419,10 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--at-once", type=int, nargs="+", default=[1, 8, 32, 128, 256, 1000], metavar="N")
-    add("--repeats", type=int, default=3, help="of each row, both sides in turn")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
+    add("--repeats", type=int, default=3, help="of each row, all sides in turn")
+    add("--seconds", type=float, default=math.inf, help="of a row, above which it is not repeated")
+    add("--peer", metavar="HOST:PORT", help="another server, with OpenAI's routes")
     add("--tokens", type=int, default=256, help="of each answer at most")
     add("--questions", type=Path, metavar="FILE", help="JSONL with a question in each line")
     add("--dummy", action="store_true", help="an engine that computes nothing")

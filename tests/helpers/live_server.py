@@ -14,6 +14,7 @@ import httpx
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.serve.config import ServeConfig
 from specdec.serve.front import Front
+from specdec.serve.processes.fronts import updates_of
 from specdec.serve.processes.setup import Setup
 from specdec.serve.server import Server, listen, take_connections
 from specdec.session.decoder import SpecDecoder
@@ -66,7 +67,9 @@ class Live:
         self.url = take_connections(sock)
         ours, theirs = socket.socketpair()
         limits = settings.max_queue, settings.max_queued_tokens
-        self.hub, link = Hub(decoder, on_stop=self._stop), Link(ours, *limits)
+        updates = updates_of(decoder, settings)
+        self.hub = Hub(decoder, on_stop=self._stop, update_drafter=updates)
+        link = Link(ours, *limits)
         link.channel.send(Setup(Facts.of(decoder), settings, MODEL, drafter).message())
         self.hub.add(link)
         channel = Channel(theirs)

@@ -1,7 +1,7 @@
 """Configuration of a DFlash drafter, whatever checkpoint layout it came in."""
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from drafters.attention import LatentSizes
@@ -10,6 +10,7 @@ from drafters.head import HeadConfig, HeadSizes
 from drafters.keys import require
 from specdec.layers.rotary.rotary import STATIC_ROPE_TYPES
 from specdec.model.core import Verifier
+from specdec.model.weights import FITTED
 
 MAX_DRAFTS = 1024
 """More drafts per block than any drafter has: a number beyond comes from a damaged file."""
@@ -111,7 +112,7 @@ class DFlashConfig:
     latent: LatentSizes | None = None
     head: HeadConfig | None = None
     tied_tables: bool = False
-    coupling: Coupling | None = None
+    coupling: Coupling | None = field(default=None, metadata={FITTED: True})
 
     def __post_init__(self) -> None:
         sizes = (

@@ -180,19 +180,23 @@ class BlockChoice:
     ) -> None:
         self.arms = tuple(arms)
         self._likeliest_first, self._forward_for_each = likeliest_first, forward_for_each
+        self._times: dict[Situation, StepTimes] = {}
+        # until something new is measured
+        self._estimates: dict[Situation, dict[BlockShape, float]] = {}
+        self._spare = 0.0  # seconds that may go into probing
+        self._tried = {BlockShape(0)}  # shapes whose time was measured for any batch
+        self.forget_acceptance()
+
+    def forget_acceptance(self) -> None:
+        """Drafts are accepted otherwise from now on; steps take as long as before."""
         # by whether a request samples, and what is expected
         self._acceptance: dict[tuple[bool, int], BlockAcceptance] = {}
         # whether of requests that sample, too little is known of what they accept
         self._untaught = {False, True}
-        self._times: dict[Situation, StepTimes] = {}
         self._at_work: dict[Situation, BlockShape] = {}  # what was found best
-        # until something new is measured
-        self._estimates: dict[Situation, dict[BlockShape, float]] = {}
         self._runs: dict[Situation, Run] = {}  # by what is expected, of the batch at work
-        self._spare = 0.0  # seconds that may go into probing
         self._debt = 0.0  # seconds that were lost lately
         self._at_stake = 0.0  # what the step that was chosen last may lose
-        self._tried = {BlockShape(0)}  # shapes whose time was measured for any batch
         self._losses: dict[tuple[Situation, BlockShape], float] = {}  # of a step, to plain ones
 
     def choose(

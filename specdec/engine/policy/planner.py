@@ -102,6 +102,12 @@ class Planner:
         if choice := self._choice(launch.selection):
             choice.put_off()
 
+    def forget_acceptance(self) -> None:
+        """The drafter has become another one; steps take as long as before."""
+        for choice in (self.choice, self.guided_choice, self.predicted_choice):
+            if choice:
+                choice.forget_acceptance()
+
     def learn(self, launch: Launch, outcome: Outcome) -> None:
         """Takes over what a step took and accepted."""
         if launch.block is not None and (choice := self._choice(launch.selection)):

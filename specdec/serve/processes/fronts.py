@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+from specdec.base.errors import CapacityError, InvalidInputError, SpecDecError
+from specdec.base.files import user_path
 from specdec.serve.config import ServeConfig
 from specdec.serve.processes.setup import Setup
 from specdec.serve.server import LAST_SECONDS
@@ -29,6 +31,34 @@ main({link}, {listening})
 
 _ALONE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 """They use no accelerator, and compute nothing."""
+
+
+def updates_of(decoder: SpecDecoder, config: ServeConfig) -> Callable[[str], None] | None:
+    """What has the checkpoint of a name draft, if clients may ask for that: one in the folder that
+    the config names.
+    """
+    if config.drafter_updates is None:
+        return None
+    folder = user_path(config.drafter_updates).resolve()
+
+    def update(name: str) -> None:
+        try:
+            path = (folder / name).resolve()
+        except (OSError, ValueError):  # a character that no name has, or links without an end
+            path = folder
+        if path == folder or folder not in path.parents or not path.is_dir():
+            raise InvalidInputError(
+                f"there is no checkpoint {name[:200]!r} in the folder of --drafter-updates; name a"
+                f" folder in it"
+            )
+        try:
+            decoder.update_drafter(path)
+        except SpecDecError as error:
+            line = str(error).replace(str(path), name).replace(str(folder), "")
+            kind = CapacityError if isinstance(error, CapacityError) else InvalidInputError
+            raise kind(line) from error
+
+    return update
 
 
 class Fronts:
@@ -60,6 +90,7 @@ class Fronts:
             on_ready=on_ready,
             on_loss=lambda link: self._replace(link, hub, setup),
             on_stop=lambda: self._stop(setup.config.drain_seconds + 2 * LAST_SECONDS),
+            update_drafter=updates_of(decoder, setup.config),
         )
 
         def stop(number: int, frame: FrameType | None) -> None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec.base.errors import CapacityError, InvalidInputError, one_line
 from specdec.engine.requests.admission import Admission
+from specdec.engine.requests.request import Request
+from specdec.sampling.logprobs import Top
 from specdec.session.prompts import PromptReader
 from specdec.session.provenance import origin_of_run
 
@@ -122,6 +124,28 @@ def _settings(decoder: SpecDecoder) -> dict[str, Any]:
             "graphs": engine.runner.graphs is not None,
         }
     }
+
+
+def end_of(request: Request) -> dict[str, Any]:
+    """What a finished request knows beside its tokens and steps."""
+    end: dict[str, Any] = {
+        "finish_reason": request.finish_reason,
+        "seed": request.seed,
+        "num_cached_tokens": request.num_cached_tokens,
+    }
+    if request.error:
+        end |= {"error": request.error, "bad_input": request.bad_input}
+    if request.num_by_rank:
+        end["num_by_rank"] = [*request.num_by_rank.items()]
+    if request.sampling.prompt_logprobs is not None:
+        end["prompt_logprobs"] = request.prompt_logprobs
+        end["prompt_top_logprobs"] = pairs(request.prompt_top_logprobs)
+    return end
+
+
+def pairs(tops: list[Top]) -> list[list[tuple[int, float]]]:
+    """JSON has no keys that are integers."""
+    return [[*top.items()] for top in tops]
 
 
 class Numbers(NamedTuple):

@@ -21,7 +21,6 @@ from typing import Any
 
 from specdec.base.errors import SpecDecError, one_line
 from specdec.engine.requests.request import Request, Status
-from specdec.sampling.logprobs import Top
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.handle import Handle
@@ -30,10 +29,13 @@ from specdec.session.link.channel import (
     Channel,
     Malformed,
     Numbers,
+    end_of,
     packed,
+    pairs,
     plain_error,
     unpacked,
 )
+from specdec.session.link.updates import Updates
 from specdec.session.outputs import StreamChunk
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,8 @@ class Hub:
         on_ready: called once all processes that were added before `run` serve.
         on_loss: called with a process that has ended by itself; it may add another one.
         on_stop: called once when all are to end, which it tells them.
+        update_drafter: has other weights draft, by the name that a process asks for, in a thread of
+            its own; None lets nobody ask.
 
     Attributes:
         dead: the engine failed, and then failed a probe, or a rank has ended.
@@ -148,15 +152,17 @@ class Hub:
         on_ready: Callable[[], object] = lambda: None,
         on_loss: Callable[[Link], object] = lambda link: None,
         on_stop: Callable[[], object] = lambda: None,
+        update_drafter: Callable[[str], object] | None = None,
     ) -> None:
         self._decoder, self._session, self._engine = decoder, decoder.session, decoder.engine
         self._ranks = decoder.ranks  # which are not the decoder's any more once they have ended
         self._on_ready, self._on_loss, self._on_stop = on_ready, on_loss, on_stop
+        self._updates = update_drafter and Updates(update_drafter, self._soon)
         self._links: dict[int, Link] = {}
         self._outputs: dict[Request, _Output] = {}
         self._totals: dict[int, Any] = {}  # of processes, those that have ended among them
         self._failures = _Failures()
-        self._compiled: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._poll = select.poll()
         self._bell, self._woken = socket.socketpair()
         self._bell.setblocking(False)
@@ -194,7 +200,9 @@ class Hub:
             self._bell.close()
             self._woken.close()
 
-    def _wake(self) -> None:
+    def _soon(self, call: Callable[[], object]) -> None:
+        """Has something called between steps; from any thread."""
+        self._calls.append(call)
         with suppress(OSError):  # it is awake, or has ended
             self._bell.send(b"\0")
 
@@ -228,8 +236,8 @@ class Hub:
                 self._flush(link)
             if events & ~select.POLLOUT:
                 self._hear(link)
-        while self._compiled:
-            self._compiled.popleft()()
+        while self._calls:
+            self._calls.popleft()()
         if seconds and not seen and self._ranks is not None and self._ranks.ended is not None:
             self.die(self._ranks.ended)
 
@@ -265,6 +273,8 @@ class Hub:
                 self._take_cancel(link, key)
             case ["grammar", int(key), dict(sampling)] if key not in link.grammars:
                 self._take_grammar(link, key, _sampling_of(sampling))
+            case ["drafter", int(key), str(name)] if self._updates is not None:
+                self._updates.begin(name, partial(self._tell_drafter, link, key))
             case ["leave", int(key)]:
                 self._take_leave(link, key)
             case ["totals", dict(totals)]:
@@ -274,6 +284,8 @@ class Hub:
 
     def _take_ready(self, link: Link) -> None:
         link.ready = True
+        if self._updates and self._updates.drafter:
+            self._send(link, ("drafter", self._updates.drafter))
         link.untold.update(self._totals)
         self._tell_totals(link)
         if all(one.ready for one in self._links.values()):
@@ -317,7 +329,7 @@ class Hub:
         try:
             compiled = self._engine.admission.compiled_grammar(sampling)
         except Exception as error:
-            self._send(link, ("grammar", key, *plain_error(error)))
+            self._send(link, ("done", key, *plain_error(error)))
             return
         if compiled is None:
             raise Malformed("a grammar is waited for, and there is none")
@@ -326,16 +338,22 @@ class Hub:
 
     def _ring(self, link: Link, key: int, compiled: Future[Any]) -> None:
         """In whichever thread."""
-        self._compiled.append(partial(self._tell_grammar, link, key, compiled))
-        self._wake()
+        self._soon(partial(self._tell_grammar, link, key, compiled))
 
     def _tell_grammar(self, link: Link, key: int, compiled: Future[Any]) -> None:
         if link.grammars.pop(key, None) is not None and not compiled.cancelled():
             error = compiled.exception()
-            self._send(link, ("grammar", key, *(() if error is None else plain_error(error))))
+            self._send(link, ("done", key, *(() if error is None else plain_error(error))))
+
+    def _tell_drafter(self, link: Link, key: int, error: BaseException | None) -> None:
+        for one in self._links.values():
+            if error is None and one.ready and self._updates:
+                self._send(one, ("drafter", self._updates.drafter))
+            if one is link:
+                self._send(one, ("done", key, *(() if error is None else plain_error(error))))
 
     def _take_leave(self, link: Link, key: int) -> None:
-        """Nobody waits for a grammar any more."""
+        """Nobody waits for a grammar, or for weights, any more."""
         compiled = link.grammars.pop(key, None)
         if compiled is not None:
             compiled.cancel()
@@ -406,10 +424,10 @@ class Hub:
             output.num_steps = len(done)
             if request.logprobs:
                 since, output.num_logprobs = output.num_logprobs, len(request.logprobs)
-                scored = request.logprobs[since:], _pairs(request.top_logprobs[since:])
+                scored = request.logprobs[since:], pairs(request.top_logprobs[since:])
                 more.append(("scored", output.key, *scored))
             if request.status is Status.FINISHED:
-                more.append(("end", output.key, _end_of(request)))
+                more.append(("end", output.key, end_of(request)))
                 link.drop(output.key)
                 self._outputs.pop(request, None)
         integers = packed(counts + parts + tokens + steps, keys)
@@ -460,28 +478,6 @@ class Hub:
             self._take_cancel(link, key)
         if not self.stopping:
             self._on_loss(link)
-
-
-def _end_of(request: Request) -> dict[str, Any]:
-    """What a finished request knows beside its tokens and steps."""
-    end: dict[str, Any] = {
-        "finish_reason": request.finish_reason,
-        "seed": request.seed,
-        "num_cached_tokens": request.num_cached_tokens,
-    }
-    if request.error:
-        end |= {"error": request.error, "bad_input": request.bad_input}
-    if request.num_by_rank:
-        end["num_by_rank"] = [*request.num_by_rank.items()]
-    if request.sampling.prompt_logprobs is not None:
-        end["prompt_logprobs"] = request.prompt_logprobs
-        end["prompt_top_logprobs"] = _pairs(request.prompt_top_logprobs)
-    return end
-
-
-def _pairs(tops: list[Top]) -> list[list[tuple[int, float]]]:
-    """JSON has no keys that are integers."""
-    return [[*top.items()] for top in tops]
 
 
 def _sampling_of(given: dict[str, Any]) -> SamplingParams:

@@ -35,6 +35,7 @@ class Remote:
     Attributes:
         numbers: the engine's, as it was told last.
         on_totals: called with what other processes have done.
+        on_drafter: called with the name of what drafts from now on.
         on_death: called when the engine has failed for good, with why, or None where its process
             has said so.
     """
@@ -44,13 +45,14 @@ class Remote:
         self.reader, self.admission = facts.reader, facts.admission
         self.numbers = Numbers()
         self.on_totals: Callable[[int, dict[str, Any]], object] = lambda number, totals: None
+        self.on_drafter: Callable[[str], object] = lambda name: None
         self.on_death: Callable[[str | None], object] = lambda line: None
         self._open: dict[int, Handle] = {}
         self._listening: set[int] = set()
         self._touched: dict[Handle, None] = {}
         self._keys = count()
         self._unsent: list[tuple[Any, ...]] = []
-        self._compiling: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[int, asyncio.Future[None]] = {}  # for what is neither output nor count
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -137,13 +139,25 @@ class Remote:
         Raises:
             SpecDecError: see `Admission.compiled_grammar`, or it cannot be compiled.
         """
+        await self._told("grammar", sampling.plain())
+
+    async def update_drafter(self, name: str) -> None:
+        """Waits until the weights of a checkpoint draft.
+
+        Raises:
+            SpecDecError: see `SpecDecoder.update_drafter`; the old weights stay.
+        """
+        await self._told("drafter", name)
+
+    async def _told(self, kind: str, about: Any) -> None:
+        """Waits until the other process has done something."""
         key = next(self._keys)
-        done = self._compiling[key] = asyncio.get_running_loop().create_future()
-        self.send(("grammar", key, sampling.plain()))
+        done = self._waiting[key] = asyncio.get_running_loop().create_future()
+        self.send((kind, key, about))
         try:
             await done
         finally:
-            del self._compiling[key]
+            del self._waiting[key]
             if done.cancelled():  # as it is with who waits
                 self.send(("leave", key))
 
@@ -227,14 +241,17 @@ class Remote:
         for handle in handles.values():
             handle.stream.fail(RuntimeError(f"the engine failed: {line}"))
 
-    def _take_grammar(self, key: int, *error: str) -> None:
-        waiting = self._compiling.get(key)
+    def _take_done(self, key: int, *error: str) -> None:
+        waiting = self._waiting.get(key)
         if waiting is None or waiting.done():
             return
         if error:
             waiting.set_exception(error_of(*error))
         else:
             waiting.set_result(None)
+
+    def _take_drafter(self, name: str) -> None:
+        self.on_drafter(name)
 
     def _take_totals(self, number: int, totals: dict[str, Any]) -> None:
         self.on_totals(number, totals)
@@ -245,6 +262,6 @@ class Remote:
     def _end(self, line: str) -> None:
         self.close()
         self._take_failed(line)
-        for key in list(self._compiling):
-            self._take_grammar(key, "RuntimeError", line)
+        for key in list(self._waiting):
+            self._take_done(key, "RuntimeError", line)
         self.on_death(line)

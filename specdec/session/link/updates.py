@@ -1,0 +1,59 @@
+"""Other weights for a drafter, loaded beside the engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from specdec.base.errors import CapacityError, SpecDecError
+
+logger = logging.getLogger(__name__)
+
+Told = Callable[[BaseException | None], object]
+"""Called with what became of an update: None where the new weights draft."""
+
+
+class Updates:
+    """Has other weights draft, one update at a time, in a thread, so that steps go on while files
+    are read.
+
+    Args:
+        update: does it, by the name of a checkpoint.
+        call: has something called where the engine is stepped.
+
+    Attributes:
+        drafter: name of what drafts, once it has changed.
+    """
+
+    def __init__(
+        self, update: Callable[[str], object], call: Callable[[Callable[[], object]], object]
+    ) -> None:
+        self._update, self._call = update, call
+        self._busy = False
+        self.drafter: str | None = None
+
+    def begin(self, name: str, told: Told) -> None:
+        """Begins one, unless another one is under way; where the engine is stepped."""
+        if self._busy:
+            told(CapacityError("other weights are being loaded; try again later"))
+            return
+        self._busy = True
+        threading.Thread(target=self._run, args=(name, told), daemon=True).start()
+
+    def _run(self, name: str, told: Told) -> None:
+        error: BaseException | None = None
+        try:
+            self._update(name)
+        except Exception as refused:
+            error = refused
+        self._call(lambda: self._end(name, error, told))
+
+    def _end(self, name: str, error: BaseException | None, told: Told) -> None:
+        self._busy = False
+        if error is None:
+            self.drafter = name
+            logger.warning("%s drafts from now on", name)
+        elif not isinstance(error, SpecDecError):
+            logger.error("the drafter could not be updated", exc_info=error)
+        told(error)
