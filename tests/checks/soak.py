@@ -262,13 +262,13 @@ def models(tiny: bool) -> Iterator[tuple[list[str], Path, list[str]]]:
         folder = Path(name)
         drafters = folder / "drafters"
         if tiny:
-            from tests.evals.tiny import save_tiny
-            from tests.helpers.tiny_models import plain_model, tiny_tokenizer
+            from tests.helpers.tiny_models import plain_model
+            from tests.helpers.tools import HERMES, tool_tokenizer
 
-            save_tiny(folder / "target")
-            for kind, seed in (("good", 0), ("random", 7)):
-                plain_model("llama", seed=seed).save_pretrained(drafters / kind)
-                tiny_tokenizer().save_pretrained(drafters / kind)
+            of = {folder / "target": 0, drafters / "good": 0, drafters / "random": 7}
+            for where, seed in of.items():
+                plain_model("llama", seed=seed).save_pretrained(where)
+                tool_tokenizer(HERMES).save_pretrained(where)
             options = ["--model", str(folder / "target"), "-k", "3"]
         else:
             for kind in ("good", "random"):
@@ -282,8 +282,7 @@ def models(tiny: bool) -> Iterator[tuple[list[str], Path, list[str]]]:
                 for name, one in load_file(weights).items()
             }
             save_file(drawn, weights, {"format": "pt"})
-            options = ["--max-model-len", "2048"]
-        options += ["--chat-template", str(TOOLS_TEMPLATE)]
+            options = ["--chat-template", str(TOOLS_TEMPLATE), "--max-model-len", "2048"]
         drafter = ["--drafter", str(drafters / "good"), "--drafter-updates", str(drafters)]
         yield [*options, *drafter], drafters, ["random", "good"]
 

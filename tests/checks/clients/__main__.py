@@ -37,7 +37,9 @@ def installed(name: str) -> str | None:
         return None
 
 
-def rows_of(at: Served, node: Path | None, verbose: bool) -> Iterator[tuple[str, str, str, str]]:
+def rows_of(
+    at: Served, node: Path | None, tokenizer: str, verbose: bool
+) -> Iterator[tuple[str, str, str, str]]:
     """Client, version, example and what came of it."""
     for name, examples in PACKAGES.items():
         version = installed(name)
@@ -56,7 +58,12 @@ def rows_of(at: Served, node: Path | None, verbose: bool) -> Iterator[tuple[str,
             yield name, "", "", "not installed"
     for name, words in PROGRAMS.items():
         version = installed(name) or (importlib.util.find_spec(name) and "of a folder")
-        yield name, version or "", "", run_program(at, words) if version else "not installed"
+        yield (
+            name,
+            version or "",
+            "",
+            run_program(at, words, tokenizer) if version else "not installed",
+        )
     for name, script in NODE.items():
         yield name, "", "", run_node(at, node, script) if node else "not installed (see --node)"
 
@@ -86,13 +93,14 @@ def main() -> int:
     parser.add_argument("--model", help="its name there; the embedded one otherwise")
     parser.add_argument("--serve", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--node", type=Path, metavar="FOLDER")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="of the model, for programs")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks")
     args = parser.parse_args()
     failed = 0
     with nullcontext(args.url) if args.url else _served(args.serve) as url:
         at = Served(f"{url}/v1", args.model or "embedded")
         print("| client | version | example | result |\n|---|---|---|---|")
-        for row in rows_of(at, args.node, args.verbose):
+        for row in rows_of(at, args.node, args.tokenizer or at.model, args.verbose):
             failed += row[-1].startswith("FAILS")
             print(f"| {' | '.join(row)} |", flush=True)
     return int(failed > 0)

