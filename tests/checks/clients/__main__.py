@@ -57,7 +57,7 @@ def rows_of(
         if not version:
             yield name, "", "", "not installed"
     for name, words in PROGRAMS.items():
-        version = installed(name) or (importlib.util.find_spec(name) and "of a folder")
+        version = installed(name) or ("of a folder" if importlib.util.find_spec(name) else None)
         yield (
             name,
             version or "",

@@ -191,11 +191,20 @@ def test_the_route_is_for_who_opens_it_and_has_the_key(live: Live, tmp_path: Pat
 
 @pytest.mark.slow
 def test_all_fronts_are_told(folders: Path) -> None:
-    words = [sys.executable, "-m", "specdec", "serve", "--model", folders / "target", "--port", "0"]
+    words: list[Any] = [
+        sys.executable,
+        "-m",
+        "specdec",
+        "serve",
+        "--model",
+        folders / "target",
+        "--port",
+        "0",
+    ]
     words += ["--device", "cpu", "--drafter", folders / "drafters" / "random", "-k", "3"]
     words += ["--front-processes", "2", "--drafter-updates", folders / "drafters"]
     key = {**os.environ, "SPECDEC_API_KEY": "secret"}
-    with subprocess.Popen(map(str, words), stderr=subprocess.PIPE, text=True, env=key) as server:
+    with subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True, env=key) as server:
         assert server.stderr is not None
         try:
             found = None
@@ -204,8 +213,8 @@ def test_all_fronts_are_told(folders: Path) -> None:
                 assert line, "the server does not start"
                 found = re.search(r" at (http://[\d.:]+)/v1", line)
             url = found[1]
-            asked = {"json": {"drafter": "good"}, "headers": KEY}
-            assert httpx.post(url + ROUTE, **asked).json() == {"drafter": "good"}
+            answer = httpx.post(url + ROUTE, json={"drafter": "good"}, headers=KEY)
+            assert answer.json() == {"drafter": "good"}
 
             def named() -> set[str]:
                 """By fronts that twenty new connections come to."""
