@@ -205,7 +205,7 @@ class Bench:
         """What memory alone would allow; a peer's weights may lie otherwise, and the rows of a step
         may change, so these have none.
         """
-        if side.peer or side.k == "auto" or side.decoder.engine.runner.budget:
+        if side.peer or str(side.k).startswith("auto") or side.decoder.engine.runner.budget:
             return None
         answers = side.passes[0].answers
         context = sum(

@@ -16,6 +16,9 @@ DraftCount = int | Literal["auto"] | None
 by step.
 """
 
+Budget = float | Literal["auto"]
+"""See `EngineConfig.verify_budget`."""
+
 MAX_WARMUP = 10
 """Untimed passes at most of a side that goes on capturing: where k is chosen step by step, one does
 not meet all that occurs.
@@ -27,7 +30,7 @@ class SideKind(NamedTuple):
 
     k: DraftCount = None
     tree: int | None = None
-    budget: float | None = None
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class BenchConfig:
         num_draft_tokens: values of k, see `DraftCount`.
         trees: numbers of drafts that form a tree, further sides beside those of k.
         budgets: drafts verified of a request on average, further sides of every number of k and
-            every tree that has more.
+            every tree that has more; "auto", of k that is chosen.
         temperatures: 0 is greedy.
         top_k, top_p: of sampled decoding, see `SamplingParams`.
         concurrencies: conversations decoded at once.
@@ -61,7 +64,7 @@ class BenchConfig:
     drafters: tuple[str, ...] = ("auto",)
     num_draft_tokens: tuple[DraftCount, ...] = (None,)
     trees: tuple[int, ...] = ()
-    budgets: tuple[float, ...] = ()
+    budgets: tuple[Budget, ...] = ()
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -104,11 +107,13 @@ class BenchConfig:
         for nodes in self.trees:
             EngineConfig(tree_nodes=nodes)
         for budget in self.budgets:
-            EngineConfig(verify_budget=budget)
+            EngineConfig(
+                num_draft_tokens="auto" if budget == "auto" else None, verify_budget=budget
+            )
         if self.budgets and not any(kind.budget for kind in self.kinds):
             raise InvalidInputError(
-                f"budgets are {' '.join(f'{one:g}' for one in self.budgets)} and no block has more"
-                " drafts; give larger numbers to -k or --tree"
+                f"budgets are {' '.join(map(str, self.budgets))} and no block has more drafts; give"
+                " larger numbers to -k or --tree"
             )
         for temperature in self.temperatures:
             self.sampling(temperature)
@@ -125,7 +130,8 @@ class BenchConfig:
             kind._replace(budget=budget)
             for kind, most in numbers
             for budget in self.budgets
-            if isinstance(most, int) and budget < most
+            if (budget == "auto" and most == "auto")
+            or (isinstance(most, int) and isinstance(budget, int | float) and budget < most)
         ]
 
     def sampling(self, temperature: float) -> SamplingParams:

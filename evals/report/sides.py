@@ -55,10 +55,11 @@ def short_name(drafter: str, width: int = 24) -> str:
 def drafts_name(k: int | str) -> str:
     """What a side's drafts are called.
 
-    >>> drafts_name(7), drafts_name("auto"), drafts_name("tree 16")
-    ('k=7', 'k=auto', 'tree 16')
+    >>> drafts_name(7), drafts_name("auto"), drafts_name("tree 16"), drafts_name("2 of 7")
+    ('k=7', 'k=auto', 'tree 16', '2 of 7')
     """
-    return str(k) if str(k).startswith("tree") else f"k={k}"
+    name = str(k)
+    return name if name.startswith("tree") or " of " in name else f"k={k}"
 
 
 def side_name(drafter: str, k: int | str, width: int = 24) -> str:

@@ -54,7 +54,7 @@ def shapes_and_ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
             row["prompt_set"], row["temperature"], row["concurrency"], row["drafter"], row["k"]
         )
         # reports of before trees have none
-        if row["k"] == "auto" and "steps_by_shape" in row["acceptance"]:
+        if str(row["k"]).startswith("auto") and "steps_by_shape" in row["acceptance"]:
             shapes.append((f"  {title}:", steps_of_shapes(row["acceptance"]["steps_by_shape"])))
         if row["acceptance"] and row["acceptance"].get("share_by_rank"):
             ranks.append((f"  {title}:", _shares(row["acceptance"]["share_by_rank"])))
@@ -211,7 +211,7 @@ def eval_table(report: Report) -> list[str]:
         lines += align(rows, left=(0, 2, 4))
         if acceptance is not None and acceptance["acceptance_rate"]:
             lines.append("accepted by position: " + _shares(acceptance["acceptance_rate"]))
-            if report["settings"]["k"] == "auto" and "steps_by_shape" in acceptance:
+            if str(report["settings"]["k"]).startswith("auto") and "steps_by_shape" in acceptance:
                 lines.append(
                     "drafts chosen step by step: " + steps_of_shapes(acceptance["steps_by_shape"])
                 )

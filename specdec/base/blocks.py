@@ -48,6 +48,11 @@ class BlockShape(NamedTuple):
         """Rows of a request, the anchor's included."""
         return self.drafts + 1
 
+    @property
+    def mean_rows(self) -> float:
+        """Rows of a request that are verified on average."""
+        return 1 + (self.budget or self.drafts)
+
     def verified(self, num_reqs: int) -> int:
         """Rows that a step of so many requests verifies, the anchors' included.
 

@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses, validated once when they are made."""
 
 import reprlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specdec.base.blocks import MAX_NODES
@@ -152,7 +152,8 @@ class EngineConfig:
             a number of draft tokens makes chains.
         verify_budget: drafts of a request that a step verifies on average; None verifies all. Those
             of all requests are ranked by how likely they are accepted
-            (`specdec.engine.policy.budget`).
+            (`specdec.engine.policy.budget`). "auto" is for blocks whose shape is chosen, and lets
+            some have a budget.
         draft_sampling: "coupled" drafts of sampled requests are chosen with the noise that the
             target will choose by (Daliri, Musco and Suresh, arXiv 2408.07978), "greedy" ones
             without it. Either is a point mass, so sampled output equals plain decoding with the
@@ -183,7 +184,7 @@ class EngineConfig:
     seed: int | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     tree_nodes: int | None = None
-    verify_budget: float | None = None
+    verify_budget: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         integers(
@@ -236,10 +237,16 @@ class EngineConfig:
             f" is a tree or a chain, so leave"
             " out one of the two",
         )
-        budget = self.verify_budget
+        budget, chosen = self.verify_budget, self.num_draft_tokens == "auto" and not self.tree_nodes
         require(
-            budget is None or (is_number(budget) and budget > 0),
-            f"verify_budget is {budget!r}; it must be a number above 0, or left out",
+            budget in (None, "auto") or (is_number(budget) and float(budget) > 0),
+            f"verify_budget is {budget!r}; it must be 'auto', a number above 0, or left out",
+        )
+        require(
+            budget is None or (budget == "auto") == chosen,
+            f"verify_budget is {budget!r} and the shape of blocks is "
+            + ("chosen; say num_draft_tokens or tree_nodes" if chosen else "given; give a number")
+            + ", or leave it out",
         )
         require(
             self.draft_sampling in ("coupled", "greedy", "probabilistic"),
@@ -250,3 +257,7 @@ class EngineConfig:
             self.pipeline_depth is None or self.pipeline_depth in (0, 1),
             f"pipeline_depth is {self.pipeline_depth}; it must be 0 or 1",
         )
+
+    def plain(self) -> "EngineConfig":
+        """This config without drafts."""
+        return replace(self, num_draft_tokens=0, tree_nodes=0, verify_budget=None)

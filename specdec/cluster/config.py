@@ -85,6 +85,4 @@ class EngineSpec:
 
     def plain(self) -> EngineSpec:
         """This config without drafts, see `SpecDecoder.plain`."""
-        return replace(
-            self, drafter=None, engine=replace(self.engine, num_draft_tokens=0, tree_nodes=0)
-        )
+        return replace(self, drafter=None, engine=self.engine.plain())

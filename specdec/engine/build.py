@@ -25,6 +25,7 @@ from specdec.engine.policy.block_choice import (
     MAX_TREE_ROWS,
     checked_draft_tokens,
     shapes,
+    shared_shapes,
     tree_shape,
 )
 from specdec.engine.policy.budget import VerifyBudget
@@ -299,7 +300,12 @@ def _shapes(
             else most
         )
         assert drafter is not None
-        return shapes(most, trees=served, forward_for_each=drafter.forward_for_each)
+        made = shapes(most, trees=served, forward_for_each=drafter.forward_for_each)
+        if config.verify_budget is None:
+            return made
+        _check_budget(verifier, config)
+        each = drafter.forward_for_each
+        return (*made, *shared_shapes(most, trees=served > 0, forward_for_each=each))
     return (_with_budget(BlockShape(most), verifier, config),)
 
 
@@ -310,14 +316,18 @@ def _with_budget(shape: BlockShape, verifier: Verifier, config: EngineConfig) ->
         InvalidInputError: the target or the configuration cannot be served so.
     """
     budget = config.verify_budget
-    if budget is None or budget >= shape.drafts:
+    if not isinstance(budget, int | float) or budget >= shape.drafts:
         return shape
+    _check_budget(verifier, config)
+    return shape._replace(budget=float(budget))
+
+
+def _check_budget(verifier: Verifier, config: EngineConfig) -> None:
     if reasons := budget_reasons(verifier, config):
         raise InvalidInputError(
-            f"verify_budget is {budget:g}, but {'; '.join(reasons)}; leave it out to verify all"
-            " drafts"
+            f"verify_budget is {config.verify_budget}, but {'; '.join(reasons)}; leave it out to"
+            " verify all drafts"
         )
-    return shape._replace(budget=float(budget))
 
 
 def budget_reasons(verifier: Verifier, config: EngineConfig) -> list[str]:
@@ -360,4 +370,5 @@ def _max_rows(shape: BlockShape, config: EngineConfig, *, chosen: bool) -> int:
     `MAX_TREE_ROWS`.
     """
     rows = min(batch_bucket(config.max_num_seqs), BATCH_SIZES[-1]) * shape.rows
-    return min(rows, MAX_TREE_ROWS) if shape.is_tree and chosen else rows
+    few = shape.is_tree and chosen and not shape.budget
+    return min(rows, MAX_TREE_ROWS) if few else rows

@@ -119,10 +119,10 @@ class SpecEngine:
     @property
     def k(self) -> int | str:
         """Drafts per step: a number of a chain, "tree N", "B of" either, or "auto" where their
-        shape is chosen step by step.
+        shape is chosen step by step, "auto with budgets" where some have one.
         """
         if self.planner.choice:
-            return "auto"
+            return "auto with budgets" if self.runner.budget else "auto"
         shape = self.planner.shapes[0]
         return str(shape) if shape.is_tree or shape.budget else shape.depth
 

@@ -206,7 +206,7 @@ class SpecDecoder:
         """This target without a drafter and with a cache of its own: the baseline of every
         ratio.
         """
-        return self.variant(None, replace(self.engine.config, num_draft_tokens=0, tree_nodes=0))
+        return self.variant(None, self.engine.config.plain())
 
     def variant(self, drafter: Drafter | None, config: EngineConfig) -> SpecDecoder:
         """This target with another drafter and engine."""

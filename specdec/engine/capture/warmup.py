@@ -28,7 +28,7 @@ from specdec.device import self_check
 from specdec.engine.capture.buckets import batches, lengths
 from specdec.engine.engine import SpecEngine
 from specdec.engine.launch import Launch
-from specdec.engine.policy.block_choice import MAX_TREE_ROWS, ladder
+from specdec.engine.policy.block_choice import ladder, may_have
 from specdec.engine.requests.request import Request
 from specdec.engine.requests.scheduler import Chunk
 from specdec.engine.selection import Selection
@@ -329,11 +329,7 @@ def _steps(
     for bound in _bounds(engine, finer=eager) if bounds is None else bounds:
         for num_reqs in sorted({*sizes, *range(1, min(most, UNPADDED) + 1)}) if eager else sizes:
             for shape in blocks if num_reqs in sizes else blocks[-1:]:
-                if (
-                    shape.is_tree
-                    and engine.planner.choice
-                    and num_reqs * shape.rows > MAX_TREE_ROWS
-                ):
+                if engine.planner.choice and not may_have(shape, num_reqs):
                     continue
                 title = (
                     f"decode {num_reqs} x {shape.rows} rows{' of trees' * shape.is_tree}, up to"

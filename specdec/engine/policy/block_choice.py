@@ -44,6 +44,9 @@ MAX_TREE_ROWS = 1024
 """Rows of all requests of a step up to which their drafts may form trees: more of them are scarce,
 and the likeliest few in a chain take least."""
 
+MIN_SHARED = 8
+"""Requests from which on a step may share out rows: among few there is little to choose from."""
+
 _LENGTHS = (0, 1, 3, 7, 15, 31, 63)
 # drafts tried first, in a tree or without: many that are wrong cost much, and few tell little
 _FIRST_TREE, _FEW = 7, 3
@@ -113,6 +116,28 @@ def shapes(most: int, *, trees: int, forward_for_each: bool = False) -> tuple[Bl
     drafts = (n for n in _LENGTHS if 1 < n <= trees and most)
     made = (tree_shape(n, most, forward_for_each=forward_for_each) for n in drafts)
     return (*map(BlockShape, ladder(most)), *made)
+
+
+def shared_shapes(most: int, *, trees: bool, forward_for_each: bool = False) -> list[BlockShape]:
+    """Shapes with a budget: larger blocks than those that are worth verifying whole.
+
+    >>> [str(shape) for shape in shared_shapes(9, trees=False)]
+    ['1 of 7', '2 of 7', '3 of 7', '5 of 9']
+    """
+    made = []
+    for drafts, budget in ((7, 1.0), (7, 2.0), (7, 3.0), (15, 5.0)):
+        whole = BlockShape(min(drafts, most))
+        if trees:
+            whole = tree_shape(drafts, most, forward_for_each=forward_for_each)
+        made += [whole._replace(budget=budget)] if budget < whole.drafts else []
+    return made
+
+
+def may_have(shape: BlockShape, num_reqs: int) -> bool:
+    """Whether steps of so many requests may have a shape that is chosen."""
+    if shape.budget:
+        return num_reqs >= MIN_SHARED
+    return not shape.is_tree or num_reqs * shape.rows <= MAX_TREE_ROWS
 
 
 class Situation(NamedTuple):
@@ -260,11 +285,13 @@ class BlockChoice:
         seconds = self._seconds(here)
         known = shape if shape in self._tried and shape in seconds else None
         if known is None:
-            smaller = (one for one in seconds if one in self._tried and one.rows < shape.rows)
+            smaller = (
+                one for one in seconds if one in self._tried and one.mean_rows < shape.mean_rows
+            )
             known = max(smaller, key=_rows, default=None)
         if known is None:
             return 0.0
-        return self._loss(here, shape, seconds[known] * shape.rows / known.rows)
+        return self._loss(here, shape, seconds[known] * shape.mean_rows / known.mean_rows)
 
     def _loss(self, here: Situation, shape: BlockShape, took: float) -> float:
         """Seconds that a step which takes so long loses against plain decoding, with no draft
@@ -385,11 +412,7 @@ class BlockChoice:
         """
         drafted = (shape for shape in self.arms if shape.drafts and may(shape))
         small = [shape for shape in drafted if shape.drafts <= (most if shape.is_tree else _FEW)]
-        few = [
-            shape
-            for shape in small
-            if not shape.is_tree or shape.rows * here.num_reqs <= MAX_TREE_ROWS
-        ]
+        few = [shape for shape in small if not shape.budget and may_have(shape, here.num_reqs)]
         return max(few, key=lambda shape: (shape.is_tree, shape.drafts), default=BlockShape(0))
 
     def _seconds(self, here: Situation) -> Mapping[BlockShape, float]:
@@ -425,10 +448,10 @@ class BlockChoice:
         had.
         """
         rows = max(
-            (step.shape.rows * (4 if step.shape.is_tree else 1) for step in known), default=0
+            (step.shape.mean_rows * (4 if step.shape.is_tree else 1) for step in known), default=0
         )
-        most = min(MAX_TREE_ROWS // here.num_reqs, rows)
-        return [shape for shape in self.arms if not shape.is_tree or shape.rows <= most]
+        fit = (shape for shape in self.arms if may_have(shape, here.num_reqs))
+        return [shape for shape in fit if shape.budget or not shape.is_tree or shape.rows <= rows]
 
     def _acceptance_in(self, here: Situation) -> BlockAcceptance:
         kind = here.sampled, here.expected_accepted
@@ -447,5 +470,5 @@ class BlockChoice:
         return self._times[here]
 
 
-def _rows(shape: BlockShape) -> int:
-    return shape.rows
+def _rows(shape: BlockShape) -> float:
+    return shape.mean_rows

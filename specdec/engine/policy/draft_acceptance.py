@@ -5,7 +5,7 @@ estimated while decoding.
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from math import log2
+from math import ceil, log2
 from typing import NamedTuple
 
 from specdec.base.blocks import BlockShape
@@ -122,12 +122,13 @@ class _Growth:
     acceptance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int = _LONG) -> None:
         self.larger = self.smaller = 0.0
+        self._memory = memory
 
     def observe(self, smaller: float, larger: float) -> None:
-        self.smaller += smaller - self.smaller / _LONG
-        self.larger += larger - self.larger / _LONG
+        self.smaller += smaller - self.smaller / self._memory
+        self.larger += larger - self.larger / self._memory
 
     def times(self, guess: float) -> float:
         return (self.larger + _GROWTH_WEIGHT * guess) / (self.smaller + _GROWTH_WEIGHT)
@@ -156,8 +157,10 @@ class BlockAcceptance:
         self._chain = AcceptanceEstimate(
             max(shape.depth for shape in arms if not shape.is_tree), guess
         )
-        self._trees = sorted(shape for shape in arms if shape.is_tree)
+        self._trees = sorted(shape for shape in arms if shape.is_tree and not shape.budget)
         self._growths = {tree: _Growth() for tree in self._trees}
+        # drafts accepted of a request, by step
+        self._shared = {shape: _Growth(MEMORY) for shape in arms if shape.budget}
         # What trees are compared with: the chain of as many drafts as the smallest, or else that
         # tree.
         self._level = (
@@ -169,7 +172,8 @@ class BlockAcceptance:
     @property
     def has_evidence(self) -> bool:
         """Whether any draft has been verified."""
-        return self._chain.has_evidence or self._level.has_evidence
+        shared = any(one.smaller for one in self._shared.values())
+        return shared or self._chain.has_evidence or self._level.has_evidence
 
     def observe(
         self, shape: BlockShape, num_accepted: Sequence[int], paths: Sequence[Path]
@@ -177,6 +181,10 @@ class BlockAcceptance:
         """Takes over a step: the drafts that requests accepted, and of a tree their path, for each
         request that accepted any.
         """
+        if shape.budget:
+            if num_accepted:
+                self._shared[shape].observe(1.0, sum(num_accepted) / len(num_accepted))
+            return
         if not shape.is_tree:
             self._chain.observe(shape.drafts, num_accepted)
         if not shape.is_tree or not num_accepted:
@@ -207,6 +215,9 @@ class BlockAcceptance:
 
     def expected_tokens(self, shape: BlockShape) -> float:
         """Tokens that a request gets from a step, on average."""
+        if shape.budget:
+            alike = self._chain.expected_tokens(ceil(shape.budget)) - 1
+            return 1 + self._shared[shape].times((1 + self._hope) * alike)
         if not shape.is_tree:
             return self._chain.expected_tokens(shape.drafts)
         smallest = self._trees[0]

@@ -77,7 +77,9 @@ class DraftLimits(NamedTuple):
         """
         if not shape.is_tree or not self.nodes or not self.depth:
             return BlockShape(min(shape.depth, self.depth))
-        trees = (one for one in shapes if one.is_tree and one.drafts >= self.nodes)
+        trees = (
+            one for one in shapes if one.is_tree and not one.budget and one.drafts >= self.nodes
+        )
         return min(trees, key=lambda one: one.drafts) if self.nodes < shape.drafts else shape
 
 

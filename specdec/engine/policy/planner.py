@@ -50,11 +50,12 @@ class Planner:
         if len(self.shapes) > 1 and drafter:
             new = partial(
                 BlockChoice,
-                self.shapes,
                 likeliest_first=drafter.likeliest_first,
                 forward_for_each=drafter.forward_for_each,
             )
-            self.choice, self.guided_choice, self.predicted_choice = new(), new(), new()
+            self.choice = new(self.shapes)
+            whole = [shape for shape in self.shapes if not shape.budget]
+            self.guided_choice, self.predicted_choice = new(whole), new(whole)
 
     def plan(self, batch: Selection) -> Launch:
         """A step of `batch`. A chain is shorter when no request has room for it."""

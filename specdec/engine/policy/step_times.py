@@ -79,11 +79,12 @@ class StepTimes:
         Not above those of more drafts of the same kind.
         """
         times: dict[BlockShape, float] = {}
-        bounds = {False: float("inf"), True: float("inf")}
+        bounds: dict[tuple[bool, int], float] = {}
         for shape in reversed(self._samples):
             if shape in self._quartiles:
-                bounds[shape.is_tree] = times[shape] = min(
-                    bounds[shape.is_tree], self._quartiles[shape]
+                kind = shape.is_tree, shape.drafts if shape.budget else 0
+                bounds[kind] = times[shape] = min(
+                    bounds.get(kind, float("inf")), self._quartiles[shape]
                 )
         return times
 
@@ -110,9 +111,9 @@ class StepSize(NamedTuple):
         return self.shape.depth if self.forward_for_each else min(self.shape.depth, 1)
 
     @property
-    def rows(self) -> int:
+    def rows(self) -> float:
         """Rows to verify."""
-        return self.num_reqs * self.shape.rows
+        return self.num_reqs * self.shape.mean_rows
 
     def exceeds(self, other: "StepSize") -> bool:
         """Whether it takes no less time: it has no fewer requests, rows or forwards, and no chains
@@ -150,7 +151,9 @@ class StepSize(NamedTuple):
         alike = (
             step
             for step in known
-            if step.num_reqs == self.num_reqs and step.shape.is_tree == self.shape.is_tree
+            if step.num_reqs == self.num_reqs
+            and step.shape.is_tree == self.shape.is_tree
+            and not (step.shape.budget or self.shape.budget)
         )
         fewer = sorted(step for step in alike if step.shape.drafts < self.shape.drafts)[-2:]
         if len(fewer) < 2:

@@ -3,6 +3,7 @@ rule shares out the rows.
 """
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -276,9 +277,32 @@ def test_what_is_refused(case: TreeCase) -> None:
         engine_of(case, "dflash chain", "greedy", draft_sampling="probabilistic")
     hybrid = paged_verifier(plain_model("qwen3_next"))
     with pytest.raises(InvalidInputError, match="recurrent layers"):
-        config = EngineConfig(num_draft_tokens=3, verify_budget=2)
+        config = EngineConfig(num_draft_tokens=3, verify_budget=2.0)
         SpecEngine(hybrid, NGramDrafter(max_draft_tokens=3), config)
     latent = paged_verifier(plain_model("deepseek_v2"))
     with pytest.raises(InvalidInputError, match="equally many rows"):
         SpecEngine(latent, NGramDrafter(max_draft_tokens=3), config)
     assert not engine_of(case, "dflash", "greedy", verify_budget=14).planner.shapes[0].budget
+    with pytest.raises(InvalidInputError, match="is chosen; say num_draft_tokens or tree_nodes"):
+        EngineConfig(verify_budget=2)
+    with pytest.raises(InvalidInputError, match="is given; give a number"):
+        EngineConfig(num_draft_tokens=3, verify_budget="auto")
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "filtered"])
+def test_chosen_beside_other_shapes(
+    case: TreeCase, sampling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with a budget and without one, in turn, give the output of plain decoding."""
+    changes = {"num_draft_tokens": "auto", "tree_nodes": None, "verify_budget": "auto"}
+    drafter = random_dflash(case.verifier, block_size=8)
+    engine = case.engine(drafter, pipeline_depth=1, **changes)
+    choice, arms, steps = engine.planner.choice, engine.planner.shapes, count()
+    assert choice is not None and engine.k == "auto with budgets"
+    assert [shape.budget for shape in arms if shape.budget] == [1, 2, 3, 5]
+    monkeypatch.setattr(choice, "choose", lambda *_, **__: arms[-1 - next(steps) % len(arms)])
+    requests = case.run(engine, **SAMPLINGS[sampling])
+    assert tokens(requests) == tokens(case.plain[sampling])
+    assert len(engine.timer.steps_by_shape) > 5
+    guided = engine.planner.guided_choice
+    assert guided is not None and not any(shape.budget for shape in guided.arms)

@@ -1,13 +1,15 @@
 """Choosing k: it finds the fastest, gives drafts up that do not pay, and takes them up again."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from specdec.base.blocks import BlockShape
 from specdec.engine.capture.buckets import BATCH_SIZES
-from specdec.engine.policy.block_choice import BlockChoice, ladder, shapes
+from specdec.engine.policy.block_choice import BlockChoice, ladder, shapes, shared_shapes
+from specdec.engine.policy.draft_acceptance import Path
 from specdec.engine.policy.step_times import StepSize, StepTimes
 from tests.helpers.block_choice_world import ChainLength
 
@@ -262,3 +264,22 @@ def test_a_new_batch_size_begins_with_what_others_have_shown() -> None:
         ratios.append(least / took)
     assert len(tried) < 40
     assert ratios[0] > 0.8 and ratios[2] > 0.93
+
+
+@pytest.mark.parametrize(("per_row", "shared"), [(0.05, True), (0.001, False)])
+def test_budgets_are_chosen_where_rows_are_dear(per_row: float, shared: bool) -> None:
+    """A tree gives more tokens with each draft, and more with a budget; every row takes time."""
+    arms = (*shapes(15, trees=15), *shared_shapes(15, trees=True))
+    choice, chosen = BlockChoice(arms), Counter[BlockShape]()
+    for step in range(1200):
+        shape = choice.choose(32)
+        better = 1.2 if shape.budget else 1.1 if shape.is_tree else 1.0
+        accepted = min(2 * better * (shape.mean_rows - 1) ** 0.4, shape.drafts)
+        share = accepted - int(accepted)
+        kept = [int(accepted) + (place < 32 * share) for place in range(32)]
+        paths = [Path(range(1, n + 1), [0] * n) for n in kept] if shape.is_tree else []
+        seconds = 1e-3 * (1 + 32 * per_row * shape.mean_rows)
+        choice.observe(32, shape, kept, seconds, paths=paths)
+        chosen[shape] += step > 600
+    assert bool(chosen.most_common(1)[0][0].budget) == shared, chosen
+    assert choice.choose(4).budget == 0
