@@ -164,7 +164,7 @@ EVERY_OPTION = """
     --model m --drafter none --device cpu --dtype bfloat16 --attention torch_ref --block-size 32
     --kv-dtype fp8 --prefill-dtype model --weights bfloat16 --generation-config none
     --chat-template {{x}} --chat-template-kwargs {"x":1}
-    --max-num-seqs 3 --max-model-len 99 --max-prefill-tokens 64 -k 0 --tree 0
+    --max-num-seqs 3 --max-model-len 99 --max-prefill-tokens 64 -k 0 --tree 0 --budget 2
     --draft-sampling probabilistic --pipeline-depth 1 --no-graphs --timing --kv-memory 2M
     --no-prefix-caching
     --max-tokens 9 --temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2
@@ -211,7 +211,7 @@ def test_options_reach_the_api(monkeypatch: Patch) -> None:
     )
     asked = loaded(monkeypatch, *line)
     assert asked.pop("engine") == EngineConfig(
-        3, 99, 64, 0, "probabilistic", 1, False, True, None, CacheConfig(2 * 2**20, False), 0
+        3, 99, 64, 0, "probabilistic", 1, False, True, None, CacheConfig(2 * 2**20, False), 0, 2.0
     )
     assert (asked.pop("target"), asked.pop("drafter")) == ("m", "none")
     assert LoadConfig(**asked) == LoadConfig(
