@@ -181,8 +181,11 @@ def _score(query: Tensor, weights: Tensor, keys: Tensor, scales: Tensor) -> Tens
     """[M, H, D] against [N, D]: float32 [M, N]. Equal keys score the same, as sums in float64
     ensure whatever their order.
     """
-    products = torch.einsum("mhd,nd->mhn", query.double(), keys.double()) * scales
-    return (products.relu() * weights[..., None]).sum(1).float()
+    total = torch.zeros(len(query), len(keys), dtype=torch.float64)
+    keys, scales = keys.double().T, scales.double()
+    for head, weight in zip(query.double().unbind(1), weights.double().unbind(1), strict=True):
+        total += (head @ keys).mul_(scales).relu_().mul_(weight[:, None])
+    return total.float()
 
 
 def fp8_mqa_logits(
