@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "DFlashLagunaForCausalLM": "dflash",
     "MuseGlimmerAssistantModel": "dflash",
     "DominoDraftModel": "domino",
+    "LiLiCorrDraftModel": "lilicorr",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "Lfm2DSparkDraftModel": "dspark",
@@ -49,7 +50,6 @@ _ARCHITECTURES = {
 
 _FAMILIES = {
     "dspark": "DSpark on layers of its own, not Qwen3's",
-    "lilicorr": "LiLiCorr, which ranks paths through the candidates of a DFlash block",
     "xpress": "XPress, which refines a DFlash block in several passes",
     "dflash": "DFlash on layers of its own, not Qwen3's",
     "eagle3": "EAGLE-3 on layers of its own",

@@ -5,7 +5,7 @@ A head corrects these logits by a product of low rank,
 `logit[child] + <left[parent], right[child]>`: `left` is computed from the token before, the slot's
 hidden state and, in some heads, from all tokens before; `right` is a table. DSpark's Markov heads,
 DFlash 2's selector and Domino all are of this form. `drafters.dflash.drafts` draws chains and trees
-with it; plain DFlash has no head.
+with it; plain DFlash has no head. LiLiCorr's is another one, a `Lattice`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,17 @@ class HeadSizes(NamedTuple):
         hidden_size: H.
         vocab_size: V, tokens of the target, which come before a draft.
         draft_vocab_size: tokens that can be drafted, V unless the drafter's vocabulary is reduced.
+        block_size: positions of a block, the anchor's included.
+        rms_norm_eps: of norms.
+        joins_taps: whether the target's features become one state for all layers.
     """
 
     hidden_size: int
     vocab_size: int
     draft_vocab_size: int
+    block_size: int = 0
+    rms_norm_eps: float = 1e-6
+    joins_taps: bool = True
 
 
 class Head(Protocol):
@@ -84,6 +90,38 @@ class Head(Protocol):
         """
 
 
+class Lattice:
+    """A head that scores its candidates in pairs, each behind each of the slot before, instead of
+    correcting logits; in training as in drafting.
+
+    Attributes:
+        num_candidates: tokens of a slot that it compares, those of the highest logits.
+    """
+
+    gathered_bytes = 0
+    num_candidates: int
+
+    def table(self, hidden: Tensor, token_ids: Tensor, scores: Tensor, context: Tensor) -> Tensor:
+        """Scores of all pairs, which a softmax over the last axis makes probabilities.
+
+        Args:
+            hidden: [n, K, H], final hidden states of slots.
+            token_ids: int64 [n, K, C], their candidates, the likeliest first, C of them or fewer.
+            scores: float32 [n, K, C], log-probabilities of these.
+            context: [n, H], what the target's features of the token before the anchor are to the
+                draft layers (`DFlashModel.context_state`); zeros where there are none.
+
+        Returns:
+            float32 [n, K, C, C], by the candidate before and the candidate; in the first slot all
+            of the former are the anchor.
+        """
+        raise NotImplementedError
+
+    def confidences(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """None: nothing tells whether a draft is accepted but its own probability."""
+        return None
+
+
 class HeadConfig(Protocol):
     """What `config.json` says about a head."""
 
@@ -103,7 +141,7 @@ class HeadConfig(Protocol):
         own children.
         """
 
-    def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head:
+    def head(self, model: nn.Module, embed: Callable[[Tensor], Tensor]) -> Head | Lattice:
         """The head of a model that has these modules.
 
         Args:

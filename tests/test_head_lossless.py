@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
-from drafters.head import Head, HeadConfig, HeadSizes
+from drafters.head import Head, HeadConfig, HeadSizes, Lattice
+from drafters.lilicorr.lattice import LatticeConfig
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.engine.engine import SpecEngine
 from specdec.engine.requests.request import Request
@@ -29,6 +30,7 @@ HEADS: dict[str, HeadConfig] = {
     "gated of few": MarkovConfig(4, "gated", draft_top_k=8),
     "rnn": MarkovConfig(4, "rnn", has_confidence=True),
     "selector": SelectorConfig(4, 8),
+    "lattice": LatticeConfig(16, 8, num_heads=2, factor_dim=4),
 }
 CASES = [
     ("vanilla", {"num_draft_tokens": K}),
@@ -49,7 +51,9 @@ def small_head(config: HeadConfig) -> Head:
         model.add_module(name, module.requires_grad_(False))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.4)
-    return config.head(model, lambda tokens: tokens)
+    head = config.head(model, lambda tokens: tokens)
+    assert not isinstance(head, Lattice), "one is given states, which an oracle lacks"
+    return head
 
 
 class Case:

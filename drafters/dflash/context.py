@@ -44,6 +44,20 @@ class Context:
         """The products of a layer's context."""
         return [self._projection] if self._features is None else [self._features, self._projection]
 
+    def states(self, features: Tensor) -> Tensor:
+        """`DFlashModel.context_state` of rows [T, num_taps * H_target], with norms of taps if there
+        are any.
+        """
+        assert self._features is not None
+        return self._ops.norm(self._features(self._tapped(features)), self._norm)
+
+    def _tapped(self, features: Tensor) -> Tensor:
+        if not self._tap_norms:
+            return features
+        taps = features.split(self._config.tap_width, dim=1)
+        pairs = zip(taps, self._tap_norms, strict=True)
+        return torch.cat([self._ops.norm(tap.contiguous(), norm) for tap, norm in pairs], dim=1)
+
     def rows(self, features: Tensor) -> Tensor:
         """Keys, and values behind them unless they are the same, of all layers, neither normed nor
         rotated.
@@ -63,16 +77,9 @@ class Context:
             config.head_dim,
         )
         shape = shape if config.latent is None else shape[:2]
-        if self._tap_norms:
-            taps = features.split(config.tap_width, dim=1)
-            normed = [
-                ops.norm(tap.contiguous(), norm)
-                for tap, norm in zip(taps, self._tap_norms, strict=True)
-            ]
-            features = torch.cat(normed, dim=1)
         if self._layers is not None and self._mixture is not None:
             # [T, layers, H_target]
-            mixed = self._mixture @ features.view(len(features), -1, config.tap_width)
+            mixed = self._mixture @ self._tapped(features).view(len(features), -1, config.tap_width)
             normed_rows = (
                 ops.norm(mixed.flatten(0, 1), self._norm).view(mixed.shape).transpose(0, 1)
             )
@@ -82,8 +89,7 @@ class Context:
                 else torch.baddbmm(self._bias, normed_rows, self._layers)
             )
             return product.transpose(0, 1).flatten(1).unflatten(1, shape)
-        assert self._features is not None
-        context = ops.norm(self._features(features), self._norm)
+        context = self.states(features)
         return self._projection(
             ops.norm(context, self._unit_norm) if config.norms_context else context
         ).unflatten(1, shape)

@@ -24,6 +24,7 @@ from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
 from drafters.dflash.network import DFlashNetwork
 from drafters.dflash.tied import expanded
+from drafters.head import Lattice
 from drafters.vocabulary import target_ids
 from specdec.attention.backend import AttentionBackend, Visibility
 from specdec.attention.mla import MlaBackend
@@ -185,6 +186,11 @@ class BoundDFlash(BoundDrafter):
             max_num_seqs, MAX_DEFERRED, width, dtype=target.dtype, device=device
         )
         self._deferred = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # [max_num_seqs, H], of the last token whose features are known, for heads that ask for it
+        self._states: Tensor | None = None
+        if isinstance(drafter.head, Lattice):
+            rows = max_num_seqs, drafter.config.hidden_size
+            self._states = torch.zeros(rows, dtype=target.dtype, device=device)
 
     @property
     def forecasts(self) -> bool:
@@ -200,12 +206,14 @@ class BoundDFlash(BoundDrafter):
     def prefill(self, batch: PrefillBatch, verify: VerifyOutput) -> None:
         """Writes the context of a prompt chunk."""
         self._deferred.index_fill_(0, batch.slots, 0)
+        self._keep_states(batch.slots, batch.forward.metadata.query_start_loc[1:] - 1, verify)
         self._write_context(verify, batch.forward.position_ids, batch.forward.metadata.slot_mapping)
 
     def propose(self, batch: DecodeBatch) -> DraftOutput:
         """Drafts a chain, or a tree of the likeliest paths, from one forward of the backbone."""
         hidden = self.draft_hidden(batch)
-        return self.drafts.of(batch, Slots(hidden, self.logits(hidden)))
+        context = None if self._states is None else self._states.index_select(0, batch.slots)
+        return self.drafts.of(batch, Slots(hidden, self.logits(hidden), context))
 
     def commit(
         self, batch: DecodeBatch, token_ids: Tensor, accept: AcceptOutput, verify: VerifyOutput
@@ -214,6 +222,12 @@ class BoundDFlash(BoundDrafter):
         the anchor off.
         """
         width = token_ids.shape[1]
+        if self._states is not None:
+            last = accept.num_accepted
+            if accept.path is not None:
+                last = accept.path.gather(1, last[:, None]).squeeze(1)
+            first = torch.arange(0, len(last) * width, width, device=last.device)
+            self._keep_states(batch.slots, first + last, verify)
         if batch.context == "now":
             self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
             return
@@ -298,6 +312,14 @@ class BoundDFlash(BoundDrafter):
             if drafter.softcap is None
             else drafter.softcap * torch.tanh(logits / drafter.softcap)
         )
+
+    def _keep_states(self, slots: Tensor, rows: Tensor, verify: VerifyOutput) -> None:
+        """Keeps what these rows of the target's features are to the draft layers, if asked for."""
+        if self._states is None:
+            return
+        assert verify.aux_hidden is not None, "the engine taps aux_layer_ids"
+        features = verify.aux_hidden.index_select(0, rows.long())
+        self._states.index_copy_(0, slots, self.drafter.network.context_state(features))
 
     def _write_context(
         self, verify: VerifyOutput, position_ids: Tensor, slot_mapping: Tensor

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from drafters.choice import MAX_CANDIDATES, Choice, Guesses, choose, guess, side_by_side
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.edges import edges_of, logprobs_of
-from drafters.head import Head
+from drafters.head import Head, Lattice
 from specdec.base.blocks import MAX_NODES
 from specdec.base.config import DraftSampling
 from specdec.layers.linear_choice import linear
@@ -34,10 +34,12 @@ class Slots(NamedTuple):
     Attributes:
         hidden: [num_reqs, depth, H], final hidden states.
         logits: [num_reqs, depth, draft_vocab_size], without the head's correction.
+        context: [num_reqs, H], see `drafters.head.Lattice.table`; None unless the head is one.
     """
 
     hidden: Tensor
     logits: Tensor
+    context: Tensor | None = None
 
 
 class _Block(NamedTuple):
@@ -72,7 +74,7 @@ class Drafts:
         draft_sampling: DraftSampling,
         coupling: CouplingTable | None = None,
         target_ids: Tensor | None = None,
-        head: Head | None = None,
+        head: Head | Lattice | None = None,
     ) -> None:
         self.draft_sampling, self._coupling, self._target_ids, self._head = (
             draft_sampling,
@@ -80,8 +82,9 @@ class Drafts:
             target_ids,
             head,
         )
-        self._correction = None if head is None else linear(head.right.detach())
-        self._columns = None if head is None or target_ids is None else _inverse(target_ids)
+        corrects = head is not None and not isinstance(head, Lattice)
+        self._correction = linear(head.right.detach()) if corrects else None
+        self._columns = _inverse(target_ids) if corrects and target_ids is not None else None
 
     def of(self, batch: DecodeBatch, slots: Slots) -> DraftOutput:
         """The block of each request."""
@@ -99,6 +102,8 @@ class Drafts:
             if batch.sampling.plan.guided and chain.probs is None and ALTERNATIVES:
                 chain.alternatives = self._candidates(block, ALTERNATIVES).token_ids
             return chain
+        if isinstance(self._head, Lattice):
+            return self._path(block, self._head, self._head.num_candidates)
         if self._head.num_candidates is None:
             return self._chain(block, self._one_by_one(block, self._head))
         return self._path(block, self._head, self._head.num_candidates)
@@ -142,7 +147,7 @@ class Drafts:
         )
         return self._told(block, DraftOutput(token_ids, probs=probs, candidate_ids=columns), own)
 
-    def _path(self, block: _Block, head: Head, count: int) -> DraftOutput:
+    def _path(self, block: _Block, head: Head | Lattice, count: int) -> DraftOutput:
         """The chain that takes the best candidate behind the one before; where drafts are drawn,
         only candidates are.
         """
@@ -189,12 +194,36 @@ class Drafts:
             output.forecast, output.scores = best.scores.exp().sum(dim=1), best.scores
         return output
 
+    def _pairs(
+        self, block: _Block, head: Lattice, *, as_logprobs: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`_edges` of a lattice, whose candidates are those it was trained on, whatever the noise
+        and the tree.
+        """
+        batch, slots = block.batch, block.slots
+        assert slots.context is not None, "a lattice is given the anchor's context"
+        likeliest = block._replace(sees_noise=False)
+        token_ids, scores = self._candidates(likeliest, head.num_candidates)
+        table = head.table(slots.hidden, token_ids, scores, slots.context)
+        if block.sees_noise:
+            positions = batch.positions(batch.shape.depth + 1)[:, 1:]
+            noise = gumbel(stream(batch.sampling.seeds, positions, Purpose.SAMPLE), token_ids)
+            temperature = batch.sampling.temperature[:, None]
+            ones = torch.ones_like(noise[..., 0])
+            a, b = (ones, ones) if block.weights is None else block.weights
+            a = torch.where(temperature > 0, a / temperature.clamp(min=COLDEST), 1.0)
+            b = torch.where(temperature > 0, b, 0.0)
+            table = a[..., None, None] * table + (b[..., None] * noise)[:, :, None]
+        return token_ids, scores, logprobs_of(table, scores) if as_logprobs else table
+
     def _edges(
-        self, block: _Block, head: Head, count: int, *, as_logprobs: bool = False
+        self, block: _Block, head: Head | Lattice, count: int, *, as_logprobs: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates int64 [num_reqs, depth, count], their scores without the head, and its table,
         see `edges_of`.
         """
+        if isinstance(head, Lattice):
+            return self._pairs(block, head, as_logprobs=as_logprobs)
         batch, slots, scale = block.batch, block.slots, None
         token_ids, scores = self._candidates(block, count)
         columns, compared = self._columns_of(token_ids), None

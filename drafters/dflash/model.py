@@ -89,11 +89,16 @@ class DFlashModel(nn.Module):
         )
         weight, bias, norms = self.context_projection()
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-        rows = F.linear(self.hidden_norm(self.fc(features)), weight, bias).unflatten(-1, shape)
+        rows = F.linear(self.context_state(features), weight, bias).unflatten(-1, shape)
         key, value = rows.unbind(-3)
         key = F.rms_norm(key, (config.head_dim,), eps=config.rms_norm_eps) * norms[:, None]
         cos, sin = self._angles(position_ids, key.dtype)
         return turned(key, cos[..., None, :, :], sin[..., None, :, :]), value
+
+    def context_state(self, features: Tensor) -> Tensor:
+        """What raw features [..., num_taps * H_target] are to the draft layers, [..., H]."""
+        assert self.fc is not None
+        return cast(Tensor, self.hidden_norm(self.fc(features)))
 
     def block_forward(self, embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [..., H], normed, of block rows.

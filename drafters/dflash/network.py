@@ -94,6 +94,10 @@ class DFlashNetwork:
         layer_plans = [plans[causal] for causal in self._config.causal]
         return self._decoder(embeddings, angles, self._backends, caches, layer_plans, keep=keep)[0]
 
+    def context_state(self, features: Tensor) -> Tensor:
+        """See `drafters.dflash.context.Context.states`."""
+        return self._context.states(features)
+
     def write_context(
         self,
         features: Tensor,

@@ -114,9 +114,9 @@ def _said(shape: Mapping[str, Any], keys: Keys, made: type[Layers]) -> dict[str,
     for name in _NEEDED:
         keys.required(name)
     found: dict[str, Any] = {name: count(keys, name) for name in LIMITS}
-    if shape.get("model_type") == "llama4_text":  # whose usual size is that of experts
-        dense = Keys([{"intermediate_size": shape.get("intermediate_size_mlp")}, shape])
-        found["intermediate_size"] = count(dense, "intermediate_size")
+    # where the usual size is that of experts (Llama 4), this is that of layers without
+    dense = Keys([{"intermediate_size": shape.get("intermediate_size_mlp")}, shape])
+    found["intermediate_size"] = count(dense, "intermediate_size")
     found |= {name: keys.flag(name) for name in _FLAGS}
     found |= {name: shape[name] for name in _PASSED_ON if _is_token(shape.get(name))}
     found["rms_norm_eps"] = _epsilon(keys)

@@ -153,10 +153,11 @@ class TrainConfig:
     head: str = _option(
         "none",
         "drafter",
-        "head that corrects logits by the token before: none, markov, gated, selector, domino",
+        "head that lets the token before have a say: none, markov, gated, selector, domino or"
+        " lilicorr",
     )
     head_rank: int = _count(128, "drafter", "rank of the head's corrections")
-    head_state: int = _count(256, "drafter", "numbers of a recurrent head's state (domino)")
+    head_state: int = _count(256, "drafter", "numbers of a head's own state (domino, lilicorr)")
     head_candidates: int = _option(
         16,
         "drafter",
@@ -299,7 +300,7 @@ class TrainConfig:
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")
         self._check("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon")
         self._check("openings", set(self.openings) <= set(KINDS), f"some of {', '.join(KINDS)}")
-        heads = ("none", "markov", "gated", "selector", "domino")
+        heads = ("none", "markov", "gated", "selector", "domino", "lilicorr")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")
         self._check(
             "confidence",
@@ -313,13 +314,18 @@ class TrainConfig:
             self.head in ("markov", "gated") and self.head_candidates == 0
         )
         for name in ("base_until", "base_share"):
-            learned = whole or (self.head != "none" and self.head_loss == "vocabulary")
+            some = self.head not in ("none", "lilicorr")
+            learned = whole or (some and self.head_loss == "vocabulary")
             self._check(
                 name,
                 getattr(self, name) == 0 or learned,
                 "0 unless the head learns over the whole vocabulary",
             )
         self._check("head_candidates", 0 <= self.head_candidates <= 64, "0 to 64")
+        among = self.head != "lilicorr" or self.head_candidates > 0
+        self._check("head_candidates", among, "1 or more for lilicorr, which compares them")
+        divides = self.head != "lilicorr" or self.head_state % max(self.head_state // 64, 1) == 0
+        self._check("head_state", divides, "a multiple of 64, or less than 128, for lilicorr")
         self._check("mask_path", self.mask_path in ("auto", "flex", "dense"), "auto, flex or dense")
         self._check(
             "dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"

@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from drafters.dflash.config.checkpoint import read_checkpoint
     from drafters.dflash.coupling import Coupling
     from drafters.dflash.drafter import check_fit
+    from drafters.lilicorr.lattice import LatticeConfig
 
     config, load = (
         CoupleConfig(**from_options(CoupleConfig, args)),
@@ -113,6 +114,11 @@ def run(args: argparse.Namespace) -> int:
     if peculiar := shape.untrainable(tensors):
         raise CheckpointError(
             f"drafter {str(folder)!r} has {peculiar}; weights cannot be fitted for it"
+        )
+    if isinstance(shape.head, LatticeConfig):
+        raise CheckpointError(
+            f"drafter {str(folder)!r} compares its candidates, and weights are fitted over the"
+            f" whole vocabulary; it drafts with ones"
         )
     temperatures = tuple(sorted(set(config.temperatures)))
     ones = ((1.0,) * shape.max_draft_tokens,) * len(temperatures)

@@ -71,10 +71,8 @@ class PlainForward:
     ) -> None:
         # Sinks and softcaps are Transformers' business; its masks cost a wait for the device in
         # every forward.
-        plain = (
-            model.config.model_type != "gpt_oss"
-            and getattr(model.config, "attn_logit_softcapping", None) is None
-        )
+        sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+        plain = not sinks and getattr(model.config, "attn_logit_softcapping", None) is None
         model.set_attn_implementation(ATTENTION_NAME if plain else "eager")
         self._base: nn.Module = model.base_model
         self._layer_ids = tuple(layer_ids)

@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 from drafters.dflash.layers import compile_layer
 from drafters.dflash.model import DFlashModel
+from drafters.head import Lattice
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet
 from drafters.training.log import TrainLog
@@ -21,6 +22,7 @@ from drafters.training.loss.blocks import (
     FLEX_CONTEXT,
     Blocks,
     SequenceBatch,
+    anchor_states,
     block_hidden,
     make_blocks,
     next_anchors,
@@ -106,6 +108,7 @@ class Trainer:
         shared = (*factors, "dpace_alpha", "dpace_candidates", "first_error", "head_loss")
         losses = LossConfig(gamma=gamma, **{name: getattr(config, name) for name in shared})
         head = None if model.config.head is None else model.config.head.head(model, target.embed)
+        self._head = head
         self.objective = Objective(target.head, losses, head=head, teacher=target.head)
         own = [
             parameter
@@ -275,14 +278,15 @@ class Trainer:
         replayed = min(round(count * self.config.replay), count - 1)
         anchors, valid = sample_anchors(batch, count - replayed, scores[share])
         blocks = make_blocks(batch, anchors, valid, num_rows=num_rows)
-        loss, weight, matches = self._loss(batch, blocks, context, final_hidden)
+        seen = batch, context, features, final_hidden
+        loss, weight, matches = self._loss(blocks, *seen)
         accepted = matches.cumprod(dim=-1).sum(dim=-1)
         told = [valid.sum().float(), accepted.sum().float()]
         while replayed:
             anchors, valid = next_anchors(blocks, accepted.view_as(blocks.anchors), batch)
             some = slice(min(replayed, anchors.shape[1]))
             blocks = make_blocks(batch, anchors[:, some], valid[:, some], num_rows=num_rows)
-            part, part_weight, matches = self._loss(batch, blocks, context, final_hidden)
+            part, part_weight, matches = self._loss(blocks, *seen)
             accepted = matches.cumprod(dim=-1).sum(dim=-1)
             loss, weight = loss + part, weight + part_weight
             replayed -= anchors[:, some].shape[1]
@@ -292,9 +296,10 @@ class Trainer:
 
     def _loss(
         self,
-        batch: SequenceBatch,
         blocks: Blocks,
+        batch: SequenceBatch,
         context: tuple[Tensor, Tensor],
+        features: Tensor,
         final_hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, its weight and the matches of blocks; see `ChunkedLoss`."""
@@ -317,7 +322,10 @@ class Trainer:
         labels, valid_rows, previous = (
             part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
         )
-        return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher)
+        states = None
+        if isinstance(self._head, Lattice):
+            states = anchor_states(self.model, features, blocks.anchors).flatten(0, 1)
+        return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher, states)
 
     def batch(self, micro: int) -> tuple[SequenceBatch, slice]:
         """Sequences of one forward of this process, padded to the longest in the whole batch, and

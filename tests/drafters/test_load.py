@@ -83,7 +83,6 @@ def test_algorithm(raw: dict[str, Any], algorithm: str) -> None:
     [
         ({"architectures": ["XPressDraftModel"]}, "'XPressDraftModel' (XPress"),
         ({"architectures": ["Qwen3XPressModel"]}, "'Qwen3XPressModel' (XPress"),
-        ({"architectures": ["LiLiCorrDraftModel"]}, "'LiLiCorrDraftModel' (LiLiCorr"),
         (
             {"architectures": ["DFlash2BeamDraftModel"]},
             "'DFlash2BeamDraftModel' (DFlash on layers of its own",

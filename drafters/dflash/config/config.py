@@ -314,7 +314,12 @@ class DFlashConfig:
     def head_sizes(self) -> HeadSizes:
         """What a head takes over."""
         return HeadSizes(
-            self.hidden_size, self.vocab_size, self.draft_vocab_size or self.vocab_size
+            self.hidden_size,
+            self.vocab_size,
+            self.draft_vocab_size or self.vocab_size,
+            self.block_size,
+            self.rms_norm_eps,
+            joins_taps=not self.mixes_taps,
         )
 
     @property

@@ -13,18 +13,20 @@ from drafters.domino import gru
 from drafters.dspark import markov
 from drafters.head import HeadConfig
 from drafters.keys import Keys, require
+from drafters.lilicorr import lattice
 
 _PARSERS: dict[str, Callable[[Keys], HeadConfig]] = {
     "dflash2": selector.parse_selector,
     "dspark": markov.parse_markov,
     "domino": gru.parse_domino,
+    "lilicorr": lattice.parse_lattice,
 }
 """By the name that `drafters.algorithms` gives to the algorithm."""
 
 ALGORITHMS = ("dflash", *_PARSERS)
 """What runs on this backbone."""
 
-HEAD_KEYS = selector.KEYS | markov.KEYS | gru.KEYS
+HEAD_KEYS = selector.KEYS | markov.KEYS | gru.KEYS | lattice.KEYS
 """All that `config.json` says about heads."""
 
 ARCHITECTURES = {
@@ -32,6 +34,7 @@ ARCHITECTURES = {
     "dflash2": {"z-lab": "DFlash2DraftModel", "speculators": "DFlash2DraftModel"},
     "dspark": {"z-lab": "DSparkDraftModel", "speculators": "DSparkSpeculator"},
     "domino": {"z-lab": "DominoDraftModel"},
+    "lilicorr": {"z-lab": "LiLiCorrDraftModel"},
 }
 """By algorithm and layout; DSpark in z-lab's layout is SpecForge's."""
 

@@ -107,6 +107,20 @@ def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_row
     return Blocks(anchors, labels, previous, valid[:, :, None] & (positions < ends))
 
 
+@torch.no_grad()
+def anchor_states(model: DFlashModel, features: Tensor, anchors: Tensor) -> Tensor:
+    """`DFlashModel.context_state` [S, N, H] of the tokens before anchors int64 [S, N], zeros before
+    the first one; without gradient.
+
+    Args:
+        model: the drafter.
+        features: [S, T, num_taps * H_target].
+    """
+    before = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, features.shape[-1])
+    states = model.context_state(features.gather(1, before))
+    return states.masked_fill(anchors[..., None] == 0, 0)
+
+
 def block_hidden(
     model: DFlashModel,
     embed: Callable[[Tensor], Tensor],

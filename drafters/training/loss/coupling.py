@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from drafters.choice import MAX_CANDIDATES
 from drafters.dflash.model import DFlashModel
-from drafters.head import Head, left_sides
+from drafters.head import Head, Lattice, left_sides
 from drafters.training.data.dataset import Answer, in_batches
 from drafters.training.loss.blocks import SequenceBatch, block_hidden, make_blocks
 from drafters.training.target import Target
@@ -84,6 +84,7 @@ def choices_of(
     bits = stream(torch.tensor([seed], device=device), positions[None], Purpose.SAMPLE)[0]
     noise = gumbel(bits, target.verifier.vocab_size)  # of the answer's tokens, [length - start, V]
     head = None if model.config.head is None else model.config.head.head(model, target.embed)
+    assert not isinstance(head, Lattice), "specdec couple refuses it"
     parts = []
     for chunk in in_batches(len(positions) - 1, ANCHORS):
         anchors = positions[None, chunk.start : chunk.stop]

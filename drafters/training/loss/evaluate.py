@@ -18,9 +18,10 @@ from drafters.choice import MAX_CANDIDATES
 from drafters.dflash.coupling import CouplingTable
 from drafters.dflash.drafts import Drafts, Slots
 from drafters.dflash.model import DFlashModel
+from drafters.head import Lattice
 from drafters.training.config import TrainConfig
 from drafters.training.data.dataset import AnswerSet, in_batches
-from drafters.training.loss.blocks import Blocks, block_hidden, make_blocks
+from drafters.training.loss.blocks import Blocks, anchor_states, block_hidden, make_blocks
 from drafters.training.loss.mask import use_flex
 from drafters.training.target import Target
 from specdec.base.blocks import BlockShape
@@ -178,7 +179,10 @@ def replay(
             valid = positions < batch.lengths[:, None] - 1
             blocks = make_blocks(batch, positions.masked_fill(~valid, 0), valid, num_rows=num_rows)
             hidden = block_hidden(model, target.embed, batch, blocks.anchors, context, flex=flex)
-            accepted, inside = drafts.accepted(hidden, blocks, sampling)
+            states = None
+            if drafts.is_lattice:
+                states = anchor_states(model, features, blocks.anchors)
+            accepted, inside = drafts.accepted(hidden, blocks, sampling, states)
             found.append(accepted)
             rows = torch.arange(num_rows, device=target.device)
             reached += ((rows < accepted[..., :1]) & greedy).sum(dim=(0, 1)).cpu()
@@ -219,9 +223,14 @@ class _Drafts:
         table = None if coupling is None else CouplingTable(coupling, target.device)
         head = None if model.config.head is None else model.config.head.head(model, target.embed)
         self._drafts = Drafts("coupled", table, head=head)
+        self.is_lattice = isinstance(head, Lattice)
 
     def accepted(
-        self, hidden: Tensor, blocks: Blocks, sampling: SamplingTensors
+        self,
+        hidden: Tensor,
+        blocks: Blocks,
+        sampling: SamplingTensors,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Counts accepted drafts of blocks of sequences drawn as `sampling` says.
 
@@ -229,6 +238,7 @@ class _Drafts:
             hidden: [S, N, K, H], final states.
             blocks: [S, N] of them.
             sampling: of the S sequences.
+            states: [S, N, H], `anchor_states` for a lattice.
 
         Returns:
             int64 [S, N, shapes + 1], accepted drafts, and bool [S, N, K], whether a row's
@@ -238,7 +248,8 @@ class _Drafts:
         owners = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
         labels = blocks.labels.masked_fill(~blocks.valid, -1)
         size = max(self._rows // labels.shape[2], 1)
-        tables = (hidden, anchors, blocks.previous[:, :, 0], labels, owners)
+        states = hidden[:, :, 0] if states is None else states
+        tables = (hidden, states, anchors, blocks.previous[:, :, 0], labels, owners)
         found = [
             self._of_blocks(sampling, *part)
             for part in zip(*(x.flatten(0, 1).split(size) for x in tables), strict=True)
@@ -252,6 +263,7 @@ class _Drafts:
         self,
         sampling: SamplingTensors,
         hidden: Tensor,
+        states: Tensor,
         anchors: Tensor,
         anchor_ids: Tensor,
         labels: Tensor,
@@ -270,7 +282,7 @@ class _Drafts:
             max_model_len=1,
             sampling=sampling.select(owners, sampling.plan),
         )
-        slots = Slots(hidden, self._to_logits(hidden))
+        slots = Slots(hidden, self._to_logits(hidden), states)
         counts = [(self._drafts.of(batch, slots).token_ids == labels).cumprod(dim=1).sum(dim=1)]
         if trees:  # the first drafts of the largest tree are the smaller ones
             output = self._drafts.of(replace(batch, shape=trees[-1]), slots)

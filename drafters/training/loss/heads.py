@@ -7,9 +7,12 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.domino.gru import DominoConfig
 from drafters.dspark.markov import MarkovConfig
 from drafters.head import HeadConfig
+from drafters.lilicorr.lattice import LatticeConfig
 from drafters.training.config import TrainConfig
 
-HEAD_MODULES = ("markov_head", "candidate_selector", "confidence_head", "prefix_gru", "embed_proj")
+HEAD_MODULES = (
+    "markov_head", "candidate_selector", "confidence_head", "prefix_gru", "embed_proj", "lilicorr",
+)  # fmt: skip
 """What a model calls the parts of its head."""
 KINDS = {"markov": "vanilla", "gated": "gated"}
 """DSpark's heads by the names of options."""
@@ -28,13 +31,21 @@ def new_head(config: TrainConfig) -> HeadConfig | None:
         )
     if config.head == "domino":
         return DominoConfig(config.head_rank, config.head_state)
+    if config.head == "lilicorr":
+        width = config.head_state
+        return LatticeConfig(
+            width,
+            config.head_candidates,
+            num_heads=max(width // 64, 1),
+            factor_dim=config.head_rank,
+        )
     return None
 
 
 @torch.no_grad()
 def init_head(model: nn.Module, names: set[str], generator: torch.Generator, scale: float) -> None:
     """First weights of a head: the right side is zero, so that drafts begin as those of the
-    backbone.
+    backbone; but a lattice's, which has no such side, and begins at random.
 
     Args:
         model: has the head.
@@ -49,6 +60,12 @@ def init_head(model: nn.Module, names: set[str], generator: torch.Generator, sca
             part in name for part in ("markov_w2", "successor_codebook", "embed_proj.2")
         ) or name.endswith("bias"):
             parameter.zero_()
+        elif "norm" in name:
+            parameter.fill_(1.0)
+        elif name.startswith("lilicorr") and parameter.ndim == 2:
+            of_embeddings = scale if "token_proj" in name else 1.0
+            std = parameter.shape[1] ** -0.5 / of_embeddings
+            nn.init.normal_(parameter, std=std, generator=generator)
         elif "parametrizations" in name:  # so that a row of the table has numbers around 1
             nn.init.normal_(
                 parameter, std=1 / (scale * parameter.shape[1] ** 0.5), generator=generator

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
-"""`(hidden, labels, valid, previous, teacher_hidden) -> (loss, weight, matches)` of some blocks."""
+Step = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""`(hidden, labels, valid, previous, teacher_hidden, context) -> (loss, weight, matches)` of some
+blocks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class _ChunkedLoss(torch.autograd.Function):
         valid: Tensor,
         previous: Tensor,
         teacher_hidden: Tensor | None,
+        context: Tensor | None,
         step: Callable[..., Any],
         chunks: int,
         *weights: Tensor,
@@ -168,18 +171,14 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden.new_zeros((), dtype=torch.float32),
         )
         matches = []
-        teachers = (
-            [None] * chunks if teacher_hidden is None else teacher_hidden.tensor_split(chunks)
+        given = hidden, gradient, labels, valid, previous, teacher_hidden, context
+        parts: Any = zip(
+            *([None] * chunks if x is None else x.tensor_split(chunks) for x in given), strict=True
         )
-        parts = zip(
-            *(x.tensor_split(chunks) for x in (hidden, gradient, labels, valid, previous)),
-            teachers,
-            strict=True,
-        )
-        for part, into, *given in parts:
+        for part, into, *rest in parts:
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
-                part_loss, part_weight, part_matches = step(leaf, *given)
+                part_loss, part_weight, part_matches = step(leaf, *rest)
                 found = torch.autograd.grad(part_loss, [leaf, *weights], allow_unused=True)
             into.copy_(found[0])
             for total, part_gradient in zip(sums, found[1:], strict=True):
@@ -198,7 +197,7 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient, *sums = ctx.saved_tensors
         return (
             gradient * gradients[0].to(gradient.dtype),
-            *[None] * 6,
+            *[None] * 7,
             *(total * gradients[0] for total in sums),
         )
 
@@ -207,8 +206,7 @@ class ChunkedLoss:
     """A loss of any number of blocks with bounded memory.
 
     Args:
-        step: loss of some blocks from (hidden, labels, valid, previous, teacher_hidden), as
-            `drafters.training.loss.objective` has it.
+        step: loss of some blocks, as `drafters.training.loss.objective` has it.
         rows: most rows whose logits exist at once.
         weights: that `step` reads, and which are trained.
         compile: fuse the passes over the logits.
@@ -227,6 +225,7 @@ class ChunkedLoss:
         valid: Tensor,
         previous: Tensor,
         teacher_hidden: Tensor | None = None,
+        context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sums of the losses and of their weights, and bool [n, K] whether a row's best token is
         its label.
@@ -237,9 +236,11 @@ class ChunkedLoss:
             valid: bool [n, K].
             previous: int64 [n, K], the tokens before.
             teacher_hidden: [n, K, H] of the target, for distillation.
+            context: [n, H], see `drafters.head.Lattice.table`.
         """
         chunks = min(max(-(-labels.numel() // self.rows), 1), len(labels))
+        inputs = hidden, labels, valid, previous, teacher_hidden, context
         result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(
-            hidden, labels, valid, previous, teacher_hidden, self._step, chunks, *self._weights
+            *inputs, self._step, chunks, *self._weights
         )
         return result

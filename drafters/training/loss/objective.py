@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.head import Head, left_sides
+from drafters.head import Head, Lattice, left_sides
 from drafters.training.loss.losses import LossConfig, block_loss, block_weights
 
 ToLogits = Callable[[Tensor], Tensor]
@@ -38,7 +38,7 @@ class Objective:
         to_logits: ToLogits,
         config: LossConfig,
         *,
-        head: Head | None = None,
+        head: Head | Lattice | None = None,
         teacher: ToLogits | None = None,
     ) -> None:
         self._to_logits, self._config, self._head, self._teacher = to_logits, config, head, teacher
@@ -49,7 +49,7 @@ class Objective:
         until, share = self._config.base_until, self._config.base_share
         if progress < until:
             share = max(share, 1 - progress / until)
-        if self._head is None or not share:
+        if self._head is None or isinstance(self._head, Lattice) or not share:
             self.base_share = None
         elif self.base_share is None:
             self.base_share = torch.tensor(share, device=self._head.right.device)
@@ -63,6 +63,7 @@ class Objective:
         valid: Tensor,
         previous: Tensor,
         teacher_hidden: Tensor | None,
+        context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sum of the weighted losses, sum of the weights, and bool [n, K], as `block_loss` gives
         them.
@@ -72,6 +73,7 @@ class Objective:
             labels, previous: int64 [n, K].
             valid: bool [n, K].
             teacher_hidden: [n, K, H] of the target for the same positions.
+            context: [n, H], see `drafters.head.Lattice.table`; None unless the head is one.
         """
         config, head, teacher = self._config, self._head, None
         if teacher_hidden is not None:
@@ -81,6 +83,9 @@ class Objective:
         base = self._to_logits(hidden)
         if head is None:
             return block_loss(base, labels, valid, config, teacher)
+        if isinstance(head, Lattice):
+            assert context is not None, "a lattice is given the anchor's context"
+            return self._paired(base, hidden, labels, valid, teacher, context, head)
         left = left_sides(head, hidden, previous)
         if head.num_candidates is not None and config.head_loss != "vocabulary":
             loss, weight, matches, said = self._chosen(base, left, labels, valid, teacher, head)
@@ -114,6 +119,44 @@ class Objective:
             )
         return loss, weight, matches, final
 
+    def _paired(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        teacher: Tensor | None,
+        context: Tensor,
+        head: Lattice,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The backbone's loss, and the cross-entropy of each label among its slot's candidates
+        behind the label before.
+        """
+        config = self._config
+        loss, weight, _ = block_loss(base, labels, valid, config, teacher)
+        tokens, held = _with_labels(base, labels, head.num_candidates)
+        with torch.no_grad():
+            scores = base.gather(-1, tokens).float() - base.float().logsumexp(dim=-1, keepdim=True)
+            ranks = (tokens == labels[..., None]).int().argmax(dim=-1)
+            before = F.pad(ranks[:, :-1], (1, 0))
+        table = head.table(hidden, tokens, scores, context)
+        rows = before[..., None, None].expand(-1, -1, 1, table.shape[-1])
+        logprobs = table.gather(2, rows).squeeze(2).log_softmax(dim=-1)
+        of_label = logprobs.gather(-1, ranks[..., None]).squeeze(-1)
+        chosen, matches = self._among(logprobs, of_label, held, valid)
+        return loss + chosen, weight, matches
+
+    def _among(
+        self, logprobs: Tensor, of_label: Tensor, held: Tensor, valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted loss among candidates, of log-probabilities [n, K, C] and those of the
+        labels [n, K], and whether the best one is a label that they held.
+        """
+        with torch.no_grad():
+            weights = block_weights(of_label.exp(), valid, self._config)
+            matches = (of_label >= logprobs.amax(dim=-1)) & held & valid
+        return self._config.selector * torch.where(valid, -weights * of_label, 0.0).sum(), matches
+
     def _chosen(
         self,
         base: Tensor,
@@ -129,25 +172,19 @@ class Objective:
         config = self._config
         loss, weight, _ = block_loss(base, labels, valid, config, teacher)
         assert head.num_candidates is not None
-        with torch.no_grad():
-            tokens = base.topk(head.num_candidates, dim=-1).indices
-            held = (tokens == labels[..., None]).any(dim=-1)
-            best = tokens[..., :-1], torch.where(held, tokens[..., -1], labels)[..., None]
-            tokens = torch.cat(best, dim=-1)
+        tokens, held = _with_labels(base, labels, head.num_candidates)
         old = base.gather(-1, tokens).float()
         edges = old + (F.embedding(tokens, head.right) @ left[..., None]).squeeze(-1).float()
         logprobs = edges.log_softmax(dim=-1)
         of_label = torch.where(tokens == labels[..., None], logprobs, 0.0).sum(dim=-1)
+        chosen, matches = self._among(logprobs, of_label, held, valid)
         with torch.no_grad():
-            weights = block_weights(of_label.exp(), valid, config)
-            matches = (of_label >= logprobs.amax(dim=-1)) & held & valid
             final = base
             if config.confidence:  # the candidates keep the probability that they have together
                 final = base.float().scatter(
                     -1, tokens, logprobs + old.logsumexp(dim=-1, keepdim=True)
                 )
-        chosen = torch.where(valid, -weights * of_label, 0.0).sum()
-        return loss + config.selector * chosen, weight, matches, final
+        return loss + chosen, weight, matches, final
 
     def _confidence(
         self, final: Tensor, teacher: Tensor | None, hidden: Tensor, previous: Tensor, valid: Tensor
@@ -171,3 +208,14 @@ class Objective:
             )
         rows = F.binary_cross_entropy(said.clamp(1e-6, 1 - 1e-6), 1 - apart / 2, reduction="none")
         return torch.where(valid, rows, 0.0).sum()
+
+
+@torch.no_grad()
+def _with_labels(base: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens int64 [n, K, count] of logits [n, K, V], of which the last one
+    leaves its place to a label that is none of them, and whether they held it, bool [n, K].
+    """
+    tokens = base.topk(count, dim=-1).indices
+    held = (tokens == labels[..., None]).any(dim=-1)
+    last = torch.where(held, tokens[..., -1], labels)[..., None]
+    return torch.cat([tokens[..., :-1], last], dim=-1), held

@@ -16,7 +16,7 @@ from drafters.dflash.config.layout import parse_config
 from drafters.dflash.drafter import BoundDFlash
 from drafters.dflash.model import DFlashModel
 from drafters.domino.gru import DominoConfig
-from drafters.head import left_sides
+from drafters.head import Lattice, left_sides
 from drafters.load import load_drafter
 from specdec.base.config import CacheConfig, EngineConfig
 from specdec.base.errors import CheckpointError
@@ -160,6 +160,7 @@ def test_formula() -> None:
     model.load_state_dict(tensors)
     assert config.head is not None
     head = config.head.head(model, lambda tokens: table[tokens])
+    assert not isinstance(head, Lattice)
     hidden, previous = torch.randn(2, 5, HIDDEN), torch.randint(VOCAB, (2, 5))
     ours = left_sides(head, hidden, previous) @ head.right.T
     wide = {name: tensor.double() for name, tensor in tensors.items()}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from drafters.dflash.config.checkpoint import read_checkpoint
 from drafters.dflash.model import DFlashModel
 from drafters.dspark.markov import MarkovConfig
-from drafters.head import left_sides
+from drafters.head import Lattice, left_sides
 from tests.drafters.heads import (
     ANCHORS,
     LENGTHS,
@@ -66,6 +66,7 @@ def test_formula(kind: str) -> None:
     model.load_state_dict(tensors)
     assert config.head is not None
     head = config.head.head(model, lambda tokens: tokens)
+    assert not isinstance(head, Lattice)
     hidden, previous = torch.randn(2, 5, HIDDEN), torch.randint(VOCAB, (2, 5))
     ours = left_sides(head, hidden, previous) @ head.right.T
     wide = {name: tensor.double() for name, tensor in tensors.items()}

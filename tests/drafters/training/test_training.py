@@ -230,6 +230,19 @@ def test_a_head_is_trained_on_an_earlier_drafter_and_agrees_with_the_engine(
     assert [whole[1][name].shape for name in learned] == [(VOCAB, 8)] and whole[1][learned[0]].any()
 
 
+def test_a_lattice_is_trained_and_agrees_with_the_engine(answered: Path) -> None:
+    """Catches the context of another token than the one before the anchor, in training or behind an
+    accepted path, and pairs that learn nothing.
+    """
+    sizes = {"head_candidates": 8, "head_state": 32, "head_rank": 16, "max_steps": 100}
+    config = toy_config(answered, head="lilicorr", replay=0.3, **sizes)
+    assert run_stages(("train", "finish"), config)
+    for name, figures in report(answered)["drafts"].items():
+        assert figures["tau_engine"] == pytest.approx(figures["tau_replayed"], rel=0.02), name
+    first, last = log_rows(answered)[0], log_rows(answered)[-1]
+    assert float(first["tau"]) < 1.2 and float(last["tau"]) > 1.6
+
+
 @pytest.mark.slow
 def test_a_target_with_latent_attention_trains_and_agrees_with_the_engine(tmp_path: Path) -> None:
     """Catches features that are not what the engine taps, or cannot be trained on; distillation

@@ -1,0 +1,1 @@
+"""LiLiCorr: a head whose candidates look at each other."""
