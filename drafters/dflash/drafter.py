@@ -223,11 +223,8 @@ class BoundDFlash(BoundDrafter):
         """
         width = token_ids.shape[1]
         if self._states is not None:
-            last = accept.num_accepted
-            if accept.path is not None:
-                last = accept.path.gather(1, last[:, None]).squeeze(1)
-            first = torch.arange(0, len(last) * width, width, device=last.device)
-            self._keep_states(batch.slots, first + last, verify)
+            first = torch.arange(0, len(token_ids) * width, width, device=token_ids.device)
+            self._keep_states(batch.slots, first + accept.num_accepted, verify)
         if batch.context == "now":
             self._write_context(verify, batch.position_ids(width), batch.slot_mapping(width))
             return

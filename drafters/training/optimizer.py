@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+ADAMW = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps for each weight."""
+
 
 class MasterOptimizer:
     """An optimizer whose weights are float32 copies; the model's own weights are cast from them
@@ -18,6 +21,9 @@ class MasterOptimizer:
 
     The model trains in exactly the type it will draft in, and small updates are not lost to
     rounding. Gradients of several backward passes and of all processes are summed in float32.
+
+    Several processes share the work by weights: each keeps the copies, gradients and moments of
+    some (ZeRO, arXiv 1910.02054), and gives all others the new weights.
 
     Args:
         model: what is trained, in any floating-point type.
@@ -41,44 +47,50 @@ class MasterOptimizer:
         kind: str = "adamw",
         ema: float = 0.0,
     ) -> None:
-        self.names = [
-            name for name, parameter in model.named_parameters() if parameter.requires_grad
-        ]
-        self._weights: list[Tensor] = [
-            parameter for parameter in model.parameters() if parameter.requires_grad
-        ]
-        self.masters: list[Tensor] = [weight.detach().float().clone() for weight in self._weights]
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._weights: dict[str, nn.Parameter] = named
+        self._shared = dist.is_initialized() and dist.get_world_size() > 1
+        world, self._rank = (dist.get_world_size(), dist.get_rank()) if self._shared else (1, 0)
+        sizes = {name: weight.numel() for name, weight in named.items()}
+        self.owners = owners_of(sizes, world)
+        self.masters: dict[str, Tensor] = {
+            name: weight.detach().float().clone()
+            for name, weight in named.items()
+            if self.owners[name] == self._rank
+        }
         self._ema, self._steps = ema, 0
-        self._means = [master.clone() for master in self.masters] if ema else []
-        for master in self.masters:
+        self._means = {name: m.clone() for name, m in self.masters.items()} if ema else {}
+        for master in self.masters.values():
             master.grad = torch.zeros_like(master)
-        by_muon = [kind == "muon" and master.ndim == 2 for master in self.masters]
-        rest = [master for master, chosen in zip(self.masters, by_muon, strict=True) if not chosen]
+        self._by_muon = {n for n, w in named.items() if kind == "muon" and w.ndim == 2}
+        rest = [m for name, m in self.masters.items() if name not in self._by_muon]
         groups = [
             {"params": [m for m in rest if m.ndim >= 2], "weight_decay": weight_decay},
             {"params": [m for m in rest if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.lr, self._clip = lr, clip
-        self._parts: dict[str, torch.optim.Optimizer] = {
-            "adamw": torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
-        }
-        if any(by_muon):
-            matrices = [
-                master for master, chosen in zip(self.masters, by_muon, strict=True) if chosen
-            ]
-            self._parts["muon"] = torch.optim.Muon(
-                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+        self._parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+        ]
+        matrices = [m for name, m in self.masters.items() if name in self._by_muon]
+        if matrices:
+            self._parts.append(
+                torch.optim.Muon(
+                    matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
             )
 
     def accumulate(self) -> None:
         """Adds the model's gradients to the masters' and clears them."""
-        gradients = [
-            weight.grad if weight.grad is not None else torch.zeros_like(weight)
-            for weight in self._weights
-        ]
-        torch._foreach_add_(self._gradients(), [gradient.float() for gradient in gradients])
-        for weight in self._weights:
-            weight.grad = None
+        for name, weight in self._weights.items():
+            found = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            gradient, weight.grad = found.float(), None
+            if self._shared:
+                dist.reduce(gradient, self.owners[name])
+            if name in self.masters:
+                kept = self.masters[name].grad
+                assert kept is not None
+                kept += gradient
 
     def step(self, weight_sum: Tensor, factor: float) -> Tensor:
         """Updates the weights with the mean gradient, the sums divided by the sum of the loss
@@ -91,27 +103,25 @@ class MasterOptimizer:
         Returns:
             Norm of the mean gradient before clipping, a scalar on the device.
         """
-        gradients = self._gradients()
-        if dist.is_initialized():
-            flat = torch.cat(
-                [gradient.flatten() for gradient in gradients] + [weight_sum.reshape(1)]
-            )
-            dist.all_reduce(flat)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients] + [1])
-            torch._foreach_copy_(
-                gradients, [part.view_as(g) for part, g in zip(parts[:-1], gradients, strict=True)]
-            )
-            weight_sum = parts[-1][0]
+        masters, gradients = list(self.masters.values()), self._gradients()
+        if self._shared:
+            weight_sum = weight_sum.clone()
+            dist.all_reduce(weight_sum)
         torch._foreach_mul_(gradients, 1.0 / weight_sum.clamp(min=1e-6))
-        norm = nn.utils.clip_grad_norm_(self.masters, self._clip)
-        for part in self._parts.values():
+        norm = nn.utils.get_total_norm(gradients)
+        if self._shared:
+            squared = norm.square()
+            dist.all_reduce(squared)
+            norm = squared.sqrt()
+        nn.utils.clip_grads_with_norm_(masters, self._clip, norm)
+        for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = self.lr * factor
             part.step()
         self._steps += 1
         if self._means:
             share = 1 - min(self._ema, (1 + self._steps) / (10 + self._steps))
-            torch._foreach_lerp_(self._means, self.masters, share)
+            torch._foreach_lerp_(list(self._means.values()), masters, share)
         self.publish()
         torch._foreach_zero_(gradients)
         return norm
@@ -119,46 +129,98 @@ class MasterOptimizer:
     @torch.no_grad()
     def finite(self) -> bool:
         """Whether all weights are; the last step's are in no loss yet."""
-        return bool(torch.stack(torch._foreach_norm(self.masters)).isfinite().all())
+        norms = torch.stack(torch._foreach_norm(list(self._weights.values())))
+        return bool(norms.isfinite().all())
 
     @torch.no_grad()
     def publish(self) -> None:
         """Casts the masters into the model."""
-        torch._foreach_copy_(self._weights, self.masters)
+        self._give(self.masters)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Gives the model the running mean of the weights for a while, if there is one."""
-        with torch.no_grad():
-            if self._means:
-                torch._foreach_copy_(self._weights, self._means)
-            try:
-                yield
-            finally:
-                self.publish()
+        if self._ema:
+            self._give(self._means)
+        try:
+            yield
+        finally:
+            self.publish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters by name, the optimizers' own state, and `means` if there are any."""
-        states: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
-        if self._means:
-            states["means"] = dict(zip(self.names, self._means, strict=True))
-        masters = dict(zip(self.names, self.masters, strict=True))
-        return states | {"masters": masters, "steps": self._steps}
+        """By name, masters, `means` if there are any, and the optimizers' own numbers; all
+        processes call it, and the first has what was saved whatever their number.
+        """
+        kinds = {"masters": {name: self._whole(name, self.masters) for name in self._weights}}
+        if self._ema:
+            kinds["means"] = {name: self._whole(name, self._means) for name in self._weights}
+        own = {name: self._state_of(name) for name in self.masters}
+        for kind in (*ADAMW, "momentum_buffer") if self._steps else ():
+            names = [
+                n for n in self._weights if (kind == "momentum_buffer") == (n in self._by_muon)
+            ]
+            mine = {name: own[name][kind] for name in names if name in own}
+            kinds[kind] = {name: self._whole(name, mine, of_one=kind == "step") for name in names}
+        return {**kinds, "steps": self._steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave, and casts it into the model."""
-        for name, master in zip(self.names, self.masters, strict=True):
+        for name, master in self.masters.items():
             master.copy_(state["masters"][name])
-        for name, mean in zip(self.names, self._means, strict=bool(self._means)):
-            mean.copy_(state["means"][name])
+            if self._means:
+                self._means[name].copy_(state["means"][name])
+            kinds = ("momentum_buffer",) if name in self._by_muon else ADAMW
+            for kind in kinds if state["steps"] else ():
+                value: Tensor = state[kind][name]
+                self._state_of(name)[kind] = value.to(master.device).clone()
         self._steps = state["steps"]
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
         self.publish()
 
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        """What the optimizer of a master keeps for it."""
+        part = self._parts[-1 if name in self._by_muon else 0]
+        found: dict[str, Tensor] = part.state[self.masters[name]]
+        return found
+
+    @torch.no_grad()
+    def _give(self, values: Mapping[str, Tensor]) -> None:
+        for name, weight in self._weights.items():
+            if name in values:
+                weight.copy_(values[name])
+            if self._shared:
+                dist.broadcast(weight.detach(), self.owners[name])
+
+    @torch.no_grad()
+    def _whole(self, name: str, mine: Mapping[str, Tensor], *, of_one: bool = False) -> Tensor:
+        """A tensor that the owner of a weight has, of the weight's shape or `of_one` number; on the
+        CPU where several processes share them, as room for all is not the first one's.
+        """
+        if not self._shared:
+            return mine[name]
+        weight = self._weights[name]
+        shape = () if of_one else weight.shape
+        value = weight.new_empty(shape, dtype=torch.float32)
+        if name in mine:
+            value.copy_(mine[name])
+        dist.broadcast(value, self.owners[name])
+        return value.cpu() if self._rank == 0 else value[:0] if shape else value
+
     def _gradients(self) -> list[Tensor]:
-        return [master.grad for master in self.masters if master.grad is not None]
+        return [master.grad for master in self.masters.values() if master.grad is not None]
+
+
+def owners_of(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    """The process that keeps each weight, so that all keep about as many numbers.
+
+    >>> owners_of({"fc": 6, "q": 4, "k": 1, "up": 6}, 2)
+    {'fc': 0, 'up': 1, 'q': 0, 'k': 1}
+    """
+    loads, found = [0] * world, dict[str, int]()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += sizes[name]
+    return found
 
 
 def lr_factor(progress: float, *, warmup: float, floor: float, linear: bool = False) -> float:

@@ -127,7 +127,7 @@ class Trainer:
         self._steps_per_epoch = max(len(train) // config.batch_size, 1)
         self._epoch: tuple[int, list[list[int]], Tensor] | None = None
         self._folder = config.folder / "training"
-        state = load_state(self._folder, target.device)
+        state = load_state(self._folder, torch.device("cpu"))  # each process keeps a part of it
         if state is not None:
             self._resume(state)
 
@@ -373,9 +373,10 @@ class Trainer:
         self._best_tau = max(self.tau, self._best_tau)
 
     def _save(self) -> None:
+        optimizer = self.optimizer.state_dict()  # of all processes
         if self.rank == 0:
             state = {
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "step": self.step,
                 "seconds": self.seconds,
                 "complete": self.progress >= 1,

@@ -250,20 +250,17 @@ def test_a_sampled_chain_knows_the_noise(tmp_path: Path) -> None:
         assert drafts[request] == walked(tokens, table / 0.7 + of_candidates[:, None])
 
 
-@pytest.mark.parametrize("tree", [False, True])
-def test_the_anchors_context_follows_the_accepted_path(tmp_path: Path, tree: bool) -> None:
+def test_the_anchors_context_follows_the_accepted_path(tmp_path: Path) -> None:
     """Catches the state of a refused row, or of another request."""
     drafter, rig = headed(tmp_path / "drafter", lilicorr())
     batch = rig.batch(ANCHORS, LENGTHS, 3)
     features = torch.randn(2 * 4, TINY.feature_size, generator=torch.Generator().manual_seed(3))
-    accepted, path = torch.tensor([2, 0]), None
-    if tree:
-        path = torch.tensor([[0, 1, 3, 2], [0, 2, 1, 3]])
+    accepted = torch.tensor([2, 0])
     tokens = torch.zeros(2, 4, dtype=torch.int64)
-    accept = AcceptOutput(tokens, accepted, tokens[:, 0], accepted >= 0, path=path)
+    accept = AcceptOutput(tokens, accepted, tokens[:, 0], accepted >= 0)
     verify = VerifyOutput(torch.zeros(8, VOCAB), features)
     drafter.commit(batch, tokens, accept, verify)
-    rows = features[[3 if tree else 2, 4]]
+    rows = features[[2, 4]]
     model = tiny_model(lilicorr())
     model.load_state_dict(head_tensors(lilicorr()))
     assert drafter._states is not None

@@ -279,6 +279,51 @@ def test_a_hybrid_target_is_checked_in_chains_alone(
     assert not last["tree"] and float(last["sampled"]) >= 1
 
 
+def in_two_processes(toy: Path, folder: Path, **changes: Any) -> Path:
+    """A folder with the same answers, where two processes have trained."""
+    processes = with_answers(toy, folder / "processes")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    # of which the answers are
+    same = {"model": str(toy / "target"), "prompts": (str(toy / "prompts.txt"),)}
+    command += ["-m", "specdec", "train", "answers", "train"]
+    command += as_flags(toy_config(processes, **same, **changes))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, timeout=HANG
+    )
+    assert ran.returncode == 0, ran.stderr.decode()
+    return processes
+
+
+def test_processes_share_the_optimizer_and_one_goes_on(toy: Path, answered: Path) -> None:
+    """Catches weights that no process moves or that are not given to all, and a state that only so
+    many processes can take up.
+    """
+    changes: dict[str, Any] = {"optimizer": "muon", "ema": 0.8, "replay": 0.5}
+    assert run_stages(("train",), toy_config(answered, max_steps=20, **changes))
+    processes = in_two_processes(toy, answered, max_steps=20, **changes)
+    for row in (1, 2):
+        for name in ("loss", "train_tau", "grad_norm"):
+            ours, theirs = (float(log_rows(one)[row][name]) for one in (answered, processes))
+            assert ours == pytest.approx(theirs, rel=2e-2), name
+    states = [
+        state.load_state(one / "run" / "training", torch.device("cpu"))
+        for one in (answered, processes)
+    ]
+    one, other = (found["optimizer"] for found in states if found)
+    assert one.keys() == other.keys()
+    for kind in one.keys() - {"steps"}:
+        assert {n: t.shape for n, t in one[kind].items()} == {
+            n: t.shape for n, t in other[kind].items()
+        }, kind
+        if kind in ("masters", "means"):
+            for name, tensor in one[kind].items():
+                torch.testing.assert_close(tensor, other[kind][name], atol=0.02, rtol=0)
+    same = {"model": str(toy / "target"), "prompts": (str(toy / "prompts.txt"),)}
+    assert run_stages(("train",), toy_config(processes, max_steps=30, **same, **changes))
+    assert int(log_rows(processes)[-1]["step"]) == 30
+
+
 @pytest.mark.slow
 def test_a_step_is_the_same_however_it_is_split(toy: Path, short: Path, answered: Path) -> None:
     """Catches losses that are averaged per forward or per process, and anchors or sequences that
@@ -290,27 +335,7 @@ def test_a_step_is_the_same_however_it_is_split(toy: Path, short: Path, answered
         run_stages(("train",), toy_config(answered, accumulation=4, max_steps=40, stop_after=1e-9))
         is False
     )
-    processes = with_answers(answered, answered / "processes")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "specdec",
-        "train",
-        "answers",
-        "train",
-    ]
-    # of which the answers are
-    same = {"model": str(toy / "target"), "prompts": (str(toy / "prompts.txt"),)}
-    command += as_flags(toy_config(processes, max_steps=40, **same))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, timeout=HANG
-    )
-    assert ran.returncode == 0, ran.stderr.decode()
+    processes = in_two_processes(toy, answered, max_steps=40)
     for folder in (answered, processes):
         for name in ("loss", "train_tau", "grad_norm"):
             assert float(log_rows(folder)[1][name]) == pytest.approx(

@@ -320,9 +320,9 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose() -> None:
     # two backward passes of 1 each, over a weight of 8
     assert norm.item() == pytest.approx(math.sqrt(4 * (2 / 8) ** 2))
     torch.testing.assert_close(
-        optimizer.masters[0], torch.full((1, 4), 1 - 10 * 0.5e-3), rtol=0, atol=1e-5
+        optimizer.masters["weight"], torch.full((1, 4), 1 - 10 * 0.5e-3), rtol=0, atol=1e-5
     )
-    assert torch.equal(model.weight, optimizer.masters[0].bfloat16())
+    assert torch.equal(model.weight, optimizer.masters["weight"].bfloat16())
     assert (model.weight < 1).all()
 
 
@@ -364,7 +364,7 @@ def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() 
         )
 
     def step(optimizer: MasterOptimizer, number: int) -> None:
-        for master, gradient in zip(optimizer.masters, gradients[number], strict=True):
+        for master, gradient in zip(optimizer.masters.values(), gradients[number], strict=True):
             master.grad.copy_(gradient)  # type: ignore[union-attr]
         optimizer.step(torch.tensor(1.0), 1.0)
 
@@ -372,7 +372,7 @@ def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() 
     step(one, 0)
     matrix, vector = (
         master - parameter.detach()
-        for master, parameter in zip(one.masters, start.parameters(), strict=True)
+        for master, parameter in zip(one.masters.values(), start.parameters(), strict=True)
     )
     # 1 each were the iteration exact
     values = torch.linalg.svdvals(matrix) / (1e-2 * 0.2 * math.sqrt(16))
@@ -385,7 +385,10 @@ def test_muon_moves_matrices_by_what_is_orthogonal_and_goes_on_from_its_state() 
     again.load_state_dict(copy.deepcopy(one.state_dict()))
     for optimizer in (one, again):
         step(optimizer, 2)
-    assert all(torch.equal(*pair) for pair in zip(one.masters, again.masters, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(one.masters.values(), again.masters.values(), strict=True)
+    )
 
 
 def test_answers_that_cannot_be_trained_on_are_counted() -> None:

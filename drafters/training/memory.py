@@ -1,0 +1,126 @@
+"""What training takes of one device, by arithmetic: nothing is allocated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafters.dflash.config.config import DFlashConfig
+from drafters.dflash.model import DFlashModel
+from drafters.training.config import TrainConfig
+from drafters.training.optimizer import owners_of
+
+LOGIT_BYTES = 16
+"""Of a row and token in the loss: logits and their gradient in 16 bits, three copies in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one process.
+
+    Attributes:
+        target: its weights.
+        weights: the drafter's, and their gradients.
+        optimizer: float32 copies, their gradients, moments and running mean, of this process's
+            share.
+        activations: what the backward pass needs of the drafter's layers, without compilation.
+        logits: of `loss_rows` rows.
+    """
+
+    target: int
+    weights: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it; the target's own activations are gone by then."""
+        return self.target + self.weights + self.optimizer + self.activations + self.logits
+
+    def __str__(self) -> str:
+        parts = "target", "weights", "optimizer", "activations", "logits"
+        told = ", ".join(f"{name} {getattr(self, name) / 1e9:.1f}" for name in parts)
+        return f"about {self.total / 1e9:.1f} GB of memory ({told})"
+
+
+def memory_of(
+    shape: DFlashConfig,
+    config: TrainConfig,
+    *,
+    target_bytes: int,
+    length: int,
+    world: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Memory:
+    """What a step takes of the fullest process.
+
+    Args:
+        shape: the drafter.
+        config: the run.
+        target_bytes: of the target's weights as they are stored.
+        length: tokens of a sequence, padding included.
+        world: processes.
+        dtype: of the drafter's forward.
+    """
+    with torch.device("meta"):
+        model = DFlashModel(shape).to(dtype)
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    owners = owners_of(sizes, world)
+    kept = [sum(n for name, n in sizes.items() if owners[name] == r) for r in range(world)]
+    by_muon = {n for n, w in model.named_parameters() if config.optimizer == "muon" and w.ndim == 2}
+    moments = sum(n for name, n in sizes.items() if name not in by_muon) / sum(sizes.values())
+    copies = 3 + moments + (config.ema > 0)
+    sequences = config.batch_size // (config.accumulation * world)
+    rows = config.anchors * (shape.max_draft_tokens + (not shape.sample_from_anchor))
+    once = saved_bytes(model, partial(_forward, model, length, rows))
+    drafts = sequences * config.anchors * shape.max_draft_tokens
+    most = min(config.loss_rows, drafts)
+    logits = most * (shape.draft_vocab_size or shape.vocab_size) * LOGIT_BYTES
+    return Memory(
+        target=target_bytes,
+        weights=2 * dtype.itemsize * sum(sizes.values()),
+        optimizer=round(4 * copies * max(kept)),
+        activations=sequences * once,
+        logits=logits,
+    )
+
+
+def _forward(model: DFlashModel, length: int, rows: int) -> Tensor:
+    """A sequence through the drafter, on the device "meta"."""
+    config, dtype = model.config, model.norm.weight.dtype
+    features = torch.empty(1, length, config.feature_size, dtype=dtype, device="meta")
+    keys, values = model.context_kv(features, torch.arange(length, device="meta"))
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        k, v = (
+            torch.cat([context[:, :, layer], own], dim=1)
+            for context, own in ((keys, key), (values, value))
+        )
+        # In place of attention, which keeps its inputs and its output.
+        seen = (k * v).sum(dim=1, keepdim=True).sum(dim=2, keepdim=True)
+        return (query * seen).sigmoid()
+
+    embeddings = torch.empty(1, rows, config.hidden_size, dtype=dtype, device="meta")
+    return model.block_forward(embeddings, torch.arange(rows, device="meta")[None], attend)
+
+
+def saved_bytes(model: nn.Module, forward: Callable[[], Any]) -> int:
+    """Bytes of the tensors that autograd keeps of a forward, each once, the model's weights left
+    out.
+    """
+    found: dict[int, Tensor] = {}
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            found[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    del result
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
