@@ -82,9 +82,11 @@ class Drafts:
             target_ids,
             head,
         )
-        corrects = head is not None and not isinstance(head, Lattice)
-        self._correction = linear(head.right.detach()) if corrects else None
-        self._columns = _inverse(target_ids) if corrects and target_ids is not None else None
+        corrector = None if isinstance(head, Lattice) else head
+        self._correction = None if corrector is None else linear(corrector.right.detach())
+        self._columns = None
+        if corrector is not None and target_ids is not None:
+            self._columns = _inverse(target_ids)
 
     def of(self, batch: DecodeBatch, slots: Slots) -> DraftOutput:
         """The block of each request."""

@@ -117,12 +117,11 @@ def parse_lattice(keys: Keys) -> LatticeConfig:
     """
     require(keys.flag("lilicorr_enabled") is not False, "lilicorr_enabled is false; it has a head")
     whole = ("hidden_size", "candidate_topk", "num_heads", "num_layers", "factor_dim")
-    sizes = {_FIELDS[name]: keys.required(f"lilicorr_{name}") for name in whole}
-    rest = ("mlp_ratio", "vector_eps", "logit_scale")
-    numbers = {name: keys.number(f"lilicorr_{name}") for name in rest}
-    missing = [name for name, value in numbers.items() if value is None]
-    require(not missing, f"config.json has no {', '.join(f'lilicorr_{name}' for name in missing)}")
-    return LatticeConfig(**sizes, **{name: float(value or 0) for name, value in numbers.items()})
+    said: dict[str, Any] = {_FIELDS[name]: keys.required(f"lilicorr_{name}") for name in whole}
+    for name in ("mlp_ratio", "vector_eps", "logit_scale"):
+        said[name] = keys.number(f"lilicorr_{name}")
+        require(said[name] is not None, f"config.json lacks lilicorr_{name}")
+    return LatticeConfig(**said)
 
 
 class _MLP(nn.Module):
@@ -227,7 +226,7 @@ class LiLiCorr(Lattice):
         return F.normalize(vectors, dim=-1, eps=self._config.vector_eps)
 
     def _bias(self, slots: int, width: int) -> Tensor:
-        """Of attention, [heads, slots * width, slots * width]."""
+        """Bias of attention, [heads, slots * width, slots * width]."""
         module = self._module
         owners = torch.arange(slots, device=module.same_slot_bias.device).repeat_interleave(width)
         apart = owners[:, None] - owners

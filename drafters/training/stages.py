@@ -17,6 +17,7 @@ from drafters.training.data.self_prompts import write_self_prompts
 from drafters.training.data.source import Source
 from drafters.training.finish import LAYOUTS, Agreement, engine_run, export, write_report
 from drafters.training.loss.evaluate import replay, shapes_of
+from drafters.training.loss.memory import memory_of
 from drafters.training.processes import process_group
 from drafters.training.shape import make_drafter
 from drafters.training.state import load_state, load_weights
@@ -166,6 +167,16 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
             f" left out: {train.num_too_long} too long, {train.num_too_short} too short,"
             f" {train.num_masked} with the mask token"
         )
+        length = -(-max(train.lengths) // config.bucket) * config.bucket
+        needs = memory_of(
+            model.config,
+            config,
+            target_bytes=verifier.weight_bytes,
+            length=length,
+            world=trainer.world,
+            dtype=target.dtype,
+        )
+        say(f"train: {needs} on each device; --accumulation and --loss-rows lower the last two")
         if trainer.step:
             say(f"train: resumed at step {trainer.step}")
     return trainer.run()

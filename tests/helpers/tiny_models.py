@@ -12,6 +12,7 @@ from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.drafter import DFlashDrafter
 from drafters.dflash.model import DFlashModel
 from drafters.head import HeadConfig
+from drafters.lilicorr.lattice import LatticeConfig
 from specdec.attention.selector import select_backend
 from specdec.model.core import Verifier
 from tests.helpers.tiny_configs import CONFIGS, LATENT_CONFIGS, VOCAB, WINDOW
@@ -131,7 +132,7 @@ def random_dflash(
     head: HeadConfig | None = None,
 ) -> DFlashDrafter:
     """A DFlash drafter with random weights, one full layer and two sliding ones; with a head, the
-    anchor's row predicts.
+    anchor's row predicts, but for a lattice.
     """
     torch.manual_seed(seed)
     config = DFlashConfig(
@@ -149,7 +150,7 @@ def random_dflash(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=512,
         num_target_layers=verifier.num_layers,
-        sample_from_anchor=head is not None,
+        sample_from_anchor=head is not None and not isinstance(head, LatticeConfig),
         head=head,
     )
     return DFlashDrafter(DFlashModel(config), verifier)

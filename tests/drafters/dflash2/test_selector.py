@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafters.dflash.edges import edges_of
-from drafters.dflash2.selector import SelectorConfig
+from drafters.dflash2.selector import CandidateSelector, SelectorConfig
 from specdec.sampling.noise import Purpose, gumbel, of_step, stream
 from tests.drafters.heads import ANCHORS, LENGTHS, headed, with_head
 from tests.drafters.tiny import FakeVerifier
@@ -96,7 +96,7 @@ def test_edges_are_those_of_speculators(tmp_path: Path) -> None:
         [torch.tensor(ANCHORS)[:, None, None].expand(-1, 1, 6), candidates[:, :-1]], dim=1
     )
     head = drafter.drafter.head
-    assert head is not None
+    assert isinstance(head, CandidateSelector)
     ours = edges_of(
         head,
         hidden,

@@ -166,7 +166,7 @@ def test_the_checkpoint_is_the_public_one(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"lilicorr_candidate_topk": None}, "lacks lilicorr_candidate_topk"),
-        ({"lilicorr_logit_scale": None}, "no lilicorr_logit_scale"),
+        ({"lilicorr_logit_scale": None}, "lacks lilicorr_logit_scale"),
         ({"lilicorr_num_heads": 3}, "lilicorr_num_heads is 3"),
         ({"lilicorr_candidate_topk": VOCAB + 1}, "the vocabulary has 61 tokens"),
         ({"lilicorr_enabled": False}, "lilicorr_enabled is false"),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from drafters.dflash.config.checkpoint import read_checkpoint, write_checkpoint
 from drafters.dflash.config.config import DFlashConfig
@@ -96,66 +94,6 @@ def test_both_layouts_hold_the_same_drafter(toy: Path) -> None:
     ):
         assert getattr(configs[0], name) == getattr(configs[1], name)
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-
-
-class Killed(BaseException):
-    """In place of a kill, which nothing in the run hears of."""
-
-
-@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "ema": 0.9, "replay": 0.5}])
-def test_ten_kills_at_any_moment_leave_the_same_weights(
-    answered: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
-    """Catches state that a kill loses or leaves by halves: within a step, between an update and
-    the save, or in the middle of writing a file.
-    """
-    config = toy_config(
-        answered, save_every=0.0, log_every=2, max_steps=40, eval_every=1e9, **changes
-    )
-    whole = replace(config, out=str(answered / "whole"))
-    Path(whole.out).mkdir()
-    (Path(whole.out) / "answers").symlink_to(answered / "run" / "answers")
-    assert run_stages(("train",), whole)
-    chosen, left = random.Random(0), [0]
-
-    def mortal(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                raise Killed
-            return call(*args, **kwargs)
-
-        return called
-
-    def half(content: Any, path: Path) -> None:
-        Path(path).write_bytes(b"half")
-        save(content, path)
-
-    save = mortal(torch.save)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", half)
-        for owner, name in (
-            (Trainer, "_forward_backward"),
-            (Trainer, "_save"),
-            (MasterOptimizer, "accumulate"),
-            (MasterOptimizer, "step"),
-            (MasterOptimizer, "publish"),
-            (TrainLog, "write"),
-        ):
-            patched.setattr(owner, name, mortal(getattr(owner, name)))
-        for _ in range(10):
-            left[0] = chosen.randrange(1, 40)
-            with pytest.raises(Killed):
-                run_stages(("train",), config)
-        left[0] = 0
-        assert run_stages(("train",), config)
-    ended = [
-        state.load_state(run.folder / "training", torch.device("cpu")) for run in (config, whole)
-    ]
-    assert all(one is not None and one["step"] == 40 for one in ended)
-    leaves = [tree_leaves(one["optimizer"]) for one in ended if one]
-    for one, other in zip(*leaves, strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.slow

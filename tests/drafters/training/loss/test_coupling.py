@@ -19,7 +19,7 @@ from drafters.dflash.edges import edges_of, logprobs_of
 from drafters.dflash.model import DFlashModel
 from drafters.dflash2.selector import SelectorConfig
 from drafters.domino.gru import DominoConfig
-from drafters.head import HeadConfig
+from drafters.head import HeadConfig, Lattice
 from drafters.training.loss import coupling
 from drafters.training.loss.coupling import Choices, fit_weights
 from specdec.cli.main import main
@@ -114,6 +114,7 @@ def test_a_head_says_along_an_answer_what_it_says_in_a_run(config: HeadConfig) -
     head = config.head(
         model, torch.nn.Embedding(TINY.vocab_size, TINY.hidden_size).requires_grad_(False)
     )
+    assert not isinstance(head, Lattice)
     hidden, temperature = torch.randn(2, 4, TINY.hidden_size), 0.7
     logprobs = (torch.randn(2, 4, TINY.vocab_size) / temperature).log_softmax(-1)
     scores, token_ids = logprobs.topk(coupling.MAX_CANDIDATES, dim=-1)

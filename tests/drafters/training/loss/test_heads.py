@@ -12,7 +12,7 @@ from drafters.dflash.model import DFlashModel
 from drafters.dflash.tied import checkpoint_names, expanded, tie
 from drafters.dflash2.selector import SelectorConfig
 from drafters.dspark.markov import MarkovConfig
-from drafters.head import HeadConfig
+from drafters.head import HeadConfig, Lattice
 from drafters.training.config import TrainConfig, build_config
 from drafters.training.data.openings import opening
 from drafters.training.loss.heads import new_head
@@ -54,6 +54,7 @@ def test_tied_tables_are_projections_of_the_targets_own(head: HeadConfig) -> Non
     whole = DFlashModel(replace(TINY, head=head))
     whole.load_state_dict(tables)
     tied_head, whole_head = (head.head(each, verifier.embed) for each in (model, whole))
+    assert not isinstance(tied_head, Lattice) and not isinstance(whole_head, Lattice)
     hidden, previous = torch.randn(5, TINY.hidden_size), torch.randint(TINY.vocab_size, (5,))
     torch.testing.assert_close(
         tied_head.left(hidden, previous, None)[0], whole_head.left(hidden, previous, None)[0]

@@ -1,5 +1,6 @@
 """What training takes of one device, by arithmetic: nothing is allocated."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.dflash.config.checkpoint import tensor_shapes
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
 from drafters.training.optimizer import owners_of
 
 LOGIT_BYTES = 16
-"""Of a row and token in the loss: logits and their gradient in 16 bits, three copies in float32."""
+"""Bytes of a row and token in the loss: logits, their gradient, and three copies in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,11 @@ def memory_of(
     """
     with torch.device("meta"):
         model = DFlashModel(shape).to(dtype)
-    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
-    owners = owners_of(sizes, world)
-    kept = [sum(n for name, n in sizes.items() if owners[name] == r) for r in range(world)]
-    by_muon = {n for n, w in model.named_parameters() if config.optimizer == "muon" and w.ndim == 2}
-    moments = sum(n for name, n in sizes.items() if name not in by_muon) / sum(sizes.values())
-    copies = 3 + moments + (config.ema > 0)
+    shapes = tensor_shapes(shape)
+    sizes = {name: math.prod(sides) for name, sides in shapes.items()}
+    owners, muon = owners_of(sizes, world), config.optimizer == "muon"
+    copies = {n: 4 - (muon and len(s) == 2) + (config.ema > 0) for n, s in shapes.items()}
+    kept = [sum(copies[n] * sizes[n] for n in sizes if owners[n] == r) for r in range(world)]
     sequences = config.batch_size // (config.accumulation * world)
     rows = config.anchors * (shape.max_draft_tokens + (not shape.sample_from_anchor))
     once = saved_bytes(model, partial(_forward, model, length, rows))
@@ -83,7 +84,7 @@ def memory_of(
     return Memory(
         target=target_bytes,
         weights=2 * dtype.itemsize * sum(sizes.values()),
-        optimizer=round(4 * copies * max(kept)),
+        optimizer=4 * max(kept),
         activations=sequences * once,
         logits=logits,
     )
