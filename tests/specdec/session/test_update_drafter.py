@@ -113,31 +113,34 @@ def test_drafts_are_those_of_the_new_weights_alone(kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_requests_under_way_go_on(way: str, depth: int) -> None:
-    """More than are decoded at once, in chunks, with unread steps; from then on their drafts are
-    those of the new weights."""
+    """More than are decoded at once, in chunks, with unread steps. The new weights are those of the
+    target, so from then on all drafts are right, unless they see what the old ones have written.
+    """
     sampling = SamplingParams(**LONG, **WAYS[way])
     plain = decoder_of().plain().generate(PROMPTS, sampling)
-    decoder = decoder_of(pipeline_depth=depth, max_prefill_tokens=16)
+    verifier = paged_verifier(plain_model("llama"), 4)
+    old, new = (draft_model(verifier, "llama", seed=seed)[1] for seed in (5, 0))
+    config = EngineConfig(
+        num_draft_tokens=3, max_num_seqs=3, pipeline_depth=depth, max_prefill_tokens=16
+    )
+    decoder = SpecDecoder(verifier, tiny_tokenizer(), old, config)
     session, steps = decoder.session, 0
     handles = [session.submit(prompt, sampling) for prompt in PROMPTS]
-    known: list[int] = []
+    known: list[list[int]] = []
     while not session.idle:
         if steps == 8:
-            decoder.update_drafter(random_dflash(decoder.verifier, seed=1))
-            known = [len(handle.request.output_token_ids) for handle in handles]
+            decoder.update_drafter(new)
+            known = [handle.request.num_accepted for handle in handles]
         session.step()
         steps += 1
     results = [handle.result() for handle in handles]
     assert written(results) == written(plain)
-    assert any(0 < count < LONG["max_tokens"] for count in known), "none was under way"
-    fresh = decoder_of(seed=1)
-    for result, count in zip(results, known, strict=True):
-        rest = LONG["max_tokens"] - count + 1
-        begun = [*result.prompt_token_ids, *result.token_ids[: count - 1]]
-        if way == "greedy" and 0 < count < LONG["max_tokens"]:
-            again = fresh.generate(begun, max_tokens=rest, ignore_eos=True)
-            ours, theirs = result.stats, again.stats
-            assert ours.num_accepted[-len(theirs.num_accepted) :] == theirs.num_accepted
+    under_way = 0
+    for result, before in zip(results, known, strict=True):
+        after = result.stats.num_accepted[len(before) :]
+        under_way += bool(before and len(after) > 2)
+        assert set(after[:-1]) <= {3} and (not before or sum(before) < 3 * len(before))
+    assert under_way, "no request was under way"
 
 
 def test_threads_that_decode_wait_for_nothing() -> None:
