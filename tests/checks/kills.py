@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -74,6 +75,8 @@ def start(command: Command, folder: Path) -> int:
     if child:
         return child
     os.setsid()
+    # which a shell lets those ignore that it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
@@ -91,8 +94,8 @@ def ended(pid: int, until: float) -> int | None:
         time.sleep(0.005)
 
 
-def hurt(pid: int, way: str, draw: Random) -> None:
-    """Sends what ends a process."""
+def hurt(pid: int, way: str, draw: Random) -> int:
+    """Sends what ends a process, which is given: that of the run, or one below it."""
     # none is left of a run that has just ended
     victim = draw.choice(sorted(below(pid)) or [pid]) if draw.random() < 0.3 else pid
     # a terminal tells all
@@ -110,6 +113,7 @@ def hurt(pid: int, way: str, draw: Random) -> None:
             os.kill(victim, signal.SIGSTOP)
             time.sleep(draw.choice([0.1, 1.0]))
             os.kill(victim, signal.SIGKILL)
+    return pid if way.startswith("SIG") and not way.startswith("SIGSTOP") else victim
 
 
 def orphans(until: float) -> set[int]:
@@ -134,8 +138,13 @@ def one(
     alone = status is not None
     if not alone:
         told = time.monotonic()
-        hurt(pid, way, draw)
+        victim = hurt(pid, way, draw)
         found.ways[way] += 1
+        if victim != pid and not command.ends:
+            # a server has another one take its place, and ends when it is told to
+            ended(pid, told + draw.random())
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         status = ended(pid, told + PATIENCE)
         found.longest = max(found.longest, time.monotonic() - told)
     if client:
@@ -160,6 +169,16 @@ def one(
     return alone and status == 0
 
 
+def serving(command: Command, folder: Path) -> None:
+    """Waits until a server says where it listens, and ends it."""
+    pid, said = start(command, folder), folder / "stderr"
+    while not (said.exists() and " at http://" in said.read_text()):
+        assert ended(pid, time.monotonic() + 0.01) is None, f"it does not start: {_said(folder)}"
+    os.kill(pid, signal.SIGKILL)
+    ended(pid, time.monotonic() + PATIENCE)
+    orphans(time.monotonic() + PATIENCE)
+
+
 def _client(command: Command, folder: Path) -> int:
     child = os.fork() if command.load is not None else 0
     if command.load is not None and not child:
@@ -175,19 +194,23 @@ def _said(folder: Path) -> str:
     return (folder / "stderr").read_text()[-300:].strip()
 
 
-def kills(name: str, command: Command, root: Path, moments: int, seed: int) -> Found:
+def kills(
+    name: str, command: Command, root: Path, moments: int, seed: int, ways: Sequence[str]
+) -> Found:
     """So many kills of one command."""
     draw, found = Random(f"{seed} {name}"), Found()
     clean = _fresh(root / "clean")
     began = time.monotonic()
-    seconds = 6.0
-    if command.ends:
+    if not command.ends:
+        serving(command, clean)
+        seconds = time.monotonic() - began + 4.0
+    else:
         assert one(command, clean, 600.0, "", draw, found), f"{name} fails by itself: {found.wrong}"
         seconds = time.monotonic() - began
     want, files = command.result(clean), _files(clean)
     folder, before = _fresh(root / "killed"), State()
     while sum(found.ways.values()) < moments:
-        way = draw.choice(WAYS)
+        way = draw.choice(ways)
         moment = draw.random() * seconds * 1.1
         whole = one(command, folder, moment, way, draw, found)
         try:
@@ -233,18 +256,19 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-def check(names: list[str], moments: int, seed: int) -> int:
+def check(names: list[str], moments: int, seed: int, ways: Sequence[str]) -> int:
     """Prints the table; 1 where something is wrong."""
     root = Path(tempfile.mkdtemp(prefix="specdec-kills-"))
     prepare(root)
     ctypes.CDLL(None).prctl(ADOPT, 1, 0, 0, 0)
     known, wrong = commands(root), 0
     for name in names or known:
-        found = kills(name, known[name], root, moments, seed)
+        found = kills(name, known[name], root, moments, seed, ways)
         ways = ", ".join(f"{count} x {way}" for way, count in sorted(found.ways.items()))
         print(
             f"{'WRONG' if found.wrong else 'ok   '} {name:<10} {ways}; {found.whole} whole runs;"
-            f" longest end {found.longest:.1f} s"
+            f" longest end {found.longest:.1f} s",
+            flush=True,
         )
         for text, count in Counter(found.wrong).most_common(20):
             print(f"      {count} x {text}", flush=True)
@@ -261,12 +285,13 @@ def main() -> int:
     parser.add_argument("--commands", nargs="+", default=[])
     parser.add_argument("--moments", type=int, default=100, help="of each command")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="these alone")
     args = parser.parse_args()
     for name in IMPORTED:
         import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads run, of which a child would have one"
-    return check(args.commands, args.moments, args.seed)
+    return check(args.commands, args.moments, args.seed, args.ways)
 
 
 def run() -> NoReturn:
