@@ -132,6 +132,7 @@ def one(
     command: Command, folder: Path, moment: float, way: str, draw: Random, found: Found
 ) -> bool:
     """A run that is hurt at a moment; whether it has ended by itself, and all is well."""
+    (folder / "stderr").unlink(missing_ok=True)  # where clients read the address
     pid, began = start(command, folder), time.monotonic()
     client = _client(command, folder)
     status = ended(pid, began + moment)
@@ -183,7 +184,6 @@ def _client(command: Command, folder: Path) -> int:
     child = os.fork() if command.load is not None else 0
     if command.load is not None and not child:
         try:
-            (folder / "stderr").unlink(missing_ok=True)
             command.load(folder)
         finally:
             os._exit(0)
@@ -191,7 +191,8 @@ def _client(command: Command, folder: Path) -> int:
 
 
 def _said(folder: Path) -> str:
-    return (folder / "stderr").read_text()[-300:].strip()
+    said = folder / "stderr"
+    return said.read_text()[-300:].strip() if said.exists() else ""
 
 
 def kills(
