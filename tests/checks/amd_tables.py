@@ -2,8 +2,7 @@
 
 python -m tests.checks.amd_tables                      prints all; the last one compiles for long
 python -m tests.checks.amd_tables --only auto cards    prints some
-python -m tests.checks.amd_tables --write              puts them into docs/rocm.md and
-                                                       docs/hardware.md
+python -m tests.checks.amd_tables --write              puts them into their pages
 
 auto      what `auto` takes beside each AITER, with every self-check passed
 cards     what runs where, card by card
@@ -53,12 +52,12 @@ def cards() -> str:
     return table([*titles, "8-bit numbers", "memory of a program", "run"], lines)
 
 
-def compiled() -> str:
+def compiled(targets: Sequence[str] = tuple(CARDS)) -> str:
     """Target by target: how many kernels, the registers of the largest, and what spills."""
     from tests.helpers.compiled_kernels import AMD_TARGETS, kernels, use_of
 
     lines = []
-    for name in CARDS:
+    for name in targets:
         uses = {title: use_of(one) for title, one in kernels(AMD_TARGETS[name], every_shape=False)}
         most = max(use.registers for use in uses.values())
         memory = max(use.shared for use in uses.values()) // 1024
@@ -78,7 +77,7 @@ def compile_section() -> str:
     return f"compile, Triton {triton.__version__}"
 
 
-PARTS: dict[str, tuple[Callable[[], str], str]] = {
+PARTS: dict[str, tuple[Callable[..., str], str]] = {
     "auto": (auto, "rocm.md"),
     "cards": (cards, "hardware.md"),
     "compile": (compiled, "rocm-kernels.md"),
@@ -129,11 +128,14 @@ def _cell(names: Sequence[str]) -> str:
     return f"{ordinary}; {', '.join(dict.fromkeys(latents))}"
 
 
-def sections(parts: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+def sections(parts: Sequence[str], targets: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Section, page and table of each part."""
     for part in parts:
         make, page = PARTS[part]
-        yield compile_section() if part == "compile" else part, page, make()
+        if part == "compile":
+            yield compile_section(), page, make(targets)
+        else:
+            yield part, page, make()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,9 +146,12 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--targets", nargs="+", choices=CARDS, default=list(CARDS), help="to compile for (all)"
+    )
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(argv)
-    for section, name, lines in sections(args.only):
+    for section, name, lines in sections(args.only, args.targets):
         print(f"{section}\n\n{lines}\n", flush=True)
         if args.write:
             page = DOCS / name

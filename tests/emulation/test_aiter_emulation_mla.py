@@ -172,6 +172,7 @@ DECODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "8-bit, gfx950": (GFX950, {**FP8_950, "heads": 128, "query_len": 2}),
     "float32": ({"allow_float32": True}, {"query": torch.float32, "cache": torch.float32}),
     "many queries, gfx950": (GFX950, {"heads": 64, "query_len": 5}),
+    "tiles of rows, gfx950": (GFX950, {**FP8_950, "heads": 32, "query_len": 5}),
     "not causal, gfx950": (GFX950, {"query_len": 5, "causal": False}),
     "one query, not causal": ({}, {"causal": False}),
 }
@@ -334,6 +335,16 @@ def _stale(lengths: list[int]) -> Attempt:
     return attempt
 
 
+def _skips_a_key(aiter: Any, _: Machine) -> None:
+    """The second part of the longest request begins one key late."""
+    batch = Latents([40, 7, 90], query_len=5, **FP8_950)
+    plan = batch.plan(aiter)
+    works = plan["work_info_set"]
+    (late, *_rest) = [row for row, work in enumerate(works.tolist()) if 47 < work[4] < 137]
+    works[late, 4] += 1
+    batch.decode(aiter, plan)
+
+
 def _other_heads(aiter: Any, _: Machine) -> None:
     plan = Latents([40, 7, 90], heads=32).plan(aiter)
     Latents([40, 7, 90]).decode(aiter, plan)
@@ -487,6 +498,7 @@ MISUSES: dict[str, Misuse] = {
         "max_seqlen_q 1 below 2",
     ),
     "stale plan": ({}, _stale([41, 7, 90]), MisuseError, "other lengths"),
+    "plan that skips a key": (GFX950, _skips_a_key, MisuseError, "other lengths"),
     "stale plan, permuted": ({}, _stale([7, 40, 90]), MisuseError, "other lengths"),
     "plan of another batch size": ({}, _stale([40, 7]), MisuseError, "other (lengths|queries)"),
     "plan for other heads": ({}, _other_heads, MisuseError, "planned for heads 32"),

@@ -77,11 +77,11 @@ def get_mla_metadata_info_v1(
 ) -> Sizes:
     """Shapes and types of the six outputs; `work_indptr` comes before `work_info_set` here."""
     name = "get_mla_metadata_info_v1"
-    machine.record(name)
+    kind = kind_of(machine, name, q_dtype, kv_dtype)
+    machine.record(name, kind=kind)
     refuse_unless(fast_mode and not intra_batch_mode, f"{name}: not emulated")
     assert num_head_qo % 8 == 0
     check_heads(name, num_head_qo)
-    kind = kind_of(machine, name, q_dtype, kv_dtype)
     units = machine.num_compute_units
     tiles = _tiles_per_batch(machine, kind, num_head_qo, 1 if is_sparse else max_seqlen_qo)
     batch_size = batch_size * max_seqlen_qo if is_sparse else batch_size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.aiter.fa import RocmAiterFaBackend
-from specdec.attention.backend import AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionMetadata, AttentionSpec, Visibility
 from specdec.attention.chunks import in_chunks
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
@@ -326,11 +326,16 @@ def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
     )
     backend.num_processors = 132
 
-    def splits(num_reqs: int, max_seq_len: int, window: int | None = None, width: int = 16) -> int:
+    def splits(
+        num_reqs: int,
+        max_seq_len: int,
+        window: int | None = None,
+        width: int = 16,
+        visibility: Visibility = "causal",
+    ) -> int:
         empty = torch.empty(0)
-        metadata = AttentionMetadata(
-            empty, empty, empty, empty, num_reqs, num_reqs * width, width, max_seq_len
-        )
+        counts = num_reqs, num_reqs * width, width, max_seq_len
+        metadata = AttentionMetadata(*[empty] * 4, *counts, visibility=visibility)
         tile = backend.tile(metadata)
         rows.append(tile.block_m)
         return backend.num_splits(metadata, window, tile)
@@ -346,6 +351,7 @@ def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
     rows.clear()
     assert splits(1, 32768) == 32
     assert splits(1, 1024) == splits(1, 32768, window=1024) == 8
+    assert splits(1, 32768, window=1024, visibility="full") == 16  # a window on both sides
     assert splits(8, 32768) == splits(2, 512) == 4
     assert splits(64, 32768) == splits(1, 32768, window=128) == 1
     assert set(rows) == {64}

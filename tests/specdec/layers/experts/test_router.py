@@ -466,6 +466,15 @@ def test_aiters_kernels_are_checked_first(
         )
         error, bound = ops_router.check_router(cpu, dtype)
         assert error > bound
+    for broken in ops_router.CHECKED:  # one kernel, or one way of calling it
+
+        def one(*args: Any, _broken: Routing = broken) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, ids = chosen(*args)
+            return weights, (ids + 1) % 64 if args[2] == _broken else ids
+
+        monkeypatch.setattr(ops_router, "route_with_aiter", one)
+        error, bound = ops_router.check_router(cpu, dtype)
+        assert error > bound
 
 
 def test_a_failed_check_keeps_aiter_out(

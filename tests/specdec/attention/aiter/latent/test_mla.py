@@ -456,7 +456,7 @@ def test_large_batches_keep_their_plan(rocm: Install) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "width", "times"), [(16, 8, 1), (16, 9, 2), (20, 4, 1), (128, 3, 3)]
+    ("num_heads", "width", "times"), [(16, 8, 1), (16, 9, 2), (20, 4, 1), (48, 2, 1), (128, 3, 3)]
 )
 def test_eight_drafts_read_the_context_once(
     rocm: Install, num_heads: int, width: int, times: int
@@ -468,6 +468,8 @@ def test_eight_drafts_read_the_context_once(
     asked = spec(num_heads=num_heads, cache_dtype=FP8["gfx950"])
     case, backend = Case(asked, [90, 33], [width] * 2, uniform=True), RocmAiterMlaBackend(asked)
     assert_right(case, backend)
+    asks = [call for call in machine.calls if call.name == "get_mla_metadata_info_v1"]
+    assert {call.details["kind"] for call in asks} == {"fp8"}
     (call,) = (call for call in machine.calls if call.name == "mla_decode_fwd")
     assert call.details["query_len"] == width and call.details["fold"] == 1
     work = backend.plan(case.metadata).decode
