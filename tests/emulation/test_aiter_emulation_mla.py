@@ -337,7 +337,7 @@ def _stale(lengths: list[int]) -> Attempt:
 
 def _skips_a_key(aiter: Any, _: Machine) -> None:
     """The second part of the longest request begins one key late."""
-    batch = Latents([40, 7, 90], query_len=5, **FP8_950)
+    batch = Latents([40, 7, 90], query_len=5, query=FN, cache=FN)
     plan = batch.plan(aiter)
     works = plan["work_info_set"]
     (late, *_rest) = [row for row, work in enumerate(works.tolist()) if 47 < work[4] < 137]

@@ -335,7 +335,7 @@ def test_tiles_and_splits_fill_the_device_and_need_no_device_value() -> None:
     ) -> int:
         empty = torch.empty(0)
         counts = num_reqs, num_reqs * width, width, max_seq_len
-        metadata = AttentionMetadata(*[empty] * 4, *counts, visibility=visibility)
+        metadata = AttentionMetadata(empty, empty, empty, empty, *counts, visibility)
         tile = backend.tile(metadata)
         rows.append(tile.block_m)
         return backend.num_splits(metadata, window, tile)
