@@ -2,8 +2,12 @@
 
 import atexit
 import os
+import sys
+from contextlib import suppress
 from typing import Protocol
 from weakref import WeakSet
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class Forked(Protocol):
@@ -43,8 +47,14 @@ def _after_fork() -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    for one in list(_ending):
-        one.at_exit()
+    try:
+        for one in list(_ending):
+            one.at_exit()
+    except KeyboardInterrupt:  # who asks once more waits for no thread
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(_INTERRUPTED)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

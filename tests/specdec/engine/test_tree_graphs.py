@@ -200,9 +200,14 @@ def test_features_left_in_place_would_be_noticed(
     follow = StepRunner._follow
 
     def unmoved(
-        self: StepRunner, batch: DecodeBatch, path: Tensor, fed: Tensor, verify: VerifyOutput
+        self: StepRunner,
+        batch: DecodeBatch,
+        path: Tensor,
+        fed: Tensor,
+        verify: VerifyOutput,
+        packing: None,
     ) -> Any:
-        moved, _ = follow(self, batch, path, fed, verify)
+        moved, _ = follow(self, batch, path, fed, verify, packing)
         assert verify.aux_hidden is not None
         hidden = verify.aux_hidden.view(*fed.shape, -1)[:, : path.shape[1]].flatten(0, 1)
         return moved, VerifyOutput(verify.logits, hidden)

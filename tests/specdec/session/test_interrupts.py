@@ -291,6 +291,29 @@ def test_a_program_that_leaves_work_unfinished_ends_with_its_own_status() -> Non
     assert (done.returncode, done.stderr) == (3, "")
 
 
+ASKED_TWICE = """
+import signal
+from specdec.session.forks import tell_of_exit
+class Asked:
+    def at_exit(self):
+        signal.raise_signal(signal.SIGINT)
+asked = Asked()
+tell_of_exit(asked)
+"""
+
+
+def test_an_interrupt_while_a_program_ends_ends_it_at_once() -> None:
+    """Nobody waits for threads that decode then, and none of them aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_TWICE + UNFINISHED],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_at_the_end_nobody_decodes(decoder: SpecDecoder) -> None:
     """A step under way is waited for, its thread stops there, and who comes later is told."""
     other = SpecDecoder(decoder.verifier, decoder.tokenizer, None, decoder.engine.config)
