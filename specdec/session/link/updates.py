@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from specdec.base.errors import CapacityError, SpecDecError
+from specdec.session.forks import tell_of_exit
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,9 @@ class Updates:
     ) -> None:
         self._update, self._call = update, call
         self._busy = False
+        self._thread: threading.Thread | None = None
         self.drafter: str | None = None
+        tell_of_exit(self)
 
     def begin(self, name: str, told: Told) -> None:
         """Begins one, unless another one is under way; where the engine is stepped."""
@@ -39,7 +42,13 @@ class Updates:
             told(CapacityError("other weights are being loaded; try again later"))
             return
         self._busy = True
-        threading.Thread(target=self._run, args=(name, told), daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(name, told), daemon=True)
+        self._thread.start()
+
+    def at_exit(self) -> None:
+        """At the end of the program: no thread reads weights any more."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self, name: str, told: Told) -> None:
         error: BaseException | None = None

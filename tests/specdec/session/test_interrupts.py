@@ -291,6 +291,33 @@ def test_a_program_that_leaves_work_unfinished_ends_with_its_own_status() -> Non
     assert (done.returncode, done.stderr) == (3, "")
 
 
+UPDATING = """
+import sys, torch
+from specdec.session.link.updates import Updates
+def read(name):
+    begun.set()
+    for _ in range(2000):
+        torch.ones(300, 300) @ torch.ones(300, 300)
+import threading
+begun = threading.Event()
+updates = Updates(read, lambda call: call())
+updates.begin("another", lambda error: None)
+begun.wait()
+sys.exit(3)
+"""
+
+
+def test_a_program_that_ends_while_weights_are_read_ends_with_its_own_status() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UPDATING],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (3, "another drafts from now on\n")
+
+
 ASKED_TWICE = """
 import signal
 from specdec.session.forks import tell_of_exit
