@@ -576,7 +576,11 @@ def test_no_refusal_is_an_assert() -> None:
         "base/test_metrics",
         "layers/packed/test_linear",
     )
-    theirs = ("drafters/dflash/config/test_layout", "verifiers/formats/test_integers")
+    theirs = (
+        "drafters/dflash/config/test_layout",
+        "drafters/dflash/config/test_layout_limits",
+        "verifiers/formats/test_integers",
+    )
     tables = [f"tests/{file}.py" for file in (*(f"specdec/{file}" for file in ours), *theirs)]
     chosen = ["-k", "damage or refus or deviations or scales"]
     command = [

@@ -78,6 +78,7 @@ class BoundOracle(BoundDFlash):
             drafter.logits,
         )
         self.texts = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._states = None
 
     def begin(self, slot: int, token_ids: Sequence[int]) -> None:
         texts = self.drafter.texts
