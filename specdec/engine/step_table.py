@@ -55,9 +55,10 @@ class StepColumns:
         width, depth = shape.depth + 1, shape.tree_depth
         few = int(shape.budget > 0)
         widths = [_COUNTS, width, few, depth, depth, table.shape[1] - num_columns(shape)]
-        counts, tokens, verified, rows, ranks, logprobs = table.split(widths, dim=1)
+        counts, *parts, logprobs = table.split(widths, dim=1)
         num_accepted, num_drafts, flags = counts.T.tolist()
-        flat = [part.flatten().tolist() for part in (tokens, verified, rows, ranks)]
+        # tokens, verified, rows, ranks; most steps have no more than the first
+        flat = [part.flatten().tolist() if part.shape[1] else [] for part in parts]
         of_tokens = Unpacked(logprobs, logprobs.shape[1] // width) if logprobs.shape[1] else None
         return cls(num_accepted, num_drafts, flags, flat[0], flat[1], flat[2], flat[3], of_tokens)
 
