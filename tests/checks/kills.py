@@ -143,10 +143,11 @@ def one(
         found.ways[way] += 1
         if victim != pid and not command.ends:
             # a server has another one take its place, and ends when it is told to
-            ended(pid, told + draw.random())
-            with suppress(ProcessLookupError):
+            status = ended(pid, told + draw.random())
+            if status is None:
                 os.kill(pid, signal.SIGTERM)
-        status = ended(pid, told + PATIENCE)
+        if status is None:
+            status = ended(pid, told + PATIENCE)
         found.longest = max(found.longest, time.monotonic() - told)
     if client:
         os.kill(client, signal.SIGKILL)
