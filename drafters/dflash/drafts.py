@@ -147,7 +147,9 @@ class Drafts:
             if probs is None or self._target_ids is None
             else self._target_ids.expand(probs.shape)
         )
-        return self._told(block, DraftOutput(token_ids, probs=probs, candidate_ids=columns), own)
+        return self._with_scores(
+            block, DraftOutput(token_ids, probs=probs, candidate_ids=columns), own
+        )
 
     def _path(self, block: _Block, head: Head | Lattice, count: int) -> DraftOutput:
         """The chain that takes the best candidate behind the one before; where drafts are drawn,
@@ -175,7 +177,7 @@ class Drafts:
         chain = DraftOutput(token_ids)
         if draws:
             chain = DraftOutput(token_ids, probs=probs, candidate_ids=candidate_ids)
-        return self._told(block, chain, probs.gather(-1, ranks[..., None]).squeeze(-1))
+        return self._with_scores(block, chain, probs.gather(-1, ranks[..., None]).squeeze(-1))
 
     def _tree(self, block: _Block) -> DraftOutput:
         """The tree of the likeliest paths; without a head as if every position's token did not
@@ -260,7 +262,7 @@ class Drafts:
             weights=block.weights,
         )
 
-    def _told(self, block: _Block, chain: DraftOutput, probs: Tensor | None) -> DraftOutput:
+    def _with_scores(self, block: _Block, chain: DraftOutput, probs: Tensor | None) -> DraftOutput:
         """A chain, and how likely its drafts are: as far as the head trusts in them, or else by
         their own probabilities float32 [num_reqs, depth].
         """

@@ -200,8 +200,8 @@ class LiLiCorr(Lattice):
         states = tokens if module.token_proj is None else module.token_proj(tokens)
         ranks = torch.arange(width, device=scores.device)
         parts = scores, scores.exp(), scores - scores.amax(dim=-1, keepdim=True)
-        told = (ranks / max(width - 1, 1)).expand_as(scores), (ranks == 0).expand_as(scores)
-        features = torch.stack([*parts, *(one.to(scores.dtype) for one in told)], dim=-1)
+        by_rank = (ranks / max(width - 1, 1)).expand_as(scores), (ranks == 0).expand_as(scores)
+        features = torch.stack([*parts, *(one.to(scores.dtype) for one in by_rank)], dim=-1)
         states = states + module.pass_hidden_proj(hidden)[:, :, None]
         states = states + module.feature_mlp(module.feature_norm(features.to(states.dtype)))
         states = (

@@ -21,7 +21,7 @@ from specdec.model.packing import Packing
 
 GUESS = 0.8
 """P(a draft is accepted | those before it are) where a drafter does not tell."""
-_BY_DEPTH, _BY_REQUEST = 64, 16  # steps after which what they told weighs 1/e
+_BY_DEPTH, _BY_REQUEST = 64, 16  # steps after which what they gave weighs 1/e
 _PRIOR = 2.0  # drafts that weigh as much as the guess that they come as expected
 
 
@@ -82,14 +82,14 @@ class VerifyBudget:
         kept = accepted.num_accepted[:, None] >= torch.arange(most, device=expected.device)
         kept = kept & counted[:, :1]
         self._by_depth.mul_(1 - 1 / _BY_DEPTH).add_(torch.stack([of_depth, kept.sum(dim=0)]))
-        told = torch.stack(
+        sums = torch.stack(
             [
                 (expected * _ratios(self._by_depth)[depths]).sum(dim=1),
                 accepted.num_accepted * counted[:, 0],
             ]
         )
         late = self._by_slot.index_select(1, batch.slots) * (1 - 1 / _BY_REQUEST)
-        self._by_slot.index_copy_(1, batch.slots, late + told)
+        self._by_slot.index_copy_(1, batch.slots, late + sums)
 
 
 def _ratios(sums: Tensor) -> Tensor:

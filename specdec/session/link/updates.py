@@ -11,7 +11,7 @@ from specdec.session.forks import tell_of_exit
 
 logger = logging.getLogger(__name__)
 
-Told = Callable[[BaseException | None], object]
+Done = Callable[[BaseException | None], object]
 """Called with what became of an update: None where the new weights draft."""
 
 
@@ -36,13 +36,13 @@ class Updates:
         self.drafter: str | None = None
         tell_of_exit(self)
 
-    def begin(self, name: str, told: Told) -> None:
+    def begin(self, name: str, done: Done) -> None:
         """Begins one, unless another one is under way; where the engine is stepped."""
         if self._busy:
-            told(CapacityError("other weights are being loaded; try again later"))
+            done(CapacityError("other weights are being loaded; try again later"))
             return
         self._busy = True
-        self._thread = threading.Thread(target=self._run, args=(name, told), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(name, done), daemon=True)
         self._thread.start()
 
     def at_exit(self) -> None:
@@ -50,19 +50,19 @@ class Updates:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, name: str, told: Told) -> None:
+    def _run(self, name: str, done: Done) -> None:
         error: BaseException | None = None
         try:
             self._update(name)
         except Exception as refused:
             error = refused
-        self._call(lambda: self._end(name, error, told))
+        self._call(lambda: self._end(name, error, done))
 
-    def _end(self, name: str, error: BaseException | None, told: Told) -> None:
+    def _end(self, name: str, error: BaseException | None, done: Done) -> None:
         self._busy = False
         if error is None:
             self.drafter = name
             logger.warning("%s drafts from now on", name)
         elif not isinstance(error, SpecDecError):
             logger.error("the drafter could not be updated", exc_info=error)
-        told(error)
+        done(error)

@@ -256,6 +256,13 @@ def test_whatever_a_drafter_raises_asynchronous_callers_are_served(
     assert in_time(lambda: asyncio.run(ask())).token_ids == expected
 
 
+def end_of(program: str) -> tuple[int, str]:
+    """The status of a program and what it writes to standard error."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    return done.returncode, done.stderr
+
+
 UNFINISHED = """
 import asyncio, sys, threading
 from specdec import EngineConfig, SamplingParams, SpecDecoder
@@ -281,14 +288,7 @@ sys.exit(3)
 
 def test_a_program_that_leaves_work_unfinished_ends_with_its_own_status() -> None:
     """Daemon threads decode, an asynchronous request and a stream are open."""
-    done = subprocess.run(
-        [sys.executable, "-c", UNFINISHED],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (3, "")
+    assert end_of(UNFINISHED) == (3, "")
 
 
 UPDATING = """
@@ -308,14 +308,7 @@ sys.exit(3)
 
 
 def test_a_program_that_ends_while_weights_are_read_ends_with_its_own_status() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UPDATING],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (3, "another drafts from now on\n")
+    assert end_of(UPDATING) == (3, "another drafts from now on\n")
 
 
 ASKED_TWICE = """
@@ -331,14 +324,7 @@ tell_of_exit(asked)
 
 def test_an_interrupt_while_a_program_ends_ends_it_at_once() -> None:
     """Nobody waits for threads that decode then, and none of them aborts the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED_TWICE + UNFINISHED],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (130, "")
+    assert end_of(ASKED_TWICE + UNFINISHED) == (130, "")
 
 
 def test_at_the_end_nobody_decodes(decoder: SpecDecoder) -> None:
