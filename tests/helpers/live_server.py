@@ -46,6 +46,7 @@ def tiny_decoder(**engine: Any) -> SpecDecoder:
     config = {
         "max_num_seqs": 4,
         "num_draft_tokens": 3,
+        "seed": 0,
         "cache": CacheConfig(memory_bytes=2**22),
         **engine,
     }

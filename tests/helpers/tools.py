@@ -83,6 +83,7 @@ def tool_decoder(template: str = HERMES, **engine: Any) -> SpecDecoder:
         "max_num_seqs": 8,
         "num_draft_tokens": 3,
         "max_model_len": 512,
+        "seed": 0,
         "cache": CacheConfig(memory_bytes=2**23),
         **engine,
     }

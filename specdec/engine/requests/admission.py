@@ -87,6 +87,10 @@ class Admission:
         made.verifier, made.grammars, made._far = Target(**values), None, True
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process gets: seeds of its own, so that no two processes draw the same."""
+        return self.__dict__ | {"_seeds": random.Random(self._seeds.getrandbits(64))}
+
     @property
     def max_total_tokens(self) -> int:
         """Most tokens of prompt and output together that the model and the cache allow one

@@ -21,7 +21,9 @@ import pytest
 
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.stream import Wire
-from specdec.session.link.channel import MAX_BYTES, Channel, packed, unpacked
+from specdec.serve.config import ServeConfig
+from specdec.serve.processes.setup import Setup
+from specdec.session.link.channel import MAX_BYTES, Channel, Facts, packed, unpacked
 from specdec.session.link.hub import Hub, Link
 from tests.helpers.live_server import live_server, tiny_decoder
 from tests.helpers.processes import below
@@ -383,3 +385,17 @@ def test_what_follows_the_first_message_is_kept() -> None:
     with pytest.raises(EOFError):
         other.receive()
     other.close()
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_fronts_draw_seeds_of_their_own(seed: int | None) -> None:
+    """Of requests that bring none; one that follows another begins no sequence anew."""
+    setup = Setup(Facts.of(tiny_decoder(seed=seed)), ServeConfig(), "tiny")
+    drawn = [
+        Setup.read(list(setup.message())).facts.admission.new_request([5], SamplingParams()).seed
+        for _ in range(16)
+    ]
+    assert len(set(drawn)) == 16
+    again = Setup(Facts.of(tiny_decoder(seed=seed)), ServeConfig(), "tiny")
+    first = Setup.read(list(again.message())).facts.admission.new_request([5], SamplingParams())
+    assert (first.seed == drawn[0]) == (seed is not None)

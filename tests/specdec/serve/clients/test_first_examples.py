@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("xgrammar")
 
+from specdec.sampling.params import SamplingDefaults
 from tests.checks.clients.examples import PACKAGES, Example, Served
 from tests.helpers.live_server import MODEL, live_server
 from tests.helpers.tools import tool_decoder
@@ -18,7 +19,9 @@ from tests.helpers.tools import tool_decoder
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with live_server(tool_decoder()) as live:
+    decoder = tool_decoder()
+    decoder.verifier.defaults = SamplingDefaults(min_tokens=8)  # no answer is empty by chance
+    with live_server(decoder) as live:
         yield Served(f"{live.url}/v1", MODEL)
 
 
