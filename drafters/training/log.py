@@ -32,7 +32,7 @@ class TrainLog:
     """
 
     def __init__(self, folder: Path, *, last_step: int, quiet: bool = False) -> None:
-        self._path, self._quiet = folder / "log.csv", quiet
+        self._path, self._quiet, self._closed = folder / "log.csv", quiet, False
         self.rows: list[dict[str, str]] = []
         self._bar: Any = None
         check_writable(*([] if quiet else [self._path]))
@@ -78,9 +78,10 @@ class TrainLog:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Ends the progress bar and draws the curves."""
-        if self._quiet:
+        """Ends the progress bar and draws the curves, once."""
+        if self._quiet or self._closed:
             return
+        self._closed = True
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -184,6 +184,7 @@ class Trainer:
                         last_save = self.seconds
             if self.progress >= 1:
                 self._evaluate(log, {"step": self.step, "minutes": self.seconds / 60})
+                log.close()  # a complete run that is killed behind its save draws nothing any more
             self._save()
             if signal.SIGINT in stopping:
                 raise KeyboardInterrupt

@@ -143,6 +143,22 @@ def test_ten_kills_at_any_moment_leave_the_same_weights(
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+def test_a_kill_while_curves_are_drawn(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run draws them: none is complete without."""
+    canvas = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
+    config = toy_config(answered, max_steps=4)
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(canvas, "print_png", killed)
+        with pytest.raises(Killed):
+            run_stages(("train",), config)
+    assert run_stages(("train",), config)
+    assert (answered / "run" / "training" / "curves.png").stat().st_size
+
+
 def test_a_full_disk_keeps_what_was_saved(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a state that is overwritten in place, and a traceback instead of a line."""
     config = toy_config(answered, max_steps=20)
