@@ -53,6 +53,10 @@ _HARNESS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 """Options as lm-eval spells them, which no help shows, with what they stand for."""
 
 
+_TASK_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Options of sampling that hold in place of the task's own; greedy where neither names any."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `specdec eval`."""
     parser.usage = "%(prog)s --tasks NAME ... [options]"
@@ -97,6 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "max_num_seqs",
             "max_model_len",
             "max_prefill_tokens",
+            "draft_sampling",
+            "verify_budget",
             "graphs",
             "memory_bytes",
         ),
@@ -104,8 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sampling_options(
         parser,
-        ("max_tokens", "temperature", "seed"),
-        defaults={"max_tokens": None, "temperature": None, "seed": 0},
+        ("max_tokens", "seed", *_TASK_SAMPLING),
+        defaults={"max_tokens": None, "seed": 0} | dict.fromkeys(_TASK_SAMPLING),
         old={"max_tokens": "--max-gen-toks"},
     )
 
@@ -222,8 +228,8 @@ def _provenance_and_origin(
 def _gen_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     """Generation arguments in lm-eval's words, those of its own option among them.
 
-    >>> _gen_kwargs(argparse.Namespace(max_tokens=64, temperature=0.7))
-    {'max_gen_toks': 64, 'temperature': 0.7, 'do_sample': True}
+    >>> _gen_kwargs(argparse.Namespace(max_tokens=64, temperature=0.7, top_k=20))
+    {'max_gen_toks': 64, 'temperature': 0.7, 'top_k': 20, 'do_sample': True}
     """
     given: dict[str, Any] = {}
     if getattr(args, "gen_kwargs", None):
@@ -232,6 +238,9 @@ def _gen_kwargs(args: argparse.Namespace) -> dict[str, Any]:
         given |= parsed_arguments(args.gen_kwargs)
     if args.max_tokens is not None:
         given["max_gen_toks"] = args.max_tokens
+    given |= {
+        name: value for name in _TASK_SAMPLING if (value := getattr(args, name, None)) is not None
+    }
     if args.temperature is not None:
-        given |= {"temperature": args.temperature, "do_sample": args.temperature > 0}
+        given["do_sample"] = args.temperature > 0
     return given

@@ -67,6 +67,11 @@ def test_the_harness_s_own_spellings_are_known() -> None:
     theirs += ["--output_path", "o", "--batch_size", "4"]
     assert parser.parse_args(ours) == parser.parse_args(theirs)
     more = argparse.Namespace(
-        gen_kwargs="top_p=0.5,temperature=0", max_tokens=None, temperature=0.7
+        gen_kwargs="top_p=0.5,temperature=0,top_k=4", max_tokens=None, temperature=0.7, top_k=20
     )
-    assert eval_command._gen_kwargs(more) == {"top_p": 0.5, "temperature": 0.7, "do_sample": True}
+    assert eval_command._gen_kwargs(more) == {
+        "top_p": 0.5,
+        "temperature": 0.7,
+        "top_k": 20,
+        "do_sample": True,
+    }
