@@ -78,6 +78,7 @@ def as_quiet_as_before() -> Iterator[None]:
     yield
     for name in _ours():
         logging.getLogger(name).setLevel(before.get(name, logging.NOTSET))
+        logging.getLogger(name).filters.clear()
 
 
 def _ours() -> list[str]:

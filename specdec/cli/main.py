@@ -104,10 +104,20 @@ def _open_closed_streams() -> None:
 
 
 def _show_notes() -> None:
-    """Sends to standard error what the library warns of, what it chose, and what it compiles."""
+    """Sends to standard error what the library warns of, and once what it chose, for two models
+    alike, and what it compiles.
+    """
     logging.basicConfig(format="specdec: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        known = record.getMessage() in said
+        said.add(record.getMessage())
+        return not known
+
     for name in _NOTES:
         logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).filters[:] = [is_new]
 
 
 def _complain(text: str) -> None:

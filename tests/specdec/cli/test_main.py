@@ -10,6 +10,7 @@ import pytest
 from specdec import __version__
 from specdec.base.registry import VERBS
 from specdec.cli.main import main
+from tests.evals.tiny import save_tiny
 from tests.specdec.cli.fake_decoder import FakeDecoder, chunk, one_line, python, use
 
 Capture = pytest.CaptureFixture[str]
@@ -160,3 +161,14 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: Patch) -> None:
     use(monkeypatch, FakeDecoder(RuntimeError("bug")))
     with pytest.raises(RuntimeError, match="bug"):
         main(["generate", "x"])
+
+
+def test_what_is_chosen_for_two_models_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = str(save_tiny(tmp_path))
+    shared = ["--device", "cpu", "--max-tokens", "2", "--kv-memory", "4M", "--raw"]
+    for drafter in ("none", model):
+        caplog.clear()
+        assert main(["generate", "abc", "--model", model, "--drafter", drafter, *shared]) == 0
+        assert caplog.text.count("attention torch_ref") == 1, drafter
