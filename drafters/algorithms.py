@@ -2,12 +2,11 @@
 files.
 """
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from drafters.keys import require, section
-from specdec.base.errors import CheckpointError
+from specdec.base.errors import CheckpointError, shown
 from specdec.base.registry import DRAFTERS
 
 _ARCHITECTURES = {
@@ -106,7 +105,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str | None:
     """
     names = raw.get("architectures") or []
     right = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    require(right, f"architectures is {reprlib.repr(names)}; it must be a list of names")
+    require(right, f"architectures is {shown(names)}; it must be a list of names")
     return next(iter(names), None)
 
 

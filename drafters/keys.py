@@ -1,13 +1,12 @@
 """Values of a drafter's `config.json`, checked as they are read."""
 
 import math
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from drafters.copied_keys import is_copied
-from specdec.base.errors import CheckpointError
+from specdec.base.errors import CheckpointError, shown
 from specdec.base.validation import is_number
 
 
@@ -102,8 +101,7 @@ def check_plain(keys: "Keys", plain_values: Mapping[str, tuple[Any, ...]], kind:
         known = value is None or value in plain
         require(
             known,
-            f"{kind} with {key} {reprlib.repr(value)} is not supported yet; supported:"
-            f" {plain[0]!r}",
+            f"{kind} with {key} {shown(value)} is not supported yet; supported: {plain[0]!r}",
         )
 
 
@@ -180,7 +178,7 @@ class Keys:
         value = self.find(name)
         require(
             value is None or is_number(value),
-            f"{name} is {reprlib.repr(value)}; it must be a number",
+            f"{name} is {shown(value)}; it must be a number",
         )
         return None if value is None else float(value)
 

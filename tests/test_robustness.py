@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,11 +92,17 @@ def test_a_session_takes_integers_alone(decoder: SpecDecoder) -> None:
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     handle = decoder.session.submit(np.array(PROMPT), sampling)  # type: ignore[arg-type]
     assert handle.result().prompt_token_ids == PROMPT
-    for prompt, shown in (([1.5], "1.5"), ("abc", "'a'")):
-        with pytest.raises(
-            InvalidInputError, match=f"a token id is {shown}; it must be an integer"
-        ):
-            decoder.session.submit(prompt)  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {
+        "a token id is 1.5; it must be an integer": [1.5],
+        "the prompt is 'abc'; it must be a list of token ids": "abc",
+        "the prompt is 5; it must be a list of token ids": 5,
+        "the prompt is None; it must be a list of token ids": None,
+        "the prompt holds token id <an integer of 16,610 bits>; ids": [10**5000],
+        "the prompt holds token id -1; ids": [-1],
+    }
+    for said, prompt in wrong.items():
+        with pytest.raises(InvalidInputError, match=said):
+            decoder.session.submit(prompt)
 
 
 def test_a_dropped_stream_frees_its_blocks(decoder: SpecDecoder) -> None:

@@ -3,7 +3,6 @@ keys of the config file.
 """
 
 import argparse
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 from drafters.keys import MAX_LAYERS
 from drafters.training.data.openings import KINDS
 from specdec.base.chat.messages import template_text, variables_text
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError, shown
 from specdec.base.files import read_json, read_toml, user_path
 from specdec.base.validation import is_number
 from specdec.cli.fields import add_options, kinds_of
@@ -344,8 +343,7 @@ class TrainConfig:
     def _check(self, name: str, ok: bool, rule: str) -> None:
         if not ok:
             raise InvalidInputError(
-                f"{name.replace('_', '-')} is {reprlib.repr(getattr(self, name))}; it must be"
-                f" {rule}"
+                f"{name.replace('_', '-')} is {shown(getattr(self, name))}; it must be {rule}"
             )
 
     @property

@@ -1,11 +1,11 @@
 """Configuration: frozen dataclasses, validated once when they are made."""
 
-import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specdec.base.blocks import MAX_NODES
 from specdec.base.chat.messages import template_text, variables_text
+from specdec.base.errors import shown
 from specdec.base.validation import flags, integers, is_number, require
 
 DraftSampling = Literal["coupled", "greedy", "probabilistic"]
@@ -69,7 +69,7 @@ class LoadConfig:
             value = getattr(self, name)
             # torch's devices and types say their names
             right = isinstance(value, str) or type(value).__module__ == "torch"
-            require(right, f"{name} is {reprlib.repr(value)}; it must be a string")
+            require(right, f"{name} is {shown(value)}; it must be a string")
             object.__setattr__(self, name, str(value).removeprefix("torch."))
         integers(self, "block_size", "tensor_parallel")
         right = self.tensor_parallel is None or 1 <= self.tensor_parallel <= MAX_RANKS
@@ -82,19 +82,21 @@ class LoadConfig:
         )
         require(
             self.kv_dtype in ("auto", "fp8"),
-            f"kv_dtype is {self.kv_dtype!r}; choose 'auto' or 'fp8'",
+            f"kv_dtype is {shown(self.kv_dtype)}; choose 'auto' or 'fp8'",
         )
         right = self.prefill_dtype in ("auto", "model")
-        require(right, f"prefill_dtype is {self.prefill_dtype!r}; choose 'auto' or 'model'")
+        require(right, f"prefill_dtype is {shown(self.prefill_dtype)}; choose 'auto' or 'model'")
         right = self.generation_config in ("model", "none")
-        require(right, f"generation_config is {self.generation_config!r}; choose 'model' or 'none'")
+        require(
+            right, f"generation_config is {shown(self.generation_config)}; choose 'model' or 'none'"
+        )
         right = self.weights in ("as-stored", "bfloat16")
-        require(right, f"weights is {self.weights!r}; choose 'as-stored' or 'bfloat16'")
+        require(right, f"weights is {shown(self.weights)}; choose 'as-stored' or 'bfloat16'")
         right = self.weights == "as-stored" or self.dtype in ("auto", "bfloat16")
         require(
             right,
-            f"weights are asked for in {self.weights} and dtype is {self.dtype!r}; leave out one of"
-            f" the two",
+            f"weights are asked for in {self.weights} and dtype is {shown(self.dtype)}; leave out"
+            f" one of the two",
         )
         object.__setattr__(self, "chat_template", template_text(self.chat_template))
         object.__setattr__(self, "chat_template_kwargs", variables_text(self.chat_template_kwargs))
@@ -224,8 +226,8 @@ class EngineConfig:
         require(
             self.num_draft_tokens in ("auto", None)
             or (isinstance(self.num_draft_tokens, int) and self.num_draft_tokens >= 0),
-            f"num_draft_tokens is {self.num_draft_tokens!r}; it must be 'auto', 0 (plain decoding)"
-            f" or a positive count",
+            f"num_draft_tokens is {shown(self.num_draft_tokens)}; it must be 'auto', 0 (plain"
+            f" decoding) or a positive count",
         )
         require(
             self.tree_nodes is None or 0 <= self.tree_nodes <= MAX_NODES,
@@ -240,17 +242,17 @@ class EngineConfig:
         budget, chosen = self.verify_budget, self.num_draft_tokens == "auto" and not self.tree_nodes
         require(
             budget in (None, "auto") or (is_number(budget) and float(budget) > 0),
-            f"verify_budget is {budget!r}; it must be 'auto', a number above 0, or left out",
+            f"verify_budget is {shown(budget)}; it must be 'auto', a number above 0, or left out",
         )
         require(
             budget is None or (budget == "auto") == chosen,
-            f"verify_budget is {budget!r} and the shape of blocks is "
+            f"verify_budget is {shown(budget)} and the shape of blocks is "
             + ("chosen; say num_draft_tokens or tree_nodes" if chosen else "given; give a number")
             + ", or leave it out",
         )
         require(
             self.draft_sampling in ("coupled", "greedy", "probabilistic"),
-            f"draft_sampling is {self.draft_sampling!r}; choose 'coupled', 'greedy' or"
+            f"draft_sampling is {shown(self.draft_sampling)}; choose 'coupled', 'greedy' or"
             f" 'probabilistic'",
         )
         require(

@@ -5,6 +5,7 @@ and keeps its traceback.
 """
 
 import re
+import reprlib
 
 LONGEST = 2_000
 """Characters of a message."""
@@ -57,3 +58,15 @@ def one_line(error: BaseException, most: int = 200) -> str:
     ('no such file', 'KeyError')
     """
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+class _Shown(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # of more than 4,300 digits, which Python writes for nobody
+            return f"<an integer of {x.bit_length():,} bits>"
+
+
+shown = _Shown().repr
+"""A value of a user as messages name it: as Python writes it, and not at length."""

@@ -2,13 +2,12 @@
 
 import math
 import operator
-import reprlib
 from collections.abc import Iterator
 from contextlib import suppress
 from numbers import Real
 from typing import Any
 
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError, shown
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number of float32."""
@@ -42,7 +41,7 @@ def as_integer(name: str, value: Any) -> int:
                 what = f"{name} has {found.bit_length():,} bits"
                 raise InvalidInputError(f"{what}; it must be an integer of 256 bits at most")
             return found
-    raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be an integer")
+    raise InvalidInputError(f"{name} is {shown(value)}; it must be an integer")
 
 
 def as_float(value: Real) -> float:
@@ -68,7 +67,7 @@ def numbers(config: Any, *names: str) -> None:
         if value is None and type(config).__dataclass_fields__[name].default is None:
             continue
         if not isinstance(value, Real) or isinstance(value, bool):
-            raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be a number")
+            raise InvalidInputError(f"{name} is {shown(value)}; it must be a number")
         object.__setattr__(config, name, as_float(value))
 
 
@@ -79,7 +78,7 @@ def flags(config: Any, *names: str) -> None:
         if isinstance(value, bool):
             continue
         if value is not None or type(config).__dataclass_fields__[name].default is not None:
-            raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be True or False")
+            raise InvalidInputError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
@@ -87,7 +86,7 @@ def sequence(config: Any, name: str, noun: str) -> tuple[Any, ...]:
     value = getattr(config, name)
     found = entries(value if value is not None else ())
     if found is None:
-        raise InvalidInputError(f"{name} is {reprlib.repr(value)}; it must be a list of {noun}")
+        raise InvalidInputError(f"{name} is {shown(value)}; it must be a list of {noun}")
     return tuple(found)
 
 

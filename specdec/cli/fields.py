@@ -8,14 +8,13 @@ the class.
 import argparse
 import inspect
 import re
-import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError, shown
 from specdec.base.validation import is_number
 
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -98,9 +97,7 @@ class Kind:
         if value not in self.words and (
             not isinstance(value, self.type) or (self.type is not bool and isinstance(value, bool))
         ):
-            raise InvalidInputError(
-                f"{place} is {reprlib.repr(value)}; it must be a {self.type.__name__}"
-            )
+            raise InvalidInputError(f"{place} is {shown(value)}; it must be a {self.type.__name__}")
         return value
 
 

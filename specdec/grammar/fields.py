@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError, shown
 from specdec.grammar.grammar import Grammar
 
 MAKERS: dict[str, Callable[[Any], Grammar]] = {
@@ -117,8 +116,7 @@ def _made(kind: str, value: Any, name: str) -> Grammar:
         name, value = f"{name}.schema", value.get("schema")
     if not isinstance(value, TYPES.get(kind, (str,))):
         raise InvalidInputError(
-            f"{name} is {reprlib.repr(value)}, which has the wrong type for a grammar of kind"
-            f" {kind!r}"
+            f"{name} is {shown(value)}, which has the wrong type for a grammar of kind {kind!r}"
         )
     return MAKERS[kind](value)
 
@@ -135,8 +133,7 @@ def _structured(outputs: Any) -> list[Grammar]:
     unknown = next((name for name in given if name not in MAKERS), None)
     if unknown is not None:
         raise InvalidInputError(
-            f"structured_outputs asks for {reprlib.repr(unknown)}; choose one of"
-            f" {', '.join(MAKERS)}"
+            f"structured_outputs asks for {shown(unknown)}; choose one of {', '.join(MAKERS)}"
         )
     return [_made(name, value, f"structured_outputs.{name}") for name, value in given.items()]
 
@@ -150,7 +147,7 @@ def _formatted(given: Any, field: str) -> list[Grammar]:
         return []
     if not isinstance(kind, str) or kind not in FORMATS:
         raise InvalidInputError(
-            f"the type of {field} is {reprlib.repr(kind)}; choose text, {', '.join(FORMATS)}"
+            f"the type of {field} is {shown(kind)}; choose text, {', '.join(FORMATS)}"
         )
     maker, places = FORMATS[kind]
     found = {name: given[name] for name in places if _is_given(given.get(name))}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.errors import InvalidInputError, one_line, shown
 from specdec.base.validation import entries
 from specdec.grammar.calls import Calls
 from specdec.grammar.limits import MAX_CHARACTERS, MAX_PATTERN_CHARACTERS, check_size
@@ -48,11 +47,12 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise InvalidInputError(
-                f"the grammar's kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}"
+                f"the grammar's kind is {shown(self.kind)}; choose one of"
+                f" {', '.join(get_args(Kind))}"
             )
         if not isinstance(self.text, str) or bool(self.text) == (self.kind == "json_object"):
             raise InvalidInputError(
-                f"the text of a grammar of kind {self.kind} is {reprlib.repr(self.text)}; it must"
+                f"the text of a grammar of kind {self.kind} is {shown(self.text)}; it must"
                 f" be a string"
             )
         check_size(f"the grammar of kind {self.kind}", len(self.text), MAX_CHARACTERS)
@@ -70,7 +70,7 @@ class Grammar:
                 or not all(isinstance(one, str) and one for one in choices)
             ):
                 raise InvalidInputError(
-                    f"choices are {reprlib.repr(choices)}; give a list of at least one string, none"
+                    f"choices are {shown(choices)}; give a list of at least one string, none"
                     f" of them empty"
                 )
         plain = "".join(choices) if self.kind == "choice" else self.text
@@ -154,7 +154,7 @@ class Grammar:
         """One of some strings."""
         found = entries(choices)
         if found is None:
-            raise InvalidInputError(f"choices are {reprlib.repr(choices)}; give a list of strings")
+            raise InvalidInputError(f"choices are {shown(choices)}; give a list of strings")
         return cls("choice", _written("the list of choices", [*found]))
 
     @classmethod

@@ -1,7 +1,6 @@
 """How one request is decoded: a frozen dataclass, validated once when it is made."""
 
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -9,7 +8,7 @@ from itertools import islice
 from numbers import Real
 from typing import Any
 
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError, shown
 from specdec.base.validation import (
     as_float,
     as_integer,
@@ -150,14 +149,14 @@ class SamplingParams:
         )
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and salt):
-            what = f"cache_salt is {reprlib.repr(salt)}"
+            what = f"cache_salt is {shown(salt)}"
             raise InvalidInputError(
                 f"{what}; it must be a string that is not empty, or be left out"
             )
         stop = (self.stop,) if isinstance(self.stop, str) else sequence(self, "stop", "strings")
         for entry in stop:
             if not isinstance(entry, str):
-                what = f"stop holds {reprlib.repr(entry)}"
+                what = f"stop holds {shown(entry)}"
                 raise InvalidInputError(f"{what}; it must be a list of strings")
         length = sum(map(len, stop))
         require(
@@ -232,7 +231,7 @@ class SamplingParams:
             f"seed is {self.seed}; it must lie in [0, 2**63), or be left out for a random one",
         )
         if not isinstance(self.grammar, Grammar | None):
-            what = f"grammar is {reprlib.repr(self.grammar)}"
+            what = f"grammar is {shown(self.grammar)}"
             ways = "Grammar.json_schema, regex, choice, ebnf or json_object"
             raise InvalidInputError(f"{what}; make one with {ways}")
         ends = "ignore_eos" if self.ignore_eos else "min_tokens" if self.min_tokens else ""
@@ -373,7 +372,7 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     """
     found = entries(given.items() if isinstance(given, Mapping) else given)
     if found is None:
-        what = f"logit_bias is {reprlib.repr(given)}"
+        what = f"logit_bias is {shown(given)}"
         raise InvalidInputError(f"{what}; it must map token ids to numbers")
     pairs = list(islice(found, MAX_EDITS + 1))
     require(
@@ -383,7 +382,7 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     biases: dict[int, float] = {}
     for pair in pairs:
         right = isinstance(pair, tuple | list) and len(pair) == 2
-        require(right, f"logit_bias holds {reprlib.repr(pair)}; it must map token ids to numbers")
+        require(right, f"logit_bias holds {shown(pair)}; it must map token ids to numbers")
         token, value = pair
         by_text = isinstance(token, str) and token.isdecimal() and len(token) < 20
         token = int(token) if by_text else as_integer("a token of logit_bias", token)
@@ -392,8 +391,7 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
         )
         require(
             right,
-            f"logit_bias of token {token} is {reprlib.repr(value)}; it must be a number in [-1e6,"
-            f" 1e6]",
+            f"logit_bias of token {token} is {shown(value)}; it must be a number in [-1e6, 1e6]",
         )
         require(token not in biases, f"logit_bias names token {token} twice; name it once")
         biases[token] = float(value)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.base.errors import CapacityError, SpecDecError
+from specdec.base.errors import CapacityError, SpecDecError, shown
 
 RETRY_SECONDS = 1
 """After which a client may ask a busy server again."""
@@ -112,6 +111,6 @@ def malformed(problems: Sequence[Any]) -> RequestError:
     )
     return RequestError(
         400,
-        f"{where} is {reprlib.repr(problem['input'])}: {what or problem['msg'].lower()}",
+        f"{where} is {shown(problem['input'])}: {what or problem['msg'].lower()}",
         param=name,
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from specdec.base.chat.messages import knows_tools
 from specdec.base.chat.tools import FORMATS, ToolFormat
-from specdec.base.errors import InvalidInputError
+from specdec.base.errors import InvalidInputError, shown
 from specdec.grammar.calls import NAME
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.schema.refs import Root
@@ -122,21 +121,21 @@ def tools_of(
 def _function(place: str, given: Any) -> _Function:
     if not isinstance(given, Mapping) or given.get("type", "function") != "function":
         kind = given.get("type") if isinstance(given, Mapping) else given
-        raise _refusal("tools", f"{place} is {reprlib.repr(kind)}; give a function", place)
+        raise _refusal("tools", f"{place} is {shown(kind)}; give a function", place)
     function = given.get("function")
     if not isinstance(function, Mapping):
         raise _refusal("tools", f"{place} has no function; give an object with its name", place)
     name, strict = function.get("name"), function.get("strict")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        what = f"{place} is called {reprlib.repr(name)}"
+        what = f"{place} is called {shown(name)}"
         raise _refusal("tools", f"{what}; give 1 to 64 letters, digits, _ . or -", place)
     if not isinstance(function.get("description", ""), str | None):
         raise _refusal("tools", f"the description of {name} is no text; give one", place)
     if not isinstance(strict, bool | None):
         raise _refusal("tools", f"strict of {name} is {strict!r}; give true or false", place)
     schema = _schema(name, function.get("parameters"), place)
-    shown = {key: value for key, value in function.items() if key != "strict"}
-    shown["parameters"] = schema
+    told = {key: value for key, value in function.items() if key != "strict"}
+    told["parameters"] = schema
     notes = []
     try:
         Grammar.json_schema(schema)
@@ -144,16 +143,14 @@ def _function(place: str, given: Any) -> _Function:
         if strict:
             raise _refusal("tools", f"{name}, which is strict: {error}", place) from error
         notes.append(f"{name}: its arguments are any object, since {error}")
-    return _Function(
-        {"type": "function", "function": shown}, name, None if notes else schema, notes
-    )
+    return _Function({"type": "function", "function": told}, name, None if notes else schema, notes)
 
 
 def _schema(name: str, given: Any, place: str) -> dict[str, Any]:
     """The schema of a function's arguments; none at all unless they are described."""
     schema = {"type": "object", "properties": {}} if given is None else given
     if not isinstance(schema, Mapping):
-        what = f"the parameters of {name} are {reprlib.repr(given)}"
+        what = f"the parameters of {name} are {shown(given)}"
         raise _refusal("tools", f"{what}; give a JSON schema of an object", place)
     if schema.keys().isdisjoint(("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema = {"type": "object", **schema}
@@ -170,7 +167,7 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool, bool]:
     if given in (None, "auto", "none"):
         return ([] if given == "none" else names), False, False
     if not names:
-        what = f"tool_choice is {reprlib.repr(given)} and there are no tools"
+        what = f"tool_choice is {shown(given)} and there are no tools"
         raise _refusal("tool_choice", f"{what}; give some")
     if given == "required":
         return names, True, False
@@ -184,7 +181,7 @@ def _choice(given: Any, names: list[str]) -> tuple[list[str], bool, bool]:
             return [_named(one, names) for one in some], mode == "required", False
     raise _refusal(
         "tool_choice",
-        f"tool_choice is {reprlib.repr(given)}; choose none, auto, required, or a function:"
+        f"tool_choice is {shown(given)}; choose none, auto, required, or a function:"
         ' {"type": "function", "function": {"name": ...}}',
     )
 
@@ -193,7 +190,7 @@ def _named(given: Any, names: list[str]) -> str:
     function = given.get("function") if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in names:
-        what = f"tool_choice names {reprlib.repr(name)}"
+        what = f"tool_choice names {shown(name)}"
         raise _refusal(
             "tool_choice", f"{what}, which is none of the tools; add it, or name another"
         )

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import codecs
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.errors import InvalidInputError
-from specdec.base.validation import as_integer
+from specdec.base.errors import InvalidInputError, shown
+from specdec.base.validation import as_integer, entries
 from specdec.engine.stops import stop_strings
 from specdec.session.byte_level import pieces_of
 
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def token_ids(prompt: Iterable[Any]) -> list[int]:
-    """Token ids as Python's own integers.
+def token_ids(prompt: Any) -> list[int]:
+    """Token ids of a list or the like as Python's own integers.
 
     Raises:
         InvalidInputError: there is none, or one is no integer.
     """
-    ids = [token if type(token) is int else as_integer("a token id", token) for token in prompt]
+    given = entries(prompt)
+    if given is None:
+        raise InvalidInputError(f"the prompt is {shown(prompt)}; it must be a list of token ids")
+    ids = [token if type(token) is int else as_integer("a token id", token) for token in given]
     if not ids:
         raise InvalidInputError("the prompt is empty; give at least one token")
     return ids

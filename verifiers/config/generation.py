@@ -6,7 +6,6 @@ is no such file.
 """
 
 import logging
-import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from transformers import GenerationConfig
 
 from specdec.base.checkpoint.hub import CONFIG, json_object
 from specdec.base.config import GenerationSource
-from specdec.base.errors import CheckpointError, InvalidInputError
+from specdec.base.errors import CheckpointError, InvalidInputError, shown
 from specdec.base.validation import as_integer, require
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 
@@ -245,7 +244,7 @@ def _ids(place: str, value: Any) -> list[int]:
     for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
         if isinstance(one, bool) or not isinstance(one, int | float) or one % 1:  # inf % 1 is NaN
             raise CheckpointError(
-                f"{place} is {reprlib.repr(value)}; it must be a token id or a list of them, so"
+                f"{place} is {shown(value)}; it must be a token id or a list of them, so"
                 f" correct the file"
             )
         found.append(int(one))
@@ -253,7 +252,7 @@ def _ids(place: str, value: Any) -> list[int]:
 
 
 def _listed(tokens: Any) -> str:
-    return ", ".join(reprlib.repr(token) for token in tokens)
+    return ", ".join(shown(token) for token in tokens)
 
 
 def _defaults(
@@ -277,7 +276,7 @@ def _defaults(
     samples = entries.get("do_sample")
     require(
         samples in (None, True, False),
-        f"do_sample is {reprlib.repr(samples)}; it must be true or false",
+        f"do_sample is {shown(samples)}; it must be true or false",
     )
     return SamplingDefaults(
         repetition_penalty=1.0 if params.repetition_penalty is None else params.repetition_penalty,
@@ -295,9 +294,7 @@ def _effect(where: str, entries: Mapping[str, Any], defaults: SamplingDefaults) 
     there is nothing of it.
     """
     holds = [f"{name} {value:g}" for name, value in defaults.stated.items() if name not in _SAMPLED]
-    lost = [
-        f"{name} {reprlib.repr(value)}" for name, value in entries.items() if _changes(name, value)
-    ]
+    lost = [f"{name} {shown(value)}" for name, value in entries.items() if _changes(name, value)]
     parts = [f"{', '.join(holds)} where a request names none, as in generate"] if holds else []
     parts += (
         [f"generate would apply {', '.join(lost)}, which specdec does not have"] if lost else []

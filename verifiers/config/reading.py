@@ -3,7 +3,6 @@ the entry at fault.
 """
 
 import re
-import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from specdec.base.errors import (
     SpecDecError,
     UnsupportedModelError,
     one_line,
+    shown,
 )
 from specdec.base.validation import LARGEST
 from specdec.layers.rotary.rotary import check_parameters
@@ -167,7 +167,7 @@ def check_numbers(entries: Mapping[str, Any], *, of_rope: bool = False) -> None:
             )
         if isinstance(value, int | float) and not least <= value <= most:  # as NaN never does
             limits = f"it must lie in [{least:,g}, {most:,g}], so fetch config.json again"
-            raise CheckpointError(f"{key} is {reprlib.repr(value)}; {limits}")
+            raise CheckpointError(f"{key} is {shown(value)}; {limits}")
 
 
 def check_sizes(config: Any) -> None:
@@ -180,4 +180,4 @@ def check_sizes(config: Any) -> None:
         value = getattr(config, key, None)
         if value is not None and not (type(value) is int and 1 <= value < 2**31):
             limits = "an integer in [1, 2**31), so fetch config.json again"
-            raise CheckpointError(f"{key} is {reprlib.repr(value)}; it must be {limits}")
+            raise CheckpointError(f"{key} is {shown(value)}; it must be {limits}")

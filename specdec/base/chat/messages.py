@@ -7,13 +7,12 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.errors import InvalidInputError, one_line, shown
 from specdec.base.files import parse_json, read_text, user_path
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def template_text(given: Any) -> str | None:
         return given
     way_out = "give a file with a Jinja template, or its text"
     if not isinstance(given, str | Path):
-        raise InvalidInputError(f"chat_template is {reprlib.repr(given)}; {way_out}")
+        raise InvalidInputError(f"chat_template is {shown(given)}; {way_out}")
     text = read_text(user_path(given), way_out=way_out)
     if "{" not in text:
         raise InvalidInputError(f"{str(given)!r} holds no chat template; {way_out}")
@@ -123,7 +122,7 @@ def template_variables(given: Any) -> dict[str, Any]:
             f"chat_template_kwargs are no JSON: {one_line(error)}; {way_out}",
         ) from error
     if not isinstance(found, dict):
-        raise InvalidInputError(f"chat_template_kwargs are {reprlib.repr(given)}; {way_out}")
+        raise InvalidInputError(f"chat_template_kwargs are {shown(given)}; {way_out}")
     return found
 
 
@@ -178,7 +177,7 @@ def _text_of(number: int, part: Any) -> str:
         if isinstance(text, str):
             return text
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise InvalidInputError(f"message {number} holds a part of type {kind!r}; give text alone")
+    raise InvalidInputError(f"message {number} holds a part of type {shown(kind)}; give text alone")
 
 
 def _parsed_call(call: Any) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
 
-from specdec.base.errors import CapacityError, InvalidInputError
+from specdec.base.errors import CapacityError, InvalidInputError, shown
 from specdec.engine.requests.request import Request
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.kv_cache import blocks_for
@@ -210,10 +210,9 @@ class Admission:
         """
         if not prompt:
             raise InvalidInputError("the prompt is empty; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= self.verifier.vocab_size:
+        if (wrong := min(prompt)) < 0 or (wrong := max(prompt)) >= self.verifier.vocab_size:
             raise InvalidInputError(
-                f"the prompt holds token id {min(prompt) if min(prompt) < 0 else max(prompt)}; ids"
-                f" of this model lie in"
+                f"the prompt holds token id {shown(wrong)}; ids of this model lie in"
                 f" [0, {self.verifier.vocab_size}), so tokenize it with the target's own tokenizer"
             )
         media = self.verifier.media_token_ids

@@ -4,11 +4,12 @@ fits a machine's numbers.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from math import ceil, floor, isfinite
 from typing import Any
+
+from specdec.base.errors import shown
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -143,7 +144,7 @@ PAIRS = (
 def malformed(schema: Mapping[str, Any]) -> list[str]:
     """Keywords of a schema itself, not of its parts, that are not of their form."""
     found = [
-        f"{keyword} is {reprlib.repr(value)}, which must be {FORMS[keyword][1]},"
+        f"{keyword} is {shown(value)}, which must be {FORMS[keyword][1]},"
         for keyword, value in schema.items()
         if keyword in FORMS and not FORMS[keyword][0](value)
     ]

@@ -2,7 +2,6 @@
 positions in few operations.
 """
 
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.base.errors import CheckpointError
+from specdec.base.errors import CheckpointError, shown
 from specdec.base.validation import is_number
 from specdec.device.deviation import Deviation, deviation, worst
 from specdec.kernels.kernel import Kernel
@@ -53,13 +52,12 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
         if value is not None and not (is_number(value) and (value > 0 or not positive)):
             kind = "a positive number" if positive else "a number"
             raise CheckpointError(
-                f"RoPE's {name} is {reprlib.repr(value)}; it must be {kind}, so correct it in"
-                f" config.json"
+                f"RoPE's {name} is {shown(value)}; it must be {kind}, so correct it in config.json"
             )
     truncate = parameters.get("truncate")
     if not isinstance(truncate, bool | None):
         raise CheckpointError(
-            f"RoPE's truncate is {reprlib.repr(truncate)}; it must be true or false, so correct it"
+            f"RoPE's truncate is {shown(truncate)}; it must be true or false, so correct it"
             f" in config.json"
         )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from specdec.base.errors import shown
 from specdec.serve.errors import RequestError, malformed
 from specdec.serve.protocol import Body, ChatRequest
 
@@ -91,7 +91,7 @@ class ResponsesRequest(Body):
                 raise RequestError(400, f"{name} is not offered: {way_out}", param=name)
         for name in self.include or ():
             if name not in INCLUDED:
-                what = f"include asks for {reprlib.repr(name)}, which is not offered"
+                what = f"include asks for {shown(name)}, which is not offered"
                 raise RequestError(400, f"{what}; leave it out", param="include")
 
 
@@ -138,7 +138,7 @@ def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
         output = item.get("output")
         made.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
     else:
-        what = f"{place} is {reprlib.repr(kind if isinstance(item, Mapping) else item)}"
+        what = f"{place} is {shown(kind if isinstance(item, Mapping) else item)}"
         known = "message, reasoning, function_call or function_call_output"
         raise RequestError(400, f"{what}; give {known}", param=place)
 
@@ -153,7 +153,7 @@ def _assistant(made: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
 def _check_texts(place: str, item: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if not isinstance(item.get(name), str):
-            what = f"{name} of {place} is {reprlib.repr(item.get(name))}"
+            what = f"{name} of {place} is {shown(item.get(name))}"
             raise RequestError(400, f"{what}; give a text", param=place)
 
 

@@ -8,7 +8,6 @@ its outputs go on, and what came of them meanwhile is told at once when it does.
 from __future__ import annotations
 
 import logging
-import reprlib
 import select
 import socket
 from collections import deque
@@ -19,7 +18,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from specdec.base.errors import SpecDecError, one_line
+from specdec.base.errors import SpecDecError, one_line, shown
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
@@ -280,7 +279,7 @@ class Hub:
             case ["totals", dict(totals)]:
                 self._take_totals(link, totals)
             case _:
-                raise Malformed(f"a message is {reprlib.repr(message)}")
+                raise Malformed(f"a message is {shown(message)}")
 
     def _take_ready(self, link: Link) -> None:
         link.ready = True
@@ -484,4 +483,4 @@ def _sampling_of(given: dict[str, Any]) -> SamplingParams:
     try:
         return SamplingParams.from_plain(given, known=True)
     except Exception as error:  # who sends them has made them
-        raise Malformed(f"sampling is {reprlib.repr(given)}: {one_line(error)}") from error
+        raise Malformed(f"sampling is {shown(given)}: {one_line(error)}") from error

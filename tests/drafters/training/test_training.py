@@ -457,6 +457,7 @@ def test_a_config_file_says_the_same_as_flags(
         ('out = "x"\nlr = inf', "lr is inf; it must be a number that float32 or int64 holds"),
         ('out = "x"\nepochs = inf', "epochs is inf; it must be a number"),
         (f'out = "x"\nlr = {10**400}', "lr is 1000"),
+        (f'out = "x"\nlr = 0x{"f" * 5000}', "lr is <an integer of 20,000 bits>; it must be"),
         ('out = "x"\nhead = "a\\nb"', r"head is 'a\nb'; it must be one of none"),
         ('out = "x"\ntemperatures = [0.5, nan]', "temperatures is (0.5, nan); it must be a number"),
         (

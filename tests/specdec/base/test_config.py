@@ -138,6 +138,23 @@ def test_a_wrong_type_is_named(config: Any, values: dict[str, Any], said: str) -
     assert said in str(caught.value)
 
 
+HUGE: tuple[Any, ...] = (10**5000, [10**5000], {10**5000: 1}, {1: 10**5000}, (1, [[10**5000]]))
+"""Of more digits than Python writes."""
+
+
+@pytest.mark.parametrize("config", [SamplingParams, EngineConfig, CacheConfig, LoadConfig])
+def test_integers_that_python_does_not_write(config: Any) -> None:
+    """Alone and within others, at every field; of an object as a list its keys count."""
+    for name in config.__dataclass_fields__:
+        for value in HUGE:
+            try:
+                config(**{name: value})
+            except InvalidInputError as error:
+                assert len(str(error)) < 300
+            else:
+                assert value == HUGE[3] and name in ("stop_token_ids", "prediction")
+
+
 def test_values_of_other_libraries() -> None:
     """What numpy and torch compute is taken, and stored as Python's own; None is an empty list."""
     values: dict[str, Any] = {

@@ -267,6 +267,7 @@ def test_fields() -> None:
         (lambda: Grammar.json_schema({"const": float("nan")}), "cannot be written as JSON"),
         (lambda: Grammar("regex", None), "must be a string"),  # type: ignore[arg-type]
         (lambda: Grammar([], "a"), r"kind is \[\]"),  # type: ignore[arg-type]
+        (lambda: Grammar(10**5000, "a"), "kind is <an integer of"),  # type: ignore[arg-type]
         (
             lambda: Grammar.ebnf("a" * (MAX_CHARACTERS + 1)),
             rf"{MAX_CHARACTERS + 1:,} characters and the limit is {MAX_CHARACTERS:,}",
