@@ -30,7 +30,8 @@ main({link}, {listening})
 """
 
 _ALONE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-"""They use no accelerator, and compute nothing."""
+_ALONE |= {"MALLOC_ARENA_MAX": "2"}
+"""They use no accelerator and compute nothing; what one thread frees, others take again."""
 
 
 def updates_of(decoder: SpecDecoder, config: ServeConfig) -> Callable[[str], None] | None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specdec.base.errors import CapacityError, InvalidInputError, one_line
+from specdec.base.errors import CapacityError, InvalidInputError, SpecDecError, one_line
 from specdec.engine.requests.admission import Admission
 from specdec.engine.requests.request import Request
 from specdec.sampling.logprobs import Top
@@ -60,17 +60,20 @@ def unpacked(data: bytes, num_keys: int = 0) -> list[int]:
         raise Malformed(f"{len(data)} bytes are no integers") from error
 
 
-_ERRORS = {kind.__name__: kind for kind in (CapacityError, InvalidInputError)}
+_ERRORS = {
+    kind.__name__: kind for kind in (CapacityError, InvalidInputError, SpecDecError, RuntimeError)
+}
 
 
 def plain_error(error: BaseException) -> tuple[str, str]:
-    """The error's kind, and its line."""
-    return type(error).__name__, str(error)
+    """The first of these kinds that the error is, a RuntimeError where it is none; and its line."""
+    known = (name for name, kind in _ERRORS.items() if isinstance(error, kind))
+    return next(known, RuntimeError.__name__), str(error)
 
 
 def error_of(kind: str, line: str) -> Exception:
-    """What `plain_error` told of; what is not the fault of who asked is a RuntimeError."""
-    return _ERRORS.get(kind, RuntimeError)(line)
+    """What `plain_error` told of; a SpecDecError is the fault of who asked."""
+    return _ERRORS[kind](line)
 
 
 @dataclass(frozen=True, slots=True)

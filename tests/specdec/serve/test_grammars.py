@@ -13,7 +13,10 @@ import pytest
 
 pytest.importorskip("xgrammar")
 
+from specdec.base.errors import CapacityError, CheckpointError
+from specdec.grammar import compiler
 from specdec.grammar import lanes as lanes_module
+from specdec.grammar.process import Ended, TooSlow
 from specdec.serve import app
 from specdec.serve.sampling import sampling_params
 from tests.helpers.live_server import live_server
@@ -83,3 +86,22 @@ def test_too_many_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with live_server() as live:
         answer = httpx.post(live.url + URL, json={"prompt": "abc", "guided_regex": "a+"})
     assert answer.status_code == 503 and "grammars wait" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(TooSlow, 400), (CapacityError, 400), (CheckpointError, 400), (Ended, 500), (OSError, 500)],
+)
+def test_whose_fault_it_is_crosses_processes(
+    monkeypatch: pytest.MonkeyPatch, raised: type[Exception], status: int
+) -> None:
+    """Also of errors that are a kind of one that is known."""
+
+    def fail(*_: Any) -> None:
+        raise raised("too much")
+
+    monkeypatch.setattr(compiler, "ask", fail)
+    with live_server() as live, httpx.Client(base_url=live.url) as client:
+        asked = {**LONG, "guided_grammar": 'root ::= "a" | "b"'}
+        answer = client.post(URL, json=asked, timeout=HANG)
+        assert answer.status_code == status, answer.text
