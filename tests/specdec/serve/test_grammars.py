@@ -90,7 +90,7 @@ def test_too_many_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("raised", "status"),
-    [(TooSlow, 400), (CapacityError, 400), (CheckpointError, 400), (Ended, 500), (OSError, 500)],
+    [(TooSlow, 400), (CapacityError, 503), (CheckpointError, 400), (Ended, 500), (OSError, 500)],
 )
 def test_whose_fault_it_is_crosses_processes(
     monkeypatch: pytest.MonkeyPatch, raised: type[Exception], status: int
