@@ -266,9 +266,9 @@ def check(names: list[str], moments: int, seed: int, ways: Sequence[str]) -> int
     known, wrong = commands(root), 0
     for name in names or known:
         found = kills(name, known[name], root, moments, seed, ways)
-        ways = ", ".join(f"{count} x {way}" for way, count in sorted(found.ways.items()))
+        hurts = ", ".join(f"{count} x {way}" for way, count in sorted(found.ways.items()))
         print(
-            f"{'WRONG' if found.wrong else 'ok   '} {name:<10} {ways}; {found.whole} whole runs;"
+            f"{'WRONG' if found.wrong else 'ok   '} {name:<10} {hurts}; {found.whole} whole runs;"
             f" longest end {found.longest:.1f} s",
             flush=True,
         )
