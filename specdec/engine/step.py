@@ -132,6 +132,10 @@ class StepRunner:
         if drafter and batch.k:
             with self._timer.phase("draft"):
                 draft = drafter.propose(batch)
+                if not isinstance(draft, DraftOutput):
+                    what = f"the drafter gave a {type(draft).__name__}"
+                    raise InvalidInputError(f"{what}; propose must give a DraftOutput")
+                draft.check(batch, self.verifier.vocab_size)
                 if batch.sampling.plan.limited:
                     limit(draft, batch)
                 token_ids = torch.cat([token_ids, draft.token_ids], dim=1)  # [num_reqs, k+1]

@@ -18,6 +18,7 @@ from specdec.attention.backend import AttentionBackend
 from specdec.attention.mla import MlaBackend
 from specdec.base.blocks import DraftTree
 from specdec.base.config import DraftSampling
+from specdec.base.errors import InvalidInputError
 from specdec.kv_cache import LayerSpec
 from specdec.model.batch import DecodeBatch, ForwardInput, PrefillBatch
 from specdec.sampling.logprobs import Logprobs
@@ -36,6 +37,10 @@ class VerifyOutput:
 
     logits: Tensor
     aux_hidden: Tensor | None = None
+
+
+_IDS = (torch.int64,)
+_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(slots=True)
@@ -78,6 +83,33 @@ class DraftOutput:
     part: Tensor | None = None
     alternatives: Tensor | None = None
     offered: Tensor | None = None
+
+    def check(self, batch: DecodeBatch, vocab_size: int) -> None:
+        """Looks at the forms of what acceptance reads; of the numbers, which are on the device, it
+        knows nothing.
+
+        Raises:
+            InvalidInputError: one has another form.
+        """
+        rows, ids, device = (batch.num_reqs, batch.k), self.candidate_ids, batch.anchors.device
+        last = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else vocab_size
+        for name, found, shape, types in (
+            ("token_ids", self.token_ids, rows, _IDS),
+            ("num_drafts", self.num_drafts, rows[:1], _IDS),
+            ("candidate_ids", ids, (*rows, last), _IDS),
+            ("probs", self.probs, (*rows, last), _PROBS),
+        ):
+            what = type(found).__name__
+            if isinstance(found, Tensor):
+                if found.shape == shape and found.dtype in types and found.device == device:
+                    continue
+                what = f"{str(found.dtype)[6:]} {list(found.shape)} on {found.device}"
+            elif found is None and name != "token_ids":
+                continue
+            raise InvalidInputError(
+                f"the drafter gave {name} of {what}; they must be {str(types[0])[6:]}"
+                f" {list(shape)} on {device}"
+            )
 
 
 @dataclass(slots=True)

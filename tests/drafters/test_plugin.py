@@ -1,18 +1,22 @@
 """The drafter that docs/drafters.md shows, as a reader would run it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specdec.base import registry
 from specdec.base.blocks import BlockShape
 from specdec.base.config import CacheConfig, EngineConfig
+from specdec.base.errors import InvalidInputError
 from specdec.base.metrics import pooled
+from specdec.model.batch import DecodeBatch
+from specdec.model.core import DraftOutput
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
 from specdec.session.drafter_choice import find_drafter
@@ -111,3 +115,54 @@ def test_the_page_draws_trees(page: dict[str, Any]) -> None:
     assert draft.tree is not None and [
         int(x[0, 0]) for x in (draft.token_ids, draft.tree.depths)
     ] == [1, 1]
+
+
+LIES: list[tuple[str, Callable[[Tensor], Any]]] = [
+    ("a NoneType; propose must give a DraftOutput", lambda ids: None),
+    (
+        "token_ids of list; they must be int64 [2, 3]",
+        lambda ids: DraftOutput(ids.tolist()),  # type: ignore[arg-type]
+    ),
+    ("token_ids of int64 [2, 2] on cpu; they must", lambda ids: DraftOutput(ids[:, :2])),
+    ("token_ids of int64 [2] on cpu; they must", lambda ids: DraftOutput(ids[:, 0])),
+    ("token_ids of float32 [2, 3] on cpu; they must", lambda ids: DraftOutput(ids.float())),
+    ("token_ids of int64 [2, 3] on meta; they must", lambda ids: DraftOutput(ids.to("meta"))),
+    (
+        "num_drafts of int64 [3] on cpu; they must be int64 [2]",
+        lambda ids: DraftOutput(ids, ids[0]),
+    ),
+    (
+        "probs of float32 [2, 3, 9] on cpu; they must be float32 [2, 3, 97]",
+        lambda ids: DraftOutput(ids, probs=torch.ones(2, 3, 9)),
+    ),
+    (
+        "probs of float32 [2, 3, 97] on cpu; they must be float32 [2, 3, 1]",
+        lambda ids: DraftOutput(ids, probs=torch.ones(2, 3, 97), candidate_ids=ids[..., None]),
+    ),
+    (
+        "candidate_ids of int64 [2, 3] on cpu; they must be int64 [2, 3, 3]",
+        lambda ids: DraftOutput(ids, probs=torch.ones(2, 3, 3), candidate_ids=ids),
+    ),
+]
+
+
+@pytest.mark.parametrize(("said", "lie"), LIES, ids=lambda one: str(one)[:24])
+def test_drafts_of_another_form_are_named(
+    said: str, lie: Callable[[Tensor], Any], page: dict[str, Any]
+) -> None:
+    """Before they reach the target; whoever comes next is served."""
+    lies, plain = [lie], page["Repeat"]
+
+    class Liar(plain):  # type: ignore[misc, valid-type]
+        def propose(self, batch: DecodeBatch) -> Any:
+            draft = super().propose(batch)
+            return lies.pop()(draft.token_ids) if lies else draft
+
+    config = EngineConfig(
+        max_num_seqs=2, max_model_len=64, num_draft_tokens=3, cache=CacheConfig(memory_bytes=2**21)
+    )
+    decoder = SpecDecoder(paged_verifier(plain_model("llama")), tiny_tokenizer(), Liar(), config)
+    with pytest.raises(InvalidInputError, match=re.escape(f"the drafter gave {said}")):
+        decoder.generate([[1, 2], [3, 4]], max_tokens=8, ignore_eos=True)
+    assert len(decoder.generate([1, 2], max_tokens=8, ignore_eos=True).token_ids) == 8
+    assert decoder.engine.pool.num_used == 0
