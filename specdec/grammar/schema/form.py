@@ -10,6 +10,7 @@ from math import ceil, floor, isfinite
 from typing import Any
 
 from specdec.base.errors import shown
+from specdec.grammar.schema.formats import FORMATS
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -40,7 +41,15 @@ NOT_KNOWN = (
 OF_TYPE = {
     "string": (*LENGTHS, "pattern", "format"),
     "number": (*BOUNDS, "multipleOf"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems"),
+    "array": (
+        "items",
+        "prefixItems",
+        "additionalItems",
+        "minItems",
+        "maxItems",
+        "unevaluatedItems",
+        "uniqueItems",
+    ),
     "object": (
         "properties",
         "required",
@@ -60,17 +69,22 @@ CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 WORDS = {"type", *CHOICES, *(keyword for words in OF_TYPE.values() for keyword in words)}
 
 
+MOST_COUNTED = 2**31 - 1
+"""A larger count bounds nothing that could be written."""
+
+
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) < 2**63
-        and isfinite(value)
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and isfinite(value)
     )
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 2**31 and value == int(value)
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_least(value: Any) -> bool:
+    return _is_count(value) and value <= MOST_COUNTED
 
 
 def _is_schema(value: Any) -> bool:
@@ -104,6 +118,7 @@ SINGLE = (
     "items",
     "additionalProperties",
     "unevaluatedProperties",
+    "additionalItems",
     "unevaluatedItems",
     "propertyNames",
 )
@@ -115,17 +130,18 @@ _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("required", _are_names, "a list of names"),
     (" ".join(MANY[:-1]), _are_named, "an object of schemas"),
     (" ".join(SEVERAL), _are_schemas, "a list of at least one schema"),
-    ("items", lambda value: _is_schema(value) or isinstance(value, list), "a schema"),
-    (" ".join(SINGLE[1:]), _is_schema, "a schema"),
     (
-        "minLength maxLength minItems maxItems minProperties maxProperties",
-        _is_count,
-        "a whole number from 0 to 2**31 - 1",
+        "items",
+        lambda value: _is_schema(value) or _are_schemas(value),
+        "a schema, or a list of some",
     ),
-    ("minimum maximum exclusiveMinimum exclusiveMaximum", _is_number, "a number within 2**63"),
+    (" ".join(SINGLE[1:]), _is_schema, "a schema"),
+    ("minLength minItems minProperties", _is_least, "a whole number from 0 to 2**31 - 1"),
+    ("maxLength maxItems maxProperties", _is_count, "a whole number of at least 0"),
+    (" ".join(BOUNDS), _is_number, "a number"),
     (
         "multipleOf",
-        lambda value: _is_number(value) and value > 0,
+        lambda value: _is_number(value) and 0 < value < 2**63,
         "a number above 0 and within 2**63",
     ),
     ("pattern format $ref", lambda value: isinstance(value, str), "a string"),
@@ -165,20 +181,87 @@ def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if isinstance(some, Mapping)
             else ()
         )
-    for keyword in SEVERAL:
-        yield from (
-            (f"{keyword}/{number}", part) for number, part in enumerate(schema.get(keyword, ()))
-        )
-    yield from ((keyword, schema[keyword]) for keyword in SINGLE if keyword in schema)
+    for keyword in (*SEVERAL, "items"):
+        rows = schema.get(keyword)
+        if isinstance(rows, list):
+            yield from ((f"{keyword}/{number}", part) for number, part in enumerate(rows))
+    yield from (
+        (keyword, schema[keyword])
+        for keyword in SINGLE
+        if isinstance(schema.get(keyword), bool | Mapping)
+    )
+
+
+def rows_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of an array, with `items` as a list, as up to draft 2019-09, by their names of
+    today.
+
+    >>> rows_of({"items": [{}], "additionalItems": False, "maxItems": 1})
+    {'maxItems': 1, 'prefixItems': [{}], 'items': False}
+    """
+    own = {name: part for name, part in schema.items() if name not in ("items", "additionalItems")}
+    if not isinstance(schema.get("items"), list):  # beside which additionalItems says nothing
+        return own | ({"items": schema["items"]} if "items" in schema else {})
+    own["prefixItems"] = schema["items"]
+    more = schema.get("additionalItems")
+    return own if more is None else own | {"items": more}
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The properties of an object by name, with those that are required and not listed: they are
+    like any further one.
+    """
+    named: dict[str, Any] = dict(schema.get("properties", {}))
+    further = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
+    return named | {name: further for name in schema.get("required", ()) if name not in named}
+
+
+def says(schema: Any) -> bool:
+    """Whether a schema asks for anything."""
+    return schema is not True and not (
+        isinstance(schema, Mapping) and schema.keys().isdisjoint({*WORDS, *NOT_KNOWN, "$id"})
+    )
+
+
+def joined_strings(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a schema and the parts of its `allOf` ask of a string together, with all patterns; None
+    where one of them speaks of something else.
+
+    >>> joined_strings({"type": "string", "allOf": [{"pattern": "a"}, {"pattern": "b"}]})
+    {'pattern': ('a', 'b')}
+    """
+    parts = [{name: own for name, own in schema.items() if name != "allOf"}, *schema["allOf"]]
+    words = {"type", *OF_TYPE["string"]}
+    if any(
+        not isinstance(part, Mapping)
+        or part.keys() & {*WORDS, *NOT_KNOWN, "$id"} - words
+        or part.get("type", "string") not in ("string", ["string"])
+        or malformed(part)
+        for part in parts
+    ) or not any("type" in part for part in parts):
+        return None
+    some = {word: [part[word] for part in parts if word in part] for word in OF_TYPE["string"]}
+    formats = dict.fromkeys(one for one in some["format"] if one in FORMATS)
+    if len(formats) > 1:
+        return None
+    made: dict[str, list[Any]] = {
+        "minLength": [int(max(some["minLength"]))] if some["minLength"] else [],
+        "maxLength": [int(min(*some["maxLength"], MOST_COUNTED))] if some["maxLength"] else [],
+        "pattern": [tuple(some["pattern"])] if some["pattern"] else [],
+        "format": list(formats or some["format"])[:1],
+    }
+    return {word: value for word, values in made.items() for value in values}
 
 
 def narrowed(bounds: Mapping[str, float], decimals: int) -> tuple[float | None, float | None]:
-    """The least and the largest number of so many decimals within some bounds.
+    """The least and the largest number of so many decimals within some bounds; one beyond 2**64 is
+    taken for that.
 
     >>> narrowed({"exclusiveMinimum": 0, "maximum": 2.55}, 1)
     (0.1, 2.5)
     """
     scale = 10**decimals
+    bounds = {name: min(max(bound, -(2**64)), 2**64) for name, bound in bounds.items()}
     lows = [ceil(Fraction(str(bounds[name])) * scale) for name in ("minimum",) if name in bounds]
     lows += [
         floor(Fraction(str(bounds[name])) * scale) + 1
@@ -201,13 +284,33 @@ def narrowed(bounds: Mapping[str, float], decimals: int) -> tuple[float | None, 
     )
 
 
+def multiples(
+    step: float, least: float | None, most: float | None, count: int
+) -> list[float] | None:
+    """The multiples of a number within some bounds, or None where they are more than so many. Only
+    of a number that floats have exactly, as 0.5: others leave it open what is a multiple.
+
+    >>> multiples(0.5, 0, 1.2, 9), multiples(0.1, 0, 1, 99)
+    ([0, 0.5, 1], None)
+    """
+    exact = Fraction(step)
+    if least is None or most is None or exact != Fraction(str(step)):
+        return None
+    first, last = ceil(Fraction(str(least)) / exact), floor(Fraction(str(most)) / exact)
+    if last - first >= count:
+        return None
+    some = [number * exact for number in range(first, last + 1)]
+    return [int(one) if one.denominator == 1 else float(one) for one in some]
+
+
 def meets(value: Any, keyword: str, asked: Any) -> bool:
     """Whether a constant plainly meets what a keyword asks."""
-    if keyword in LENGTHS and not isinstance(value, str):
-        return True
-    if keyword in BOUNDS and (isinstance(value, bool) or not isinstance(value, int | float)):
+    own = next((family for family, words in OF_TYPE.items() if keyword in words), None)
+    if own and (isinstance(value, bool) or not isinstance(value, TYPES[own])):
         return True
     match keyword:
+        case "format":
+            return asked not in FORMATS
         case "minLength":
             return len(value) >= asked
         case "maxLength":

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.limits import MAX_COMPARISONS
-from specdec.grammar.schema.form import OF_TYPE, TYPES, malformed
+from specdec.grammar.schema.form import OF_TYPE, TYPES, malformed, properties_of, rows_of
 
 MAX_OPTIONS = 100
 """Most options of a `oneOf`, beside constants: each is compared with each."""
@@ -93,6 +93,13 @@ class Root:
         """Types of the values that may fit; empty where it is not said."""
         each = [_kinds(leaf) for leaf in self.leaves(schema)]
         return set().union(*each) if all(each) else set()
+
+    def texts(self, schema: Any) -> list[str]:
+        """The strings that a schema names, where it names nothing else."""
+        each = [_constants(leaf) or [None] for leaf in self.leaves(schema)]
+        some = [value for values in each for value in values]
+        self._compares(len(some))
+        return some if all(isinstance(value, str) for value in some) else []
 
     def within(self, schema: Any, types: list[str]) -> bool:
         """Whether whatever fits is plainly of one of some types."""
@@ -202,6 +209,8 @@ class Root:
         if not types == others == {"object"}:
             return False
         self._compares(len(one.get("required", ())) + len(other.get("required", ())))
+        if _lacks(one, other) or _lacks(other, one):
+            return True
         names = set(one.get("required", ())) & set(other.get("required", ()))
         tags = (
             (one.get("properties", {}).get(name), other.get("properties", {}).get(name))
@@ -249,13 +258,13 @@ class Root:
         ]
         if not types or set(types) - {"array", "object"}:
             return True
-        named = schema.get("properties", {})
-        rows = schema.get("prefixItems", [])[: int(schema.get("minItems", 0))]
+        named, array = properties_of(schema), rows_of(schema)
+        rows = array.get("prefixItems", [])[: int(schema.get("minItems", 0))]
         more = (
-            [schema["items"]] if schema.get("minItems", 0) > len(rows) and "items" in schema else []
+            [array["items"]] if schema.get("minItems", 0) > len(rows) and "items" in array else []
         )
         parts = {
-            "object": [named[one] for one in schema.get("required", ()) if one in named],
+            "object": [named[one] for one in schema.get("required", ())],
             "array": [*rows, *more],
         }
         return any(all(self._finite(part, known) for part in parts[name]) for name in types)
@@ -270,6 +279,17 @@ def _direct(schema: Any) -> Iterator[str]:
     for keyword in ("anyOf", "oneOf", "allOf"):
         for part in schema.get(keyword, ()):
             yield from _direct(part)
+
+
+def _lacks(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether one object may not have what the other has to have."""
+    further = one.get("additionalProperties", one.get("unevaluatedProperties"))
+    named = one.get("properties", {})
+    return (
+        further is False
+        and "patternProperties" not in one
+        and any(name not in named for name in other.get("required", ()))
+    )
 
 
 def types_of(schema: Mapping[str, Any]) -> list[str]:

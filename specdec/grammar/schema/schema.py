@@ -23,12 +23,18 @@ from specdec.grammar.reading import Place, Reading
 from specdec.grammar.schema.form import (
     CHOICES,
     LENGTHS,
+    MOST_COUNTED,
     NOT_KNOWN,
     OF_TYPE,
     WORDS,
+    joined_strings,
     meets,
+    multiples,
     narrowed,
     parts_of,
+    properties_of,
+    rows_of,
+    says,
 )
 from specdec.grammar.schema.formats import FORMATS, LONGEST
 from specdec.grammar.schema.pattern import NOT_HELD
@@ -41,7 +47,17 @@ SHORT = 64
 DECIMALS = 6
 """Decimals that xgrammar 0.2.8 writes of a number with a bound."""
 
+FURTHER = ("additionalProperties", "unevaluatedProperties")
+
 COUNTS = {"minLength", "maxLength", "minProperties", "maxProperties"}
+
+LARGEST, LARGEST_WHOLE = 2**63 - 1024, 2**63 - 1
+"""Bounds beyond which are taken for these, the largest that xgrammar reads exactly: of numbers, of
+which it makes floats, and of whole ones.
+"""
+
+MOST_MULTIPLES = 1000
+"""Values of a `multipleOf` within bounds that are written one by one."""
 
 MARK, FIRST_MARK, LAST_MARK = "\ue000", 0xE100, 0xEFFF
 """What stands for a string of our own: the mark, and a character of private use for its number."""
@@ -159,6 +175,10 @@ class _Reader:
         choice = next((keyword for keyword in CHOICES if keyword in schema), None)
         if choice is None:
             return self._plain(schema, path, depth)
+        if choice == "allOf":
+            schema = {**schema, "allOf": [part for part in schema["allOf"] if says(part)]}
+            if joined := joined_strings(schema):
+                return {"type": "string"} | self._string(joined, ["string"], path, depth)
         self._refuse_all(self._beside(schema, choice, path))
         match choice:
             case "const" | "enum":
@@ -174,11 +194,11 @@ class _Reader:
         if choice == "allOf" and len(parts) > 1:
             self._refuse(f"allOf with several options at {path}")
         # as one list they compile much sooner
-        if all(part.keys() <= {"const", "enum"} and part for part in parts):
+        if parts and all(part.keys() <= {"const", "enum"} and part for part in parts):
             return {
                 "enum": [value for part in parts for value in part.get("enum", [part.get("const")])]
             }
-        return parts[0] if choice == "allOf" else {"anyOf": parts}
+        return {"anyOf": parts} if choice != "allOf" else parts[0] if parts else {}
 
     def _reference(self, reference: str, path: Place) -> dict[str, Any]:
         if not reference.startswith("#"):
@@ -234,6 +254,8 @@ class _Reader:
         made: dict[str, Any] = {"type": types if len(types) > 1 else types[0]} if types else {}
         for family in OF_TYPE:
             own = {keyword: schema[keyword] for keyword in OF_TYPE[family] if keyword in schema}
+            for keyword in own.keys() & {*COUNTS, "minItems", "maxItems"}:
+                own[keyword] = int(min(own[keyword], MOST_COUNTED))
             if family in families and own:
                 read = {
                     "string": self._string,
@@ -242,22 +264,20 @@ class _Reader:
                     "object": self._object,
                 }
                 made |= read[family](own, types, path, depth)
-        return made
+        return {"enum": made["enum"]} if "enum" in made else made
 
     def _string(
         self, own: dict[str, Any], types: list[str], path: Place, depth: int
     ) -> dict[str, Any]:
-        least, most = (
-            int(own.get("minLength", 0)),
-            int(own["maxLength"]) if "maxLength" in own else None,
-        )
+        least, most = own.get("minLength", 0), own.get("maxLength")
         asked = own.get("format")
         if asked is not None and asked not in FORMATS:
             self._note(f"format {shown(asked)} at {path} is taken for an annotation")
-        patterns = (own["pattern"],) if "pattern" in own else ()
+        patterns = own.get("pattern", ())
+        patterns = (patterns,) if isinstance(patterns, str) else patterns
         formats = (FORMATS[asked],) if asked in FORMATS else ()
         if not patterns + formats:
-            return {keyword: int(own[keyword]) for keyword in LENGTHS if keyword in own}
+            return {keyword: own[keyword] for keyword in LENGTHS if keyword in own}
         if most is not None and asked in FORMATS and most > SHORT and "pattern" not in own:
             if asked not in LONGEST:
                 self._note(f"maxLength {most} beside format {asked} at {path} is not held to")
@@ -291,16 +311,29 @@ class _Reader:
     def _number(
         self, own: dict[str, Any], types: list[str], path: Place, depth: int
     ) -> dict[str, Any]:
-        step = own.pop("multipleOf", None)
-        if step is not None:
-            if own or types != ["integer"] or step != int(step):
-                return self._refuse(f"multipleOf of other than unbounded integers at {path}")
+        step, whole = own.pop("multipleOf", None), "number" not in types
+        if step is not None and whole and step.as_integer_ratio()[0] == 1:
+            step = None  # of which every whole number is a multiple
+        if step is not None and not own and types == ["integer"] and step == int(step):
             return {"multipleOf": int(step)}
-        least, most = narrowed(own, 0 if "number" not in types else DECIMALS)
-        if least is not None and most is not None and least > most:
+        least, most = narrowed(own, 0 if whole else DECIMALS)
+        largest = LARGEST_WHOLE if whole else LARGEST
+        least, most = (
+            None if least is None else max(least, -largest),
+            None if most is None else min(most, largest),
+        )
+        if (largest if most is None else most) < (-largest if least is None else least):
             return self._refuse(
                 f"no number of at most {DECIMALS} decimals within the bounds at {path}"
             )
+        if step is not None:
+            some = multiples(step, least, most, MOST_MULTIPLES)
+            if not some or len(types) > 1:
+                return self._refuse(
+                    f"multipleOf of other than unbounded integers or {MOST_MULTIPLES} values at"
+                    f" {path}"
+                )
+            return {"enum": some}
         return {
             keyword: value
             for keyword, value in (("minimum", least), ("maximum", most))
@@ -310,10 +343,9 @@ class _Reader:
     def _array(
         self, own: dict[str, Any], types: list[str], path: Place, depth: int
     ) -> dict[str, Any]:
+        own = rows_of(own)
         if own.pop("uniqueItems", False):
             self._refuse(f"uniqueItems at {path}")
-        if isinstance(own.get("items"), list):
-            return self._refuse(f"items as a list, today's prefixItems, at {path}")
         if not {"items", "prefixItems", "unevaluatedItems"} & own.keys():
             own["items"] = {}  # else none could come
         if "prefixItems" in own:
@@ -326,13 +358,8 @@ class _Reader:
     def _object(
         self, own: dict[str, Any], types: list[str], path: Place, depth: int
     ) -> dict[str, Any]:
+        own = self._with_required(own, path, depth)
         named, patterns = own.get("properties", {}), own.get("patternProperties", {})
-        missing = [name for name in own.get("required", ()) if name not in named]
-        if missing:
-            self._refuse(
-                f"required property {shown(missing[0])!r} that is not among the properties at"
-                f" {path}"
-            )
         further = own.get(
             "additionalProperties",
             own.get("unevaluatedProperties", False if named or patterns else None),
@@ -375,7 +402,30 @@ class _Reader:
                 self._mark(Text((name,), in_json=True), path): part
                 for name, part in own["patternProperties"].items()
             }
-        return self._with_parts(own, ("additionalProperties", "unevaluatedProperties"), path, depth)
+        return self._with_parts(own, FURTHER, path, depth)
+
+    def _with_required(self, own: dict[str, Any], path: Place, depth: int) -> dict[str, Any]:
+        """An object that lists what it requires; where `propertyNames` lists names, all of them."""
+        listed = own.get("properties", {})
+        missing = [name for name in own.get("required", ()) if name not in listed]
+        if not missing:
+            return own
+        named, names = properties_of(own), list(missing)
+        further = named[missing[0]]
+        if "propertyNames" in own:
+            self._names_of(own["propertyNames"], bool(listed), path, depth)
+            names = self._root.texts(own["propertyNames"])
+            named = dict.fromkeys(names, further)
+        if further is False or "patternProperties" in own or not set(missing) <= set(names):
+            self._refuse(
+                f"required property {shown(missing[0])!r} that is not among the properties at"
+                f" {path}"
+            )
+            return own
+        if "propertyNames" in own:
+            own = {name: own[name] for name in own.keys() - {"propertyNames", *FURTHER}}
+            own["additionalProperties"] = False
+        return own | {"properties": named}
 
     def _names_of(self, names: Any, beside: bool, path: Place, depth: int) -> Any:
         if beside:

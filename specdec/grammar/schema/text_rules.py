@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from specdec.base.errors import InvalidInputError
 from specdec.grammar.language import Algebra, TooManyStates, automaton
 from specdec.grammar.schema.characters import LAST, Characters, Ranges, both, ranges
-from specdec.grammar.schema.pattern import Both, Node, Options, Repeat, Row
+from specdec.grammar.schema.pattern import MOST, Both, Node, Options, Repeat, Row
 from specdec.grammar.settle import settled
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,16 @@ class Text:
         >>> Text(("^(?:a+?|[bc]{2,})$",)).rules("x")
         ('("a"+|[b-c]{2,})', [])
         >>> Text(("^[ab]*$",), most=1).rules("x")
+        ('[a-b]?', [])
+        >>> Text(("^a?[ab]*$",), most=1).rules("x")
         ('x_0', ['x_0 ::= [a-b] x_1|""', 'x_1 ::= ""'])
         """
         if self.formats:
             return self._with_formats(name)
         nodes = [settled(pattern) for pattern in self.patterns]
-        if len(nodes) == 1 and not self.least and self.most is None and not _has_looks(nodes[0]):
-            return self._written(nodes[0]) or '""', []
+        counted = _counted(nodes[0], self.least, self.most) if len(nodes) == 1 else None
+        if counted is not None:
+            return self._written(counted) or '""', []
         algebra = Algebra()
         length = algebra.repeat(algebra.characters(((0, LAST),)), self.least, self.most)
         for some in (nodes, [settled(pattern, anywhere=True) for pattern in self.patterns]):
@@ -133,6 +136,35 @@ class Text:
             f'"\\\\u{code:04x}"' for first, last in some for code in range(first, last + 1)
         ]
         return ways[0] if plain and len(ways) == 1 else f"({'|'.join(ways)})"
+
+
+def _counted(node: Node, least: int, most: int | None) -> Node | None:
+    """A part with bounds for its length, where one count can say them; None where it takes more."""
+    if not least and most is None:
+        return None if _has_looks(node) else node
+    parts = list(node.parts) if isinstance(node, Row) else [node]
+    spans = [
+        (1, 1)
+        if isinstance(part, Characters)
+        else (part.least, part.most)
+        if isinstance(part, Repeat) and isinstance(part.part, Characters)
+        else (0, -1)
+        for part in parts
+    ]
+    open_ = [place for place, (first, last) in enumerate(spans) if first != last]
+    if len(open_) != 1 or spans[open_[0]][1] == -1:
+        return None
+    place = open_[0]
+    repeated, (first, last) = parts[place], spans[place]
+    rest = sum(first for first, _ in spans) - first
+    first = max(first, least - rest)
+    ends = [end for end in (last, None if most is None else most - rest) if end is not None]
+    last = min([*ends, MOST]) if ends else None
+    if first > (MOST if last is None else last):
+        return None
+    assert isinstance(repeated, Repeat)
+    parts[place] = Repeat(repeated.part, first, last)
+    return Row(tuple(parts))
 
 
 def _has_looks(node: Node) -> bool:

@@ -172,6 +172,15 @@ def test_what_nothing_matches_is_refused_when_it_is_compiled(pattern: str) -> No
         writes(schema_of(pattern), "a")
 
 
+@pytest.mark.parametrize(
+    "lengths", [{"maxLength": 0}, {"minLength": 7}, {"minLength": 70_000}], ids=str
+)
+def test_a_length_that_a_count_cannot_reach_is_refused(lengths: dict[str, int]) -> None:
+    grammar = Grammar.json_schema({"type": "string", "pattern": "^x[a-z]{2,5}$", **lengths})
+    with pytest.raises(InvalidInputError, match=r"no text meets|more than 1,000 states"):
+        writes(grammar, "a")
+
+
 def patterns(draw: random.Random, depth: int = 0) -> str:
     """A random pattern of what is understood."""
 

@@ -21,8 +21,7 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.schema.formats import FORMATS
 from tests.helpers.grammar_texts import CHARACTERS, sample, writes, writes_json
-
-INTEGERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+from tests.specdec.grammar.schema.held import HELD, INTEGERS
 
 REFUSED: list[tuple[Any, Any, str]] = [
     ({"type": "number", "multipleOf": 0.5}, 0.3, "multipleOf"),
@@ -67,184 +66,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"type": "string", "const": 1}, 1, "1 in const"),
     ({"minimum": 3}, 1, "minimum without a type"),
     ({"minLength": 3}, "a", "minLength without a type"),
-    (
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["b"]},
-        {"a": 1},
-        "required property 'b'",
-    ),
 ]
 """Schemas, documents that they exclude and xgrammar would write, and what is said."""
-
-HELD: list[tuple[Any, list[Any], list[Any]]] = [
-    ({"type": "integer", "multipleOf": 3}, [9, 0, -6], [4]),
-    ({"type": "integer", "minimum": 5, "maximum": 17}, [5, 17], [4, 18]),
-    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1, -0.1]),
-    ({"type": "string", "minLength": 2, "maxLength": 4}, ["ab", "abcd"], ["a", "abcde"]),
-    ({"type": "string", "pattern": "^a+b$"}, ["aab"], ["b", "xab"]),
-    ({"type": "string", "format": "date"}, ["2020-02-29"], ["x", "2021-02-29", "2020-04-31"]),
-    ({"type": "string", "format": "email"}, ["a.b@c.de"], ["a..b@c.de", "@b.c", '"a"@b.cd']),
-    ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["256.1.1.1", "1.2.3"]),
-    ({"type": "string", "format": "json-pointer"}, ["", '/a"b'], ["a", "/~2"]),
-    (
-        {"type": "string", "format": "email", "minLength": 1, "maxLength": 7},
-        ["a@bc.de"],
-        ["ab@cd.ef"],
-    ),
-    (
-        {"type": "string", "format": "date-time", "pattern": "^2.*Z$"},
-        ["2024-02-29T01:02:03.5Z"],
-        ["1999-01-01T00:00:00Z"],
-    ),
-    (
-        {"type": "string", "format": "uuid", "pattern": "^.{14}4"},
-        [f"{0:08}-0000-4000-8000-{0:012}"],
-        [f"{0:08}-0000-1000-8000-{0:012}"],
-    ),
-    (
-        {"type": "string", "format": "ipv6", "pattern": "5$", "maxLength": 5},
-        ["::5", "1::25"],
-        ["|::5", "::51", "1::255"],
-    ),
-    (
-        {"type": "string", "pattern": "^a+$", "minLength": 2, "maxLength": 3},
-        ["aa", "aaa"],
-        ["a", "aaaa"],
-    ),
-    ({"type": "integer", "format": "int64", "pattern": "^x$", "minLength": 9}, [3], ["x"]),
-    ({"type": ["string", "null"], "maxLength": 1}, [None, "a"], ["ab"]),
-    ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 2.5}, [1, 2], [0, 3]),
-    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.000001}, [], [0, 0.5]),
-    ({"enum": ["ab", "c"], "type": "string", "maxLength": 2}, ["ab", "c"], ["abc"]),
-    ({"const": 4, "type": "integer", "minimum": 3}, [4], [3]),
-    ({"$ref": "#/$defs/p", "type": "number", "$defs": {"p": {"type": "integer"}}}, [1], ["a"]),
-    ({"anyOf": [{"type": "integer"}, {"const": 0.5}], "type": "number"}, [1, 0.5], ["a"]),
-    ({"$ref": "#/components/a~1b", "components": {"a/b": {"type": "null"}}}, [None], [1]),
-    (
-        {
-            "type": "object",
-            "propertyNames": {"$ref": "#/$defs/c"},
-            "$defs": {"c": {"enum": ["x", "y"]}},
-        },
-        [{"x": 1}],
-        [{"z": 1}],
-    ),
-    (
-        {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": False},
-        [{}],
-        [{"a": 1}],
-    ),
-    (
-        {"type": "object", "propertyNames": {"maxLength": 2}, "unevaluatedProperties": False},
-        [{}],
-        [{"a": 1}],
-    ),
-    ({"minItems": 1}, [[1]], [[]]),
-    ({"anyOf": [{"const": None}, {"enum": [1, "a"]}]}, [None, 1, "a"], [2, "null"]),
-    ({"allOf": [{"const": 3}]}, [3], [None]),
-    ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}]),
-    ({"type": "array", "items": {"maxItems": 1}}, [[[]], [[1]]], [[[1, 2]]]),
-    ({"maxProperties": 1, "maxItems": 1}, [{}, {"a": 1}, [1]], [[1, 2], {"a": 1, "b": 2}]),
-    (
-        {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "object"}}},
-        [None, {}],
-        [1],
-    ),
-    ({"oneOf": [{"const": number} for number in range(3000)]}, [0, 2999], [3000]),
-    (
-        {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "additionalProperties": {"type": "string"},
-        },
-        [{"a": 1, "b": ""}],
-        [{"a": ""}],
-    ),
-    (
-        {
-            "$defs": {
-                "A": {
-                    "type": "object",
-                    "properties": {"k": {"const": "a"}, "x": {"type": "integer"}},
-                    "required": ["k", "x"],
-                },
-                "B": {
-                    "type": "object",
-                    "properties": {"k": {"enum": ["b", "c"]}, "y": {"type": "string"}},
-                    "required": ["k"],
-                },
-                "C": {
-                    "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
-                    "discriminator": {"propertyName": "k"},
-                },
-            },
-            "oneOf": [{"$ref": "#/$defs/C"}, {"type": "null"}],
-        },
-        [{"k": "a", "x": 1}, {"k": "b", "y": "s"}, {"k": "c"}, None],
-        [{"k": "a", "y": "s"}, {"k": "d"}, {"x": 1}],
-    ),
-    ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["x"]),
-    (
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
-        [[1], [1, 2]],
-        [[], [1, 2, 3], ["a"]],
-    ),
-    (
-        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
-        [[1, "a"]],
-        [["a"], [1, "a", 2]],
-    ),
-    ({"type": "object", "properties": INTEGERS, "minProperties": 1}, [{"a": 1}], [{}]),
-    (
-        {"type": "object", "properties": INTEGERS, "required": ["b"], "maxProperties": 1},
-        [{"b": 1}],
-        [{"a": 1}, {"a": 1, "b": 1}],
-    ),
-    (
-        {
-            "type": "object",
-            "propertyNames": {"maxLength": 2},
-            "additionalProperties": {"type": "integer"},
-        },
-        [{"x": 1}],
-        [{"yyy": 1}],
-    ),
-    (
-        {
-            "type": "object",
-            "patternProperties": {"^x$": {"type": "integer"}},
-            "additionalProperties": False,
-        },
-        [{"x": 1}],
-        [{"y": 1}],
-    ),
-    ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, [3, "a"], [None]),
-    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [3, "a"], [None]),
-    ({"allOf": [{"type": "integer"}]}, [3], ["a"]),
-    (
-        {"$defs": {"p": {"type": "integer"}}, "type": "array", "items": {"$ref": "#/$defs/p"}},
-        [[1]],
-        [["a"]],
-    ),
-    ({"type": "object", "properties": {"c": {"$ref": "#"}}}, [{"c": {}}], [{"c": 1}]),
-    ({"enum": [1, "a", None]}, [1, "a", None], [2]),
-    ({"type": ["integer", "null"], "minimum": 3}, [None, 4], [1, "a"]),
-    (
-        {
-            "oneOf": [
-                {
-                    "type": "object",
-                    "properties": {"k": {"const": "x"}, "a": {"type": "integer"}},
-                    "required": ["k"],
-                },
-                {"type": "object", "properties": {"k": {"const": "y"}}, "required": ["k"]},
-            ]
-        },
-        [{"k": "x", "a": 1}, {"k": "y"}],
-        [{}, {"k": "z"}],
-    ),
-]
-"""Schemas, documents that xgrammar writes, and documents that they exclude."""
-
 
 LOOSE_FORMATS = ("email", "json-pointer", "date-time", "uuid")
 """Which `jsonschema` checks with packages that are not installed, or not to the last character."""
@@ -284,7 +107,7 @@ SAMPLED: list[Any] = [
 
 _WRONG_TYPES: list[Any] = ["str", {}, [], None, ["string", "any"]]
 _WRONG_PARTS: list[Any] = [["a"], None, {"a": 3}]
-_WRONG_ITEMS: list[Any] = [[{}], 3]
+_WRONG_ITEMS: list[Any] = [[{}, 5], [], 3]
 MALFORMED: list[Any] = [
     *({"type": wrong} for wrong in _WRONG_TYPES),
     *({"type": "object", "properties": wrong} for wrong in _WRONG_PARTS),
@@ -296,6 +119,13 @@ MALFORMED: list[Any] = [
     *({"type": "string", "minLength": wrong} for wrong in ("1", -1, 1.5, True)),
     *({"type": "integer", "minimum": wrong} for wrong in ("1", True, 2**70, 10**400)),
     *({"type": "array", "items": wrong} for wrong in _WRONG_ITEMS),
+    {"type": "array", "items": [{"type": "str"}]},
+    {"type": "array", "items": [{"$ref": "#"}], "minItems": 1},
+    {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}},
+    {"type": "number", "maximum": -1e19},
+    {"$ref": "#/x", "x": {"allOf": [{"type": "string"}, {"minLength": "1"}]}},
+    {"$ref": "#/x", "x": {"allOf": [{"type": "string"}, {"pattern": 5}]}},
+    {"type": "string", "pattern": "^x[a-z]*$", "minLength": 70_000, "maxLength": -1},
     {"enum": []},
     {"$defs": []},
     {"enum": [1], "type": "foo"},
@@ -396,6 +226,32 @@ def test_a_format_gives_way_to_a_pattern_with_which_it_takes_too_much(
         )
 
 
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            {"items": [{"type": "string"}, {"type": "null"}], "additionalItems": False},
+            [["a", None]],
+            [["a"], [None, "a"], ["a", None, 1]],
+        ),
+        (
+            {"items": [{"type": "string"}, {"minimum": 1, "type": "number"}]}
+            | {"additionalItems": {"type": "null"}},
+            [["a", 1], ["a", 1, None, None]],
+            [["a", 0], ["a", 1, 2], []],
+        ),
+        ({"items": {"type": "null"}, "additionalItems": False}, [[None, None]], [[1, 1]]),
+    ],
+)
+def test_lists_of_items_as_of_draft_7(schema: Any, right: list[Any], wrong: list[Any]) -> None:
+    """Which other generators still write."""
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", **schema}
+    grammar = Grammar.json_schema(schema | {"minItems": 2})
+    assert [document for document in [*right, *wrong] if writes_json(grammar, document)] == right
+    validator = jsonschema.Draft7Validator(schema | {"minItems": 2})
+    assert [document for document in [*right, *wrong] if validator.is_valid(document)] == right
+
+
 def test_a_name_is_not_written_twice_in_another_spelling() -> None:
     grammar = Grammar.json_schema(
         {
@@ -430,7 +286,34 @@ def test_malformed_schemas_are_refused_in_one_line(schema: Any) -> None:
     ("schema", "reason"),
     [
         ({"type": "array", "contains": {"type": "integer"}}, "contains at #"),
-        ({"type": "array", "items": [{"type": "integer"}]}, "prefixItems"),
+        ({"type": "array", "items": [{"contains": True}]}, "contains at #/prefixItems/0"),
+        ({"type": "number", "multipleOf": 0.1, "minimum": 0, "maximum": 1}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 50, "minimum": 1, "maximum": 20}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 5000}, "or 1000 values"),
+        ({"type": ["integer", "null"], "multipleOf": 5, "minimum": 0, "maximum": 5}, "multipleOf"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "allOf with several"),
+        ({"allOf": [{"minLength": 3}, {"maxLength": 5}]}, "allOf with several"),
+        (
+            {"allOf": [{"type": "string", "format": "date"}, {"format": "email"}]},
+            "allOf with several",
+        ),
+        ({"enum": ["x"], "format": "date"}, "format beside enum"),
+        (
+            {"type": "object", "required": ["a"], "additionalProperties": False},
+            "required property 'a'",
+        ),
+        (
+            {"type": "object", "required": ["a"], "patternProperties": {"^a$": {}}},
+            "required property 'a'",
+        ),
+        (
+            {"type": "object", "required": ["a"], "propertyNames": {"enum": ["b"]}},
+            "required property 'a'",
+        ),
+        (
+            {"type": "object", "required": ["a"], "propertyNames": {"maxLength": 3}},
+            "required property 'a'",
+        ),
         ({"format": "date"}, "format without a type"),
         (
             {"type": "object", "properties": {'a"': {}}, "additionalProperties": True},
