@@ -18,7 +18,7 @@ _NAMES = {field.name for field in fields(SamplingParams)} - {"grammar"}
 _GRAMMAR = {"response_format", "structured_outputs", *(f"guided_{name}" for name in MAKERS)}
 OF_TEMPLATE = {
     *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
-    *("chat_template_kwargs", "reasoning_effort"),
+    *("chat_template_kwargs", "reasoning_effort", "enable_thinking"),
 }
 """Fields for the chat template."""
 KNOWN = {*_NAMES, *_GRAMMAR, *OF_TEMPLATE, "n", "max_new_tokens", "max_completion_tokens"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ from specdec.base.errors import CapacityError, SpecDecError, shown
 
 RETRY_SECONDS = 1
 """After which a client may ask a busy server again."""
+
+
+_INSTANCE = re.compile(r"dictionary or (instance of \w+|object to extract fields from)")
 
 
 class RequestError(Exception):
@@ -99,18 +103,18 @@ def malformed(problems: Sequence[Any]) -> RequestError:
             400, "the body is no JSON object; send one, with Content-Type: application/json"
         )
     name = place[0]
-    if problem["type"] == "missing":
-        return RequestError(400, f"{'.'.join(place)} is missing; give it", param=name)
-    where = name if problem["type"] != "missing" else ".".join(place)
+    if problem["type"] == "missing":  # between the ends may stand a class of ours
+        where = ".".join(dict.fromkeys((name, place[-1])))
+        return RequestError(400, f"{where} is missing; give it", param=name)
     what = "; ".join(
         dict.fromkeys(
-            one["msg"].lower().removeprefix("value error, ")
+            _INSTANCE.sub("object", one["msg"].lower().removeprefix("value error, "))
             for one in problems
             if one["loc"][1:2] == (name,)
         )
     )
     return RequestError(
         400,
-        f"{where} is {shown(problem['input'])}: {what or problem['msg'].lower()}",
+        f"{name} is {shown(problem['input'])}: {what or problem['msg'].lower()}",
         param=name,
     )

@@ -37,6 +37,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (True,),
         "texts are as the tokenizer decodes them; leave it out",
     ),
+    **dict.fromkeys(
+        ("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "dynatemp_range"),
+        ((0,), _NO_SUCH_TEXT),
+    ),
+    "tfs_z": ((1.0,), _NO_SUCH_TEXT),
+    "top_n_sigma": ((0.0, -1.0), _NO_SUCH_TEXT),
+    "repeat_penalty": ((1.0,), "it is called repetition_penalty here"),
     "truncate_prompt_tokens": ((), "prompts are never cut; shorten it"),
     "prompt_logprobs": ((), "completions give them with echo and logprobs"),
     "structural_tag": ((), "give a schema or rules instead, as response_format or guided_grammar"),
@@ -242,15 +249,41 @@ class CompletionRequest(Generation):
     add_special_tokens: bool = True
 
 
-class Chat(Body):
+class Templated(Body):
+    """How a template makes a prompt of messages."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None where nothing is said."""
+        return self.enable_thinking
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the template. The switch has the names that templates give it."""
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        names = () if self.thinks is None else ("enable_thinking", "thinking")
+        return {**effort, **dict.fromkeys(names, self.thinks), **(self.chat_template_kwargs or {})}
+
+
+class Chat(Templated):
     """Messages, and how a template makes a prompt of them."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+
+
+class Thinking(Body):
+    """Whether a model thinks, as DeepSeek, GLM and Kimi are asked."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class ChatRequest(Chat, Generation):
@@ -261,10 +294,29 @@ class ChatRequest(Chat, Generation):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool = True
     include_reasoning: bool = True
-
+    thinking: Thinking | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think, in either way to say it.
+
+        Raises:
+            RequestError: they disagree.
+        """
+        said = self.thinking.type == "enabled" if self.thinking else self.enable_thinking
+        if self.enable_thinking not in (None, said):
+            message = "thinking and enable_thinking disagree; give one of them"
+            raise RequestError(400, message, param="thinking")
+        return said
+
+    def check_others(self) -> None:
+        """Looks within `thinking`, too."""
+        super().check_others()
+        for name in self.thinking.model_extra or () if self.thinking else ():
+            _warn(f"thinking.{name}")
 
     @property
     def max_output(self) -> int | None:
@@ -272,7 +324,7 @@ class ChatRequest(Chat, Generation):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """`POST /tokenize`: a text, or a chat."""
 
     model: str | None = None
@@ -280,9 +332,6 @@ class TokenizeRequest(Body):
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

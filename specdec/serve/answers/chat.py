@@ -32,9 +32,7 @@ def chat_text(
         messages = readable(asked.messages or [])
     except InvalidInputError as error:
         raise RequestError(400, str(error), param="messages") from error
-    variables = asked.chat_template_kwargs or {}
-    if isinstance(asked, Chat) and asked.reasoning_effort is not None:
-        variables = {"reasoning_effort": asked.reasoning_effort, **variables}
+    variables = asked.variables
     check_variables(variables, reader.tokenizer)
     if (
         asked.continue_final_message

@@ -113,6 +113,38 @@ def test_a_bad_grammar_is_the_client_s_mistake(live: Live, fields: dict[str, Any
             client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).raise_for_status()
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prediction": {}}, "prediction.content is missing; give it"),
+        ({"stream_options": 5}, "stream_options is 5: input should be a valid object"),
+        ({"thinking": True}, "thinking is True: input should be a valid object"),
+        ({"thinking": {"type": "on"}}, "thinking is 'on': input should be 'enabled' or 'disabled'"),
+        ({"enable_thinking": "no"}, "enable_thinking is 'no': input should be a valid boolean"),
+        (
+            {"thinking": {"type": "enabled"}, "enable_thinking": False},
+            "thinking and enable_thinking disagree; give one of them",
+        ),
+        ({"dry_multiplier": 0.8}, "dry_multiplier is not offered: this server has no such way"),
+        ({"mirostat": 2}, "mirostat is not offered: this server has no such way"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty is not offered: it is called repetition_penalty"),
+    ],
+)
+def test_a_wrong_field_is_told_in_the_client_s_words(
+    live: Live, fields: dict[str, Any], said: str
+) -> None:
+    answer = httpx.post(live.url + "/v1/chat/completions", json={"messages": CHAT, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(said)
+
+
+def test_samplers_of_others_that_are_off_are_let_pass(live: Live) -> None:
+    body = {"mirostat": 0, "dry_multiplier": 0.0, "xtc_probability": 0, "repeat_penalty": 1}
+    body |= {"tfs_z": 1.0, "top_n_sigma": -1, "typical_p": 1.0, "dynatemp_range": 0.0}
+    asked = {"prompt": "a", "max_tokens": 1, **body}
+    httpx.post(live.url + "/v1/completions", json=asked).raise_for_status()
+
+
 def test_a_dead_end_in_the_midst_is_the_client_s_mistake(live: Live) -> None:
     """No token of this vocabulary is a ~."""
     body = {"prompt": "a", "max_tokens": 9, "guided_grammar": 'root ::= "ab" "~"'}

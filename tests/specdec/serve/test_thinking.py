@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -94,8 +95,32 @@ def test_a_default_that_a_request_overrides() -> None:
 
         tokenizer = live.decoder.tokenizer
         assert tokenizer.decode(prompt()).endswith("</think>")
-        thinking = prompt(chat_template_kwargs={"enable_thinking": True})
-        assert tokenizer.decode(thinking).endswith("assistant ")
+        on: list[dict[str, Any]] = [
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            {"enable_thinking": True},
+            {"thinking": {"type": "enabled"}},
+            {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+        ]
+        for words in on:
+            thinking = prompt(**words)
+            assert tokenizer.decode(thinking).endswith("assistant ")
+            if "thinking" not in words:
+                body = {"messages": ASKED["messages"], **words}
+                assert httpx.post(f"{live.url}/tokenize", json=body).json()["tokens"] == thinking
+
+
+@pytest.mark.parametrize("words", [{"enable_thinking": False}, {"thinking": {"type": "disabled"}}])
+@pytest.mark.parametrize("variable", ["enable_thinking", "thinking"])
+def test_it_is_switched_off_in_the_words_of_several_providers(
+    words: dict[str, Any], variable: str
+) -> None:
+    """Whatever the template calls it."""
+    decoder = decoder_of(SWITCHED)
+    decoder.tokenizer.chat_template = SWITCHED.replace("enable_thinking", variable)
+    with live_server(decoder) as live:
+        body = {**ASKED, **words, "return_token_ids": True}
+        made = httpx.post(f"{live.url}/v1/chat/completions", json=body).json()
+        assert live.decoder.tokenizer.decode(made["prompt_token_ids"]).endswith("</think>")
 
 
 def test_a_model_that_does_not_think() -> None:
