@@ -16,6 +16,7 @@ from drafters.dflash2.selector import SelectorConfig
 from drafters.domino.gru import DominoConfig
 from drafters.draft_model.drafter import DraftModel
 from drafters.dspark.markov import MarkovConfig
+from drafters.lilicorr.lattice import LatticeConfig
 from drafters.sequential.drafts import TokenByToken
 from drafters.suffix.drafter import SuffixDrafter
 from specdec.base.config import CacheConfig, EngineConfig
@@ -47,6 +48,9 @@ DRAFTERS: dict[str, Callable[[Verifier], Drafter]] = {
         verifier, block_size=K + 1, head=SelectorConfig(4, 8)
     ),
     "domino": lambda verifier: random_dflash(verifier, block_size=K + 1, head=DominoConfig(3, 4)),
+    "lattice": lambda verifier: random_dflash(
+        verifier, block_size=K + 1, head=LatticeConfig(16, 8, num_heads=2, factor_dim=4)
+    ),
     "eagle3": lambda verifier: random_eagle3(verifier, K),
     "draft_model": lambda verifier: DraftModel(
         paged_verifier(plain_model("qwen3", 5)), verifier, max_draft_tokens=K
@@ -102,8 +106,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, whole: bool) -> None:
         return of(
             self,
             batch,
-            Slots(
-                slots.hidden.clone().fill_(value) if whole else slots.hidden, spoiled(slots.logits)
+            slots._replace(
+                hidden=slots.hidden.clone().fill_(value) if whole else slots.hidden,
+                logits=spoiled(slots.logits),
             ),
         )
 

@@ -308,6 +308,22 @@ def test_numbers_that_layers_would_stumble_over(name: str, entry: str, value: An
         needs_of(entries, name="target", device=CPU, dtype=torch.float32, gpu_bytes=10**9)
 
 
+@pytest.mark.parametrize(
+    ("name", "entry", "tensor"),
+    [
+        ("gemma2", "head_dim", "self_attn.q_proj"),
+        ("deepseek_v3", "q_lora_rank", "self_attn.q_a_proj"),
+        ("lfm2", "conv_L_cache", "conv.conv"),
+        ("nemotron_h", "mamba_num_heads", "mixer.dt_bias"),
+    ],
+)
+def test_a_size_of_0_leaves_no_tensor(name: str, entry: str, tensor: str) -> None:
+    """It is seen before weights are fetched, whatever the entry is called."""
+    entries = json.loads(json.dumps((CONFIGS | LATENT_CONFIGS)[name]().to_dict(), default=str))
+    with pytest.raises(CheckpointError, match=rf"layers\.0\.{tensor}.* of the sizes \[.*0"):
+        needs_of(entries | {entry: 0}, name="target", device=CPU, dtype=torch.float32, gpu_bytes=1)
+
+
 @pytest.mark.parametrize("width", [0, 5, True])
 def test_recurrent_heads_fit_their_tensors(width: Any, tmp_path: Path) -> None:
     source, folder = tmp_path / "zamba2", tmp_path / "changed"

@@ -168,6 +168,9 @@ def bare_class(config: PreTrainedConfig) -> Any:
 def shapes_of(config: Any) -> dict[str, torch.Size]:
     """Shapes of all tensors of a text model by transformers' names, made without memory from its
     config; a tied head is none.
+
+    Raises:
+        CheckpointError: a tensor would be empty, as of a size of 0.
     """
     own = text_class(config)
     found: Any = own or bare_class(config)
@@ -182,6 +185,12 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
         shapes.pop(HEAD, None)
     elif own is None:
         shapes[HEAD] = shapes[EMBEDDING]
+    empty = next((name for name, shape in shapes.items() if 0 in shape), None)
+    if empty is not None:
+        raise CheckpointError(
+            f"its config asks for {empty!r} of the sizes {list(shapes[empty])}, which no model has;"
+            f" fetch config.json again"
+        )
     return shapes
 
 
