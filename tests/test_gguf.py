@@ -18,6 +18,7 @@ from tests.helpers.hub_cache import COMMIT, cached, offline
 from tests.helpers.tiny_models import plain_greedy, plain_model
 from verifiers import needs as needs_module
 from verifiers.gguf.file import GgufFiles
+from verifiers.load import load_verifier
 from verifiers.needs import read_needs
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
@@ -69,6 +70,25 @@ def test_a_quantized_file_drafts(file: Path) -> None:
         kinds={"attn_q.weight": "Q8_0", "ffn_up.weight": "Q4_0"},
     )
     assert tokens(file, drafter=small) == tokens(file)
+
+
+def test_what_a_file_says_of_sampling(tmp_path: Path, caplog: Log) -> None:
+    """The server's defaults are made of it; what we do not have is said, as far as it does
+    something.
+    """
+    said = {"temp": 0.5, "top_k": 3, "penalty_repeat": 1.5, "mirostat": 0, "xtc_probability": 0.0}
+    path = tmp_path / "sampled.gguf"
+    general = {f"sampling.{key}": value for key, value in said.items()}
+    write_gguf(path, plain_model("qwen2"), "qwen2", general=general)
+    verifier, _ = load_verifier(path, device=torch.device("cpu"), dtype=torch.float32)
+    assert verifier.defaults.stated == {"temperature": 0.5, "top_k": 3}
+    words = "llama.cpp would apply general.sampling.penalty_repeat 1.5, which specdec does not have"
+    (line,) = [
+        record.getMessage() for record in caplog.records if "llama.cpp" in record.getMessage()
+    ]
+    assert words in line
+    needs = read_needs(str(path), device=torch.device("cpu"), dtype=torch.float32, gpu_bytes=10**9)
+    assert [words in note for note in needs.notes] == [True]
 
 
 @pytest.mark.parametrize("command", ["generate", "doctor"])

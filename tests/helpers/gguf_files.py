@@ -50,6 +50,7 @@ def write_gguf(
     leave_out: Sequence[str] = (),
     tokenizer: Facts | None = None,
     extra: Mapping[str, Tensor] = {},
+    general: Facts = {},  # noqa: B006
 ) -> dict[str, Tensor]:
     """Writes a model, and returns the numbers that are in the file by llama.cpp's names.
 
@@ -62,8 +63,11 @@ def write_gguf(
         leave_out: names of tensors.
         tokenizer: its keys; None for a character for each token.
         extra: further tensors.
+        general: keys that all architectures have.
     """
     writer = gguf.GGUFWriter(path, architecture)
+    for key, value in general.items():
+        add(writer, f"general.{key}", value)
     for key, value in {**facts_of(model.config), **facts}.items():
         add(writer, f"{architecture}.{key}", value)
     for key, value in (characters() if tokenizer is None else tokenizer).items():

@@ -39,6 +39,15 @@ _OFF = {
 }
 """Numbers that ask for nothing, of entries that change outputs."""
 
+OF_GGUF = {
+    "general.sampling.mirostat": 0,
+    "general.sampling.penalty_repeat": 1,
+    "general.sampling.xtc_probability": 0,
+}
+"""Keys of GGUF files that llama.cpp samples by and we do not, with the values that ask for nothing;
+its penalty sees the last tokens alone.
+"""
+
 _CHANGES_NOTHING = {
     *(
         "assistant_confidence_threshold",
@@ -296,8 +305,9 @@ def _effect(where: str, entries: Mapping[str, Any], defaults: SamplingDefaults) 
     holds = [f"{name} {value:g}" for name, value in defaults.stated.items() if name not in _SAMPLED]
     lost = [f"{name} {shown(value)}" for name, value in entries.items() if _changes(name, value)]
     parts = [f"{', '.join(holds)} where a request names none, as in generate"] if holds else []
+    reader = "llama.cpp" if OF_GGUF.keys() & entries.keys() else "generate"
     parts += (
-        [f"generate would apply {', '.join(lost)}, which specdec does not have"] if lost else []
+        [f"{reader} would apply {', '.join(lost)}, which specdec does not have"] if lost else []
     )
     if parts:
         yield f"{where}: {'; '.join(parts)}; generation_config 'none' leaves it aside"
@@ -305,6 +315,8 @@ def _effect(where: str, entries: Mapping[str, Any], defaults: SamplingDefaults) 
 
 def _changes(name: str, value: Any) -> bool:
     """Whether `generate` would write otherwise because of an entry, and we do not."""
+    if name in OF_GGUF:
+        return bool(value != OF_GGUF[name])
     if name == "cache_implementation":
         return bool(value == "quantized")
     if name in _CHANGES_NOTHING or name.startswith("_") or name not in vars(GenerationConfig()):

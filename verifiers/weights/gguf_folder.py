@@ -11,11 +11,12 @@ from specdec.base.errors import CheckpointError
 from specdec.base.files import cache_folder
 from specdec.base.kept import kept_folder
 from specdec.base.version import __version__
+from verifiers.config.generation import OF_GGUF
 from verifiers.config.gguf import config_of
 from verifiers.gguf.file import Facts, GgufFiles
 from verifiers.gguf.tokenizer import end_ids, tokenizer_files
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes up when other files are made of the same model."""
 
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -69,8 +70,9 @@ def files_of(files: GgufFiles) -> tuple[dict[str, bytes], dict[str, Any]]:
 def generation_of(files: GgufFiles, config: Mapping[str, Any]) -> dict[str, Any]:
     """Entries of generation_config.json: tokens that end answers, and what is said of sampling."""
     ids = {name: config.get(name) for name in ("bos_token_id", "pad_token_id")}
-    named = ((entry, f"general.sampling.{key}") for key, entry in SAMPLING.items())
-    stated = {entry: files.metadata.get(key) for entry, key in named}
+    named = {f"general.sampling.{key}": entry for key, entry in SAMPLING.items()}
+    named |= {key: key for key in OF_GGUF}
+    stated = {entry: files.metadata.get(key) for key, entry in named.items()}
     given = {entry: value for entry, value in (ids | stated).items() if value is not None}
     return {**given, "eos_token_id": end_ids(files)}
 
