@@ -246,6 +246,28 @@ def test_what_is_finished_is_not_run_again(
     assert ran[7:] == ["works"] and set(record(folder)) == {step.name for step in STEPS}
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "", '{"schema": "another"}', "[" * 100_000, "\0"])
+def test_a_record_that_is_none_is_one_line(folder: Path, text: str) -> None:
+    """It stays as it is."""
+    (folder / "result.json").write_text(text)
+    with pytest.raises(SystemExit, match="is not a record of this version; move it away"):
+        first_day.main(["--out", str(folder)])
+    assert (folder / "result.json").read_text() == text
+
+
+def test_figures_of_a_step_that_was_cut_short_are_none(tmp_path: Path) -> None:
+    """And no end of the day."""
+    figures = tmp_path / "figures.json"
+
+    def launch(step: Step, log: Path) -> None:
+        figures.write_text('{"milliseconds": 4')
+        log.write_text("so far")
+
+    cut = Step("cut", "a step", ("timeit", "--out", str(figures)))
+    entry = run_step(cut, tmp_path, launch)
+    assert entry["figures"] is None and entry["verdict"].startswith("no end after")
+
+
 def test_interrupted(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was finished stays, the step that runs is ended,
     and the same command goes on with it.
@@ -319,6 +341,15 @@ def test_a_page_fits_an_issue(num_lines: int, shown: int) -> None:
     assert len(text) <= MOST
     assert text.count(f"\n{num_lines - shown:<150}.\n") == bool(shown) * (28 if shown < 30 else 5)
     assert f"\n{num_lines - shown - 1:<150}.\n" not in text
+
+
+def test_a_page_begins_with_what_is_wrong() -> None:
+    """However much is said behind it."""
+    lines = [f"{number}: {'WRONG' if number in (3, 5, 95) else 'right'}" for number in range(99)]
+    entry = {"title": "t", "command": "c", "verdict": "failed (1)", "seconds": 1.0}
+    text = page({"device": "a device"}, {"step": {**entry, "output": "\n".join(lines)}})
+    _, shown = text.split("```text\n")
+    assert shown.split("\n```")[0].splitlines() == [lines[3], lines[5], *lines[-40:]]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specdec.base.files import parse_json
 from specdec.device import amd_gpus
 from specdec.device.device import describe_device, resolve_device, torch_build
 from specdec.session.provenance import commit, versions
@@ -59,14 +60,22 @@ def read(path: Path) -> dict[str, Any]:
     """Steps of an earlier run, by name; none where there was none."""
     if not path.exists():
         return {}
-    content = json.loads(path.read_text())
-    if content.get("schema") != SCHEMA:
+    content = json_of(path)
+    steps = content.get("steps") if isinstance(content, dict) else None
+    if not isinstance(steps, dict) or content.get("schema") != SCHEMA:
         raise SystemExit(
             f"{path} is not a record of this version; move it away, or choose another folder with"
             f" --out"
         )
-    steps: dict[str, Any] = content["steps"]
     return steps
+
+
+def json_of(path: Path) -> Any:
+    """What a file holds; None where there is no whole one, as of a step that was ended."""
+    try:
+        return parse_json(path.read_bytes(), strict=False)
+    except (OSError, ValueError):
+        return None
 
 
 def write(folder: Path, about: Mapping[str, Any], steps: Mapping[str, Any]) -> None:
@@ -97,7 +106,9 @@ def counts(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def page(about: Mapping[str, Any], steps: Mapping[str, Any]) -> str:
-    """Markdown: the machine, a table of the steps, and the end of every output."""
+    """Markdown: the machine, a table of the steps, and of every output the end, behind what is said
+    to be wrong before it.
+    """
     pages = (_page(about, steps, lines) for lines in LINES)
     return next((text for text in pages if len(text) <= MOST), _page(about, steps, 0))
 
@@ -118,7 +129,8 @@ def _page(about: Mapping[str, Any], steps: Mapping[str, Any], max_lines: int) ->
             for line in step["output"].replace("\r", "\n").splitlines()
             if line.strip()
         ]
-        output = output[len(output) - max_lines if max_lines < len(output) else 0 :]
+        cut = max(len(output) - max_lines, 0)
+        output = [line for line in output[:cut] if "WRONG" in line][:max_lines] + output[cut:]
         lines += [
             "",
             f"<details><summary>{name}: {step['verdict']}</summary>",

@@ -1,6 +1,5 @@
 """Runs a step as a process of its own, with a limit on its time and its output in a file."""
 
-import json
 import os
 import shlex
 import signal
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.checks.amd_first_day.record import json_of
 from tests.checks.amd_first_day.steps import Step
 
 ROOT = Path(__file__).parents[3]
@@ -63,9 +63,7 @@ def run_step(step: Step, folder: Path, launch: Launch) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - clock, 1),
         "verdict": _verdict(step, status, output),
         "output": output[-LONGEST:],
-        "figures": json.loads(step.figures.read_text())
-        if step.figures and step.figures.exists()
-        else None,
+        "figures": json_of(step.figures) if step.figures else None,
     }
 
 
