@@ -54,7 +54,7 @@ ALLOWED = {
     "specdec/base/journal.py": {"truncate"},
     "specdec/engine/guided.py": {"replace"},  # of a step
     # in a temporary folder, where ranks meet
-    "specdec/parallel/processes/meeting.py": {"rmtree", "open", "rename"},
+    "specdec/parallel/processes/rendezvous.py": {"rmtree", "open", "rename"},
     "verifiers/decoder.py": {"rename"},  # of weights
     "verifiers/prediction.py": {"rename"},
     "specdec/base/checkpoint/hub.py": {"loads"},  # with a hook

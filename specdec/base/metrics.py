@@ -11,7 +11,7 @@ from typing import Any
 from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 
-MOST_COUNTED = 2**16
+MAX_COUNT = 2**16
 """Above any count of a verify step; a list may have an entry for each number below it."""
 
 PREDICTED = -1
@@ -84,8 +84,8 @@ class AcceptanceStats:
         for name in ("num_drafted", "num_accepted", "num_emitted", "tree_sizes", "parts"):
             least = PREDICTED if name == "parts" else 0
             for value in getattr(self, name):
-                if not least <= value < MOST_COUNTED:
-                    limits = f"[{least}, {MOST_COUNTED})"
+                if not least <= value < MAX_COUNT:
+                    limits = f"[{least}, {MAX_COUNT})"
                     raise InvalidInputError(f"{name} holds {value}; it must lie in {limits}")
 
     @property

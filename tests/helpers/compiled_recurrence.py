@@ -184,7 +184,7 @@ def chunk_kernels(target: "Target", *, whole: bool, every_shape: bool) -> Iterat
             | {
                 "channels": dtype,
                 "output": dtype,
-                "meetings": dtype,
+                "scores": dtype,
                 "systems": "fp32",
                 "inverses": "fp32",
             }

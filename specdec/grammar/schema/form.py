@@ -69,7 +69,7 @@ CHOICES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 WORDS = {"type", *CHOICES, *(keyword for words in OF_TYPE.values() for keyword in words)}
 
 
-MOST_COUNTED = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 """A larger count bounds nothing that could be written."""
 
 
@@ -84,7 +84,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_least(value: Any) -> bool:
-    return _is_count(value) and value <= MOST_COUNTED
+    return _is_count(value) and value <= MAX_COUNT
 
 
 def _is_schema(value: Any) -> bool:
@@ -246,7 +246,7 @@ def joined_strings(schema: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     made: dict[str, list[Any]] = {
         "minLength": [int(max(some["minLength"]))] if some["minLength"] else [],
-        "maxLength": [int(min(*some["maxLength"], MOST_COUNTED))] if some["maxLength"] else [],
+        "maxLength": [int(min(*some["maxLength"], MAX_COUNT))] if some["maxLength"] else [],
         "pattern": [tuple(some["pattern"])] if some["pattern"] else [],
         "format": list(formats or some["format"])[:1],
     }

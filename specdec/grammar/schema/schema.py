@@ -23,7 +23,7 @@ from specdec.grammar.reading import Place, Reading
 from specdec.grammar.schema.form import (
     CHOICES,
     LENGTHS,
-    MOST_COUNTED,
+    MAX_COUNT,
     NOT_KNOWN,
     OF_TYPE,
     WORDS,
@@ -255,7 +255,7 @@ class _Reader:
         for family in OF_TYPE:
             own = {keyword: schema[keyword] for keyword in OF_TYPE[family] if keyword in schema}
             for keyword in own.keys() & {*COUNTS, "minItems", "maxItems"}:
-                own[keyword] = int(min(own[keyword], MOST_COUNTED))
+                own[keyword] = int(min(own[keyword], MAX_COUNT))
             if family in families and own:
                 read = {
                     "string": self._string,

@@ -103,7 +103,7 @@ class AiterOps(TritonOps):
         query, key = self._aiter.rotate_and_store(
             query, key, value, views, plan.slot_mapping, angles.row_index, angles.cos, angles.sin
         )
-        return backend.attend(query, key, value, cache, plan, **heads.meeting).flatten(1)
+        return backend.attend(query, key, value, cache, plan, **heads.attention_options).flatten(1)
 
 
 def _against_norm(x: Tensor, norm: Norm) -> str | None:

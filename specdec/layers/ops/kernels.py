@@ -194,7 +194,7 @@ class TritonOps(TorchOps):
         spec = backend.spec
         if qkv.shape[1] == spec.num_heads:  # the cache holds keys and values
             rotated = rope(qkv, **_rotation(angles, heads.query_norm, None))
-            return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
+            return backend.read(rotated, cache, plan, **heads.attention_options).flatten(1)
         query, key = qkv.split_with_sizes([spec.num_heads, qkv.shape[1] - spec.num_heads], dim=1)
         key, value = key[:, : spec.num_kv_heads], key[:, -spec.num_kv_heads :]
         rotation = _rotation(angles, heads.query_norm, heads.key_norm) | {
@@ -204,9 +204,9 @@ class TritonOps(TorchOps):
             rotation["value_norm"] = heads.value_norm.weight
         if isinstance(backend, TritonFaBackend):  # whose cache is ours to write
             rotated = rope_store(query, key, value, cache, plan.slot_mapping, **rotation)
-            return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
+            return backend.read(rotated, cache, plan, **heads.attention_options).flatten(1)
         return backend.run(
-            *rotated_rows(query, key, value, **rotation), cache, plan, **heads.meeting
+            *rotated_rows(query, key, value, **rotation), cache, plan, **heads.attention_options
         ).flatten(1)
 
     def write(

@@ -56,7 +56,7 @@ class Heads(NamedTuple):
     value_norm: Norm | None = None
 
     @property
-    def meeting(self) -> dict[str, Any]:
+    def attention_options(self) -> dict[str, Any]:
         """What `AttentionBackend.run` is told of this layer."""
         return {
             "scale": self.scale,
@@ -275,11 +275,11 @@ class TorchOps(Ops):
         if angles is not None:
             rotated = rotate(rotated, *angles.doubled)
         if not stored:
-            return backend.read(rotated, cache, plan, **heads.meeting).flatten(1)
+            return backend.read(rotated, cache, plan, **heads.attention_options).flatten(1)
         if heads.value_norm is not None:
             value = rms_norm(value, heads.value_norm)
         query, key = rotated.split_with_sizes([num_heads, stored], dim=1)
-        return backend.run(query, key, value, cache, plan, **heads.meeting).flatten(1)
+        return backend.run(query, key, value, cache, plan, **heads.attention_options).flatten(1)
 
     def write(
         self,

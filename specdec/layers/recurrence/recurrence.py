@@ -303,16 +303,16 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
         v_new = v_new * beta[..., None]
         # what a row tells the state depends on what the rows before it in the chunk have told
         if rule == "delta":
-            system = _meetings(key, key, total) * beta[..., None]
+            system = _scores(key, key, total) * beta[..., None]
             v_new = torch.linalg.solve_triangular(system, v_new, upper=False, unitriangular=True)
-        out = (query * total.exp()) @ state + _meetings(query, key, total) @ v_new
+        out = (query * total.exp()) @ state + _scores(query, key, total) @ v_new
         left = (total[..., -1:, :] - total).exp()
         state = state * total[..., -1, :, None].exp() + (key * left).mT @ v_new
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1), state
 
 
-def _meetings(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
+def _scores(readers: Tensor, key: Tensor, total: Tensor) -> Tensor:
     """[num_reqs, heads, rows, rows]: what each of `readers` has of the keys before it and its own,
     decayed since then.
     """

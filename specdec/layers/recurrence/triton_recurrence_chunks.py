@@ -95,7 +95,7 @@ def _walk_kernel(
     factors: tl.tensor,
     gates: tl.tensor,
     inverses: tl.tensor,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK] or None
-    meetings: tl.tensor,
+    scores: tl.tensor,
     # float32 [rows, VALUE_HEADS * KEY_DIM] where each key channel has a decay, or None: see `gates`
     sums: tl.tensor,
     state: tl.tensor,  # [num_slots, VALUE_HEADS, KEY_DIM, VALUE_DIM]
@@ -151,7 +151,7 @@ def _walk_kernel(
         value_places = line + 2 * KEY_CHANNELS + head * VALUE_DIM + values[None, :]
         value = tl.load(value_places, mask=exists[:, None] & is_value, other=0.0).to(tl.float32)
         corner = ((first_chunk + chunk) * VALUE_HEADS + head) * (CHUNK * CHUNK)
-        meeting = tl.load(meetings + corner + square)
+        score = tl.load(scores + corner + square)
         beta = tl.load(
             gates + row * ((DECAYS + 1) * VALUE_HEADS) + DECAYS * VALUE_HEADS + head,
             mask=exists,
@@ -196,9 +196,9 @@ def _walk_kernel(
         else:
             v_new *= beta[:, None]
         if sums is None:
-            out = _product(query, held, SPLIT) * reads[:, None] + _product(meeting, v_new, SPLIT)
+            out = _product(query, held, SPLIT) * reads[:, None] + _product(score, v_new, SPLIT)
         else:
-            out = _wide_product(query * reads, held, dtype, SPLIT) + _product(meeting, v_new, SPLIT)
+            out = _wide_product(query * reads, held, dtype, SPLIT) + _product(score, v_new, SPLIT)
         if skip is not None:
             out += tl.load(skip + head).to(tl.float32) * value
         if sums is None:
@@ -232,16 +232,16 @@ def take_in_chunks(
     tile, sums = TILE if layer.decays == 1 else KEY_TILE, None
     columns = min(tile.columns, max(16, triton.next_power_of_2(layer.value_dim)))
     if layer.decays == 1:
-        inverses, meetings = solve(prepared, layer, cache, rows, keys)
+        inverses, scores = solve(prepared, layer, cache, rows, keys)
     else:
-        inverses, meetings, sums = solve_by_key(prepared, layer, cache, rows, keys)
+        inverses, scores, sums = solve_by_key(prepared, layer, cache, rows, keys)
     with on_device(output):
         _walk_kernel[
             (triton.cdiv(layer.value_dim, columns), layer.num_value_heads, len(rows.slots))
         ](
             *prepared,
             inverses,
-            meetings,
+            scores,
             sums,
             cache.state,
             layer.skip,

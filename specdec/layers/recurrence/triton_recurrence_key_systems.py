@@ -57,7 +57,7 @@ def _within_kernel(
     # float32 [rows, VALUE_HEADS * KEY_DIM], of the logarithms from the beginning of the chunk
     sums: tl.tensor,
     systems: tl.tensor,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK]
-    meetings: tl.tensor,  # the same shape, in the model's type
+    scores: tl.tensor,  # the same shape, in the model's type
     slots: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
@@ -110,7 +110,7 @@ def _within_kernel(
         + place[None, :]
     )
     # Pair by pair, one column of the diagonal block after the other.
-    system, meeting = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
+    system, score = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
     for column in tl.static_range(BLOCK):
         here = (place == column)[:, None]
         other, reached = tl.sum(tl.where(here, key, 0.0), 0), tl.sum(tl.where(here, since, 0.0), 0)
@@ -119,11 +119,11 @@ def _within_kernel(
         system += tl.where(
             is_column & (place > column)[:, None], tl.sum(key * share, 1)[:, None], 0.0
         )
-        meeting += tl.where(
+        score += tl.where(
             is_column & (place >= column)[:, None], tl.sum(query * share, 1)[:, None], 0.0
         )
     tl.store(systems + corner + block * BLOCK, system * beta[:, None])
-    tl.store(meetings + corner + block * BLOCK, meeting.to(meetings.dtype.element_ty))
+    tl.store(scores + corner + block * BLOCK, score.to(scores.dtype.element_ty))
     # Then the blocks before, backwards: decays from a row there to the beginning of this block, and
     # on to a row of it.
     query *= tl.exp(since)
@@ -145,15 +145,13 @@ def _within_kernel(
         until = tl.minimum(whole[None, :] - tl.cumsum(log_decay, 0), 0.0) + before[None, :]
         there = tl.trans(key_there * factor[:, None] * tl.exp(until))
         system = tl.dot(key, there, input_precision="ieee") * beta[:, None]
-        meeting = tl.dot(query, there, input_precision="ieee")
+        score = tl.dot(query, there, input_precision="ieee")
         tl.store(systems + corner + other_block * BLOCK, system)
-        tl.store(meetings + corner + other_block * BLOCK, meeting.to(meetings.dtype.element_ty))
+        tl.store(scores + corner + other_block * BLOCK, score.to(scores.dtype.element_ty))
         before += whole
     for later in range(block + 1, BLOCKS):
         tl.store(systems + corner + later * BLOCK, tl.zeros([BLOCK, BLOCK], tl.float32))
-        tl.store(
-            meetings + corner + later * BLOCK, tl.zeros([BLOCK, BLOCK], meetings.dtype.element_ty)
-        )
+        tl.store(scores + corner + later * BLOCK, tl.zeros([BLOCK, BLOCK], scores.dtype.element_ty))
     is_key = (
         (row < first_row + total)[:, None] & (row >= first_row)[:, None] & (keys < KEY_DIM)[None, :]
     )
@@ -175,12 +173,12 @@ def solve_by_key(
         keys: the size of keys, padded.
 
     Returns:
-        Inverses and meetings, and float32 [rows, value heads * K], summed up from the beginning of
+        Inverses and scores, and float32 [rows, value heads * K], summed up from the beginning of
         each chunk.
     """
     channels, shape = prepared.channels, squares(prepared, layer, rows)
     systems = torch.empty(shape, dtype=torch.float32, device=channels.device)
-    meetings = torch.empty(shape, dtype=channels.dtype, device=channels.device)
+    scores = torch.empty(shape, dtype=channels.dtype, device=channels.device)
     sums = torch.empty(
         len(channels),
         layer.num_value_heads * layer.key_dim,
@@ -198,7 +196,7 @@ def solve_by_key(
             *prepared,
             sums,
             systems,
-            meetings,
+            scores,
             *places_of(rows, cache),
             KEY_HEADS=layer.num_key_heads,
             VALUE_HEADS=layer.num_value_heads,
@@ -209,4 +207,4 @@ def solve_by_key(
             **overlap_options(channels.device),
         )
     invert(systems, layer, cache, rows)
-    return systems, meetings, sums
+    return systems, scores, sums

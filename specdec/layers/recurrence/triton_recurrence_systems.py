@@ -45,7 +45,7 @@ def _within_kernel(
     factors: tl.tensor,
     gates: tl.tensor,  # logarithms of decays become their sums from the beginning of the chunk
     systems: tl.tensor,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK] or None
-    meetings: tl.tensor,  # that shape, the model's type: how much a later row reads of each row
+    scores: tl.tensor,  # that shape, the model's type: how much a later row reads of each row
     slots: tl.tensor,
     starts: tl.tensor,
     counts: tl.tensor,
@@ -91,18 +91,18 @@ def _within_kernel(
     between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
     corner = ((first_chunk + chunk) * VALUE_HEADS + head) * (CHUNK * CHUNK)
     square = place[:, None] * CHUNK + place[None, :]
-    meeting = tl.dot(query, tl.trans(key), input_precision="ieee") * between
+    score = tl.dot(query, tl.trans(key), input_precision="ieee") * between
     if DELTA:
         query_factor = tl.load(factors + row * (2 * KEY_HEADS) + key_head, mask=exists, other=0.0)
         key_factor = tl.load(
             factors + row * (2 * KEY_HEADS) + KEY_HEADS + key_head, mask=exists, other=0.0
         )
         beta = tl.load(gates + row * (2 * VALUE_HEADS) + VALUE_HEADS + head, mask=exists, other=0.0)
-        meeting *= query_factor[:, None] * key_factor[None, :]
+        score *= query_factor[:, None] * key_factor[None, :]
         system = tl.dot(key, tl.trans(key), input_precision="ieee") * between
         system *= (beta * key_factor)[:, None] * key_factor[None, :]
         tl.store(systems + corner + square, tl.where(place[:, None] > place[None, :], system, 0.0))
-    tl.store(meetings + corner + square, meeting.to(meetings.dtype.element_ty))
+    tl.store(scores + corner + square, score.to(scores.dtype.element_ty))
 
 
 @triton.jit
@@ -212,12 +212,12 @@ def solve(
         squares(prepared, layer, rows),
     )
     systems = torch.empty(shape, dtype=torch.float32, device=channels.device) if delta else None
-    meetings = torch.empty(shape, dtype=channels.dtype, device=channels.device)
+    scores = torch.empty(shape, dtype=channels.dtype, device=channels.device)
     with on_device(channels):
         _within_kernel[(max_chunks(rows), layer.num_value_heads, len(rows.slots))](
             *prepared,
             systems,
-            meetings,
+            scores,
             *places_of(rows, cache),
             KEY_HEADS=layer.num_key_heads,
             VALUE_HEADS=layer.num_value_heads,
@@ -230,7 +230,7 @@ def solve(
         )
     if systems is not None:
         invert(systems, layer, cache, rows)
-    return systems, meetings
+    return systems, scores
 
 
 def invert(systems: Tensor, layer: Layer, cache: StateCache, rows: Rows) -> None:

@@ -20,12 +20,12 @@ from specdec.parallel import executor as executors
 from specdec.parallel.executor import Executor, Ranks
 from specdec.parallel.group import WITHOUT_MULTICAST, join_group
 from specdec.parallel.processes import workers as watched
-from specdec.parallel.processes.meeting import MeetingPlace
 from specdec.parallel.processes.process import Settings, one_line, silence
+from specdec.parallel.processes.rendezvous import Rendezvous
 from specdec.parallel.processes.workers import PATIENCE, Workers
 from specdec.parallel.sockets import check_loopback, on_one_machine, rank_sockets
 
-MEETING = timedelta(minutes=5)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other at the start, where one may have to import more than another.
 """
 
@@ -127,7 +127,7 @@ class Started(Ranks):
         folder: where the ranks have met.
     """
 
-    def __init__(self, workers: Workers, threads: int, folder: MeetingPlace) -> None:
+    def __init__(self, workers: Workers, threads: int, folder: Rendezvous) -> None:
         self._workers, self._threads, self._folder = workers, threads, folder
 
     def end(self, *, kill: bool) -> None:
@@ -154,7 +154,7 @@ def _check_size(size: int, found: int, who: str) -> None:
 def _start(size: int, device: torch.device) -> Executor:
     where = device_of_rank(device, 0, size)
     check_loopback()
-    folder, secret = MeetingPlace(), secrets.token_hex(16)
+    folder, secret = Rendezvous(), secrets.token_hex(16)
     threads = torch.get_num_threads()
     each = (
         threads
@@ -194,7 +194,7 @@ def _meet(
     rank: int, size: int, folder: Path, device: torch.device, ranks: Ranks | None, secret: bytes
 ) -> Executor:
     store = dist.FileStore(str(folder / "store"), size)
-    store.set_timeout(MEETING)
+    store.set_timeout(RENDEZVOUS_TIMEOUT)
     os.environ.update(WITHOUT_MULTICAST)
     if device.type == "cuda":
         torch.cuda.set_device(device)

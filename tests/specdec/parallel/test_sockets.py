@@ -12,7 +12,7 @@ import pytest
 from specdec.base.errors import CapacityError
 from specdec.parallel import sockets
 from specdec.parallel.processes import launch
-from specdec.parallel.processes.meeting import MeetingPlace
+from specdec.parallel.processes.rendezvous import Rendezvous
 from specdec.parallel.sockets import INTERFACES, check_loopback, listening, rank_sockets
 
 ONE: list[dict[str, str]] = [
@@ -82,9 +82,9 @@ def test_a_meeting_place_that_was_left_goes_with_the_next(
 ) -> None:
     """Those that are held stay."""
     environment.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = MeetingPlace(), MeetingPlace()
+    first, second = Rendezvous(), Rendezvous()
     first._held.close()  # as when its process has ended
-    third = MeetingPlace()
+    third = Rendezvous()
     assert {path.name for path in tmp_path.iterdir()} == {second.path.name, third.path.name}
     third.remove()
     assert [path.name for path in tmp_path.iterdir()] == [second.path.name]
@@ -93,7 +93,7 @@ def test_a_meeting_place_that_was_left_goes_with_the_next(
         CapacityError,
         match=r"ranks need a folder to meet in, and there is none: .*; set TMPDIR to one",
     ):
-        MeetingPlace()
+        Rendezvous()
     second.remove()
 
 

@@ -10,7 +10,7 @@ from specdec.base.errors import CapacityError
 PREFIX = "specdec-ranks-"
 
 
-class MeetingPlace:
+class Rendezvous:
     """A folder in which ranks tell each other at which ports they listen; made by rank 0.
 
     NCCL looks for its file until the process has ended, and waits minutes for one that is gone. So
