@@ -34,8 +34,8 @@ _shows_tools: dict[str, bool] = {}
 
 
 def readable(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages whose contents are texts, and in which the arguments of calls are objects and not
-    JSON.
+    """Messages whose contents are texts, in which the arguments of calls are objects and not JSON,
+    and the calls of functions, as OpenAI had them first, those of tools.
 
     Raises:
         InvalidInputError: a message without a role, or with something else than text.
@@ -163,9 +163,20 @@ def _readable(number: int, message: Any) -> dict[str, Any]:
             f"the content of message {number} is a {type(content).__name__}; give text",
         )
     made = {**message, "content": content}
-    if isinstance(message.get("tool_calls"), list):
-        made["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if not calls and isinstance(message.get("function_call"), Mapping):
+        function = dict(made.pop("function_call"))
+        calls = [{"id": _call_id(number), "type": "function", "function": function}]
+    elif message["role"] == "function":
+        made = {"tool_call_id": _call_id(number - 1), **made, "role": "tool"}
+    if isinstance(calls, list):
+        made["tool_calls"] = [_parsed_call(call) for call in calls]
     return made
+
+
+def _call_id(number: int) -> str:
+    """The id of the call in a message; some templates want nine letters or digits."""
+    return f"call{number:05}"
 
 
 def _text_of(number: int, part: Any) -> str:
@@ -183,10 +194,13 @@ def _text_of(number: int, part: Any) -> str:
 def _parsed_call(call: Any) -> Any:
     """A call of a tool, whose arguments come as JSON and are read by templates as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
+    if not isinstance(given, str | None):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(given or "{}")
     except (ValueError, RecursionError):
         return call
     return (

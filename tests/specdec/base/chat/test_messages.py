@@ -70,7 +70,30 @@ def test_arguments_of_calls_are_objects() -> None:
         ]
 
     assert rendered(CALLS, call('{"a": 1}')) == rendered(CALLS, call({"a": 1})) == '{"a": 1}<a=1>'
+    for nothing in ("", None, "{}"):
+        assert rendered(CALLS, call(nothing)) == "{}"
+    bare = call(None)
+    del bare[0]["tool_calls"][0]["function"]["arguments"]
+    assert rendered(CALLS, bare) == "{}"
     assert readable(call("no json")) == [{**call("no json")[0], "content": ""}]
+
+
+def test_calls_of_functions_are_those_of_tools() -> None:
+    """Catches a history of which no template says what was called."""
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    said, result = readable(
+        [
+            {"role": "assistant", "content": None, "function_call": function},
+            {"role": "function", "name": "f", "content": "b"},
+        ]
+    )
+    (call,) = said["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": {"a": 1}} and len(call["id"]) == 9
+    assert result == {"role": "tool", "name": "f", "content": "b", "tool_call_id": call["id"]}
+    assert rendered(CALLS, [{"role": "assistant", "function_call": function}]) == '{"a": 1}<a=1>'
+    for odd in ({"tool_calls": [call], "function_call": function}, {"function_call": None}):
+        (made,) = readable([{"role": "assistant", **odd}])
+        assert made == {"role": "assistant", "content": "", **odd}
 
 
 @pytest.mark.parametrize(
