@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specdec.base.errors import InvalidInputError, one_line
+from specdec.base.errors import CheckpointError, InvalidInputError, one_line
 
 
 def cache_folder() -> Path:
@@ -174,6 +174,16 @@ def read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """
     lines = read_lines(path, what="row", way_out="give a file with one JSON object per line")
     return [(place, parse_object(line, place)) for place, line in lines]
+
+
+def check_file(path: Path) -> None:
+    """Looks at a file of a checkpoint before it is opened, since a pipe would be waited for.
+
+    Raises:
+        CheckpointError: there is none, or it is none, as a folder or a device.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path.name!r} is no file; fetch the whole checkpoint again")
 
 
 def reason_of(error: OSError) -> str:

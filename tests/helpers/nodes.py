@@ -53,3 +53,14 @@ def mounted(path: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", path], check=True)
+
+
+@contextmanager
+def pipe(path: Path) -> Iterator[None]:
+    """A pipe that somebody may write to, so that who opens it does not wait."""
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDWR)
+    try:
+        yield
+    finally:
+        os.close(held)

@@ -18,6 +18,7 @@ import numpy as np
 
 from specdec.base.checkpoint.gguf_names import whole_model
 from specdec.base.errors import CheckpointError
+from specdec.base.files import check_file
 
 Entries = dict[str, Any]
 """Entries of a config."""
@@ -163,6 +164,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_file(path)
         try:
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.base.errors import CheckpointError, one_line
-from specdec.base.files import parse_json
+from specdec.base.files import check_file, parse_json
 
 _KINDS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 """Endings of files of weights, those that are taken first before others, and how a file alone is
@@ -164,6 +164,7 @@ class TensorFiles:
 def _opened(path: Path) -> Any:
     if path.suffix in _PICKLES:
         return _Pickle(path)
+    check_file(path)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -216,8 +217,10 @@ def read_pickle(path: Path) -> Any:
     format allows it.
 
     Raises:
-        CheckpointError: the file is damaged, or holds more than tensors in plain containers.
+        CheckpointError: the file is none, is damaged, or holds more than tensors in plain
+            containers.
     """
+    check_file(path)
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -13,9 +13,11 @@ import torch
 from specdec.base.checkpoint.gguf_names import gguf_file
 from specdec.base.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from tests.helpers.gguf_files import add, characters, write_gguf
+from tests.helpers.nodes import pipe
 from tests.helpers.tiny_models import plain_model
 from verifiers.config.gguf import config_of
 from verifiers.gguf.file import Facts, GgufFiles
+from verifiers.needs import read_needs
 from verifiers.weights.gguf import numbers
 from verifiers.weights.gguf_folder import unpacked
 
@@ -115,6 +117,12 @@ def test_damaged_files_are_told_in_a_line(kind: str, path: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=said) as caught:
         unpacked(path, tmp_path / "cache")
     assert "\n" not in str(caught.value) and not (tmp_path / "cache").exists()
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    said = r"'m\.gguf' is no file; fetch"
+    with pipe(tmp_path / "m.gguf"), pytest.raises(CheckpointError, match=said):
+        read_needs(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, gpu_bytes=10**9)
 
 
 NO_MODELS: dict[str, tuple[dict[str, Any], type[SpecDecError], str]] = {

@@ -20,6 +20,7 @@ from specdec.base.checkpoint.tensor_files import (
     weight_files,
 )
 from specdec.base.errors import CheckpointError
+from tests.helpers.nodes import pipe
 
 TENSORS = {name: torch.rand(4, 3) for name in ("a.weight", "b.weight", "c.weight")}
 
@@ -163,6 +164,11 @@ def without(name: str) -> Callable[[Path], None]:
     return damage
 
 
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    with pipe(tmp_path / "a.safetensors"), pytest.raises(CheckpointError, match="is no file"):
+        TensorFiles(tmp_path)
+
+
 def twice(folder: Path) -> None:
     for name in ("x.safetensors", "y.safetensors"):
         written(folder, (name,))
@@ -216,6 +222,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty index": (
         lambda p: (p / INDEX).write_text("{}"),
         "does not name a file beside it for each tensor",
+    ),
+    "a folder": (
+        lambda p: (p / "model.safetensors").mkdir(),
+        "'model.safetensors' is no file; fetch the whole",
+    ),
+    "a folder for a pickle": (
+        lambda p: (p / "pytorch_model.bin").mkdir(),
+        "'pytorch_model.bin' is no file",
+    ),
+    "a link to nothing": (
+        lambda p: (p / "model.safetensors").symlink_to("nowhere"),
+        "'model.safetensors' is no file",
     ),
     "no index": (lambda p: (p / INDEX).write_text("["), "is not valid JSON"),
     "deep index": (lambda p: (p / INDEX).write_text("[" * 100_000), "is not valid JSON"),
