@@ -16,8 +16,9 @@ numbers that nobody states are those of their kind. Each is read twice. With its
 config.json has to fit its target; and scaled down, with random weights in a folder, it has to load.
 Layers for multi-token prediction, which lie in their targets' files, are read from a tiny target of
 the same type (`tests/helpers/tiny_predictions.py`). `compared` says of a layout with whose code
-drafts were compared, step for step, and where. Nothing is fetched, and no published weights were
-read.
+drafts are compared, step for step, and "by_hand" when that was, where no test does it
+(`tests/drafters/published` and, of layers for multi-token prediction, `tests/drafters/mtp` are the
+tests). Nothing is fetched, and no published weights were read.
 """
 
 import argparse
@@ -88,7 +89,8 @@ class Row:
         files: beside config.json and the weights.
         weights: the form of the weights' file.
         quoted: what is quoted from a public file, see above.
-        compared: whose code drafts were compared with.
+        compared: whose code drafts are compared with.
+        by_hand: the day when they were, where no test compares them.
     """
 
     checkpoint: str
@@ -104,6 +106,7 @@ class Row:
     weights: str = "model.safetensors"
     quoted: tuple[str, ...] = ()
     compared: str | None = None
+    by_hand: str | None = None
 
 
 @cache
@@ -121,9 +124,11 @@ def rows() -> tuple[Row, ...]:
             key: entry.get(key)
             for key in ("checkpoint", "target", "family", "layout", "vocab_size", "model")
         }
+        compared = layout.get("compared", {})
         about |= {
             "weights": entry.get("weights", "model.safetensors"),
-            "compared": layout.get("compared"),
+            "compared": compared.get("with"),
+            "by_hand": compared.get("by_hand"),
         }
         about |= {key: tuple(entry.get(key, ())) for key in ("files", "quoted")}
         found.append(
@@ -149,7 +154,7 @@ def refusal(row: Row) -> str | None:
                 return problems[0]
             small = shrunk(row.config)
             write(Path(folder), small, row)
-            load_drafter(folder, verifier=_tiny_verifier(row, small))
+            load_drafter(folder, verifier=tiny_verifier(row, small))
         except SpecDecError as error:
             return str(error).removeprefix(f"drafter {folder!r}: ").replace(folder, "...")
     return None
@@ -241,7 +246,7 @@ def _random(shape: Sequence[int], kind: torch.dtype) -> Tensor:
     return torch.rand(shape).to(kind)
 
 
-def _tiny_verifier(row: Row, config: Mapping[str, Any]) -> FakeVerifier:
+def tiny_verifier(row: Row, config: Mapping[str, Any]) -> FakeVerifier:
     """What the scaled drafter has to fit: one layer that says it were as many as the target's."""
     sizes = _flat(config)
     width = sizes.get("target_hidden_size") or sizes.get("hidden_size", TINY["hidden_size"])
@@ -304,6 +309,7 @@ class Verdict:
     head_loads: bool
     fits: bool
     compared: bool
+    in_tests: bool
 
     @property
     def runs(self) -> bool:
@@ -326,6 +332,7 @@ def verdict(row: Row, reason: str | None, *, gpus: int, gpu_bytes: int) -> Verdi
         fits=bool(needs.weights)
         and not any(one.startswith(public_targets.TOO_LARGE) for one in needs.missing),
         compared=row.compared is not None,
+        in_tests=row.compared is not None and row.by_hand is None,
     )
 
 
@@ -337,7 +344,11 @@ def counts(found: Found, *, gpus: int, gpu_bytes: int) -> dict[str, dict[str, in
         lines = {
             field.name.replace("_", " "): getattr(known, field.name) for field in fields(known)
         }
-        lines |= {"all of the four": known.runs, "and compared": known.runs and known.compared}
+        lines |= {
+            "all of the four": known.runs,
+            "and compared": known.runs and known.compared,
+            "and in tests": known.runs and known.in_tests,
+        }
         family = sums.setdefault(row.family, {"rows": 0})
         family["rows"] += 1
         for name, holds in lines.items():
@@ -357,8 +368,12 @@ def table(found: Found) -> str:
             own = [row for row, _ in found if (row.family, row.layout) == (family, layout)]
             quoted = sum(bool(row.quoted) for row in own) or ""
             loads = _count(found, family=family, layout=layout)
-            lines.append(f"| | {layout} | {loads} | {quoted} | {own[0].compared or ''} |")
+            lines.append(f"| | {layout} | {loads} | {quoted} | {_comparison(own[0])} |")
     return "\n".join(lines)
+
+
+def _comparison(row: Row) -> str:
+    return f"{row.compared or ''}{f', by hand {row.by_hand}' if row.by_hand else ''}"
 
 
 def _count(found: Found, **about: str) -> str:

@@ -2,7 +2,6 @@
 `speculators` package.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from tests.drafters.eagle3.heads import (
     paper_logits,
     write_head,
 )
+from tests.drafters.eagle3.theirs import Logits, masked, their_head, unrolled
 from tests.drafters.sequential.toy import Noted, noted_run
 from tests.helpers.speculators_reference import speculators
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
-
-Logits = Callable[[list[int], Tensor, list[int]], Tensor]
 
 
 def largest_error(
@@ -162,39 +160,6 @@ P_EAGLE["as of speculators 0.6, a copied partial factor"] = VARIANTS["a copied p
 }
 
 
-class _Enough(Exception):
-    pass
-
-
-def reference_model(
-    name: str, kind: str, raw: dict[str, Any], tensors: dict[str, Tensor], table: Tensor
-) -> tuple[Any, list[Tensor]]:
-    """A model of the package with these weights, and the list where every call of its head leaves
-    its logits.
-    """
-    core = speculators(f"models.{name}.core")
-    config_class = getattr(core, f"{kind}SpeculatorConfig")
-    config = config_class(
-        **{
-            key: value
-            for key, value in raw.items()
-            if key not in ("architectures", "speculators_config")
-        }
-    )
-    config.transformer_layer_config._attn_implementation = "eager"
-    model = getattr(core, f"{kind}DraftModel")(config).eval()
-    found = model.load_state_dict({"embed_tokens.weight": table, **tensors}, strict=False)
-    assert not found.unexpected_keys and set(found.missing_keys) <= {
-        "t2d",
-        "verifier_lm_head.weight",
-        "verifier_norm.weight",
-        "d2t",
-    }
-    calls: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, given, logits: calls.append(logits))
-    return model, calls
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_speculators_eagle3(variant: str, tmp_path: Path) -> None:
@@ -206,21 +171,8 @@ def test_speculators_eagle3(variant: str, tmp_path: Path) -> None:
     model, _, noted = run(
         write_head(tmp_path / "head", raw, tensors), k=1 if variant == "windows" else 4
     )
-    reference, calls = reference_model(
-        "eagle3", "Eagle3", raw, tensors, model.get_input_embeddings().weight
-    )
-
-    def expected(text: list[int], features: Tensor, drafts: list[int]) -> Tensor:
-        """Of all positions it unrolls; rows behind the anchor's are there for the drafts' tokens
-        alone.
-        """
-        calls.clear()
-        count = len(drafts) - 1
-        padded = torch.cat([features, torch.zeros(count, features.shape[1])])[None]
-        tokens = torch.tensor([[*text[1:], *drafts[:-1]]])
-        reference(padded, tokens, torch.zeros_like(tokens), ttt_steps=len(drafts))
-        return torch.stack([logits[0, len(text) - 2] for logits in calls])
-
+    table = model.get_input_embeddings().weight
+    expected = unrolled(*their_head(raw, {"embed_tokens.weight": table, **tensors}))
     assert largest_error(noted, raw["eagle_aux_hidden_state_layer_ids"], expected, model) < 1e-4
 
 
@@ -228,33 +180,11 @@ def test_speculators_eagle3(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", P_EAGLE)
 def test_speculators_peagle(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of every draft are those of its masks, in one forward."""
-    core = speculators("models.peagle.core")
+    speculators("models.peagle.core")
     raw = {**SPECULATORS, **PARALLEL, **P_EAGLE[variant]}
     tensors = head_tensors(raw)
     model, drafter, noted = run(write_head(tmp_path / "head", raw, tensors), k=3)
     assert drafter.max_draft_tokens == 3
-    reference, calls = reference_model(
-        "peagle", "PEagle", raw, tensors, model.get_input_embeddings().weight
-    )
-
-    def enough(*args: Any) -> None:
-        raise _Enough
-
-    reference.lm_head.register_forward_hook(enough)
-
-    def expected(text: list[int], features: Tensor, drafts: list[int]) -> Tensor:
-        """A rollout from the anchor's pair, beside all pairs."""
-        calls.clear()
-        pairs, count = len(text) - 1, len(drafts) - 1
-        anchors = torch.tensor([*range(pairs), *[pairs - 1] * count])
-        depths = torch.tensor([*[0] * pairs, *range(1, count + 1)])
-        monkeypatch.setattr(
-            core, "generate_cod_sample_indices", lambda **options: (anchors, depths)
-        )
-        tokens = torch.tensor([[*text[1:], *[0] * count]])
-        padded = torch.cat([features, torch.zeros(count, features.shape[1])])[None]
-        with pytest.raises(_Enough):
-            reference(padded, tokens, torch.zeros_like(tokens), verifier_last_hidden_states=padded)
-        return calls[0][0, pairs - 1 :]
-
+    table = model.get_input_embeddings().weight
+    expected = masked(*their_head(raw, {"embed_tokens.weight": table, **tensors}), monkeypatch)
     assert largest_error(noted, raw["eagle_aux_hidden_state_layer_ids"], expected, model) < 1e-4
