@@ -4,11 +4,14 @@ import gc
 import itertools
 import logging
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from specdec.device import self_check
 
@@ -60,6 +63,14 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws does not depend on the tests that its worker ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
