@@ -38,12 +38,18 @@ def without_full_map(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_map(tensors: Mapping[str, Tensor], vocab_size: int) -> None:
-    """Refuses a `d2t` that does not lead to tokens of the target, each to another.
+    """Refuses a `d2t` that does not lead to tokens of the target, each to another, or that is no
+    integers: floats are rounded, by who wrote them or where they are cast like weights.
 
     Raises:
         CheckpointError: it does not.
     """
-    targets = target_ids(tensors["d2t"])
+    offsets = tensors["d2t"]
+    require(
+        offsets.dtype in (torch.int16, torch.int32, torch.int64),
+        f"tensor d2t is {offsets.dtype}; it must hold integers that reach all tokens",
+    )
+    targets = target_ids(offsets)
     inside = (
         bool(((targets >= 0) & (targets < vocab_size)).all())
         and targets.unique().numel() == targets.numel()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafters.checkpoint import check_same_target
 from drafters.sequential.drafts import TokenByToken
-from drafters.sequential.growth import Growth, num_beams
+from drafters.sequential.growth import num_beams
 from drafters.sequential.network import Rows, SequentialNetwork
 from specdec.attention.backend import AttentionMetadata
 from specdec.base.config import DraftSampling
@@ -168,8 +168,7 @@ class BoundSequential(TokenByToken):
         self._due.index_copy_(0, batch.slots, last + 1)
         beams = 1 if parallel or not network.takes_trees else num_beams(shape)
         if beams > 1:
-            growth = Growth(batch, last, beams, self._features_at(batch.slots, last))
-            return self._grown(batch, growth, hidden)
+            return self._grown(batch, last, beams, self._features_at(batch.slots, last), hidden)
         single_rows = [] if parallel or shape.depth == 1 else self._single_rows(batch)
         return self._drafts(batch, hidden, wanted, single_rows)
 

@@ -78,11 +78,20 @@ class TokenByToken(BoundDrafter):
             scores = edges
         return self._block(token_ids, best_first(scores, batch.k))
 
-    def _grown(self, batch: DecodeBatch, growth: Growth, hidden: Tensor) -> DraftOutput:
+    def _grown(
+        self,
+        batch: DecodeBatch,
+        last: Tensor,
+        beams: int,
+        features: Tensor | None,
+        hidden: Tensor,
+    ) -> DraftOutput:
         """A tree that grows by a level with every forward, from the hidden state [num_reqs, ...]
-        that the first one gave.
+        that the first one gave; the other arguments are those of `Growth`.
         """
         network, levels = self.network, [Level.first(self._guess(batch, hidden, 0, 1))]
+        # a drafter of few tokens has no more paths
+        growth = Growth(batch, last, min(beams, levels[0].token_ids.shape[1]), features)
         for depth in range(1, batch.shape.depth):
             rows, wanted = growth.rows(levels[-1], network.next_features(hidden))
             hidden = network.forward(rows, self.caches, wanted)

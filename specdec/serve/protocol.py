@@ -51,6 +51,18 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (),
         "white space is what docs/structured-output.md says; leave it out",
     ),
+    **dict.fromkeys(
+        (
+            "guided_decoding",
+            "guided_decoding_params",
+            "output_config",
+            "output_format",
+            "response_schema",
+            "structured_output",
+        ),
+        ((), "ask with response_format or guided_json"),
+    ),
+    **dict.fromkeys(("extra_body", "nvext"), (({},), "give its fields beside the others")),
     "chat_template": ((), "the template is the model's own; leave it out"),
     "documents": (([],), "give them in the messages or in chat_template_kwargs"),
     "priority": ((0,), "requests are served in the order in which they come; leave it out"),

@@ -64,8 +64,8 @@ class ResponsesRequest(Body):
             RequestError: a field or an item is not of its form, or cannot be honored.
         """
         self._check()
-        fields = {
-            **{name: one for name, one in (self.model_extra or {}).items() if name not in _OWN},
+        extra = self.model_extra or {}
+        own = {
             "model": self.model,
             "stream": self.stream,
             "messages": messages_of(self.input, self.instructions),
@@ -76,6 +76,14 @@ class ResponsesRequest(Body):
             "response_format": _format(self.text),
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
+        given = {name: one for name, one in own.items() if one is not None}
+        fields = {**{name: one for name, one in extra.items() if name not in _OWN}, **given}
+        if twice := sorted(extra.keys() & given.keys()):
+            raise RequestError(
+                400,
+                f"{twice[0]} is a chat's word for what the request says already; leave it out",
+                param=twice[0],
+            )
         for name in REFUSED:
             fields.pop(name, None)
         try:

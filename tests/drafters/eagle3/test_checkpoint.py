@@ -147,6 +147,8 @@ TENSORS: list[tuple[dict[str, Any], str]] = [
         {"d2t": torch.full((40,), 90)},
         "d2t does not map 40 draft tokens to distinct tokens below 97",
     ),
+    ({"d2t": torch.arange(40.0)}, "tensor d2t is torch.float32; it must hold integers"),
+    ({"d2t": torch.arange(40, dtype=torch.bfloat16)}, "tensor d2t is torch.bfloat16; it must"),
     (
         {"lm_head.weight": torch.zeros(40, 32, dtype=torch.int8)},
         "tensor lm_head.weight is torch.int8",

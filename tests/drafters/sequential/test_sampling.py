@@ -17,6 +17,7 @@ from specdec.model.batch import DecodeBatch, ForwardInput
 from specdec.model.core import DraftOutput, Verifier
 from specdec.sampling.noise import Purpose, gumbel, stream
 from specdec.sampling.params import SamplingParams
+from tests.drafters.eagle3.heads import random_eagle3
 from tests.drafters.sequential.toy import ToyNetwork, noted_run, toy_drafter
 from tests.helpers.tiny_models import paged_verifier, plain_model, random_prompts
 
@@ -82,6 +83,19 @@ def test_the_tree_of_one_draft_of_a_target_that_drafts_for_itself() -> None:
             num_draft_tokens="auto",
         )
         assert [request.num_emitted for request in requests] == [[2] * 4] * 3, kind
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_trees_of_a_drafter_of_few_tokens(count: int) -> None:
+    """No level has more paths than the drafter has tokens, however large the tree may be."""
+    verifier, texts = paged_verifier(plain_model("llama")), []
+    drafter = random_eagle3(verifier, 7, draft_vocab_size=count)
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True, seed=1, temperature=1.0)
+    for shape in ({"num_draft_tokens": 1}, {"num_draft_tokens": "auto", "tree_nodes": 63}):
+        _, requests, _ = noted_run(verifier, drafter, random_prompts(3), sampling=sampling, **shape)
+        texts.append([request.output_token_ids for request in requests])
+    assert texts[0] == texts[1]
+    assert any(sum(request.num_drafted) for request in requests), "the tree has drafts"
 
 
 @pytest.mark.parametrize(

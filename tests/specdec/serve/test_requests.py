@@ -128,6 +128,11 @@ def test_a_bad_grammar_is_the_client_s_mistake(live: Live, fields: dict[str, Any
         ({"dry_multiplier": 0.8}, "dry_multiplier is not offered: this server has no such way"),
         ({"mirostat": 2}, "mirostat is not offered: this server has no such way"),
         ({"repeat_penalty": 1.1}, "repeat_penalty is not offered: it is called repetition_penalty"),
+        ({"response_schema": {}}, "response_schema is not offered: ask with response_format"),
+        (
+            {"extra_body": {"guided_regex": "a"}},
+            "extra_body is not offered: give its fields beside the others",
+        ),
     ],
 )
 def test_a_wrong_field_is_told_in_the_client_s_words(

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 pytest.importorskip("xgrammar")
 
-from specdec.serve.responses.protocol import messages_of
+from specdec.serve.responses.protocol import ResponsesRequest, messages_of
 from tests.helpers.live_server import MODEL, Live, live_server
 from tests.helpers.thinking import OPENED
 from tests.helpers.tools import HARMONY, HERMES, MISTRAL, tool_decoder
@@ -142,6 +142,17 @@ def test_structured_output(client: openai.OpenAI) -> None:
     assert isinstance(made.output_parsed, Answer)
 
 
+def test_words_of_chats_are_taken() -> None:
+    """Also those that responses have other words for."""
+    words: dict[str, Any] = {
+        "response_format": {"type": "json_object"},
+        "reasoning_effort": "low",
+        "max_completion_tokens": 3,
+    }
+    made = ResponsesRequest(input="hi", **words).chat()
+    assert {name: getattr(made, name) for name in words} == words
+
+
 def test_thinking_is_an_item_of_its_own() -> None:
     with live_server(decoder_of(OPENED)) as live:
         client = client_of(live.url)
@@ -201,6 +212,11 @@ def test_the_thinking_of_channels_is_counted() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0] is 'web_search'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "names 'x'"),
         ({"text": {"format": {"type": "csv"}}}, "the type of response_format is 'csv'"),
+        (
+            {"text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}},
+            "response_format is a chat's word for what the request says already",
+        ),
+        ({"max_completion_tokens": 3}, "max_completion_tokens is a chat's word"),
         ({"max_output_tokens": 0}, "max_tokens is 0"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
     ],
