@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -89,7 +90,7 @@ def flags() -> set[str]:
 
 
 def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[bool, str]:
-    """Whether these tests pass on a machine, and pytest's last line; failures are printed."""
+    """Whether these tests pass on a machine, and pytest's count of them; failures are printed."""
     environment = os.environ | MACHINES[name].environment()
     if paths == [KERNELS]:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -117,7 +118,8 @@ def run(name: str, paths: list[str], options: list[str], workers: int) -> tuple[
             or "\n".join(lines[-20:]),
             flush=True,
         )
-    return done.returncode in (0, 5), lines[-1] if lines else "nothing was printed"
+    told = (line for line in reversed(lines) if re.search(r" in \d.*s\b", line))
+    return done.returncode in (0, 5), next(told, "no test has run")
 
 
 def main() -> int:
