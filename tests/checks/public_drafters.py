@@ -16,9 +16,8 @@ numbers that nobody states are those of their kind. Each is read twice. With its
 config.json has to fit its target; and scaled down, with random weights in a folder, it has to load.
 Layers for multi-token prediction, which lie in their targets' files, are read from a tiny target of
 the same type (`tests/helpers/tiny_predictions.py`). `compared` says of a layout with whose code
-drafts are compared, step for step, and "by_hand" when that was, where no test does it
-(`tests/drafters/published` and, of layers for multi-token prediction, `tests/drafters/mtp` are the
-tests). Nothing is fetched, and no published weights were read.
+drafts are compared, step for step: in tests (`tests/drafters/published` and, of Gemma's assistants,
+`tests/drafters/mtp`), or by hand and when. Nothing is fetched, and no published weights were read.
 """
 
 import argparse
@@ -28,7 +27,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -89,8 +88,8 @@ class Row:
         files: beside config.json and the weights.
         weights: the form of the weights' file.
         quoted: what is quoted from a public file, see above.
-        compared: whose code drafts are compared with.
-        by_hand: the day when they were, where no test compares them.
+        compared: whose code drafts are compared with, by where that is: "tests", or by hand on a
+            day.
     """
 
     checkpoint: str
@@ -105,8 +104,7 @@ class Row:
     model: str | None = None
     weights: str = "model.safetensors"
     quoted: tuple[str, ...] = ()
-    compared: str | None = None
-    by_hand: str | None = None
+    compared: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
@@ -124,11 +122,9 @@ def rows() -> tuple[Row, ...]:
             key: entry.get(key)
             for key in ("checkpoint", "target", "family", "layout", "vocab_size", "model")
         }
-        compared = layout.get("compared", {})
         about |= {
             "weights": entry.get("weights", "model.safetensors"),
-            "compared": compared.get("with"),
-            "by_hand": compared.get("by_hand"),
+            "compared": layout.get("compared", {}),
         }
         about |= {key: tuple(entry.get(key, ())) for key in ("files", "quoted")}
         found.append(
@@ -331,8 +327,8 @@ def verdict(row: Row, reason: str | None, *, gpus: int, gpu_bytes: int) -> Verdi
         head_loads=reason is None,
         fits=bool(needs.weights)
         and not any(one.startswith(public_targets.TOO_LARGE) for one in needs.missing),
-        compared=row.compared is not None,
-        in_tests=row.compared is not None and row.by_hand is None,
+        compared=bool(row.compared),
+        in_tests="tests" in row.compared,
     )
 
 
@@ -373,7 +369,9 @@ def table(found: Found) -> str:
 
 
 def _comparison(row: Row) -> str:
-    return f"{row.compared or ''}{f', by hand {row.by_hand}' if row.by_hand else ''}"
+    return "; ".join(
+        code if where == "tests" else f"{code} ({where})" for where, code in row.compared.items()
+    )
 
 
 def _count(found: Found, **about: str) -> str:

@@ -21,7 +21,7 @@ RUN = {"DFlash": 57, "EAGLE-3": 33}
 with somebody else's code.
 """
 
-IN_TESTS = {"DFlash": 35, "EAGLE-3": 11}
+IN_TESTS = {"DFlash": 49, "EAGLE-3": 11}
 """Of these, the rows that a test compares."""
 
 
@@ -83,7 +83,7 @@ def test_what_would_run_on_one_gpu(found: list[tuple[Row, str | None]]) -> None:
 
 def test_what_is_said_to_be_compared_in_tests_is() -> None:
     """Of layers for multi-token prediction that is `tests/drafters/mtp/test_assistants.py`."""
-    said = {row.layout for row in rows() if row.compared and not row.by_hand}
+    said = {row.layout for row in rows() if "tests" in row.compared}
     compared = {layout for layouts in COMPARED.values() for layout in layouts}
     assert said == compared | {"Gemma 4 assistant"}
 

@@ -16,7 +16,8 @@ from tests.checks.public_drafters import TAPS, TINY, Row, rows, shrunk, tensors,
 from tests.drafters.tiny import FakeVerifier, Rig
 
 COMPARED = {
-    "dflash": ("z-lab", "z-lab, Qwen3.5 on", "z-lab DFlash 2"),
+    "dflash": ("z-lab", "z-lab, Qwen3.5 on", "z-lab DFlash 2", "JetSpec", "DeepSpec DFlash"),
+    "dflash, and heads of speculators": ("DeepSpec DSpark", "SpecForge DSpark"),
     "speculators": ("speculators DFlash", "speculators DFlash 2", "speculators DSpark"),
     "speculators, EAGLE-3": ("speculators EAGLE-3",),
     "speculators, P-EAGLE": ("speculators P-EAGLE",),

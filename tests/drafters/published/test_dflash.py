@@ -1,4 +1,7 @@
-"""Each public drafter in z-lab's layout drafts as the public `dflash` package does."""
+"""Each public drafter in z-lab's layout drafts as the public `dflash` package does, and so do those
+of JetSpec, DeepSpec and SpecForge, whose network is the same; Markov heads are those of the public
+`speculators`.
+"""
 
 import copy
 from pathlib import Path
@@ -19,6 +22,7 @@ from tests.drafters.published.rows import (
 )
 from tests.drafters.tiny import input_table
 from tests.helpers.bounds import Float64, assert_as_exact
+from tests.helpers.speculators_reference import speculators
 
 reference: Any = pytest.importorskip("dflash.model")
 
@@ -28,11 +32,12 @@ WINDOW = 6
 @torch.inference_mode()
 def their_drafts(case: Published, model: Any) -> dict[int, Drafts]:
     """Behind each of `PLACES`, from their cache, in the type of `model`."""
-    kind = model.dtype
-    table, head = (
-        matrix.to(kind)
-        for matrix in (input_table(case.verifier.target), case.verifier.target.lm_head.weight)
-    )
+    kind, target = model.dtype, case.verifier.target
+    table = case.tensors.get("embed_tokens.weight", input_table(target)).to(kind)
+    head = case.tensors.get("lm_head.weight", target.lm_head.weight).to(kind)
+    spark = "DSpark" in case.row.layout
+    # the anchor's row drafts, too
+    first = 0 if spark or case.row.layout == "DeepSpec DFlash" else 1
     second = isinstance(model, reference.DFlash2DraftModel)
     cache, known, found = reference._make_cache(model.config), 0, {}
     # The first drafters were trained on what the target's own module gives.
@@ -46,20 +51,54 @@ def their_drafts(case: Published, model: Any) -> dict[int, Drafts]:
             position_ids=torch.arange(known, place + model.block_size)[None],
             past_key_values=cache,
             use_cache=True,
-        )[:, 1:]
+        )[:, first:]
         reference._crop_to(cache, place)
         known = place
         logits = model.compute_logits(hidden, lambda rows: rows @ head.T)
-        drafts = (
-            model.propose(hidden, block[:, 0], lambda rows: rows @ head.T, 0.0)[0]
-            if second
-            else logits.argmax(-1)
-        )
+        anchor = block[:, 0]
+        if second:
+            drafts = model.propose(hidden, anchor, lambda rows: rows @ head.T, 0.0)[0]
+        elif spark:
+            drafts = walk(markov_head(case).to(kind), hidden, logits, anchor)
+        else:
+            drafts = logits.argmax(-1)
         found[place] = Drafts(hidden[0], logits[0], drafts[0].tolist())
     return found
 
 
-@pytest.mark.parametrize("row", published_rows(COMPARED["dflash"]), ids=lambda row: row.checkpoint)
+def markov_head(case: Published) -> Any:
+    """The head of the package with the tensors of the file."""
+    prefix = "markov_head."
+    tensors = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in case.tensors.items()
+        if name.startswith(prefix)
+    }
+    vocab_size, rank = tensors["markov_w1.weight"].shape
+    head = speculators("models.dspark.model_definitions").MarkovHead(
+        verifier_vocab_size=vocab_size,
+        draft_vocab_size=vocab_size,
+        markov_rank=rank,
+        hidden_size=case.verifier.hidden_size,
+    )
+    head.load_state_dict(tensors)
+    return head
+
+
+def walk(head: Any, hidden: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor) -> Any:
+    """Drafts [1, k], each by the correction of the one before it."""
+    found = [anchor]
+    for place in range(logits.shape[1]):
+        one = slice(place, place + 1)
+        bias = head.block_bias(prev_token_ids=found[-1][:, None], hidden_states=hidden[:, one])
+        found.append((logits[:, one] + bias)[:, 0].argmax(-1))
+    return torch.stack(found[1:], dim=1)
+
+
+ROWS = published_rows([*COMPARED["dflash"], *COMPARED["dflash, and heads of speculators"]])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.checkpoint)
 def test_drafts_are_those_of_dflash(row: Row, tmp_path: Path) -> None:
     """From its own config and names of tensors; in windows that are shorter than the text."""
     case = published(row, tmp_path / "drafter", window=WINDOW)
@@ -69,6 +108,8 @@ def test_drafts_are_those_of_dflash(row: Row, tmp_path: Path) -> None:
     # Kimi's drafters were trained with YaRN's own amplitude; these keys are their target's.
     for key in ("mscale", "mscale_all_dim"):
         config.rope_parameters.pop(key, None)
+    if row.layout == "JetSpec":
+        config.is_causal = config.dflash_config["causal_head"]
     model = kind.from_pretrained(case.folder, config=config, dtype=torch.float32).eval()
     wide = copy.deepcopy(model).double()
     with Float64():
