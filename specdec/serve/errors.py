@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from specdec.base.errors import CapacityError, SpecDecError, shown
+from specdec.sampling.params import SamplingParams
 
 RETRY_SECONDS = 1
 """After which a client may ask a busy server again."""
 
+_FIELD = re.compile(rf"({'|'.join(one.name for one in fields(SamplingParams))}) is ")
+"""With which a line about a value begins."""
 
 _INSTANCE = re.compile(r"dictionary or (instance of \w+|object to extract fields from)")
 
@@ -80,9 +84,11 @@ def defect() -> RequestError:
 
 def refused(error: SpecDecError) -> RequestError:
     """A value out of range, or a prompt that is too long."""
+    named = _FIELD.match(str(error))
     return RequestError(
         400,
         str(error),
+        param=named[1] if named else None,
         code="context_length_exceeded" if isinstance(error, CapacityError) else None,
     )
 

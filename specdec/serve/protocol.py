@@ -307,7 +307,7 @@ class ChatRequest(Chat, Generation):
     separate_reasoning: bool = True
     include_reasoning: bool = True
     thinking: Thinking | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
 

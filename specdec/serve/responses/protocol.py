@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from specdec.base.errors import shown
 from specdec.serve.errors import RequestError, malformed
@@ -53,7 +53,7 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
 

@@ -289,7 +289,7 @@ def test_models_and_tokens(live: Live, client: openai.OpenAI) -> None:
         ({"prompt": "a" * 600}, 400, None, "the prompt has 600 tokens and the limit is 512"),
         ({"temperature": "hot"}, 400, "temperature", "temperature is 'hot'"),
         ({"max_tokens": True}, 400, "max_tokens", "max_tokens is True"),
-        ({"top_p": 1.5}, 400, None, "top_p is 1.5; it must lie in (0, 1]"),
+        ({"top_p": 1.5}, 400, "top_p", "top_p is 1.5; it must lie in (0, 1]"),
         ({"n": 0}, 400, "n", "n is 0"),
         ({"n": 300}, 400, None, "300 outputs and the limit is 256"),
         ({"tools": [{"type": "function"}]}, 400, "tools", "completions call no tools"),

@@ -217,7 +217,7 @@ def test_the_thinking_of_channels_is_counted() -> None:
             "response_format is a chat's word for what the request says already",
         ),
         ({"max_completion_tokens": 3}, "max_completion_tokens is a chat's word"),
-        ({"max_output_tokens": 0}, "max_tokens is 0"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
     ],
 )
