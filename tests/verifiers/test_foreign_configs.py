@@ -317,8 +317,9 @@ def test_numbers_that_layers_would_stumble_over(name: str, entry: str, value: An
         ("nemotron_h", "mamba_num_heads", "mixer.dt_bias"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_a_size_of_0_leaves_no_tensor(name: str, entry: str, tensor: str) -> None:
-    """It is seen before weights are fetched, whatever the entry is called."""
+    """It is seen before weights are fetched, in one line, whatever the entry is called."""
     entries = json.loads(json.dumps((CONFIGS | LATENT_CONFIGS)[name]().to_dict(), default=str))
     with pytest.raises(CheckpointError, match=rf"layers\.0\.{tensor}.* of the sizes \[.*0"):
         needs_of(entries | {entry: 0}, name="target", device=CPU, dtype=torch.float32, gpu_bytes=1)

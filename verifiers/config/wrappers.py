@@ -5,6 +5,7 @@ tensors, without the tower.
 import copy
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -174,7 +175,8 @@ def shapes_of(config: Any) -> dict[str, torch.Size]:
     """
     own = text_class(config)
     found: Any = own or bare_class(config)
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element")  # an error of ours below
         model: nn.Module = found(config)
     # those that layers share once, under the first name
     tensors: dict[int, tuple[str, Tensor]] = {}
