@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from drafters.keys import require
+from drafters.keys import require, section
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 _FEWEST_LAYERS = 4
@@ -46,8 +46,8 @@ def stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> StatedTaps:
     Two ways to count are in use. As `target_layer_ids` (DeepSpec) 0 is the first layer. In
     `eagle_config` it is in a list that holds 0 or 1, as ModelOpt and SpecForge write them; any
     other list is one of entries of hidden states, the embeddings first, as of NVIDIA's
-    gpt-oss-120b v3 and of heads for Kimi K2. At the top level, the place of speculators and vLLM,
-    the embeddings count, too.
+    gpt-oss-120b v3 and of heads for Kimi K2. Elsewhere, as at the top level, the place of
+    speculators and vLLM, the embeddings count, too.
 
     Args:
         raw: content of config.json.
@@ -56,14 +56,19 @@ def stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> StatedTaps:
     Raises:
         CheckpointError: a malformed list, or lists that name different layers.
     """
-    places = [(raw, "target_layer_ids"), (own, IDS), (raw, IDS)]
+    places = [
+        (raw, "target_layer_ids"),
+        (own, IDS),
+        (raw, IDS),
+        (section(raw, "transformer_layer_config"), IDS),
+    ]
     stated = [
         (place, name, _ids(place[name])) for place, name in places if place.get(name) is not None
     ]
     if not stated:
         return StatedTaps()
     place, name, ids = stated[0]
-    from_embeddings = name == IDS and (place is raw or min(ids) > 1)
+    from_embeddings = name == IDS and (place is not own or min(ids) > 1)
     layers = tuple(i - from_embeddings for i in ids)
     require(
         min(layers) >= 0,
@@ -78,7 +83,7 @@ def stated_taps(raw: Mapping[str, Any], own: Mapping[str, Any]) -> StatedTaps:
             f" out of config.json",
         )
     return StatedTaps(
-        layers, place is raw and name == IDS and ids == default_taps(max(ids[-1], 0) + 4)
+        layers, place is not own and name == IDS and ids == default_taps(max(ids[-1], 0) + 4)
     )
 
 

@@ -79,6 +79,9 @@ def test_lists_in_several_places() -> None:
     both = {**with_ids(OWN, [1, 23, 44]), IDS: [2, 24, 45]}
     assert parse_config(both).taps(48) == (1, 23, 44)
     assert parse_config({**with_ids(OWN, [4, 8]), DEEPSPEC: [4, 8]}).taps(48) == (4, 8)
+    layers = {**SPECULATORS["transformer_layer_config"], IDS: [3, 11, 27]}
+    within = {**with_ids(TOP, None), "transformer_layer_config": layers}
+    assert parse_config(within).taps(48) == (2, 10, 26)
     with pytest.raises(
         CheckpointError,
         match=r"eagle_aux_hidden_state_layer_ids \[1, 23, 44\] and another list, \[3, 24, 45\]",
