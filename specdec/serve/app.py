@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,7 +26,7 @@ from specdec.serve.answers.chat import ChatCompletion, chat_text
 from specdec.serve.answers.completion import Completion
 from specdec.serve.answers.stream import EventStream
 from specdec.serve.answers.token_bytes import TokenBytes
-from specdec.serve.answers.transport import ClientGone, Defects, Whole, unless_gone
+from specdec.serve.answers.transport import ClientGone, Defects, Json, Whole, unless_gone
 from specdec.serve.errors import RequestError, malformed, refused
 from specdec.serve.front import Front
 from specdec.serve.guard import Guard
@@ -58,7 +58,12 @@ FEW_LOGPROBS = 4096
 def make_app(front: Front) -> FastAPI:
     """The application; whoever runs it drains the front at its end."""
     app = FastAPI(
-        title="specdec", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+        title="specdec",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        default_response_class=Json,
     )
     app.state.front = front
     app.add_middleware(Guard, config=front.config)
@@ -146,7 +151,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             made["token_strs"] = await front.texts.run(
                 len(tokens), tokenizer.convert_ids_to_tokens, tokens
             )
-        return JSONResponse(made)
+        return Json(made)
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
@@ -234,7 +239,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 def _add_errors(app: FastAPI, front: Front) -> None:
     def answer(error: RequestError) -> Response:
-        return JSONResponse(error.body, error.status, error.headers)
+        return Json(error.body, error.status, error.headers)
 
     @app.exception_handler(RequestError)
     async def refuse(http: Request, error: RequestError) -> Response:
@@ -396,7 +401,7 @@ async def _respond(
     try:
         results = await outputs.results(http.receive)
         if answer.num_logprobs(results) <= FEW_LOGPROBS:
-            return JSONResponse(answer.whole(results))
+            return Json(answer.whole(results))
         return await front.texts.run(
             answer.num_logprobs(results), lambda: Whole(answer.whole(results))
         )

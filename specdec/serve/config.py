@@ -88,6 +88,9 @@ class ServeConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if "" in self.served_model_name:
             raise InvalidInputError("served_model_name is empty; give a name, or leave it out")
+        for name in self.served_model_name:
+            if name != name.encode(errors="replace").decode():
+                raise InvalidInputError(f"served_model_name has {name!r}, which is no text")
         wrong = [one for one in self.allowed_hosts if not re.fullmatch(r"[A-Za-z0-9._-]+", one)]
         if wrong:
             raise InvalidInputError(

@@ -6,9 +6,9 @@ import secrets
 from hashlib import sha256
 from ipaddress import ip_address
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specdec.serve.answers.transport import Json
 from specdec.serve.bodies import Bodies
 from specdec.serve.config import ServeConfig
 from specdec.serve.errors import RequestError
@@ -45,7 +45,7 @@ class Guard:
                 self._check_key(scope)
                 body = await self._bodies.read(place, scope, receive)
             except RequestError as error:
-                await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+                await Json(error.body, error.status, error.headers)(scope, receive, send)
                 return
             if body is None:
                 return

@@ -132,7 +132,7 @@ def _function(place: str, given: Any) -> _Function:
     if not isinstance(function.get("description", ""), str | None):
         raise _refusal("tools", f"the description of {name} is no text; give one", place)
     if not isinstance(strict, bool | None):
-        raise _refusal("tools", f"strict of {name} is {strict!r}; give true or false", place)
+        raise _refusal("tools", f"strict of {name} is {shown(strict)}; give true or false", place)
     schema = _schema(name, function.get("parameters"), place)
     told = {key: value for key, value in function.items() if key != "strict"}
     told["parameters"] = schema

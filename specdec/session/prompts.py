@@ -55,7 +55,9 @@ class PromptReader:
         """What files of figures or answers say of it."""
         template = getattr(self.tokenizer, "chat_template", None)
         text = template if isinstance(template, str) else json.dumps(template, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest() if template else None
+        digest = (
+            hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest() if template else None
+        )
         return {"chat_template": digest, "chat_template_kwargs": dict(self.variables)}
 
     def tokenize(

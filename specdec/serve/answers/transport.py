@@ -22,6 +22,17 @@ LINE_ENDS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "\x85\u2028\u2029"}
 logger = logging.getLogger(__name__)
 
 
+class Json(JSONResponse):
+    """An answer. Half of a surrogate pair has no UTF-8, and is in what JSON or the name of a file
+    may hold and an answer repeats.
+    """
+
+    def render(self, content: Any) -> bytes:
+        """The answer as JSON."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode(errors="replace")
+
+
 class ClientGone(Exception):
     """Nobody reads the answer any more."""
 
@@ -72,7 +83,7 @@ class Defects:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
             error = defect()
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            await Json(error.body, error.status, error.headers)(scope, receive, send)
 
 
 class Whole(Response):
@@ -82,8 +93,8 @@ class Whole(Response):
 
     def render(self, content: Any) -> bytes:
         """The answer as JSON."""
-        frame = JSONResponse({**content, "choices": None}).body
-        choices = b",".join(bytes(JSONResponse(choice).body) for choice in content["choices"])
+        frame = Json({**content, "choices": None}).body
+        choices = b",".join(bytes(Json(choice).body) for choice in content["choices"])
         return bytes(frame).replace(b'"choices":null', b'"choices":[%s]' % choices, 1)
 
 

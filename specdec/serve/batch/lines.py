@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from specdec.base.chat.thinking import thinking_of
 from specdec.base.chat.tools import format_of
 from specdec.base.checkpoint.hub import unpinned
-from specdec.base.errors import InvalidInputError, SpecDecError
+from specdec.base.errors import InvalidInputError, SpecDecError, shown
 from specdec.grammar.fields import GRAMMAR_FIELDS
 from specdec.sampling.params import SamplingDefaults, SamplingParams
 from specdec.serve.answers.calls import CallCompletion
@@ -153,7 +153,7 @@ class BatchLine:
     def _request(self) -> Generation:
         method, url, body = (self.record.get(name) for name in ("method", "url", "body"))
         if not isinstance(self.custom_id, str):
-            raise RequestError(400, f"custom_id is {self.custom_id!r}; give a text")
+            raise RequestError(400, f"custom_id is {shown(self.custom_id)}; give a text")
         if method != "POST" or url not in ROUTES:
             known = " or ".join(ROUTES)
             raise RequestError(400, f"a line asks {method} {url}; it must be POST {known}")

@@ -88,6 +88,9 @@ class Setup:
 
 
 def last_part(name: str) -> str:
-    """The last part of a folder's path; any other name as it is."""
+    """The last part of a folder's path; any other name as it is. Bytes that are no text become
+    question marks.
+    """
     path = user_path(name)
-    return path.resolve().name or name if path.exists() else name
+    found = path.resolve().name or name if path.exists() else name
+    return found.encode(errors="replace").decode()

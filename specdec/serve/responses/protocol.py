@@ -131,7 +131,11 @@ def _add(made: list[dict[str, Any]], place: str, item: Any) -> None:
         else:
             made.append({"role": role, "content": content})
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
+        name = "content" if item.get("content") else "summary"
+        parts = item.get(name) or []
+        if not isinstance(parts, list):
+            what = f"{name} of {place} is {shown(parts)}"
+            raise RequestError(400, f"{what}; give a list of parts", param=place)
         texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
         if said := "\n".join(text for text in texts if isinstance(text, str)):
             taken = ("reasoning_content", "content", "tool_calls")

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from specdec.base.config import CacheConfig
+from specdec.base.errors import InvalidInputError
 from specdec.grammar import limits as grammars
 from specdec.sampling.params import SamplingParams
 from specdec.serve import app, limits, texts
@@ -297,6 +298,20 @@ def test_clients_are_not_told_the_folder(tmp_path: Path) -> None:
     with live_server(decoder) as live:
         message = refusal(live, "/v1/chat/completions", {"messages": CHAT})
         assert MODEL in message and "secret" not in message
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    """Bytes of another encoding, which the name of a file may have, are in no answer."""
+    folder = tmp_path / "m\udcff"
+    folder.mkdir()
+    decoder = tiny_decoder()
+    setup = Setup(Facts.of(decoder), ServeConfig(), str(folder), f"suffix+{folder}")
+    assert setup.names == ("m?",) and setup.drafter_name == "suffix+m?"
+    decoder.tokenizer.chat_template = "{{ messages }}\ud800"  # as a file of JSON may have it
+    with live_server(decoder) as live:
+        assert httpx.get(live.url + "/tokenizer_info").json()["chat_template"].endswith("?")
+    with pytest.raises(InvalidInputError, match=r"has 'm.udcff', which is no text"):
+        ServeConfig(served_model_name=("m\udcff",))
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()

@@ -218,6 +218,12 @@ def test_the_thinking_of_channels_is_counted() -> None:
         ),
         ({"max_completion_tokens": 3}, "max_completion_tokens is a chat's word"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+        ({"input": [{"type": "reasoning", "summary": 5}]}, "summary of input[0] is 5; give a list"),
+        (
+            {"input": [{"type": "reasoning", "content": {"a": 1}}]},
+            "content of input[0] is {'a': 1}",
+        ),
+        ({"tools": [{**TOOL, "strict": "x" * 999}]}, "strict of get_weather is 'xxx"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
     ],
 )
@@ -226,6 +232,19 @@ def test_what_is_refused(client: openai.OpenAI, fields: dict[str, Any], words: s
         client.post("/responses", cast_to=object, body={**ASKED, **fields})
     body: Any = caught.value.body
     assert words in body["message"] and "\n" not in body["message"] and len(body["message"]) < 300
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_characters_are_repeated_as_question_marks(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    """In whatever a response repeats of its request."""
+    echoed = {"metadata": {"\ud800": 1}, "text": {"\udfff": 5}}
+    asked = json.dumps({**ASKED, **echoed, "stream": stream, "max_output_tokens": 1})
+    kind = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{client.base_url}responses", content=asked, headers=kind, timeout=HANG)
+    assert answer.status_code == 200
+    assert '"?"' in answer.text and "defect" not in answer.text
 
 
 def test_a_server_that_ends_says_so_in_the_stream() -> None:
