@@ -45,7 +45,7 @@ STATES = {
 MAMBA = {
     "ssm.conv_kernel": 4,
     "ssm.state_size": 12,
-    "ssm.group_count": 2,
+    "ssm.group_count": CONFIGS["bamba"]().mamba_n_groups,
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 64,
 }
