@@ -1,6 +1,6 @@
 """`python -m specdec` is `specdec`."""
 
-from specdec.cli.main import main
+from specdec.cli.main import command
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    command()

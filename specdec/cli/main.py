@@ -5,6 +5,7 @@ exit status.
 """
 
 import argparse
+import atexit
 import errno
 import io
 import logging
@@ -45,6 +46,26 @@ EXIT_FAILED = 1  # part of the work failed
 EXIT_USAGE = 2  # an argument, a file or a model is wrong
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+_ended: list[int] = []  # the status of this process's command, once it is known
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own, which ends with it."""
+    _ended.append(main())
+    sys.exit(_ended[0])
+
+
+@atexit.register  # before all that is imported later, so that it is called behind that
+def _leave() -> None:
+    """Ends an interrupted command without destructors: threads of libraries may be anywhere, and
+    the process would abort.
+    """
+    if EXIT_INTERRUPTED in _ended:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(EXIT_INTERRUPTED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NoReturn
 
-from specdec.cli.main import main as specdec
+from specdec.cli.main import command
 from tests.checks.kills_commands import (
     Command,
     Damage,
@@ -300,9 +300,10 @@ def run() -> NoReturn:
     """The check, or in a child of it the command."""
     try:
         sys.exit(main())
-    except Forked as command:
-        argv = command.args[0]
-    sys.exit(specdec(argv))
+    except Forked as told:
+        argv = told.args[0]
+    sys.argv[1:] = argv
+    command()
 
 
 if __name__ == "__main__":

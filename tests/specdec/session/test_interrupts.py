@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -343,3 +344,33 @@ def test_at_the_end_nobody_decodes(decoder: SpecDecoder) -> None:
     assert thread.is_alive() and other.engine.has_work
     with pytest.raises(CapacityError, match="the program is ending"):
         other.generate(PROMPT, SAMPLING)
+
+
+ENDS = """
+import os, sys, tempfile
+from specdec.cli import main as cli
+
+class Last:
+    def __del__(self):
+        os.abort()
+
+def interrupted():
+    print("cut", end="")
+    return int(sys.argv[1])
+
+held, folder, cli.main = Last(), tempfile.TemporaryDirectory(), interrupted
+print(folder.name)
+cli.command()
+"""
+
+
+@pytest.mark.parametrize(("status", "code"), [(130, 130), (0, -signal.SIGABRT)])
+def test_an_interrupted_command_ends_without_destructors(status: int, code: int) -> None:
+    """Of libraries, which abort where a thread is within them; what is to be done at the exit is
+    done, and what was printed is written.
+    """
+    command = [sys.executable, "-c", ENDS, str(status)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    folder, _, cut = done.stdout.partition("\n")
+    assert done.returncode == code, done.stderr
+    assert cut == "cut" and not Path(folder).exists()
