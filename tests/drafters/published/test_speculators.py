@@ -88,6 +88,7 @@ def test_drafts_are_those_of_speculators(row: Row, tmp_path: Path) -> None:
     ours, theirs = our_drafts(case), their_drafts(case, their_model(case))
     for place in PLACES:
         for mine, right in zip(ours[place][:2], theirs[place][:2], strict=True):
-            torch.testing.assert_close(mine, right, atol=1e-4, rtol=1e-4)
+            # all numbers together: how one small number is rounded depends on the processor
+            assert (mine - right).norm() < 1e-3 * right.norm()
         assert ours[place].token_ids == theirs[place].token_ids
     assert len({token for one in ours.values() for token in one.token_ids}) > 3
