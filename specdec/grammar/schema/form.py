@@ -83,7 +83,7 @@ def _is_count(value: Any) -> bool:
     return _is_number(value) and value >= 0 and value == int(value)
 
 
-def _is_least(value: Any) -> bool:
+def _is_reachable(value: Any) -> bool:
     return _is_count(value) and value <= MAX_COUNT
 
 
@@ -136,7 +136,7 @@ _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a schema, or a list of some",
     ),
     (" ".join(SINGLE[1:]), _is_schema, "a schema"),
-    ("minLength minItems minProperties", _is_least, "a whole number from 0 to 2**31 - 1"),
+    ("minLength minItems minProperties", _is_reachable, "a whole number from 0 to 2**31 - 1"),
     ("maxLength maxItems maxProperties", _is_count, "a whole number of at least 0"),
     (" ".join(BOUNDS), _is_number, "a number"),
     (

@@ -77,7 +77,7 @@ def test_ranks_of_several_machines_say_what_they_open(
     )
 
 
-def test_a_meeting_place_that_was_left_goes_with_the_next(
+def test_a_folder_that_was_left_goes_with_the_next(
     environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Those that are held stay."""
