@@ -1,6 +1,4 @@
-"""Any decoder-only Hugging Face model as the target: packed forwards on our paged cache, with
-tapped decoder layers.
-"""
+"""Any decoder-only Hugging Face model as the target: packed, on our paged cache, with taps."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -200,9 +198,7 @@ class HFVerifier:
 
     @property
     def weight_bytes(self) -> int:
-        """See `Verifier.weight_bytes`. Of embeddings only a few rows are read, unless they are the
-        head's, too.
-        """
+        """See `Verifier.weight_bytes`. Few rows of embeddings are read, unless the head's."""
         total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(
             b.nbytes for b in self.model.buffers()
         )
@@ -265,9 +261,7 @@ class HFVerifier:
         return logits
 
     def _tap(self, layers: Sequence[int]) -> None:
-        """Hooks decoder layers not hooked yet. A hook sees the raw output; `output_hidden_states`
-        would end with a normed one.
-        """
+        """Hooks new decoder layers for raw outputs: transformers' hidden states end normed."""
         for layer in layers:
             if layer not in self._hooked:
                 if layer == -1:
@@ -288,9 +282,7 @@ class HFVerifier:
 
 
 def _keep_frequencies(model: nn.Module) -> None:
-    """Makes RoPE of type "dynamic" what it is where it does not stretch; to look at positions, the
-    host would wait.
-    """
+    """Has RoPE of type "dynamic" not look at positions, for which the host would wait."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):

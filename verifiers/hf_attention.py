@@ -1,6 +1,4 @@
-"""The function registered with transformers' AttentionInterface: hands each layer's query, key and
-value to our backend.
-"""
+"""The function for transformers' AttentionInterface: each layer's query, key, value to us."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +16,7 @@ no masks: causality and windows are the backend's business."""
 
 @dataclass(frozen=True, slots=True)
 class PagedForward:
-    """What the attention layers of one forward need, each its own; travels as the keyword argument
-    `paged` of the model call.
-    """
+    """What the attention layers of one forward need; the model call's keyword argument `paged`."""
 
     backends: Sequence[AttentionBackend]
     plans: Sequence[Any]

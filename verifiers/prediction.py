@@ -1,6 +1,4 @@
-"""Building a target's layers for multi-token prediction, from its own checkpoint or from one that
-was made for it.
-"""
+"""Building a target's layers for multi-token prediction, from its own or another checkpoint."""
 
 import copy
 import re
@@ -273,9 +271,7 @@ def _common(
     builder: LayerBuilder,
     weights: Weights,
 ) -> dict[str, Any]:
-    """What all kinds of `PredictionLayers` have; every tensor that is left in `weights` is one too
-    many.
-    """
+    """What all kinds of `PredictionLayers` have; a tensor left in `weights` is one too many."""
     layers = [
         builder.layer(index, weights.under(f"model.layers.{index}."))
         for index in range(own.num_hidden_layers)
@@ -312,9 +308,7 @@ def _read(
     shapes: Mapping[str, Sequence[int]],
     extra: Mapping[str, Sequence[int]],
 ) -> Weights:
-    """The weights of the layers, whose `shapes` are those of a whole model, and `extra` ones by the
-    names of their modules.
-    """
+    """Weights of the layers, `shapes` being a whole model's, and `extra` ones by modules."""
     as_stored = verifier.checkpoint is not None and verifier.checkpoint.as_stored
     weights = read_named(
         folder, config, name, device=verifier.device, dtype=verifier.dtype, as_stored=as_stored
@@ -331,9 +325,7 @@ def _read(
 
 
 def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBackend:
-    """The target's kind of attention, for these layers: the very one where they are like the
-    target's.
-    """
+    """The target's kind of attention for these layers: the very one if they are alike."""
     shared = verifier.attention.spec
     same = ("device", "dtype", "block_size", "cache_dtype", "fp8_prefill")
     spec = backend_spec(

@@ -50,9 +50,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "pad_token_id": _ANYTHING,
     "bos_token_id": _ANYTHING,
 }
-"""Generation arguments that ask for nothing when they have one of these values; of some, whatever
-they say changes no answer.
-"""
+"""Generation arguments that ask for nothing when they have one of these values, or ever."""
 
 MODEL_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, True), ""),
@@ -68,8 +66,7 @@ MODEL_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefix_token_id": ((), "it is the tokenizer's own"),
     "add_bos_token": ((), "the tokenizer decides"),
 }
-"""Arguments of other models of lm-eval: values that ask for nothing, and what to do about others.
-"""
+"""Arguments of lm-eval's other models: values that ask for nothing, and what to do about others."""
 
 
 def check_model_arguments(others: Mapping[str, Any], model: type) -> None:

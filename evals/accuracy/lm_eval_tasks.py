@@ -1,6 +1,4 @@
-"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files where asked, checked
-before anything is loaded.
-"""
+"""Tasks of lm-eval for `specdec eval`: found by name, fed from local files, checked early."""
 
 from __future__ import annotations
 
@@ -145,9 +143,7 @@ def _data(data: str, folder: Path) -> dict[str, Any]:
 
 
 def _splits(path: Path) -> dict[str, str]:
-    """JSONL file by split, every line checked, because lm-eval's own loader does not name the line
-    that is wrong.
-    """
+    """JSONL file by split, every line checked: lm-eval's own loader does not name a wrong one."""
     files = (
         {file.stem: file for file in sorted(path.glob("*.jsonl"))}
         if path.is_dir()

@@ -1,6 +1,4 @@
-"""`specdec bench`: acceptance and speed over prompt sets, every figure beside plain decoding
-measured in the same run.
-"""
+"""`specdec bench`: acceptance and speed over prompt sets, beside plain decoding of the same run."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ SPLIT_TOKENS = 64
 """Output tokens of each, at most."""
 
 Progress = Callable[[str, int], OnStep]
-"""Makes what follows one turn of a pass; called with what is running and the number of its
-conversations.
-"""
+"""Makes what follows one turn of a pass; called with what runs, and how many conversations."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,9 +198,7 @@ class Bench:
         return rows
 
     def _roofline(self, side: _Side, concurrency: int) -> dict[str, Any] | None:
-        """What memory alone would allow; a peer's weights may lie otherwise, and the rows of a step
-        may change, so these have none.
-        """
+        """What memory alone would allow; none for peers, or where rows of a step change."""
         if side.peer or str(side.k).startswith("auto") or side.decoder.engine.runner.budget:
             return None
         answers = side.passes[0].answers
@@ -253,9 +247,7 @@ def _ask(
     samplings: Sequence[SamplingParams],
     on_step: OnStep | None,
 ) -> list[Decoded]:
-    """A peer in the place of an engine, told what the engine takes of the checkpoint's; it tells
-    nothing of its steps.
-    """
+    """A peer in the place of an engine; it tells nothing of its steps."""
     samplings = [
         defaults.fill(sampling, len(prompt))
         for prompt, sampling in zip(prompts, samplings, strict=True)

@@ -1,6 +1,4 @@
-"""`specdec bench --dummy-weights`: how long prefill and steps of a shape take with random weights,
-beside vLLM at that shape.
-"""
+"""`specdec bench --dummy-weights`: prefill and steps with random weights, beside vLLM."""
 
 from __future__ import annotations
 
@@ -250,9 +248,7 @@ class DummyBench:
     def _sides(
         self, title: str, key: dict[str, int], own: Work, peer: Work | None
     ) -> tuple[list[float], list[float]]:
-        """Seconds of our passes and of the peer's, taken in turn, each turn with prompts of its own
-        that both are given.
-        """
+        """Seconds of our passes and the peer's, in turn, each turn with the same new prompts."""
         ours: list[float] = []
         theirs: list[float] = []
         for repeat in range(-self._config.warmup, self._config.repeats):
@@ -331,9 +327,7 @@ class DummyBench:
 
 
 SPARE = 6 * 2**30
-"""Bytes of the accelerator for what our engine takes beside weights and cache: prefill, logits and
-captured steps.
-"""
+"""Bytes for what our engine takes beside weights and cache: prefill, logits, captured steps."""
 
 
 def _row(

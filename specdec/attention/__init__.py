@@ -1,3 +1,1 @@
-"""Attention over the paged cache. `backend` says what a backend is, `selector` picks one, the other
-files are one each.
-"""
+"""Attention over the paged cache: what a `backend` is, a `selector`, and one file each."""

@@ -24,9 +24,7 @@ from specdec.kv_cache import LatentCache, LatentLayerSpec
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """Shape of an indexer: `num_heads` queries and one key of `head_dim` numbers per token, `topk`
-    positions chosen per row.
-    """
+    """An indexer: `num_heads` queries, one key of `head_dim` a token, `topk` positions a row."""
 
     num_heads: int
     head_dim: int
@@ -77,9 +75,7 @@ class MlaSpec:
 
 
 class MlaRows(NamedTuple):
-    """Packed rows of one layer; queries and rotated keys after RoPE, the compressed part after its
-    norm.
-    """
+    """Packed rows of a layer: queries and keys after RoPE, compressed parts after the norm."""
 
     query_nope: Tensor  # [num_tokens, num_heads, qk_nope_head_dim]
     query_rope: Tensor  # [num_tokens, num_heads, qk_rope_head_dim]
@@ -95,9 +91,7 @@ class UpProjection(NamedTuple):
 
 
 class IndexerRows(NamedTuple):
-    """Packed rows of one layer's indexer; the score of a key is the sum over heads of
-    `weights * relu(query . key)`.
-    """
+    """Packed rows of an indexer: keys score the sum over heads of `weights * relu(query . key)`."""
 
     query: Tensor  # [num_tokens, indexer.num_heads, indexer.head_dim]
     key: Tensor  # [num_tokens, indexer.head_dim]
@@ -119,9 +113,7 @@ class MlaBackend(ABC):
     captures_prefill: ClassVar[bool] = False
     """See `specdec.attention.backend.AttentionBackend.captures_prefill`."""
     prefill_tokens: ClassVar[int] = 2048
-    """See `specdec.attention.backend.AttentionBackend.prefill_tokens`; keys and values of all heads
-    are large.
-    """
+    """See `AttentionBackend.prefill_tokens`; keys and values of all heads are large."""
     steady_len: int = 0
     """See `specdec.attention.backend.AttentionBackend.steady_len`."""
 

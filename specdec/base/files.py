@@ -1,6 +1,4 @@
-"""Files of a user: text and JSON, read with messages that name the file and the line.
-`specdec.base.writing` writes them.
-"""
+"""A user's text and JSON files, read; messages name file and line. See `specdec.base.writing`."""
 
 import io
 import json

@@ -1,6 +1,4 @@
-"""The options that several commands share: which models, which engine, which sampling; and what
-they make.
-"""
+"""Options that several commands share: which models, engine, sampling; and what they make."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def model_options(parser: argparse.ArgumentParser, *, several: Collection[str] =
 
 
 def revision_option(group: argparse._ActionsContainer) -> None:
-    """The option for what may stand behind the target's name as well; `specdec.cli.main` puts it
-    there.
-    """
+    """The option for what may stand behind the target's name; `specdec.cli.main` joins them."""
     group.add_argument(
         "--revision",
         metavar="NAME",
@@ -75,9 +71,7 @@ def revision_option(group: argparse._ActionsContainer) -> None:
 def engine_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
 ) -> None:
-    """The group of options of engine and cache;
-    `names` and `options` as `add_options` takes them.
-    """
+    """Options of engine and cache; `names` and `options` as `add_options` takes them."""
     group = parser.add_argument_group("engine")
     for config in (EngineConfig, CacheConfig):
         add_options(
@@ -91,9 +85,7 @@ def engine_options(
 def sampling_options(
     parser: argparse.ArgumentParser, names: Collection[str] | None = None, **options: Any
 ) -> None:
-    """The group of options that say how requests are decoded; `names` and `options` as
-    `add_options` takes them.
-    """
+    """Options of how requests are decoded; `names` and `options` as `add_options` takes them."""
     group = parser.add_argument_group("sampling")
     every = [name for name in kinds_of(SamplingParams) if name not in _ELSEWHERE]
     add_options(group, SamplingParams, every if names is None else names, **options)
@@ -223,9 +215,7 @@ def load_decoder(
 
 
 def say_gpu(name: str) -> None:
-    """One line on standard error about the GPU that `--device` stands for, or why there is none
-    although the machine has one.
-    """
+    """Says on standard error which GPU `--device` stands for, or why a present one is not used."""
     from specdec.device.device import describe_device, resolve_device
 
     device = resolve_device(name)
@@ -243,7 +233,5 @@ def say_unseen(name: str) -> None:
 
 
 def _own(config: type) -> list[str]:
-    """Fields with an option of their own; the seed of a request is `--seed`, and that of an engine
-    is not asked for.
-    """
+    """Fields with an option of their own; not seeds: `--seed` is a request's."""
     return [name for name in kinds_of(config) if (config, name) != (EngineConfig, "seed")]

@@ -28,9 +28,7 @@ _OWN = {
     ),
     *("prompt_logprobs", "prompt_top_logprobs", "num_prompt_tokens", "seed", "stats"),
 }
-"""Names in a record that are its own; a field of the prompt's line that has one of them gets
-another.
-"""
+"""A record's own names; a field of the prompt's line that has one gets another."""
 
 
 class BatchWriter:
@@ -114,9 +112,7 @@ class ResultWriter:
         return sum(result.error is not None for result in self.results.values())
 
     def write(self, chunks: Iterable[StreamChunk]) -> None:
-        """Prints chunks as they arrive; on an interrupt also the text that unfinished prompts have
-        so far.
-        """
+        """Prints chunks as they arrive; on an interrupt also the text of unfinished prompts."""
         try:
             for chunk in chunks:
                 self._texts[chunk.index] += chunk.text

@@ -1,3 +1,1 @@
-"""Many engines on many machines, through Ray; an extra that nothing else imports before it is asked
-for.
-"""
+"""Many engines on many machines, through Ray; an extra that is imported when asked for."""

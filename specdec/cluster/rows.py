@@ -1,6 +1,4 @@
-"""What travels between the driver and the engines, as JSON text: lists of any length, and no types
-of a table format.
-"""
+"""What travels between driver and engines, as JSON text: lists of any length, no table types."""
 
 from __future__ import annotations
 

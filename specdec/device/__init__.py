@@ -1,3 +1,1 @@
-"""Which device there is, and which kernels may be trusted on it. Kernels and whoever places tensors
-ask it.
-"""
+"""Which device there is, and which kernels may be trusted on it."""

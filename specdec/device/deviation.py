@@ -1,6 +1,4 @@
-"""How far a kernel is from the right answer, and how far it may be: by what plain torch is off, on
-the same numbers.
-"""
+"""How far a kernel is from the right answer, and may be: by what plain torch is off."""
 
 import math
 from collections.abc import Iterable
@@ -62,9 +60,7 @@ def mismatches(actual: Tensor, expected: Tensor) -> Deviation:
 
 
 def normal(*shape: int) -> Tensor:
-    """Standard normal numbers in float32 on the CPU, always the same for a shape: what a kernel's
-    check computes from.
-    """
+    """Standard normal float32 on the CPU, fixed by shape, for a kernel's check."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 

@@ -1,6 +1,4 @@
-"""Calls of tools as rules in GBNF: what xgrammar's structural tags stand for, with schemas that are
-held to as everywhere.
-"""
+"""Calls of tools as rules in GBNF, for xgrammar's structural tags, with our schemas."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ class ThinkingProgress:
     def constrained(
         self, drafts: Sequence[int], alternatives: Sequence[Sequence[int]]
     ) -> list[int]:
-        """See `GrammarProgress.constrained`; what must follow is drafted, whatever the drafter
-        says."""
+        """See `GrammarProgress.constrained`; what must follow is drafted, come what may."""
         kept, place = list[int](), self._place
         for at, draft in enumerate(drafts):
             only = self._only(place)

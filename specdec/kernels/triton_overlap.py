@@ -1,6 +1,4 @@
-"""Programmatic dependent launch: what a kernel does before it touches what the one before it wrote
-or reads.
-"""
+"""Programmatic dependent launch: what a kernel does before it touches the last one's memory."""
 
 import triton
 import triton.language as tl

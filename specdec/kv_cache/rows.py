@@ -1,6 +1,4 @@
-"""Rows of the paged caches: what one token has in a layer, and where a token of an accepted path
-has to go.
-"""
+"""Rows of the paged caches: a token's in a layer, and where an accepted one has to go."""
 
 from collections.abc import Iterable, Sequence
 
@@ -51,9 +49,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _continues(run: Sequence[Tensor], tensor: Tensor) -> bool:
-    """Whether `tensor` lies in the same memory, as far behind the last of a run as that one behind
-    the one before.
-    """
+    """Whether `tensor` continues a run: as far behind its last as that behind its former."""
     last = run[-1]
     if (
         tensor.shape != last.shape
@@ -70,9 +66,7 @@ def _distance(run: Sequence[Tensor]) -> int:
 
 
 def _in_words(rows: Tensor) -> Tensor:
-    """uint8 [n, num_slots, bytes] in words of up to 8 bytes; one by one bytes take four times as
-    long.
-    """
+    """uint8 [n, num_slots, bytes] in words of up to 8 bytes, 4 times as fast as single."""
     sizes = (rows.shape[-1], rows.stride(0), rows.storage_offset())
     return rows.view(
         next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))

@@ -1,3 +1,1 @@
-"""What models are made of: linear layers, routing to experts, RoPE, arg max, and a stack of decoder
-layers in Triton.
-"""
+"""What models are made of: linear layers, experts, RoPE, arg max, and a stack of decoder layers."""

@@ -1,6 +1,4 @@
-"""What every layer is given of the tokens themselves beside the residual stream: per-layer
-embeddings, as Gemma 4 has them.
-"""
+"""What every layer gets of the tokens beside the residual stream: Gemma 4's embeddings."""
 
 from dataclasses import dataclass
 
@@ -33,9 +31,7 @@ class LayerInputs:
     norm: Norm
 
     def __call__(self, ops: Ops, token_ids: Tensor, embeddings: Tensor) -> Tensor:
-        """[T, layers, P] from ids int64 [T] and their embeddings [T, H] as the first layer is given
-        them.
-        """
+        """[T, layers, P] from ids int64 [T] and their embeddings [T, H] for the first layer."""
         width = len(self.norm.weight)
         projected = (ops.project(self.projection, embeddings) * self.projection_scale).view(
             -1, width

@@ -1,6 +1,4 @@
-"""Linear layers: one interface, behind which weights differ in how they are stored and by which
-kernel they are read.
-"""
+"""Linear layers: one interface, behind which weights differ in storage and kernel."""
 
 from abc import ABC, abstractmethod
 from functools import cached_property
@@ -41,9 +39,7 @@ class Linear(ABC):
 
     @property
     def prefetchable(self) -> Tensor | None:
-        """What a kernel before this product may ask the memory for; see
-        `specdec.kernels.triton_prefetch`.
-        """
+        """What an earlier kernel may ask memory for; see `specdec.kernels.triton_prefetch`."""
         return None
 
     def few_rows(
@@ -54,9 +50,7 @@ class Linear(ABC):
         may_split: bool = False,
         prefetch: Tensor | None = None,
     ) -> Tensor | None:
-        """The product of few rows by our own kernel, see `specdec.layers.triton_linear.few_rows`;
-        None where there is none.
-        """
+        """Few rows by our own kernel (`specdec.layers.triton_linear`); None for none."""
         return None
 
 

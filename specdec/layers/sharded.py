@@ -57,9 +57,7 @@ class SummedLinear(Linear):
         may_split: bool = False,
         prefetch: Tensor | None = None,
     ) -> Tensor | None:
-        """See `Linear.few_rows`; never in partial sums, which would take a launch of their own to
-        be added before ranks add.
-        """
+        """See `Linear.few_rows`; never in partial sums, which ranks would have to add first."""
         product = self.part.few_rows(x, activation=activation, prefetch=prefetch)
         return None if product is None else all_reduce(product, self.group)
 

@@ -1,3 +1,1 @@
-"""The nouns of a step: the protocols of target and drafter, and the batches they are given. Others
-build on it.
-"""
+"""The nouns of a step: the protocols of target and drafter, and their batches."""

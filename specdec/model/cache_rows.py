@@ -1,6 +1,4 @@
-"""Putting the accepted path of a tree where a chain's rows would lie, in the paged caches of all
-layers.
-"""
+"""Putting a tree's accepted path where a chain's rows would lie, in all layers' paged caches."""
 
 from collections.abc import Iterable
 
@@ -39,9 +37,7 @@ class CacheRows:
 
 
 def check_cache_rows(device: torch.device) -> Deviation:
-    """Rows of several lengths, whole words and odd bytes;
-    of two requests one has nothing to move.
-    """
+    """Rows of several lengths, whole words and odd bytes; of two requests one moves none."""
     from specdec.model import triton_cache_rows
 
     generator = torch.Generator().manual_seed(0)

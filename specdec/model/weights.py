@@ -24,8 +24,7 @@ from specdec.base.errors import CheckpointError, InvalidInputError
 from specdec.model.core import Drafter
 
 FITTED = "fitted"
-"""In the metadata of a dataclass' field: it holds numbers that training fits, which a tensor holds
-as well."""
+"""Key of a dataclass field's metadata: it holds numbers that training fits."""
 
 _PLAIN = (bool, int, float, str, bytes, type(None), range, frozenset, Enum)
 _TORCH = (torch.dtype, torch.device)

@@ -49,9 +49,7 @@ class Ranks(Protocol):
         """Waits for them to end, or ends them."""
 
     def why_ended(self) -> str | None:
-        """One line about the rank that has ended though nobody asked it to, waiting a moment for
-        it; None if there is none.
-        """
+        """One line about the rank that has ended unasked, waited for a moment; None if none has."""
 
 
 class Executor:
@@ -137,9 +135,7 @@ class Executor:
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """What all ranks do at the same time; on rank 0 an error ends the group. Gives whether it
-        is the outermost.
-        """
+        """What all ranks do at once; on rank 0 an error ends the group. Gives if outermost."""
         with self._lock:
             if self._inside or not self.leads:
                 yield False
@@ -309,9 +305,7 @@ def install(executor: Executor) -> Executor:
 
 
 def executor_of(target: object) -> Executor | None:
-    """The group whose ranks compute a target together; None for one that this process computes
-    alone.
-    """
+    """The group whose ranks compute a target together; None for this process alone."""
     executor = _current
     return executor if executor is not None and group_of(target) is executor.group else None
 

@@ -95,9 +95,7 @@ def one_shot(
 
 
 def max_bytes(size: int) -> int:
-    """Most bytes of a message: beyond, rings and trees are faster, for here each rank reads all of
-    every other one's.
-    """
+    """Most bytes of a message; beyond, rings and trees are faster than all reading all."""
     return 512 * 1024 if size <= 4 else 256 * 1024
 
 

@@ -1,6 +1,4 @@
-"""Memory of several GPUs in which their ranks add up rows, each within the kernel that goes on with
-the sum.
-"""
+"""Memory in which ranks of several GPUs add up rows, within the kernel that goes on."""
 
 from typing import Any
 
@@ -8,9 +6,7 @@ import torch
 import torch.distributed as dist
 
 MAX_ROWS = 64
-"""Most rows of a sum: as many programs of a kernel wait for those of other ranks, so all of them
-have to run at once.
-"""
+"""Most rows of a sum: as many programs of a kernel wait for others', so all run at once."""
 
 
 class SharedRows:

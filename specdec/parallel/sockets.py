@@ -1,6 +1,4 @@
-"""Where the ranks of a group listen: on the loopback interface alone, unless they are on several
-machines or told otherwise.
-"""
+"""Where ranks listen: on loopback alone, unless they are on several machines or told."""
 
 import logging
 import os
@@ -77,9 +75,7 @@ def on_one_machine() -> bool:
 
 
 def listening(process: int | str = "self") -> set[tuple[str, int]]:
-    """Addresses and ports at which a process takes connections over TCP; empty where the system is
-    not Linux.
-    """
+    """Addresses and ports at which a process takes TCP connections; empty without Linux."""
     folder, own = Path(f"/proc/{process}"), set()
     for entry in folder.glob("fd/*"):
         try:

@@ -1,6 +1,4 @@
-"""What rank 0 tells the others: messages of a few numbers, with bytes behind them where there is
-more to say, over gloo.
-"""
+"""What rank 0 tells the others over gloo: a few numbers, with bytes behind where needed."""
 
 import ctypes
 import struct

@@ -29,9 +29,7 @@ MAX_TOP_LOGPROBS = 64
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 2048
-"""Stop strings of a request, and their characters together: each new token is compared with all of
-them.
-"""
+"""A request's stop strings, and their characters: each new token is compared with all."""
 
 
 @dataclass(frozen=True, slots=True)

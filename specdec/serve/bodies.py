@@ -1,6 +1,4 @@
-"""The bodies of requests: how long one may take, how much it may hold, and how much all may
-together.
-"""
+"""The bodies of requests: how long one may take, and how much one and all may hold."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ SMALL = 65_536
 """Bytes of a body that is taken whatever others hold: connections bound how many there are."""
 
 VALUE_BYTES = 64
-"""What a value of JSON takes in memory, about; an object or an entry of one counts as four, for
-what it takes to read.
-"""
+"""Memory of a JSON value, about; an object or an entry of one counts as four, for reading it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,9 +95,7 @@ class Bodies:
         return bytes(body)
 
     def _weigh(self, place: Place, body: bytes) -> None:
-        """Reading JSON takes time and memory by its values, so they are counted before: by their
-        signs, those in texts as well.
-        """
+        """Values take time and memory to read, so signs are counted before, in texts as well."""
         values = body.count(b",") + 4 * sum(body.count(sign) for sign in (b"[", b"{", b":"))
         if values > self._config.max_body_values:
             raise self._too_large("values", self._config.max_body_values)

@@ -8,9 +8,7 @@ from specdec.session.handle import Handle
 
 
 class Callers:
-    """The handles of unfinished requests, which belong to those who wait; nothing is kept for who
-    has let go of his.
-    """
+    """The handles of unfinished requests, kept only as long as somebody waits."""
 
     def __init__(self) -> None:
         self._handles: dict[Request, ref[Handle]] = {}

@@ -1,6 +1,4 @@
-"""Where a file of figures or answers comes from: the command, the commit, the versions, the device,
-the exact files.
-"""
+"""Where a file of figures or answers comes from: command, commit, versions, device, files."""
 
 import hashlib
 import platform
@@ -23,9 +21,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def origin_of_run(verifier: Verifier, reader: PromptReader | None = None) -> dict[str, Any]:
-    """What every file that a run leaves says of the run: command, versions, target, device and
-    types, and where it reads prompts how.
-    """
+    """What every file of a run says of it: command, versions, target, device, types, reading."""
     return {
         "command": command_line(),
         "commit": commit(),
@@ -78,9 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this code runs from, with "+changes" when files differ from it;
-    None when installed otherwise.
-    """
+    """Commit of this code's checkout, with "+changes" where files differ; None without one."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUE = 1024
-"""Unfinished requests that a session holds, or four times as many as the engine decodes at once, if
-that is more.
-"""
+"""Most unfinished requests of a session, or four times the engine's, if that is more."""
 
 
 _INTERRUPTED = RuntimeError("a step was interrupted")
@@ -267,9 +265,7 @@ class Session:
                 self._thread.start()
 
     def close(self) -> None:
-        """Cancels what is unfinished, and ends the thread if there is one. Nothing can be submitted
-        afterwards.
-        """
+        """Cancels what is unfinished, ends the thread if any, and takes nothing more."""
         with self._lock:
             self._closed = True
             handles = self._callers.handles
@@ -379,9 +375,7 @@ class Session:
             raise
 
     def _take_over(self) -> None:
-        """Tells the engine of requests that have come or are cancelled, and does what is to be done
-        between steps.
-        """
+        """Tells the engine of new and cancelled requests, and does what waits for a step's end."""
         with self._lock:
             new, self._new = self._new, []
             cancelled, self._cancelled = [*self._cancelled, *self._callers.left], deque()

@@ -1,6 +1,4 @@
-"""The boundary to files of strangers: whatever stands in them, a user reads one line, which names
-the entry at fault.
-"""
+"""The boundary to strangers' files: one line names the entry at fault, whatever it holds."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +21,7 @@ Read = TypeVar("Read")
 Judge = Callable[[dict[str, Any]], object]
 
 NO_FOREIGN_CODE = {"trust_remote_code": False}
-"""Said each time, since transformers otherwise asks on standard input whether to run code from a
-repository.
-"""
+"""Said each time, since transformers else asks on standard input whether to run remote code."""
 
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("layers", "layer", "blocks"), (-4096, 4096)),

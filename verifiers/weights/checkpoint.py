@@ -1,6 +1,4 @@
-"""Weights of a local checkpoint, quantized or not, read tensor by tensor without transformers'
-modules.
-"""
+"""Weights of a local checkpoint, quantized or not, tensor by tensor, without transformers."""
 
 import logging
 import re
@@ -193,9 +191,7 @@ class _Reader:
         return weights
 
     def _experts(self) -> dict[str, list[list[str]]]:
-        """Modules of experts that lie one by one, by the name of what they are joined to: a list of
-        projections for each expert.
-        """
+        """Experts that lie one by one, by what they are joined to: a list of projections each."""
         found: dict[tuple[str, str], dict[int, str]] = {}
         for module in self._parts:
             if expert := EXPERT.match(module):
@@ -304,9 +300,7 @@ class _Reader:
         return weight if self._as_stored else self._dense(weight)
 
     def _dense(self, weight: Stored) -> Tensor:
-        """In plain numbers, of experts one by one:
-        on the way they take several times their room.
-        """
+        """In plain numbers, experts one by one: on the way they take several times their room."""
         if not isinstance(weight, Quantized):
             return weight.to(self._dtype)
         if len(weight.shape) == 2:
@@ -317,9 +311,7 @@ class _Reader:
         return numbers
 
     def _finished(self, weight: Stored, *, one_by_one: bool = False) -> Stored:
-        """As `read_weights` returns it: plain experts that were packed, or lay one by one, the way
-        round that transformers has them.
-        """
+        """As `read_weights` returns it: packed or single experts plain, as in transformers."""
         packed = isinstance(weight, Quantized)
         if (packed and self._as_stored) or not (packed or one_by_one):
             return weight
@@ -328,9 +320,7 @@ class _Reader:
 
 
 def _settle_head(weights: dict[str, Stored], config: Any, group: Group | None) -> None:
-    """Leaves out a head that is tied, and makes sure of one that is not; ranks that have parts of
-    them do the same.
-    """
+    """Leaves out a tied head, makes sure of another; ranks that have parts do the same."""
     embedding, head = weights.get(EMBEDDING), weights.get(HEAD)
     tied = getattr(config, "tie_word_embeddings", False)
     if tied and embedding is None and head is not None:

@@ -1,6 +1,4 @@
-"""Quantizing weights in the plainest way: for measuring shapes with random weights, not for
-checkpoints that are to be good.
-"""
+"""Quantizing weights in the plainest way: for measurements with random weights alone."""
 
 from collections.abc import Callable
 

@@ -90,16 +90,12 @@ class Shard:
         return tuple(local)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Whether the ranks divide all tensors, whose shapes these are, before one is read; errors
-        are those of `shape`.
-        """
+        """Whether ranks divide tensors of these shapes, before reading; errors as `shape`."""
         for name, shape in shapes.items():
             self.shape(name, shape)
 
     def read(self, name: str, files: TensorFiles, source: str) -> Tensor:
-        """This rank's part of a tensor called `source` in the files; nothing else of it is read,
-        where it is divided at all.
-        """
+        """This rank's part of the files' tensor `source`; nothing else is read if divided."""
         rule, shape = self._rule(name), files.shape(source)
         if rule is None or rule.kind == "first" or -rule.axis > len(shape):
             whole = files.read(source)
@@ -153,9 +149,7 @@ class Shard:
         return whole.inputs(piece.start, piece.stop)
 
     def check_groups(self, name: str, shape: Sequence[int], group: int) -> None:
-        """Whether the ranks divide a packed tensor with a scale for every `group` inputs; the rest
-        is as in `shape`.
-        """
+        """Whether ranks divide a packed tensor with scales per `group` inputs; see `shape`."""
         rule = self._rule(name)
         if rule is None or rule.kind != "slices":
             return
@@ -210,9 +204,7 @@ class Shard:
 
 
 def sharded(config: Any, group: Group | None) -> Any:
-    """The config as `verifiers.config.shape` and `verifiers.building.recurrent` read it: with as
-    many heads as a rank has of them.
-    """
+    """The config with this rank's heads, as `verifiers.config.shape` and `recurrent` read it."""
     if group is None:
         return config
     local = copy.copy(config)
@@ -235,9 +227,7 @@ def _heads(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _rules(config: Any, description: Description) -> Iterator[tuple[str, _Rule]]:
-    """Ends of names, once a family's are those of `Description.names`, and how such tensors are
-    divided; the first one counts.
-    """
+    """Ends of names, a family's as `Description.names`, and how they divide; the first counts."""
     yield from (
         (rf"{name}\.weight", _Rule(-2, kind="tokens")) for name in ("embed_tokens", "lm_head")
     )

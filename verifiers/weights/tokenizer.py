@@ -1,6 +1,4 @@
-"""A target's tokenizer: read from its files, and refused where these do not say how text
-is split.
-"""
+"""A target's tokenizer from its files, refused where these do not say how text is split."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -56,9 +54,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target that the user calls `name`, whose files are in a folder; errors
-    are those of `load_tokenizer`.
-    """
+    """The tokenizer of the target `name`, with its files' folder; errors as `load_tokenizer`."""
     if name == EMBEDDED:
         return read(
             name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(folder))
@@ -92,9 +88,7 @@ def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_reasons(name: str) -> list[str]:
-    """Why the tokenizer of a target cannot be read, told from the names of its files; empty when
-    nothing speaks against it.
-    """
+    """Why a target's tokenizer cannot be read, by its files' names; empty for no reason."""
     files, folder = files_of(name), user_path(name)
     if WHOLE in files:
         return []
@@ -111,9 +105,7 @@ def tokenizer_reasons(name: str) -> list[str]:
 
 
 def _reason(files: list[str], stated: Mapping[str, Any], folder: Path | None) -> str | None:
-    """Why a tokenizer without `WHOLE` cannot be read; `folder` is where its files lie, None where
-    they are far away.
-    """
+    """Why a tokenizer without `WHOLE` cannot be read; `folder` has its files, None if far away."""
     if own := _foreign_class(stated):
         return f"is {own}, code from its repository, which is never run"
     ranks = [file for file in files if file == "tiktoken.model" or file.endswith(".tiktoken")]
@@ -149,9 +141,7 @@ def _foreign_class(stated: Mapping[str, Any]) -> str | None:
 
 
 def _holds_ranks(path: Path) -> bool:
-    """Whether a file holds tiktoken's lines, a token and its rank; SentencePiece's models are no
-    text.
-    """
+    """Whether a file holds tiktoken's lines, token and rank; SentencePiece's are no text."""
     with path.open("rb") as file:
         token, _, rank = file.readline(400).strip().partition(b" ")
     return rank.isdigit() and token.rstrip(b"=").replace(b"+", b"").replace(b"/", b"").isalnum()

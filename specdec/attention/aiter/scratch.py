@@ -11,9 +11,7 @@ from specdec.base.sizes import power_of_two
 
 @dataclass(slots=True)
 class Scratch:
-    """One buffer per name, type and power of two of elements, never given up, so that captured
-    graphs may use its address.
-    """
+    """A lasting buffer per name, type and power of two, as captured graphs use its address."""
 
     device: torch.device
     _buffers: dict[tuple[str, int, torch.dtype], Tensor] = field(default_factory=dict)

@@ -1,6 +1,4 @@
-"""`flash_attn_varlen_func` as the backends call it: rows on packed keys, and on a context gathered
-chunk by chunk.
-"""
+"""`flash_attn_varlen_func` as backends call it: on packed keys, and on a context in chunks."""
 
 from collections.abc import Callable
 from typing import Any

@@ -20,9 +20,7 @@ WIDEST_NORM = 8192
 """Numbers of a row; for longer ones AITER has other kernels."""
 
 VECTOR = 8
-"""Numbers that these kernels load at a time: a row of another multiple would not begin where a load
-may.
-"""
+"""Numbers that these kernels load at once: rows of other multiples would begin unaligned."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class AiterLayers:
         return {"upcast_operand": True} if has else {}
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Root mean square norm of rows [T, H], weighted before it is written: `x`, `weight` in one
-        type, dense.
-        """
+        """Root mean square norm of rows [T, H], weighted before writing; one dense type."""
         normed: Tensor = self.rmsnorm2d_fwd(input=x, weight=weight, epsilon=epsilon)
         return normed
 

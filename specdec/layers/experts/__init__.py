@@ -1,3 +1,1 @@
-"""Mixtures of experts: how they are chosen and multiplied with, in plain torch and in kernels.
-Feed-forward layers use them.
-"""
+"""Mixtures of experts: choosing and multiplying, in plain torch and in kernels."""

@@ -34,9 +34,7 @@ from specdec.layers.packed.triton_packed import expert_codes, suits
 from specdec.layers.packed.weight import PackedWeight
 
 FEW_ROWS = 64
-"""Most rows that find those who share an expert themselves, and whose experts the next kernel adds
-up.
-"""
+"""Most rows that find who shares an expert themselves, with sums in the next kernel."""
 
 
 class Tile(NamedTuple):

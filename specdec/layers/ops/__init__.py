@@ -1,3 +1,1 @@
-"""What a decoder computes between its matrix products: one interface, in plain torch and in
-kernels. Layers use it.
-"""
+"""What a decoder computes between matrix products: one interface, in torch and kernels."""

@@ -1,6 +1,4 @@
-"""Which operations compute the layers around an attention backend: AITER's, our own in Triton or
-C++, or plain torch.
-"""
+"""Which operations surround an attention backend: AITER's, ours in Triton or C++, or torch."""
 
 import torch
 

@@ -1,6 +1,4 @@
-"""Convolutions around a sublayer of a drafter (DFlash 2, z-lab/dflash): each row of a block is
-mixed with the rows before it.
-"""
+"""Convolutions around a drafter's sublayer (DFlash 2, z-lab/dflash): rows mix with earlier ones."""
 
 from dataclasses import dataclass
 from typing import Literal

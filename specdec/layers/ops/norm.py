@@ -48,9 +48,7 @@ class GroupNorm(NamedTuple):
 
 
 def gated_norm(x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-    """Groups of `x` [T, groups * V], normed and times SiLU or sigmoid of `gate`;
-    `specdec.layers.ops.triton_gated_norm` in torch.
-    """
+    """`x` [T, groups * V] normed by groups, times SiLU or sigmoid of `gate`, in plain torch."""
     wide = torch.promote_types(x.dtype, torch.float32)
     groups = (-1, norm.width or len(norm.weight))
     opened = (torch.sigmoid if norm.sigmoid else F.silu)(gate.to(wide)).unflatten(1, groups)

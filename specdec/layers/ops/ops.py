@@ -43,9 +43,7 @@ class Join(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What one layer's attention does to its queries, keys and values before they meet, and how
-    they meet.
-    """
+    """What a layer does to queries, keys and values before they meet, and how they meet."""
 
     scale: float  # of the scores
     window: int | None = None
@@ -86,9 +84,7 @@ class AttentionInputs(NamedTuple):
 
 
 class Ops(Protocol):
-    """Rows are packed: [T, ...]. A weight called `prefetch` is that of a product soon to come,
-    which a kernel may prefetch.
-    """
+    """Rows are packed, [T, ...]. A weight `prefetch` is a coming product's, for a kernel's hint."""
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """Rows [..., H] of a table [V, H] times `scale`, for int64 ids [...]."""
@@ -100,9 +96,7 @@ class Ops(Protocol):
         """The product of `x` [T, in] with a weight: [T, out]."""
 
     def gated(self, linear: Linear, x: Tensor, activation: str, prefetch: Linear) -> Tensor:
-        """The gated activation [T, out / 2] of a product that joins gate and up, or [T, out] of one
-        without a gate.
-        """
+        """The gated activation [T, out / 2] of a joint product, or ungated [T, out]."""
 
     def add(
         self,
@@ -136,9 +130,7 @@ class Ops(Protocol):
         """Weights float32 [T, top_k] and ids of the experts that rows `hidden` [T, H] choose."""
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The weighted sum [T, H] of each row's experts for `x` [T, H], or float32 [parts, T, H]
-        whose sum it is.
-        """
+        """Each row's weighted experts for `x` [T, H]: [T, H], or float32 [parts, T, H] to sum."""
 
     def joined_experts(self, joined: JoinedExperts, hidden: Tensor) -> Tensor | None:
         """Experts of rows `hidden` [T, H] and what these share, as float32 [parts, T, H]; None
@@ -170,9 +162,7 @@ class Ops(Protocol):
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> None:
-        """Norms and rotates keys [T, num_kv_heads, head_dim], and writes them and values like them
-        to the cache.
-        """
+        """Norms and rotates keys [T, num_kv_heads, head_dim]; writes them and values like them."""
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """`x` [T, width] times the sigmoid of `gate` like it."""
@@ -198,9 +188,7 @@ class Ops(Protocol):
         """See `specdec.layers.ops.grouped_convolution.mix_rows`, for [T, H]."""
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: GroupNorm) -> Tensor:
-        """`x` [T, groups * V], each group normed and before or after that times the SiLU of `gate`
-        like it.
-        """
+        """`x` [T, groups * V], groups normed and, before or after, times the SiLU of `gate`."""
 
 
 class TorchOps(Ops):

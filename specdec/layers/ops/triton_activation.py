@@ -20,9 +20,7 @@ _SLOPE = tl.constexpr(1.702)
 
 @triton.jit
 def activate(gate: tl.tensor, up: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The activation called KIND of float32 tiles of one shape; NaN stays NaN. One without a gate
-    takes its tile for both.
-    """
+    """The activation KIND of float32 tiles; NaN stays NaN. An ungated one takes one tile twice."""
     tl.static_assert(
         (KIND == "silu")
         | (KIND == "gelu")

@@ -1,3 +1,1 @@
-"""Weights that stay in few bits, and products with them. Linear layers and experts take them;
-formats of checkpoints make them.
-"""
+"""Weights that stay in few bits, and products with them, for linear layers and experts."""

@@ -1,6 +1,4 @@
-"""Weights of few bits as data: codes, scales that groups of inputs share, and the order in which
-kernels read them.
-"""
+"""Weights of few bits as data: codes, scales of groups of inputs, and the kernels' order."""
 
 from __future__ import annotations
 
@@ -127,9 +125,7 @@ class PackedWeight:
         return self.codes.device
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers [..., out, in], computed in float32 or wider and rounded once to `dtype`, by
-        default the weight's.
-        """
+        """The numbers [..., out, in], computed in float32 or wider, rounded once to `dtype`."""
         dtype = dtype or self.dtype
         wide = torch.promote_types(dtype, torch.float32)
         codes = _in_order(self.codes, self.high, self.code, self.run)[..., : self.in_features]
@@ -157,9 +153,7 @@ class PackedWeight:
         return self._changed(lambda tensor: tensor[..., start:end, :])
 
     def inputs(self, start: int, end: int) -> PackedWeight:
-        """The inputs from `start` to before `end`, copied, so that the others need not be kept; see
-        `divides`.
-        """
+        """The inputs from `start` to before `end`, copied, so others may go; see `divides`."""
         assert self.plain and self.run == 1, "before `arranged`"
         assert self.divides(start) and self.divides(end), "whole groups"
         last = end == self.in_features
@@ -181,9 +175,7 @@ class PackedWeight:
         )
 
     def divides(self, start: int) -> bool:
-        """Whether a part may begin or end at an input: between bytes, and between groups unless one
-        has all inputs.
-        """
+        """Whether a part may begin or end at an input: between bytes, and whole groups."""
         whole = self.group >= self.in_features
         return start in (0, self.in_features) or (
             start % (1 + self.halves) == 0 and (whole or start % self.group == 0)
@@ -206,9 +198,7 @@ class PackedWeight:
         return found | {"codes": _bytes(self.codes)}
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The weight with other tensors; codes go through as bytes, for few operations know 8-bit
-        floats.
-        """
+        """The weight with other tensors; codes go as bytes, as few operations take floats of 8."""
         tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
         return replace(self, **tensors | {"codes": tensors["codes"].view(self.codes.dtype)})
 

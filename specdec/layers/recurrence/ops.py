@@ -1,6 +1,4 @@
-"""`specdec.layers.ops.ops.Ops` where our kernels compute recurrent layers and nothing else, as
-around latent attention.
-"""
+"""`specdec.layers.ops.ops.Ops` where our kernels compute recurrent layers and nothing else."""
 
 from torch import Tensor
 

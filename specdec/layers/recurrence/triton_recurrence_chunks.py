@@ -51,9 +51,7 @@ class Tile(NamedTuple):
 
 TILE = Tile(32, 4, 2, True)
 KEY_TILE = Tile(16, 4, 2, True)
-"""Where each key channel has a decay; of more columns registers would spill on CDNA. Never
-measured.
-"""
+"""With decays per key; of more columns CDNA would spill registers. Never measured."""
 
 
 def stages_for(memory: int) -> int:

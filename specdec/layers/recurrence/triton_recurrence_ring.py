@@ -1,6 +1,4 @@
-"""The ring of inputs of a recurrent layer in Triton: what is read of it, and what prompts that are
-longer than it leave there.
-"""
+"""A recurrent layer's ring of inputs in Triton: how it is read, and what long prompts leave."""
 
 import triton
 import triton.language as tl
@@ -27,9 +25,7 @@ def input_at(
     columns: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs of one position: what came before the forward's rows lies in the ring, and before a
-    sequence there are zeros.
-    """
+    """Inputs of one position: earlier ones lie in the ring, zeros before a sequence."""
     row = tl.where(
         position >= start, x + (position - start) * x_stride, ring + (position % columns) * WIDTH
     )

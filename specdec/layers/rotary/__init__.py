@@ -1,3 +1,1 @@
-"""Rotary position embeddings: frequencies, angles and the rotation itself. Attention layers and
-drafters use them.
-"""
+"""Rotary position embeddings: frequencies, angles and the rotation itself."""

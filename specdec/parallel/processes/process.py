@@ -31,9 +31,7 @@ class Settings(TypedDict):
 
 
 def silence() -> None:
-    """Leaves it to rank 0 to print, and to end in good order when it is told to by a signal, which
-    often goes to all processes.
-    """
+    """Leaves printing, and an orderly end after a signal to all processes, to rank 0."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.stdout.flush()

@@ -27,8 +27,7 @@ from specdec.attention.backend import TreeRows
 from specdec.base.sizes import power_of_two
 
 MAX_ENTRY_ROWS = 4
-"""Most rows per entry for which every supported architecture and version has a persistent kernel.
-"""
+"""Most rows per entry with a persistent kernel in every architecture and version."""
 MAX_EIGHT_BIT_ROWS = 17
 """The same of queries in 8 bits: as many as AITER's authors have tried."""
 
@@ -57,9 +56,7 @@ class EntryPlanner:
     _buffers: dict[tuple[int, int], _Buffers] = field(default_factory=dict)
 
     def plan(self, group: Group) -> Entries:
-        """Entries of requests with `group.max_query_len` rows each; the next plan of their size
-        takes over the memory.
-        """
+        """Entries for `group.max_query_len` rows a request; the next plan reuses the memory."""
         width = group.max_query_len
         eight_bits = self.kernels.query_dtype.itemsize == 1
         most = MAX_EIGHT_BIT_ROWS if eight_bits else MAX_ENTRY_ROWS
@@ -119,9 +116,7 @@ class EntryPlanner:
 
 
 def _of_tree(group: Group, tree: TreeRows, entries: Tensor, places: Tensor) -> Tensor:
-    """Where the tokens at `places` of the lists of `entries` lie in their sequence: the context,
-    then the rows that are seen.
-    """
+    """Where the tokens at `places` of the entries' lists lie: the context, then rows seen."""
     width = group.max_query_len
     rows = torch.arange(width, dtype=torch.int32, device=places.device)
     # [num_tokens, width], those first
