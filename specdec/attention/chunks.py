@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata
+from specdec.attention.ragged import owners_of
 
 
 def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> AttentionMetadata:
@@ -31,10 +32,7 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
         return metadata
     blocks = chunk // block_size
     if metadata.query_lens is None or metadata.seq_lens_host is None:
-        width = metadata.max_query_len
-        rows = torch.arange(width, device=metadata.seq_lens.device)
-        positions = (metadata.seq_lens[:, None] - width + rows).flatten()
-        owners = torch.arange(metadata.num_reqs, device=rows.device).repeat_interleave(width)
+        owners, positions = owners_of(metadata)
         table = _table(metadata.block_table, owners, positions // chunk * blocks, blocks)
         lengths = (positions % chunk + 1).int()
         return AttentionMetadata.uniform(

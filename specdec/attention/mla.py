@@ -141,6 +141,11 @@ class MlaBackend(ABC):
         return [f"{cls.name} has no masks for them"]
 
     @classmethod
+    def ragged_reasons(cls, spec: MlaSpec) -> list[str]:
+        """See `specdec.attention.backend.AttentionBackend.ragged_reasons`."""
+        return [f"{cls.name} takes equally many rows of all requests"]
+
+    @classmethod
     def describe(cls, spec: MlaSpec) -> list[str]:
         """See `specdec.attention.backend.AttentionBackend.describe`."""
         return []

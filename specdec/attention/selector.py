@@ -119,11 +119,7 @@ def tree_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
 
 def ragged_reasons(backend: AttentionBackend | MlaBackend) -> list[str]:
     """All reasons why `backend` cannot verify unequal rows of requests; empty for none."""
-    if not isinstance(backend, AttentionBackend):
-        return [f"{backend.name} takes equally many rows of all requests"]
-    chunked = any(one.chunk for one in backend.spec.each)
-    of_chunks = ["layers that attend within chunks take each row for a request of its own"]
-    return _of_each(type(backend).ragged_reasons, backend.spec) + of_chunks * chunked
+    return _of_each(type(backend).ragged_reasons, backend.spec)
 
 
 def _reasons(backend: Any, spec: AttentionSpec | MlaSpec, auto: bool) -> list[str]:

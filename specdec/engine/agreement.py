@@ -10,6 +10,7 @@ import os
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from specdec.model.core import AcceptOutput
 from specdec.parallel.collectives import broadcast
@@ -17,6 +18,13 @@ from specdec.parallel.group import Group
 
 VARIABLE = "SPECDEC_AGREEMENT"
 """Environment variable; 0 leaves every rank its own outcome, to measure what the exchange takes."""
+
+
+def same(values: Tensor, group: Group | None) -> Tensor:
+    """`values` [...] as rank 0 has them: which rows a step has, say, without which no rank's sums
+    would be of the same rows.
+    """
+    return values if os.environ.get(VARIABLE) == "0" else broadcast(values, group)
 
 
 def agreed(accepted: AcceptOutput, group: Group | None) -> AcceptOutput:
@@ -33,7 +41,7 @@ def agreed(accepted: AcceptOutput, group: Group | None) -> AcceptOutput:
     ]
     parts += [] if accepted.path is None else [accepted.path]
     # One part behind the other, so that each is contiguous, as kernels read them.
-    flat = broadcast(torch.cat([part.flatten() for part in parts]), group)
+    flat = same(torch.cat([part.flatten() for part in parts]), group)
     sizes = [part.numel() for part in parts]
     said = [one.view(part.shape) for one, part in zip(flat.split(sizes), parts, strict=True)]
     num_accepted, next_anchors, finite, token_ids, *path = said

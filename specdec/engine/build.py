@@ -335,12 +335,8 @@ def budget_reasons(verifier: Verifier, config: EngineConfig) -> list[str]:
     they can.
     """
     reasons = selector.ragged_reasons(verifier.attention)
-    if bytes_per_slot(verifier.kv_specs, 1):
-        reasons.append(f"{verifier.name!r} has recurrent layers, which take equally many rows")
     if config.draft_sampling == "probabilistic":
         reasons.append("probabilistic drafts are judged as whole blocks")
-    if group_of(verifier) is not None:
-        reasons.append("several ranks verify equally many drafts of all requests")
     return reasons
 
 

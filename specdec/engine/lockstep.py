@@ -11,6 +11,7 @@ do meanwhile, so nothing waits.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from base64 import b64decode, b64encode
 from collections import deque
@@ -141,6 +142,7 @@ class LeadingEngine(_RankEngine):
             number,
             shape.drafts,
             shape.tree_depth,
+            _bits(shape.budget),
             self.timer.enabled,
             *state_of(self),
         ]
@@ -203,8 +205,8 @@ class FollowingEngine(_RankEngine):
         """Takes over the numbers of a message, and where outputs end;
         gives the rest of the news.
         """
-        _, _, drafts, tree_depth, timed, *state = message.numbers
-        self._block, self._state = BlockShape(drafts, tree_depth), state
+        _, _, drafts, tree_depth, bits, timed, *state = message.numbers
+        self._block, self._state = BlockShape(drafts, tree_depth, _float(bits)), state
         self.timer.enabled = bool(timed)
         if not message.payload:
             return ()
@@ -254,6 +256,18 @@ def state_of(engine: SpecEngine) -> list[int]:
         scheduler.num_preemptions,
     )
     return [*counts, len(engine.results)]
+
+
+def _bits(number: float) -> int:
+    """A number of 64 bits as an integer."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def _float(bits: int) -> float:
+    """What `_bits` was given."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
 
 
 def _told(request: Request) -> list[Any]:

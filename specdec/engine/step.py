@@ -15,7 +15,7 @@ from specdec.base.blocks import BlockShape
 from specdec.base.errors import InvalidInputError
 from specdec.base.sizes import power_of_two
 from specdec.engine.acceptance import accept, drawn, follow
-from specdec.engine.agreement import agreed
+from specdec.engine.agreement import agreed, same
 from specdec.engine.capture.graphs import StepGraphs
 from specdec.engine.capture.prefill_graphs import PrefillGraphs
 from specdec.engine.guided import GuidedGraph, GuidedGraphs, GuidedStep, fill, put, run_guided
@@ -148,7 +148,7 @@ class StepRunner:
         """The rows that are verified; no other draft counts."""
         assert self.budget is not None, "blocks have budgets where the engine was built for them"
         total = batch.shape.verified(batch.num_reqs)
-        drafts = self.budget.allot(batch, draft, total - batch.num_reqs)
+        drafts = same(self.budget.allot(batch, draft, total - batch.num_reqs), self._group)
         draft.num_drafts = (
             drafts if draft.num_drafts is None else torch.minimum(drafts, draft.num_drafts)
         )

@@ -260,7 +260,7 @@ class DecodeBatch:
                 tree=TreeRows(places.ancestors, places.depths),
             )
         if packing is not None:
-            return self._packed(token_ids, position_ids, metadata, packing)
+            return self._packed(token_ids, position_ids, metadata, packing, max_pending)
         return ForwardInput(
             token_ids.flatten(),
             position_ids,
@@ -272,7 +272,12 @@ class DecodeBatch:
         )
 
     def _packed(
-        self, token_ids: Tensor, position_ids: Tensor, metadata: AttentionMetadata, packing: Packing
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        metadata: AttentionMetadata,
+        packing: Packing,
+        max_pending: int,
     ) -> ForwardInput:
         """The rows of the forward over whole blocks that are verified."""
         rows, tree = packing.rows, metadata.tree
@@ -292,4 +297,7 @@ class DecodeBatch:
             position_ids.index_select(0, rows),
             own,
             rope_lens=None if lens is None else lens.index_select(0, packing.requests),
+            slots=self.slots,
+            final=False,
+            max_pending=max_pending,
         )

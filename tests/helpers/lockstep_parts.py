@@ -144,6 +144,14 @@ def judge_apart(engine: Any) -> None:
 
 
 @on_ranks
+def share_out_apart(engine: Any) -> None:
+    """Rank 1 would verify drafts of other requests."""
+    if rank() == 1:
+        allot = engine.runner.budget.allot
+        engine.runner.budget.allot = lambda *given: allot(*given).flip(0)
+
+
+@on_ranks
 def spoil_drafts(verifier: Any, engine: Any, token: int) -> None:
     """Every block has a token at its second place, whose row makes all rows of its request NaN, as
     a backend may have it.

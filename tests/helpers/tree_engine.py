@@ -38,8 +38,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 class TreeCase:
     """A target, prompts, and what plain decoding makes of them."""
 
-    def __init__(self) -> None:
-        self.verifier = paged_verifier(plain_model("llama"))
+    def __init__(self, model: str = "llama") -> None:
+        self.verifier = paged_verifier(plain_model(model))
         self.prompts = random_prompts(4, seed=9)
         self.plain = {name: self.run(None, **sampling) for name, sampling in SAMPLINGS.items()}
         self.outputs = self.outputs_of("greedy")

@@ -120,6 +120,13 @@ class RocmAiterFaBackend(AttentionBackend):
         return reasons
 
     @classmethod
+    def ragged_reasons(cls, spec: AttentionSpec) -> list[str]:
+        """None: the kernel for causal rows looks up where a request's rows end, and those of trees
+        are padded.
+        """
+        return []
+
+    @classmethod
     def reasons_against_auto(cls, spec: AttentionSpec) -> list[str]:
         """On NVIDIA these kernels run so that they can be checked, not because they are the ones to
         use there.

@@ -18,20 +18,24 @@ from specdec.kernels.aiter import AiterTriton
 
 
 def context_and_rows(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
-    """As many rows of every request, behind its context."""
-    assert group.tree is not None
+    """Rows of every request behind its context, as blocks of equally many."""
+    whole = group.padded
+    if whole is not None:
+        rows = type(rows)(*(side.index_select(0, whole.rows) for side in rows))
+    tree = whole.tree if whole else group.tree
+    assert tree is not None
     assert layer.window is None and layer.softcap is None, "refused by `tree_reasons`"
     keys = (
         in_place(group, layer)
         if setup.reads_in_place
         else gathered(setup, group, layer, rows.query.dtype)
     )
-    context = group.seq_lens - group.max_query_len
+    context = group.seq_lens - group.query_start_loc.diff()
     out, log_sums = blocks(setup, group, layer, rows.query, keys, context, return_softmax_lse=True)
     parts = out.flatten(0, 1), log_sums.transpose(0, 1).flatten(1)
-    return merge(*parts, *_among_themselves(setup, group.tree, group.max_query_len, layer, rows))[
-        0
-    ].to(rows.query.dtype)
+    own = _among_themselves(setup, tree, group.max_query_len, layer, rows)
+    merged = merge(*parts, *own)[0].to(rows.query.dtype)
+    return merged.index_select(0, whole.kept) if whole else merged
 
 
 def _among_themselves(

@@ -129,7 +129,7 @@ def kvcache(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -
 
 
 def own_kernel(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows) -> Tensor:
-    """Bidirectional blocks and draft trees, as many rows per request, by our own kernel."""
+    """Bidirectional blocks and draft trees by our own kernel."""
     assert setup.own is not None
     metadata = AttentionMetadata(
         query_start_loc=group.query_start_loc,
@@ -142,6 +142,7 @@ def own_kernel(setup: Setup[AiterTriton], group: Group, layer: Layer, rows: Rows
         max_seq_len=group.max_seq_len,
         visibility="full" if group.tree is None else "ancestors",
         tree=group.tree,
+        ragged=group.ragged is not None,
     )
     return setup.own.read(
         rows.query,

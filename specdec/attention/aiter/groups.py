@@ -1,7 +1,7 @@
 """What all layers of one forward share on AITER: requests grouped by phase, trimmed block tables,
 and gathered context.
 
-    decode    as many rows as every other request, lengths known to the device alone; or one row
+    decode    lengths known to the device alone; or one row
     extend    several rows behind a context, lengths known to the host
     prefill   the whole sequence of several tokens, no context
     packed    any of these together, for a kernel that takes them all in one call
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention.backend import AttentionMetadata, TreeRows
+from specdec.attention.ragged import Padded, padded
 from specdec.base.sizes import power_of_two
 from specdec.kv_cache import blocks_for
 
@@ -68,9 +69,21 @@ class Group:
     query_lens: list[int]  # empty where no kernel asks for them
     seq_lens_host: list[int]
     tree: TreeRows | None = None
+    # the forward's, where the device alone knows how many rows each request has
+    ragged: AttentionMetadata | None = None
+    _padded: Padded | None = None
     _narrow_table: Tensor | None = None
     _trimmed: dict[int, Trimmed] = field(default_factory=dict)
     _contexts: dict[int | None, list[Context]] = field(default_factory=dict)
+
+    @property
+    def padded(self) -> Padded | None:
+        """The rows as blocks of `max_query_len`, where requests have unequal numbers of them; made
+        once.
+        """
+        if self._padded is None and self.ragged is not None:
+            self._padded = padded(self.ragged)
+        return self._padded
 
     def narrow_table(self) -> Tensor:
         """The block table without columns that no request reaches, int32 [num_reqs, width]; made
@@ -232,6 +245,7 @@ def _whole(metadata: AttentionMetadata, phase: Phase, block_size: int) -> Group:
         query_lens=[],
         seq_lens_host=[],
         tree=metadata.tree,
+        ragged=metadata if metadata.ragged else None,
     )
 
 

@@ -22,6 +22,7 @@ from specdec.attention.backend import (
     TreeRows,
     Visibility,
 )
+from specdec.attention.ragged import padded
 from specdec.kv_cache import LayerCache, blocks_for
 
 KEYS_STEP = 64
@@ -177,18 +178,9 @@ class TorchRefBackend(AttentionBackend):
 
     def _padded(self, metadata: AttentionMetadata) -> _Segment:
         """All requests, each with as many rows as any may have: only the device knows them."""
-        width, starts = metadata.max_query_len, metadata.query_start_loc.long()
-        widths = starts.diff()
+        width, widths = metadata.max_query_len, metadata.query_start_loc.long().diff()
         segment = self._segment(metadata, slice(None), widths, width, metadata.max_seq_len)
-        places = torch.arange(width, device=starts.device)
-        packed = torch.arange(metadata.num_tokens, device=starts.device)
-        request = torch.searchsorted(starts[1:], packed, right=True)
-        segment.kept = request * width + packed - starts.index_select(0, request)
-        segment.rows = torch.where(
-            places < widths[:, None], starts[:-1, None] + places, 0
-        ).flatten()
-        if metadata.tree is not None:
-            segment.tree = TreeRows(*(rows[segment.rows] for rows in metadata.tree))
+        segment.rows, segment.kept, segment.tree = padded(metadata)
         return segment
 
     def _groups(

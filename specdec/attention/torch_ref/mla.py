@@ -46,6 +46,11 @@ class TorchRefMlaBackend(SparseMlaBackend):
         """See `MlaBackend.tree_reasons`."""
         return [INDEXED] if spec.indexer else []
 
+    @classmethod
+    def ragged_reasons(cls, spec: MlaSpec) -> list[str]:
+        """None: rows that a request does not have are padding."""
+        return []
+
     @property
     def mha_backend(self) -> type[TorchRefBackend]:
         """See `MlaBackend.mha_backend`."""

@@ -78,8 +78,6 @@ class Planner:
             if choice and not launch.shape.drafts:
                 choice.put_off()
         shape = launch.shape
-        if shape.budget and batch.plan.guided:  # whose masks are made for whole blocks
-            launch.block = shape = shape._replace(budget=0.0)
         # what of a tree reaches too far is cut off
         if not shape.is_tree or (
             self.choice and not self._scheduler.has_room(requests, shape.drafts)

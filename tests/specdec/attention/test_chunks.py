@@ -25,6 +25,7 @@ SHAPE: dict[str, Any] = {"dtype": torch.float32, "block_size": 4, "head_dim": 16
         ([30, 16, 17, 25], [13, 8, 1, 9], False),  # chunks of prompts that begin and end anywhere
         ([30, 16, 17, 4], [4, 4, 4, 4], True),  # steps
         ([30, 16, 17, 1], [1, 1, 1, 1], True),
+        ([30, 16, 17, 4], [4, 1, 3, 2], True),  # of which the device alone knows whose they are
         ([7, 8, 3], [2, 2, 2], True),  # all within the first chunk
     ],
 )

@@ -268,20 +268,18 @@ def test_padding_and_drafts_that_do_not_count_come_last() -> None:
     assert int(budget.allot(batch, draft, 9).sum()) == 9
 
 
-def test_what_is_refused(case: TreeCase) -> None:
+def test_what_is_refused(case: TreeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its reason; a budget that all drafts fit in is none."""
     for budget in (0, -1, float("nan"), "2"):
         with pytest.raises(InvalidInputError, match=r"verify_budget is .*above 0"):
             EngineConfig(verify_budget=budget)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"budget is 2\.5, but probabilistic drafts"):
         engine_of(case, "dflash chain", "greedy", draft_sampling="probabilistic")
-    hybrid = paged_verifier(plain_model("qwen3_next"))
-    with pytest.raises(InvalidInputError, match="recurrent layers"):
-        config = EngineConfig(num_draft_tokens=3, verify_budget=2.0)
-        SpecEngine(hybrid, NGramDrafter(max_draft_tokens=3), config)
-    latent = paged_verifier(plain_model("deepseek_v2"))
-    with pytest.raises(InvalidInputError, match="equally many rows"):
-        SpecEngine(latent, NGramDrafter(max_draft_tokens=3), config)
+    refusing = ["rocm_aiter_mla_sparse takes equally many rows of all requests"]
+    monkeypatch.setattr(type(case.verifier.attention), "ragged_reasons", lambda spec: refusing)
+    with pytest.raises(InvalidInputError, match=r"mla_sparse takes equally many .* leave it out"):
+        engine_of(case, "dflash chain", "greedy")
+    monkeypatch.undo()
     assert not engine_of(case, "dflash", "greedy", verify_budget=14).planner.shapes[0].budget
     with pytest.raises(InvalidInputError, match="is chosen; say num_draft_tokens or tree_nodes"):
         EngineConfig(verify_budget=2)

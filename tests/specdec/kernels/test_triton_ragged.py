@@ -3,20 +3,25 @@ rows have among whole blocks.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.attention.aiter.fa_triton import Layer, Rows, Setup, own_kernel
+from specdec.attention.aiter.groups import plan_groups
+from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import AttentionBackend, AttentionMetadata, TreeRows
 from specdec.attention.torch_ref.fa import TorchRefBackend
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.kv_cache import LayerCache
 from specdec.model.packing import Packing
 from specdec.sampling.trees.trees import ancestors_of
-from tests.helpers.attention_case import spec
+from tests.helpers.attention_case import Case, spec
 from tests.helpers.guards import no_host_sync
+from tests.helpers.trees import Parents
 from tests.helpers.triton_interpreter import require_triton
 
 DEVICE = require_triton()
@@ -76,3 +81,24 @@ def test_as_among_whole_blocks(
         backend.plan(few)
     found = run(backend, few, packed)
     assert (found - packing.pack(expected.view(4, WIDTH, 6, 64))).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_as_another_backend_calls_it(tree: bool) -> None:
+    """Blocks that see each other, and trees of unequal size, behind a backend that plans for
+    both.
+    """
+    widths, contexts = ([5, 5, 5], [40, 0, 3]) if not tree else ([8, 1, 3], [40, 0, 3])
+    lengths = [one + other for one, other in zip(widths, contexts, strict=True)]
+    asked = spec(dtype=torch.float32, device=DEVICE)
+    trees: list[Parents] = [[0, 0, 1, 1, 2, 3, 5], [], [0, 0]] if tree else []
+    case = Case(asked, lengths, widths, uniform=True, causal=tree, trees=trees)
+    if tree:
+        case.metadata = replace(case.metadata, ragged=True, max_query_len=9)
+    (group,) = plan_groups(case.metadata, asked.block_size).groups
+    own = TritonFaBackend(asked)
+    setup: Setup[Any] = Setup(asked, "plain", None, Scratch(DEVICE), own)
+    rows = Rows(case.query, case.new["key"], case.new["value"])
+    with torch.inference_mode():
+        got = own_kernel(setup, group, Layer(case.filled(), 0.2), rows)
+    case.check(got, scale=0.2)

@@ -97,6 +97,11 @@ class RocmAiterMlaBackend(MlaBackend):
         return []
 
     @classmethod
+    def ragged_reasons(cls, spec: MlaSpec) -> list[str]:
+        """None: each row is an entry of its own then."""
+        return []
+
+    @classmethod
     def describe(cls, spec: MlaSpec) -> list[str]:
         """See `MlaBackend.describe`: prompts in 8 bits, or all reasons why not."""
         if spec.indexer is not None:

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.attention.aiter.groups import Group
 from specdec.attention.aiter.latent.latents import Entries, LatentKernels
 from specdec.attention.aiter.scratch import Scratch
 from specdec.attention.backend import TreeRows
+from specdec.attention.ragged import Owners, owners_of
 from specdec.base.sizes import power_of_two
 
 MAX_ENTRY_ROWS = 4
@@ -56,17 +58,25 @@ class EntryPlanner:
     _buffers: dict[tuple[int, int], _Buffers] = field(default_factory=dict)
 
     def plan(self, group: Group) -> Entries:
-        """Entries for `group.max_query_len` rows a request; the next plan reuses the memory."""
+        """Entries of up to `group.max_query_len` rows a request; the next plan reuses memory."""
         width = group.max_query_len
         eight_bits = self.kernels.query_dtype.itemsize == 1
         most = MAX_EIGHT_BIT_ROWS if eight_bits else MAX_ENTRY_ROWS
-        entry_rows = rows_per_entry(width, most) if group.causal else 1
+        entry_rows = rows_per_entry(width, most) if group.causal and not group.ragged else 1
         per_request = width // entry_rows
         num_entries = group.num_reqs * per_request
+        owners = None if group.ragged is None else owners_of(group.ragged)
+        if owners is not None:
+            num_entries = len(owners.requests)
         buffers = self._buffers_for(num_entries, entry_rows)
 
         lengths = group.seq_lens[:, None].expand(-1, per_request)
-        if group.tree is not None:
+        if owners is not None:
+            lengths = owners.places + 1
+            if group.tree is not None:
+                context = group.seq_lens - group.query_start_loc.diff()
+                lengths = context.index_select(0, owners.requests) + 1 + group.tree.depths
+        elif group.tree is not None:
             lengths = lengths - width + 1 + group.tree.depths.view(-1, width)
         elif group.causal:
             lengths = lengths - torch.arange(
@@ -79,14 +89,21 @@ class EntryPlanner:
             max_seqlen_q=entry_rows,
             qo_indptr=buffers.qo_indptr[: num_entries + 1],
             kv_indptr=kv_indptr[: num_entries + 1],
-            kv_indices=self._slots(group, kv_indptr, num_entries, per_request),
+            kv_indices=self._slots(group, kv_indptr, num_entries, per_request, owners),
             kv_last_page_lens=buffers.kv_last_page_lens[:num_entries],
             work=buffers.work,
         )
         self.kernels.divide(entries)
         return entries
 
-    def _slots(self, group: Group, kv_indptr: Tensor, num_entries: int, per_request: int) -> Tensor:
+    def _slots(
+        self,
+        group: Group,
+        kv_indptr: Tensor,
+        num_entries: int,
+        per_request: int,
+        owners: Owners | None,
+    ) -> Tensor:
         """The cache slots of every entry's tokens, packed."""
         bound = num_entries * group.max_seq_len
         slots = self.scratch.take("slots", bound, torch.int32, torch.zeros)
@@ -95,10 +112,11 @@ class EntryPlanner:
             kv_indptr[1 : num_entries + 1], index, right=True, out_int32=True
         ).clamp_(max=num_entries - 1)
         positions = index - kv_indptr.index_select(0, entries)
+        requests = entries // per_request if owners is None else owners.requests[entries]
         if group.tree is not None:
-            positions = _of_tree(group, group.tree, entries, positions)
+            positions = _of_tree(group, group.tree, entries, requests, positions)
         columns = (positions // group.block_size).clamp_(max=group.block_table.shape[1] - 1)
-        blocks = group.block_table[entries // per_request, columns]
+        blocks = group.block_table[requests, columns]
         return torch.add(blocks * group.block_size, positions % group.block_size, out=slots)
 
     def _buffers_for(self, num_entries: int, entry_rows: int) -> _Buffers:
@@ -115,13 +133,16 @@ class EntryPlanner:
         return self._buffers[capacity, entry_rows]
 
 
-def _of_tree(group: Group, tree: TreeRows, entries: Tensor, places: Tensor) -> Tensor:
+def _of_tree(
+    group: Group, tree: TreeRows, entries: Tensor, requests: Tensor, places: Tensor
+) -> Tensor:
     """Where the tokens at `places` of the entries' lists lie: the context, then rows seen."""
     width = group.max_query_len
     rows = torch.arange(width, dtype=torch.int32, device=places.device)
     # [num_tokens, width], those first
-    seen = rows.where(tree.seen(width, None), width).sort(dim=-1).values.flatten(0, 1)
-    starts = (group.seq_lens - width).index_select(0, entries // width)
+    above = F.pad((tree.ancestors[:, None] >> rows[:-1] & 1).bool(), (1, 0), value=True)
+    seen = rows.where(above, width).sort(dim=-1).values
+    starts = (group.seq_lens - group.query_start_loc.diff()).index_select(0, requests)
     chosen = seen[entries, (places - starts).clamp(0, width - 1)]
     return torch.where(places < starts, places, starts + chosen)
 
