@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import EngineConfig, SpecDecoder
+from specdec.parallel.executor import collective_rpc
 from tests.evals.tiny import save_tiny
 from tests.helpers import lockstep_parts as parts
 from tests.specdec.parallel.test_lockstep import LOAD, PROMPTS, SAMPLED, again, written
@@ -20,7 +21,7 @@ def test_rank_0_shares_out(tmp_path: Path) -> None:
         for sampling in ({}, SAMPLED):
             decoder = again(two, num_draft_tokens=7, verify_budget=1.3, seed=3)
             assert decoder.engine.k == "1.3 of 7"
-            parts.share_out_apart(decoder.engine)
+            collective_rpc(two.verifier, parts.share_out_apart, decoder.engine)
             asked: dict[str, Any] = {"max_tokens": 14, **sampling}
             expected = again(one, num_draft_tokens=0, seed=3).generate(PROMPTS, **asked)
             got = decoder.generate(PROMPTS, **asked)
