@@ -26,6 +26,7 @@ def columns_of(answers: Sequence[Answer], items: Sequence[int]) -> dict[str, lis
         "item": list(items),
         "num_tokens": [len(answer.token_ids) for answer in answers],
         "num_emitted": [sum(answer.stats.num_emitted) for answer in answers],
+        "num_verified": [sum(answer.stats.num_verified) for answer in answers],
         "num_steps": [answer.stats.num_steps for answer in answers],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from evals.certainty import DRAWS, FEW, LEAST
@@ -32,6 +33,7 @@ def bench_grids(report: Report) -> Iterator[Grid]:
     first = [row for row in rows if row["concurrency"] == rows[0]["concurrency"]]
     for grid in (
         position_grid(first, MAX_POSITIONS),
+        budget_grid(first, MAX_POSITIONS),
         length_grid(first, "by_context", "tau by the tokens before a step, prompt included"),
         length_grid(first, "by_output", "tau by the output tokens before a step"),
         serving_grid(rows),
@@ -147,6 +149,46 @@ def position_grid(rows: Iterable[Row], widest: int | None = None) -> Grid:
         [str(number) for number in range(1, min(most, widest or most) + 1)],
         lambda row, place: _at(row["acceptance"]["acceptance_rate"], place),
     )
+
+
+def budget_grid(rows: Iterable[Row], widest: int) -> Grid:
+    """How sides with a budget have spent it: on which requests and slots, the first so many."""
+    own = [
+        row
+        for row in rows
+        if has_budget(row["k"]) and "verified_by_slot" in (row["acceptance"] or ())
+    ]
+    most = max((len(row["acceptance"]["verified_by_slot"]) for row in own), default=0)
+
+    def cell(row: Row, place: int) -> str:
+        acceptance, steps = row["acceptance"], row["acceptance"]["num_steps"] or 1
+        if place == 0:
+            return f"{acceptance['num_verified'] / steps:.2f}"
+        if place == 1:
+            columns = row["answers"]
+            means = [
+                verified / count
+                for verified, count in zip(
+                    columns["num_verified"], columns["num_steps"], strict=True
+                )
+                if count
+            ]
+            return f"{min(means):.2f}-{max(means):.2f}" if means else ""
+        return _at([count / steps for count in acceptance["verified_by_slot"]], place - 2)
+
+    head = ("mean", "a request", *map(str, range(1, min(most, widest) + 1)))
+    grid = _columns("drafts verified of a request in a step", own, head, cell)
+    note = "a request: the least and the largest mean of one; 1, 2, ...: the share of steps in"
+    return replace(grid, notes=(f"{note} which that draft was verified, the likeliest first.",))
+
+
+def has_budget(k: int | str) -> bool:
+    """Whether steps of a side share out rows.
+
+    >>> has_budget("2.5 of tree 15"), has_budget("auto with budgets"), has_budget(7)
+    (True, True, False)
+    """
+    return " of " in str(k) or str(k).endswith("budgets")
 
 
 def length_grid(rows: Iterable[Row], field: str, title: str) -> Grid:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, count, zip_longest
+from itertools import accumulate, chain, compress, count, zip_longest
 from typing import Any
 
 from specdec.base.blocks import BlockShape
@@ -161,6 +161,16 @@ class AcceptanceStats:
         return _histogram(self.num_verified)
 
     @property
+    def verified_by_slot(self) -> list[int]:
+        """Verify steps that verified a draft of slot i: its place among those of its request, the
+        likeliest first. So a budget was spent by slot, and `drafted_histogram` says how by request.
+
+        >>> AcceptanceStats([2, 3, 0], [2, 2, 0], [3, 3, 1], tree_sizes=[0, 5, 0]).verified_by_slot
+        [2, 2, 1, 1, 1]
+        """
+        return at_least(self.drafted_histogram)
+
+    @property
     def steps_by_shape(self) -> dict[str, int]:
         """Verify steps by their drafts, named as `BlockShape` names them, the fewest first; a chain
         counts those it was offered.
@@ -226,11 +236,21 @@ class AcceptanceStats:
             "num_offered": self.num_offered,
             "histogram": self.histogram,
             "drafted_histogram": self.drafted_histogram,
+            "verified_by_slot": self.verified_by_slot,
             "steps_by_shape": self.steps_by_shape,
             "num_by_rank": self.num_by_rank,
             "share_by_rank": self.share_by_rank,
             "by_part": [list(part) for part in self.by_part],  # as JSON has it
         }
+
+
+def at_least(histogram: Sequence[int]) -> list[int]:
+    """How many are at least 1, 2, ..., from how often 0, 1, 2, ... occur.
+
+    >>> at_least([5, 2, 0, 1])
+    [3, 1, 1]
+    """
+    return list(accumulate(reversed(histogram[1:])))[::-1]
 
 
 def _histogram(values: Sequence[int]) -> list[int]:

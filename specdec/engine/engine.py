@@ -72,6 +72,7 @@ class SpecEngine:
         spare_work: what makes later steps faster, to be done one by one while there are no
             requests.
         staged: other weights of the drafter, for `exchange`.
+        last_step: the last decode step whose results were read.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SpecEngine:
         self.scheduler, self.slots, self.runner = parts.scheduler, parts.slots, parts.runner
         self.spare_work: deque[Callable[[], None]] = deque()
         self.staged: Exchange | None = None
+        self.last_step: Launch | None = None
         self.second_tries = SecondTries(self.scheduler, self.pool, self.kv_cache)
         self.planner = Planner(
             parts.shapes, self.drafter, self.runner, self.scheduler, self.second_tries
@@ -317,6 +319,7 @@ class SpecEngine:
             if launch.scored:
                 self._take_scores(launch.scored)
             outcome = take_over(launch)
+            self.last_step = launch if launch.block is not None else self.last_step
             self._touched.update(dict.fromkeys(outcome.requests))
             for request, start in zip(outcome.filled, outcome.starts, strict=True):
                 self.scheduler.prefix.committed(

@@ -96,6 +96,12 @@ class Launch:
         """Shape of its blocks; without drafts for first tokens."""
         return self.block or BlockShape(0)
 
+    def spent(self) -> list[tuple[int, int]]:
+        """Drafts verified and accepted, by request of its batch; `table` is on the host."""
+        columns, shape = self.columns(), self.shape
+        whole = [shape.drafts] * len(columns.num_accepted) if shape.is_tree else columns.num_drafts
+        return list(zip(columns.verified or whole, columns.num_accepted, strict=True))
+
     def columns(self) -> StepColumns:
         """What it gave its requests; `table` is on the host."""
         assert self.table is not None

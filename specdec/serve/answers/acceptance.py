@@ -22,6 +22,7 @@ def meta_info(results: Sequence[GenerationResult]) -> dict[str, Any]:
         "spec_accept_token_num": accepted,
         "spec_draft_token_num": drafted,
         "spec_accept_histogram": _histogram(stats.num_accepted),
+        "spec_draft_histogram": stats.drafted_histogram,
     }
 
 

@@ -15,10 +15,14 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from specdec.base.metrics import at_least
 from specdec.serve.front import Front
 from specdec.serve.state.totals import Histogram, Totals
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+DRAFTS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47)
+"""Bounds of drafts of a request in a step."""
 
 
 class Metrics(Collector):
@@ -74,6 +78,14 @@ class Metrics(Collector):
             CounterMetricFamily(name, text, labels=[*self._labels, "position"]),
             enumerate(totals.accepted),
         )
+        name, text = (
+            f"{prefix}:spec_decode_num_draft_tokens_per_slot",
+            "Drafts verified by their place among those of a request, the likeliest first.",
+        )
+        yield self._by(
+            CounterMetricFamily(name, text, labels=[*self._labels, "slot"]),
+            enumerate(at_least(totals.verified)),
+        )
         name, text = f"{prefix}:request_success", "Outputs ended, by reason."
         yield self._by(
             CounterMetricFamily(name, text, labels=[*self._labels, "finished_reason"]),
@@ -126,6 +138,22 @@ class Metrics(Collector):
                 list(self._labels.values()), buckets=_buckets(counted), sum_value=counted.sum
             )
             yield family
+
+        name, text = (
+            f"{prefix}:spec_decode_request_draft_tokens",
+            "Drafts verified of a request in a step.",
+        )
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
+        steps = totals.verified or [0]
+        family.add_metric(
+            list(self._labels.values()),
+            buckets=[
+                *((str(bound), float(sum(steps[: bound + 1]))) for bound in DRAFTS),
+                ("+Inf", float(sum(steps))),
+            ],
+            sum_value=totals.draft_tokens,
+        )
+        yield family
 
     def _one(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric(list(self._labels.values()), value)

@@ -43,4 +43,5 @@ class Status:
             "step_tokens": totals.step_tokens,
             "offered": totals.offered,
             "accepted": totals.accepted,
+            "rows": front.engine.rows._asdict(),
         }

@@ -59,6 +59,7 @@ class Totals:
         step_tokens: what these put out.
         drafts: verify steps that had drafts.
         draft_tokens: drafts verified.
+        verified: verify steps by the drafts of a request that they verified.
         offered, accepted: by position, verify steps that offered a draft there, and that kept it.
         first_token, between_tokens, whole: seconds to the first token, between chunks, and to the
             end.
@@ -71,6 +72,7 @@ class Totals:
         self.finished: Counter[str] = Counter()
         self.prompt_tokens = self.output_tokens = 0
         self.steps = self.step_tokens = self.drafts = self.draft_tokens = 0
+        self.verified: list[int] = []
         self.offered: list[int] = []
         self.accepted: list[int] = []
         self.first_token, self.between_tokens, self.per_token, self.whole = (
@@ -122,6 +124,7 @@ class Totals:
             sum(accepted > position for accepted in stats.num_accepted)
             for position in range(len(stats.num_offered))
         ]
+        self.verified = _added(self.verified, stats.drafted_histogram)
         self.offered = _added(self.offered, stats.num_offered)
         self.accepted = _added(self.accepted, kept)
 

@@ -171,6 +171,18 @@ class Numbers(NamedTuple):
     prompt_tokens: int = 0
 
 
+class Rows(NamedTuple):
+    """Rows of a step.
+
+    Attributes:
+        shape: of its blocks, as reports name it.
+        spent: drafts verified and accepted, by request.
+    """
+
+    shape: str
+    spent: list[tuple[int, int]]
+
+
 class Channel:
     """One end.
 

@@ -16,9 +16,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from time import monotonic
 from typing import Any
 
 from specdec.base.errors import SpecDecError, one_line, shown
+from specdec.engine.launch import Launch
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.decoder import SpecDecoder
@@ -42,6 +44,9 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.1
 """After which an engine without work looks whether its ranks live, and works ahead."""
 
+
+ROWS_SECONDS = 0.5
+"""Between two steps whose rows callers are told."""
 
 _NUMBERS = count()
 
@@ -168,6 +173,8 @@ class Hub:
         self._woken.setblocking(False)
         self._poll.register(self._woken, select.POLLIN)
         self.dead = self.stopping = False
+        self._rows_due = 0.0
+        self._told_step: Launch | None = None
 
     def add(self, link: Link) -> None:
         """Serves one more process."""
@@ -391,7 +398,12 @@ class Hub:
         )
 
     def _tell(self) -> None:
-        numbers = self._numbers()
+        numbers, step = self._numbers(), self._engine.last_step
+        if step is not None and step is not self._told_step and monotonic() >= self._rows_due:
+            self._rows_due, self._told_step = monotonic() + ROWS_SECONDS, step
+            for link in self._links.values():
+                if link.ready and not link.channel.congested:
+                    self._send(link, ("rows", str(step.shape), step.spent()))
         for link in self._links.values():
             if not link.channel.congested:
                 self._tell_news(link, numbers)

@@ -14,7 +14,7 @@ from specdec.base.errors import CapacityError
 from specdec.engine.requests.request import Request, Status
 from specdec.sampling.params import SamplingParams
 from specdec.session.handle import Handle, Stream
-from specdec.session.link.channel import Channel, Facts, Numbers, error_of, packed, unpacked
+from specdec.session.link.channel import Channel, Facts, Numbers, Rows, error_of, packed, unpacked
 from specdec.session.text import IncrementalDecoder, text_of
 from specdec.session.thinking import PartedDecoder
 
@@ -34,6 +34,7 @@ class Remote:
 
     Attributes:
         numbers: the engine's, as it was told last.
+        rows: of one of its last steps.
         on_totals: called with what other processes have done.
         on_drafter: called with the name of what drafts from now on.
         on_death: called when the engine has failed for good, with why, or None where its process
@@ -43,7 +44,7 @@ class Remote:
     def __init__(self, channel: Channel, facts: Facts) -> None:
         self.channel, self.facts = channel, facts
         self.reader, self.admission = facts.reader, facts.admission
-        self.numbers = Numbers()
+        self.numbers, self.rows = Numbers(), Rows("", [])
         self.on_totals: Callable[[int, dict[str, Any]], object] = lambda number, totals: None
         self.on_drafter: Callable[[str], object] = lambda name: None
         self.on_death: Callable[[str | None], object] = lambda line: None
@@ -252,6 +253,9 @@ class Remote:
 
     def _take_drafter(self, name: str) -> None:
         self.on_drafter(name)
+
+    def _take_rows(self, shape: str, spent: list[tuple[int, int]]) -> None:
+        self.rows = Rows(shape, spent)
 
     def _take_totals(self, number: int, totals: dict[str, Any]) -> None:
         self.on_totals(number, totals)
