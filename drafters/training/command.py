@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML or JSON file with the options below as keys; flags win",
     )
     add_flags(parser)
+    parser.add_argument(
+        "--shortest",
+        type=whole_number,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="bench alone: sequences have N to max-length tokens (default: max-length)",
+    )
     ray_option(
         parser.add_argument_group("cluster"),
         "train in processes of a Ray cluster that all see the run's folder",
@@ -70,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if args.stages[:1] == ["bench"]:
         measured: int = resolve(PARTS, "train bench", "part")(args)
         return measured
+    for name in vars(args).keys() & {"shortest"}:
+        raise InvalidInputError(f"--{name} is for specdec train bench alone")
     config: TrainConfig = build_config(vars(args), args.config)
     stages = tuple(args.stages) or STAGES
     unknown = [stage for stage in stages if stage not in STAGES]

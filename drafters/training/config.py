@@ -256,6 +256,11 @@ class TrainConfig:
     )
     loss_rows: int = _count(4096, "training", "rows whose logits exist at once")
     bucket: int = _count(128, "training", "sequences are padded to multiples of this many tokens")
+    pack_length: int = _amount(
+        0,
+        "training",
+        "tokens of a row that sequences of any length share; 0 pads sequences of like length",
+    )
     log_every: int = _count(20, "training", "steps between lines of the log")
     eval_every: float = _amount(
         5.0, "training", "minutes between evaluations of tau on the held-out answers"
@@ -325,6 +330,9 @@ class TrainConfig:
         self._check("head_candidates", among, "1 or more for lilicorr, which compares them")
         divides = self.head != "lilicorr" or self.head_state % max(self.head_state // 64, 1) == 0
         self._check("head_state", divides, "a multiple of 64, or less than 128, for lilicorr")
+        long_enough = not self.pack_length or self.pack_length >= self.max_length
+        rule = f"0, or at least max-length ({self.max_length}): no sequence is cut"
+        self._check("pack_length", long_enough, rule)
         self._check("mask_path", self.mask_path in ("auto", "flex", "dense"), "auto, flex or dense")
         self._check(
             "dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"

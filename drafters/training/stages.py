@@ -168,6 +168,8 @@ def _train(config: TrainConfig, device: torch.device) -> bool:
             f" {train.num_masked} with the mask token"
         )
         length = -(-max(train.lengths) // config.bucket) * config.bucket
+        if config.pack_length:
+            length = -(-sum(train.lengths) // len(train))
         needs = memory_of(
             model.config,
             config,

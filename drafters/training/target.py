@@ -70,7 +70,7 @@ class Target:
 
         Returns:
             Features [S, T, num_taps * H], and final hidden states [S, T, H], which are the target's
-            own only with `distribution`.
+            own only with `distribution`; of packed rows [R, L, ...].
         """
         return self._forward(batch)
 

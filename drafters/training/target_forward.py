@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from drafters.training.loss.blocks import SequenceBatch
+from drafters.training.loss.packing import into_rows, out_of_rows
 from specdec.attention.backend import AttentionMetadata
 from specdec.kv_cache import PagedKVCache, blocks_for
 from specdec.model.batch import ForwardInput
@@ -33,7 +34,21 @@ def causal_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of one layer over whole sequences: [S, T, heads, D], and no weights."""
+    """Causal attention of one layer over whole sequences: [S, T, heads, D], and no weights.
+
+    Where sequences share rows, `attention_mask` is `Packing.index`, [1, 1, S, T]: each is attended
+    to in a row of its own, which costs no more than rows of like length do and needs no mask.
+    """
+    if attention_mask is not None:
+        index, count, width = attention_mask[0, 0], query.shape[0], query.shape[2]
+        query, key, value = (
+            out_of_rows(x.transpose(1, 2).flatten(0, 1), index).transpose(1, 2)
+            for x in (query, key, value)
+        )
+        options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
+        own = causal_attention(module, query, key, value, None, **options)[0]
+        rows = into_rows(own, index.flatten(), count * width)
+        return rows.unflatten(0, (count, width)), None
     length, mask, groups = query.shape[2], None, query.shape[1] // key.shape[1]
     if sliding_window is not None and length > sliding_window:
         distance = torch.arange(length, device=query.device)
@@ -59,6 +74,9 @@ AttentionInterface.register(ATTENTION_NAME, causal_attention)
 class PlainForward:
     """Runs the model without a cache; padding is computed like any token.
 
+    Packed rows are run as they are where attention is ours; elsewhere every sequence runs in a row
+    of its own, and what it gives is packed.
+
     Args:
         model: the causal language model, whose attention is switched to one without a cache.
         layers: its decoder layers, as far as they are run.
@@ -72,8 +90,8 @@ class PlainForward:
         # Sinks and softcaps are Transformers' business; its masks cost a wait for the device in
         # every forward.
         sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-        plain = not sinks and getattr(model.config, "attn_logit_softcapping", None) is None
-        model.set_attn_implementation(ATTENTION_NAME if plain else "eager")
+        self._plain = not sinks and getattr(model.config, "attn_logit_softcapping", None) is None
+        model.set_attn_implementation(ATTENTION_NAME if self._plain else "eager")
         self._base: nn.Module = model.base_model
         self._layer_ids = tuple(layer_ids)
         self._tapped: dict[int, Tensor] = {}
@@ -87,9 +105,23 @@ class PlainForward:
         """See `Target.features`."""
         # Causal attention never looks to the right, so padding needs no mask, and without a mask
         # the fast kernels apply.
-        output = self._base(input_ids=batch.token_ids, use_cache=False)
+        packing, inputs = batch.packing, {"input_ids": batch.token_ids}
+        if packing is not None and self._plain:
+            inputs = {
+                "input_ids": packing.pack(batch.token_ids, batch.lengths),
+                "position_ids": batch.positions,
+                # a mask of four axes reaches every layer as it is
+                "attention_mask": packing.index(batch.lengths, batch.token_ids.shape[1])[
+                    None, None
+                ],
+            }
+        output = self._base(**inputs, use_cache=False)
         features = torch.cat([self._tapped[layer_id] for layer_id in self._layer_ids], dim=-1)
         self._tapped.clear()
+        if packing is not None and not self._plain:
+            return packing.pack(features, batch.lengths), packing.pack(
+                output.last_hidden_state, batch.lengths
+            )
         return features, output.last_hidden_state
 
     def _keep(self, layer_id: int, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -148,17 +180,20 @@ class PackedForward:
             slots=owners,
         )
         final, tapped = self._verifier.hidden(rows, cache.layers, self._layer_ids)
+        if (packing := batch.packing) is not None:
+            places, num_seqs = packing.places[sequences] + positions, len(packing.slots)
+            width = packing.length
         return _unpack(torch.cat(tapped, dim=-1), places, num_seqs, width), _unpack(
             final, places, num_seqs, width
         )
 
 
-def _unpack(packed: Tensor, places: Tensor, num_seqs: int, width: int) -> Tensor:
-    """Rows [n, C] at `places` int64 [n] of [S * T], as [S, T, C]; a new tensor, since autograd
+def _unpack(packed: Tensor, places: Tensor, num_rows: int, width: int) -> Tensor:
+    """Rows [n, C] at `places` int64 [n] of [R * T], as [R, T, C]; a new tensor, since autograd
     takes none of inference mode's.
     """
     return (
-        packed.new_zeros(num_seqs * width, packed.shape[1])
+        packed.new_zeros(num_rows * width, packed.shape[1])
         .index_copy_(0, places, packed)
-        .view(num_seqs, width, -1)
+        .view(num_rows, width, -1)
     )

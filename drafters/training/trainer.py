@@ -33,6 +33,7 @@ from drafters.training.loss.heads import HEAD_MODULES
 from drafters.training.loss.losses import ChunkedLoss, LossConfig, default_gamma
 from drafters.training.loss.mask import use_flex
 from drafters.training.loss.objective import Objective
+from drafters.training.loss.packing import Packing
 from drafters.training.optimizer import MasterOptimizer, lr_factor
 from drafters.training.processes import termination
 from drafters.training.provenance import alike
@@ -125,7 +126,7 @@ class Trainer:
         self._best_tau = 0.0  # of this run
         self._generator = torch.Generator(target.device)
         self._steps_per_epoch = max(len(train) // config.batch_size, 1)
-        self._epoch: tuple[int, list[list[int]], Tensor] | None = None
+        self._epoch: tuple[int, list[list[int]], Tensor, list[Packing]] | None = None
         self._folder = config.folder / "training"
         state = load_state(self._folder, torch.device("cpu"))  # each process keeps a part of it
         if state is not None:
@@ -239,12 +240,15 @@ class Trainer:
     def _compile(self, log: TrainLog) -> None:
         """Compiles before the clock of the steps runs: a forward and backward of each length."""
         started, step = time.perf_counter(), self.step
-        epoch = self.train.epoch(hash((self.config.seed, 0)), self.config.batch_size)
-        longest = map(self.train.longest, epoch)
-        lengths = {-(-length // FLEX_CONTEXT): position for position, length in enumerate(longest)}
-        log.say(f"train: compiles for {len(lengths)} lengths; the first takes a minute or two")
+        batches, _, packings = self._batches(0)
+        longest = map(self.train.longest, batches)
+        shapes: dict[Any, int] = {-(-n // FLEX_CONTEXT): step for step, n in enumerate(longest)}
+        if packings:
+            first = packings[:: self.config.accumulation]
+            shapes = {packing.slots.shape: step for step, packing in enumerate(first)}
+        log.say(f"train: compiles for {len(shapes)} shapes; the first takes a minute or two")
         self.objective.move(self._step_progress())
-        for self.step in lengths.values():
+        for self.step in shapes.values():
             self._forward_backward(0, torch.zeros(4, device=self.target.device))
         self.step = step
         self.model.zero_grad()
@@ -268,13 +272,11 @@ class Trainer:
         self._generator.manual_seed(hash((self.config.seed, self.step)) % 2**63)
         scores = torch.rand(
             self.config.batch_size,
-            features.shape[1],
+            batch.token_ids.shape[1],
             device=features.device,
             generator=self._generator,
         )
-        context = self.model.context_kv(
-            features, torch.arange(features.shape[1], device=features.device)
-        )
+        context = self.model.context_kv(features, batch.positions)
         count, num_rows = self.config.anchors, self.model.config.max_draft_tokens
         replayed = min(round(count * self.config.replay), count - 1)
         anchors, valid = sample_anchors(batch, count - replayed, scores[share])
@@ -314,18 +316,14 @@ class Trainer:
             before = blocks.anchors[:, :, None] + torch.arange(
                 blocks.labels.shape[2], device=hidden.device
             )
-            rows = before.clamp(max=final_hidden.shape[1] - 1).flatten(1)
-            teacher = (
-                final_hidden.gather(1, rows[:, :, None].expand(-1, -1, final_hidden.shape[2]))
-                .view(hidden.shape)
-                .flatten(0, 1)
-            )
+            rows = before.flatten(1).minimum(batch.lengths[:, None] - 1)
+            teacher = batch.at(final_hidden, rows).view(hidden.shape).flatten(0, 1)
         labels, valid_rows, previous = (
             part.flatten(0, 1) for part in (blocks.labels, blocks.valid, blocks.previous)
         )
         states = None
         if isinstance(self._head, Lattice):
-            states = anchor_states(self.model, features, blocks.anchors).flatten(0, 1)
+            states = anchor_states(self.model, batch, features, blocks.anchors).flatten(0, 1)
         return self.loss(hidden.flatten(0, 1), labels, valid_rows, previous, teacher, states)
 
     def batch(self, micro: int) -> tuple[SequenceBatch, slice]:
@@ -334,16 +332,35 @@ class Trainer:
         """
         epoch, position = divmod(self.step, self._steps_per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
-            batches = self.train.epoch(hash((self.config.seed, epoch)), self.config.batch_size)
-            self._epoch = (epoch, batches, torch.tensor(batches).to(self.target.device))
-        _, batches, on_device = self._epoch
+            self._epoch = (epoch, *self._batches(epoch))
+        _, batches, on_device, packings = self._epoch
+        share, chosen = self._share(micro), batches[position]
+        batch = self.train.take(
+            chosen[share], on_device[position, share], self.train.longest(chosen)
+        )
+        if packings:
+            batch.packing = packings[position * self.config.accumulation + micro]
+        return batch, share
+
+    def _share(self, micro: int) -> slice:
+        """What this process takes of a batch in a forward."""
         size = self.config.batch_size // (self.config.accumulation * self.world)
         start = (micro * self.world + self.rank) * size
-        share = slice(start, start + size)
-        chosen = batches[position]
-        return self.train.take(
-            chosen[share], on_device[position, share], self.train.longest(chosen)
-        ), share
+        return slice(start, start + size)
+
+    def _batches(self, epoch: int) -> tuple[list[list[int]], Tensor, list[Packing]]:
+        """Of an epoch, on the host and on the device, and how this process packs its shares."""
+        config, device = self.config, self.target.device
+        seed = hash((config.seed, epoch))
+        batches = self.train.epoch(seed, config.batch_size, mixed=config.pack_length > 0)
+        packings = list[Packing]()
+        if config.pack_length:
+            shares = [self._share(micro) for micro in range(config.accumulation)]
+            lengths = [
+                [self.train.lengths[i] for i in b[share]] for b in batches for share in shares
+            ]
+            packings = Packing.of(lengths, config.pack_length, device)
+        return batches, torch.tensor(batches).to(device), packings
 
     def _evaluate(self, log: TrainLog, row: dict[str, Any]) -> None:
         """Writes `row` with tau; every process evaluates,

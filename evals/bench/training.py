@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.stages) != 2:
         raise InvalidInputError("train bench takes one shape, such as qwen3-8b, or a config.json")
     given = {name: vars(args).pop(name, None) for name in SEVERAL}
+    shortest = vars(args).pop("shortest", None)
     with TemporaryDirectory() as folder:
         args.out = folder
         config = build_config(vars(args), args.config)
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             peak = next((peak for part, peak in PEAKS.items() if part in name), None)
         widths = [max(len(title), 7) for title in COLUMNS]
         print(_line(COLUMNS, widths))
-        for one in measure(args.stages[1], configs, device):
+        for one in measure(args.stages[1], configs, device, shortest):
             row = one if isinstance(one, tuple) else one.row(peak)
             print(_line(row, widths), flush=True)
     return 0
@@ -106,18 +107,27 @@ def run(args: argparse.Namespace) -> int:
 Row = Figures | tuple[str, ...]
 
 
-def measure(name: str, configs: list[TrainConfig], device: torch.device) -> Iterator[Row]:
-    """Times the trainer's own steps; random sequences are all `max_length` long.
+def measure(
+    name: str, configs: list[TrainConfig], device: torch.device, shortest: int | None = None
+) -> Iterator[Row]:
+    """Times the trainer's own steps on random sequences.
 
     Args:
         name: a shape of `evals.bench.shapes`, a config.json, or a folder with one.
         configs: runs that differ in `batch_size` and `anchors`.
         device: to run on.
+        shortest: tokens of the shortest sequence, the longest has `max_length`, and all lengths
+            between are equally often; None is `max_length`.
 
     Yields:
         Figures of each run, or the beginning of its row and why there are none.
     """
     first = configs[0]
+    shortest = first.max_length if shortest is None else shortest
+    if not PROMPT < shortest <= first.max_length:
+        raise InvalidInputError(
+            f"shortest is {shortest}; it must be {PROMPT + 1} to max-length ({first.max_length})"
+        )
     shape = read_config(config_file(name))
     model = random_model(shape, device, resolve_dtype(first.dtype, device), seed=first.seed)
     weights = _products(model, shape)
@@ -130,12 +140,13 @@ def measure(name: str, configs: list[TrainConfig], device: torch.device) -> Iter
     size = sum(parameter.numel() for parameter in drafter.parameters())
     print(
         f"train bench: {name}, {kept} of {verifier.num_layers} layers run; a drafter of"
-        f" {size / 1e6:,.0f} M parameters; sequences of {first.max_length:,} tokens; {STEPS} steps",
+        f" {size / 1e6:,.0f} M parameters; sequences of {shortest:,} to {first.max_length:,}"
+        f" tokens; {STEPS} steps",
         file=sys.stderr,
     )
     for config in configs:
         try:
-            yield _timed(config, target, sum(weights[:kept]), shape)
+            yield _timed(config, target, sum(weights[:kept]), shape, shortest)
         except torch.OutOfMemoryError:
             yield str(config.batch_size), str(config.anchors), "out of memory"
         gc.collect()
@@ -143,19 +154,21 @@ def measure(name: str, configs: list[TrainConfig], device: torch.device) -> Iter
             torch.cuda.empty_cache()
 
 
-def _timed(config: TrainConfig, target: Target, weights: float, shape: Any) -> Figures:
+def _timed(
+    config: TrainConfig, target: Target, weights: float, shape: Any, shortest: int
+) -> Figures:
     verifier, device = target.verifier, target.device
     model = make_drafter(config, verifier, _Spare(verifier.vocab_size - 1))
-    answers = _answers(config, target, model)
+    answers = _answers(config, target, model, shortest)
     trainer = Trainer(config, model, target, answers, answers)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
 
-    def milliseconds(call: Callable[[], object]) -> float:
+    def milliseconds(call: Callable[[], object], times: int = STEPS) -> float:
         call()
         started = _now(on_gpu)
-        for _ in range(STEPS):
+        for _ in range(times):
             call()
         return (_now(on_gpu) - started) / STEPS * 1e3
 
@@ -164,13 +177,17 @@ def _timed(config: TrainConfig, target: Target, weights: float, shape: Any) -> F
             trainer.optimizer.accumulate()
         trainer.optimizer.step(torch.ones((), device=device), 0.0)
 
-    trainer.steps(1)  # compiles
+    trainer.steps(1 if shortest == config.max_length else STEPS)  # compiles
+    trainer.step = 0  # and of the epoch with all lengths
     step = STEPS * config.batch_size / trainer.steps(STEPS)["sequences_per_second"] / STEPS * 1e3
     memory = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    parts = [trainer.batch(micro)[0] for micro in range(config.accumulation)]
-    forward = milliseconds(lambda: [target.features(part) for part in parts])
+    epoch = product(range(STEPS), range(config.accumulation))
+    parts = [trainer.batch(micro)[0] for trainer.step, micro in epoch]
+    turn = cycle(parts)
+    forward = milliseconds(lambda: target.features(next(turn)), len(parts))
     optimizer = milliseconds(update)
-    flop = sum(flop_of(model, config, weights, shape).values())
+    mean = sum(answers.lengths) / len(answers)
+    flop = sum(flop_of(model, config, weights, shape, mean).values())
     return Figures(config.batch_size, config.anchors, step, forward, optimizer, flop, memory)
 
 
@@ -179,6 +196,7 @@ def flop_of(
     config: TrainConfig,
     weights: float,
     shape: Any,
+    length: float,
 ) -> dict[str, float]:
     """FLOP of a step by part: what its products need, not what a kernel computes twice.
 
@@ -191,9 +209,10 @@ def flop_of(
         config: the run.
         weights: of the target's products, for one token.
         shape: the target's config.
+        length: tokens of a sequence, padding left out.
     """
     own = model.config
-    tokens = config.batch_size * config.max_length
+    tokens = config.batch_size * length
     blocks = config.batch_size * config.anchors
     rows = blocks * (own.max_draft_tokens + (not own.sample_from_anchor))
     layers = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, nn.Linear))
@@ -209,7 +228,7 @@ def flop_of(
         "context": tokens * (6 * context + 4 * features),  # features have no gradient
         "blocks": rows * 6 * layers,
         "head": blocks * own.max_draft_tokens * head * (6 if config.uses_teacher else 4),
-        "attention": config.max_length * (tokens * 2 * theirs * ran + rows * 6 * heads),
+        "attention": length * (tokens * 2 * theirs * ran + rows * 6 * heads),
     }
 
 
@@ -225,13 +244,16 @@ def _products(model: nn.Module, shape: Any) -> list[float]:
     return found
 
 
-def _answers(config: TrainConfig, target: Target, model: DFlashModel) -> AnswerSet:
-    """Random tokens, as many answers as two batches have."""
-    length, mask = config.max_length, model.config.mask_token_id
-    shape, generator = (2 * config.batch_size, length), torch.Generator().manual_seed(config.seed)
+def _answers(config: TrainConfig, target: Target, model: DFlashModel, shortest: int) -> AnswerSet:
+    """Random tokens, as many answers as the steps take, of lengths from `shortest` up."""
+    count, mask = STEPS * config.batch_size, model.config.mask_token_id
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = count, config.max_length
     rows = torch.randint(mask, shape, generator=generator).tolist()  # the mask is the last token
-    answers = [Answer(row[: length // PROMPT], row[length // PROMPT :]) for row in rows]
-    sizes = {"max_length": length, "bucket": config.bucket}
+    lengths = torch.linspace(shortest, config.max_length, count).long().tolist()
+    rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    answers = [Answer(row[: len(row) // PROMPT], row[len(row) // PROMPT :]) for row in rows]
+    sizes = {"max_length": config.max_length, "bucket": config.bucket}
     return AnswerSet(answers, device=target.device, mask_token_id=mask, **sizes)
 
 

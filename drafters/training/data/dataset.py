@@ -160,20 +160,24 @@ class AnswerSet:
         host = [self.lengths[index] for index in chosen]
         return SequenceBatch(tokens, self._prompt_lens[indices], lengths, host, ends)
 
-    def epoch(self, seed: int, batch_size: int) -> list[list[int]]:
+    def epoch(self, seed: int, batch_size: int, *, mixed: bool = False) -> list[list[int]]:
         """Batches of sequence indices for one pass, the same for the same seed; the remainder that
         fills no batch is left out.
 
         Sequences of like length share a batch, so that little of it is padding, and batches come in
-        random order.
+        random order. `mixed` ones hold any, the shortest first: rows are packed, and all batches
+        should take about as many.
         """
         random = Random(seed)
         order = random.sample(range(len(self)), len(self))
         if len(order) < batch_size:
             order = (order * -(-batch_size // len(order)))[:batch_size]
         order = order[: len(order) - len(order) % batch_size]
-        order.sort(key=lambda index: self.lengths[index])
+        if not mixed:
+            order.sort(key=lambda index: self.lengths[index])
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        if mixed:
+            return [sorted(batch, key=lambda index: self.lengths[index]) for batch in batches]
         random.shuffle(batches)
         return batches
 

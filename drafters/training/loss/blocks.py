@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from drafters.dflash.model import DFlashModel
 from drafters.training.loss.mask import BlockAttention
+from drafters.training.loss.packing import Packing
 
 FLEX_CONTEXT = 512
 """FlexAttention is compiled for each length: the context is padded to a multiple of this."""
@@ -26,6 +27,7 @@ class SequenceBatch:
         lengths: int64 [S], where it ends.
         lengths_host: the same, known to the host.
         ends: int64 [S, T], of each token of an answer where that answer ends, and 0 of all others.
+        packing: how they lie in the rows that the networks are given; None is a row for each.
     """
 
     token_ids: Tensor
@@ -33,6 +35,25 @@ class SequenceBatch:
     lengths: Tensor
     lengths_host: list[int]
     ends: Tensor
+    packing: Packing | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], or [R, L] of packed rows: of every token in its own sequence."""
+        positions = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
+        if self.packing is None:
+            return positions
+        return self.packing.pack(positions.expand_as(self.token_ids), self.lengths)
+
+    def at(self, x: Tensor, positions: Tensor) -> Tensor:
+        """What rows [S, T, C], or packed ones [R, L, C], have at positions int64 [S, n] of the
+        sequences, [S, n, C].
+        """
+        count, width = self.token_ids.shape
+        first = torch.arange(0, count * width, width, device=positions.device)
+        first = first if self.packing is None else self.packing.places
+        index = (first[:, None] + positions).flatten()
+        return x.flatten(0, 1).index_select(0, index).view(*positions.shape, -1)
 
 
 @dataclass(slots=True)
@@ -108,16 +129,18 @@ def make_blocks(batch: SequenceBatch, anchors: Tensor, valid: Tensor, *, num_row
 
 
 @torch.no_grad()
-def anchor_states(model: DFlashModel, features: Tensor, anchors: Tensor) -> Tensor:
+def anchor_states(
+    model: DFlashModel, batch: SequenceBatch, features: Tensor, anchors: Tensor
+) -> Tensor:
     """`DFlashModel.context_state` [S, N, H] of the tokens before anchors int64 [S, N], zeros before
     the first one; without gradient.
 
     Args:
         model: the drafter.
-        features: [S, T, num_taps * H_target].
+        batch: the sequences.
+        features: [S, T, num_taps * H_target], or of packed rows.
     """
-    before = (anchors - 1).clamp(min=0)[..., None].expand(-1, -1, features.shape[-1])
-    states = model.context_state(features.gather(1, before))
+    states = model.context_state(batch.at(features, (anchors - 1).clamp(min=0)))
     return states.masked_fill(anchors[..., None] == 0, 0)
 
 
@@ -137,22 +160,28 @@ def block_hidden(
         embed: token ids [...] to scaled embeddings [..., H].
         batch: the sequences.
         anchors: int64 [S, N].
-        context: keys and values [S, T, layers, kv_heads, head_dim] of every position, from
-            `DFlashModel.context_kv`.
+        context: keys and values [S, T, layers, kv_heads, head_dim] of every position, or of packed
+            rows, from `DFlashModel.context_kv`.
         flex: see `BlockAttention`.
 
     Returns:
         [S, N, K, H].
     """
-    config = model.config
+    config, packing = model.config, batch.packing
     width = config.max_draft_tokens + (not config.sample_from_anchor)
     room = -context[0].shape[1] % FLEX_CONTEXT if flex else 0
     keys, values = (F.pad(part, (0, 0, 0, 0, 0, 0, 0, room)).unbind(2) for part in context)
-    attention = BlockAttention(anchors, keys[0].shape[1], width, flex)
     token_ids = F.pad(
         batch.token_ids.gather(1, anchors)[:, :, None], (0, width - 1), value=config.mask_token_id
     )
     positions = anchors[:, :, None] + torch.arange(width, device=anchors.device)
+    places, starts = anchors, None
+    if packing is not None:  # the blocks of a row's sequences, one after the other
+        starts = packing.starts[:, :, None].expand(-1, -1, anchors.shape[1])
+        places = (packing.by_slot(anchors) + starts).flatten(1)
+        starts = starts.flatten(1)
+        token_ids, positions = (packing.by_slot(x).flatten(1) for x in (token_ids, positions))
+    attention = BlockAttention(places, keys[0].shape[1], width, flex, starts)
     kinds = list(zip(config.causal, config.windows, strict=True))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -164,6 +193,8 @@ def block_hidden(
         )
 
     hidden = model.block_forward(embed(token_ids.flatten(1)), positions.flatten(1), attend)
+    if packing is not None:
+        hidden = packing.by_sequence(hidden.unflatten(1, (packing.slots.shape[1], -1)))
     # Contiguous, or the frozen head would be multiplied block by block, and read as often.
     return hidden.view(*anchors.shape, width, -1)[
         :, :, width - config.max_draft_tokens :

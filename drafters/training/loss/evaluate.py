@@ -181,7 +181,7 @@ def replay(
             hidden = block_hidden(model, target.embed, batch, blocks.anchors, context, flex=flex)
             states = None
             if drafts.is_lattice:
-                states = anchor_states(model, features, blocks.anchors)
+                states = anchor_states(model, batch, features, blocks.anchors)
             accepted, inside = drafts.accepted(hidden, blocks, sampling, states)
             found.append(accepted)
             rows = torch.arange(num_rows, device=target.device)

@@ -8,7 +8,8 @@ of the blocks alone.
     x x x                      x x x x                rows of block 0, anchor at position 3
     x x x x x x                          x x x x      rows of block 1, anchor at position 6
 
-The anchor's own feature is not visible: a live run does not have it yet.
+The anchor's own feature is not visible: a live run does not have it yet. Where several sequences
+share a row, the keys before the start of the anchor's own are not visible, either.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def visible(
     sequence: Tensor,
     query: Tensor,
     key: Tensor,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Whether block row `query` of `sequence` sees `key`; index tensors that broadcast, keys
     counted from the first feature.
@@ -49,6 +51,8 @@ def visible(
     behind = key - context_len  # keys of the blocks come after those of the context
     key_block, key_row = behind // block_size, behind % block_size
     in_context = key < anchor
+    if starts is not None:
+        in_context = in_context & (key >= starts[sequence, block])
     in_block = (behind >= 0) & (key_block == block)
     if causal:
         in_block = in_block & (key_row <= row)
@@ -78,16 +82,18 @@ class BlockAttention:
 
     Attributes:
         anchors: int64 [S, N], position of each block's first row, less than T. A block that is not
-            valid has anchor 0: without any context it sees itself alone.
+            valid has anchor 0, or its start: without any context it sees itself alone.
         context_len: features per sequence, T.
         block_size: rows per block, B.
         flex: run FlexAttention, else a dense mask.
+        starts: int64 [S, N], where a block's context begins, None is 0.
     """
 
     anchors: Tensor
     context_len: int
     block_size: int
     flex: bool
+    starts: Tensor | None = None
     _masks: dict[Kind, Any] = field(default_factory=dict)
 
     @property
@@ -101,17 +107,17 @@ class BlockAttention:
         sequence = torch.arange(self.anchors.shape[0], device=device)[:, None, None]
         query = torch.arange(self.num_rows, device=device)[:, None]
         key = torch.arange(self.context_len + self.num_rows, device=device)
-        return visible(self.anchors, self.context_len, self.block_size, kind, sequence, query, key)[
-            :, None
-        ]
+        sizes = self.context_len, self.block_size
+        return visible(self.anchors, *sizes, kind, sequence, query, key, self.starts)[:, None]
 
     def block_mask(self, kind: Kind) -> BlockMask:
         """The mask for FlexAttention: which tiles are seen follows from the anchors in them."""
         anchors, context_len, block_size = self.anchors, self.context_len, self.block_size
+        starts = self.starts
         rows, device = self.num_rows, anchors.device
 
         def mask_mod(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return visible(anchors, context_len, block_size, kind, sequence, query, key)
+            return visible(anchors, context_len, block_size, kind, sequence, query, key, starts)
 
         first = torch.arange(0, rows, TILE, device=device)
         owners = torch.arange(len(first) * TILE, device=device).clamp(max=rows - 1) // block_size
@@ -126,6 +132,10 @@ class BlockAttention:
         else:
             seen = seen & (end > least - kind[1])
             whole = torch.zeros_like(seen)
+        if starts is not None:
+            begun = starts[:, owners]
+            seen = seen & (end > begun.amin(dim=-1)[..., None])
+            whole = whole & (start >= begun.amax(dim=-1)[..., None])
         first_key, last_key = ((x - context_len) // block_size for x in (start, end - 1))
         own = (first_key <= owners[:, -1:]) & (last_key >= owners[:, :1])
         tiles = [_in_order(part) for part in ((seen | own) & ~whole, whole)]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.training.loss.blocks import SequenceBatch
+from drafters.training.loss.packing import Packing, out_of_rows
 from drafters.training.target import Target
 from specdec.attention.backend import AttentionSpec
 from specdec.attention.torch_ref.fa import TorchRefBackend
@@ -92,7 +93,7 @@ def test_target_features_are_raw_layer_outputs_whatever_the_padding() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_target_features_are_those_of_transformers(name: str) -> None:
     """Catches windows, scales, softcaps and sinks that are lost when the target runs on training's
-    own attention, or not at all.
+    own attention, or not at all; and sequences that see each other in rows that they share.
     """
     plain = plain_model(name)
     verifier = (
@@ -100,7 +101,16 @@ def test_target_features_are_those_of_transformers(name: str) -> None:
     )
     tokens = torch.tensor(random_prompts(1, longest=40)[0] * 30)[:24].repeat(2, 1)
     features, _ = Target(verifier, (0, 2)).features(sequences(tokens))
-    assert_as_exact(features, *(taps(output, (0, 2)) for output in outputs(plain, tokens)))
+    runs = [taps(output, (0, 2)) for output in outputs(plain, tokens)]
+    assert_as_exact(features, *runs)
+    lengths = [17, 24, 11]
+    batch = sequences(torch.cat([tokens, tokens[:1]]), lengths=lengths)
+    batch.packing = Packing.of([lengths], 40, tokens.device)[0]
+    packed, _ = Target(verifier, (0, 2)).features(batch)
+    assert packed.shape[:2] == (2, 40)
+    own = torch.arange(24) < torch.tensor(lengths)[:, None]
+    shared = out_of_rows(packed.flatten(0, 1), batch.packing.index(batch.lengths, 24))[own]
+    assert_as_exact(shared, *(torch.cat([run, run[:1]])[own] for run in runs))
 
 
 @pytest.mark.parametrize("distribution", [False, True])

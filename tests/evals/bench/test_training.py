@@ -124,6 +124,30 @@ def test_a_size_without_room_is_said_and_the_next_one_runs(
     assert lines[2].split()[:2] == ["1", "2"]
 
 
+def test_sequences_of_any_length_share_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches lengths that are all alike, where packing has nothing to gain."""
+    seen: list[Any] = []
+    steps = Trainer.steps
+
+    def noted(self: Trainer, count: int) -> dict[str, Any]:
+        seen.append((self.train.lengths, self.batch(0)[0].packing))
+        return steps(self, count)
+
+    monkeypatch.setattr(Trainer, "steps", noted)
+    flags = ["--batch-size", "2", "--anchors", "2", "--shortest", "8", "--pack-length", "128"]
+    assert bench(tmp_path, SHAPE, *flags) == 0
+    lengths, packing = seen[0]
+    assert (min(lengths), max(lengths), len(set(lengths))) == (8, 64, 10)
+    assert packing.slots.shape[1] == 2
+    assert bench(tmp_path, SHAPE, "--shortest", "65") == 2
+    assert main(["train", "--out", str(tmp_path), "--shortest", "8"]) == 2
+    said = capsys.readouterr().err
+    assert "shortest is 65; it must be 5 to max-length (64)" in said
+    assert "--shortest is for specdec train bench alone" in said
+
+
 def test_what_cannot_be_measured_is_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
