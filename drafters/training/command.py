@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from drafters.training.config import TrainConfig, add_flags, build_config
+from drafters.training.config import BENCH_ALONE, TrainConfig, add_flags, build_config
 from specdec.base.errors import InvalidInputError
 from specdec.base.registry import PARTS, resolve
 from specdec.base.writing import make_folder
@@ -48,13 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML or JSON file with the options below as keys; flags win",
     )
     add_flags(parser)
-    parser.add_argument(
-        "--shortest",
-        type=whole_number,
-        metavar="N",
-        default=argparse.SUPPRESS,
-        help="bench alone: sequences have N to max-length tokens (default: max-length)",
-    )
+    alone = {
+        "shortest": "sequences have N to max-length tokens (default: max-length)",
+        "cards": "say what each of N cards would hold, by arithmetic, and run nothing",
+    }
+    for name in BENCH_ALONE:
+        parser.add_argument(
+            f"--{name}",
+            type=whole_number,
+            metavar="N",
+            default=argparse.SUPPRESS,
+            help=f"bench alone: {alone[name]}",
+        )
     ray_option(
         parser.add_argument_group("cluster"),
         "train in processes of a Ray cluster that all see the run's folder",
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stages[:1] == ["bench"]:
         measured: int = resolve(PARTS, "train bench", "part")(args)
         return measured
-    for name in vars(args).keys() & {"shortest"}:
+    for name in vars(args).keys() & set(BENCH_ALONE):
         raise InvalidInputError(f"--{name} is for specdec train bench alone")
     config: TrainConfig = build_config(vars(args), args.config)
     stages = tuple(args.stages) or STAGES

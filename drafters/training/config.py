@@ -174,6 +174,11 @@ class TrainConfig:
         96, "training", "sequences per optimizer step, on all devices together"
     )
     accumulation: int = _count(1, "training", "forwards that a step is split into, to save memory")
+    shard: bool = _option(
+        False,
+        "training",
+        "divide the drafter's weights over the processes too (FSDP2), not its optimizer alone",
+    )
     anchors: int = _count(24, "training", "blocks per sequence and step")
     replay: float = _share(
         0.0,
@@ -303,6 +308,8 @@ class TrainConfig:
         self._check("schedule", self.schedule in ("cosine", "linear"), "cosine or linear")
         self._check("loss", self.loss in ("decay", "dpace"), "decay or dpace")
         self._check("optimizer", self.optimizer in ("adamw", "muon"), "adamw or muon")
+        whole = not self.shard or self.optimizer != "muon"
+        self._check("optimizer", whole, "adamw with shard: muon moves whole matrices")
         self._check("openings", set(self.openings) <= set(KINDS), f"some of {', '.join(KINDS)}")
         heads = ("none", "markov", "gated", "selector", "domino", "lilicorr")
         self._check("head", self.head in heads, f"one of {', '.join(heads)}")
@@ -367,6 +374,10 @@ class TrainConfig:
 
 SEVERAL = ("batch_size", "anchors")
 """Options that take several values in `specdec train bench`, and one elsewhere."""
+
+
+BENCH_ALONE = ("shortest", "cards")
+"""Options that only `specdec train bench` has."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

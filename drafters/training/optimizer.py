@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps for each weight."""
@@ -23,7 +24,8 @@ class MasterOptimizer:
     rounding. Gradients of several backward passes and of all processes are summed in float32.
 
     Several processes share the work by weights: each keeps the copies, gradients and moments of
-    some (ZeRO, arXiv 1910.02054), and gives all others the new weights.
+    some (ZeRO, arXiv 1910.02054), and gives all others the new weights. Of weights that are
+    sharded (`drafters.training.loss.sharding`) each process's part is its float32 copy.
 
     Args:
         model: what is trained, in any floating-point type.
@@ -47,7 +49,9 @@ class MasterOptimizer:
         kind: str = "adamw",
         ema: float = 0.0,
     ) -> None:
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._shards = {n: p for n, p in trained.items() if isinstance(p, DTensor)}
+        named = {n: p for n, p in trained.items() if n not in self._shards}
         self._weights: dict[str, nn.Parameter] = named
         self._shared = dist.is_initialized() and dist.get_world_size() > 1
         world, self._rank = (dist.get_world_size(), dist.get_rank()) if self._shared else (1, 0)
@@ -58,10 +62,11 @@ class MasterOptimizer:
             for name, weight in named.items()
             if self.owners[name] == self._rank
         }
+        self.masters |= {name: shard.to_local().detach() for name, shard in self._shards.items()}
         self._ema, self._steps = ema, 0
         self._means = {name: m.clone() for name, m in self.masters.items()} if ema else {}
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master)
+        for name, master in self.masters.items():
+            master.grad = None if name in self._shards else torch.zeros_like(master)
         self._by_muon = {n for n, w in named.items() if kind == "muon" and w.ndim == 2}
         rest = [m for name, m in self.masters.items() if name not in self._by_muon]
         groups = [
@@ -81,7 +86,9 @@ class MasterOptimizer:
             )
 
     def accumulate(self) -> None:
-        """Adds the model's gradients to the masters' and clears them."""
+        """Adds the model's gradients to the masters' and clears them; those of shards are summed in
+        the backward passes already.
+        """
         for name, weight in self._weights.items():
             found = torch.zeros_like(weight) if weight.grad is None else weight.grad
             gradient, weight.grad = found.float(), None
@@ -103,6 +110,11 @@ class MasterOptimizer:
         Returns:
             Norm of the mean gradient before clipping, a scalar on the device.
         """
+        for name, shard in self._shards.items():
+            found, shard.grad = shard.grad, None
+            master = self.masters[name]
+            summed = found.to_local() if isinstance(found, DTensor) else torch.zeros_like(master)
+            master.grad = summed
         masters, gradients = list(self.masters.values()), self._gradients()
         if self._shared:
             weight_sum = weight_sum.clone()
@@ -124,13 +136,19 @@ class MasterOptimizer:
             torch._foreach_lerp_(list(self._means.values()), masters, share)
         self.publish()
         torch._foreach_zero_(gradients)
+        for name in self._shards:
+            self.masters[name].grad = None
         return norm
 
     @torch.no_grad()
     def finite(self) -> bool:
         """Whether all weights are; the last step's are in no loss yet."""
-        norms = torch.stack(torch._foreach_norm(list(self._weights.values())))
-        return bool(norms.isfinite().all())
+        shards = [self.masters[name] for name in self._shards]
+        norms = torch.stack(torch._foreach_norm([*self._weights.values(), *shards]))
+        wrong = (~norms.isfinite()).sum()
+        if shards:
+            dist.all_reduce(wrong)
+        return not wrong
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -142,37 +160,47 @@ class MasterOptimizer:
         """Gives the model the running mean of the weights for a while, if there is one."""
         if self._ema:
             self._give(self._means)
+            self._exchange()
         try:
             yield
         finally:
+            if self._ema:
+                self._exchange()
             self.publish()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """The running means of shards and the shards: the model has no others."""
+        for name in self._shards:
+            kept = self.masters[name].clone()
+            self.masters[name].copy_(self._means[name])
+            self._means[name].copy_(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """By name, masters, `means` if there are any, and the optimizers' own numbers; all
         processes call it, and the first has what was saved whatever their number.
         """
-        kinds = {"masters": {name: self._whole(name, self.masters) for name in self._weights}}
+        names = [*self._weights, *self._shards]
+        kinds = {"masters": {name: self._whole(name, self.masters) for name in names}}
         if self._ema:
-            kinds["means"] = {name: self._whole(name, self._means) for name in self._weights}
+            kinds["means"] = {name: self._whole(name, self._means) for name in names}
         own = {name: self._state_of(name) for name in self.masters}
         for kind in (*ADAMW, "momentum_buffer") if self._steps else ():
-            names = [
-                n for n in self._weights if (kind == "momentum_buffer") == (n in self._by_muon)
-            ]
-            mine = {name: own[name][kind] for name in names if name in own}
-            kinds[kind] = {name: self._whole(name, mine, of_one=kind == "step") for name in names}
+            some = [n for n in names if (kind == "momentum_buffer") == (n in self._by_muon)]
+            mine = {name: own[name][kind] for name in some if name in own}
+            kinds[kind] = {name: self._whole(name, mine, of_one=kind == "step") for name in some}
         return {**kinds, "steps": self._steps}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave, and casts it into the model."""
         for name, master in self.masters.items():
-            master.copy_(state["masters"][name])
+            master.copy_(self._part(name, state["masters"][name]))
             if self._means:
-                self._means[name].copy_(state["means"][name])
+                self._means[name].copy_(self._part(name, state["means"][name]))
             kinds = ("momentum_buffer",) if name in self._by_muon else ADAMW
             for kind in kinds if state["steps"] else ():
-                value: Tensor = state[kind][name]
+                value = self._part(name, state[kind][name])
                 self._state_of(name)[kind] = value.to(master.device).clone()
         self._steps = state["steps"]
         self.publish()
@@ -196,15 +224,34 @@ class MasterOptimizer:
         """A tensor that the owner of a weight has, of the weight's shape or `of_one` number; on the
         CPU where several processes share them, as room for all is not the first one's.
         """
-        if not self._shared:
+        shard = self._shards.get(name)
+        if not self._shared or (of_one and shard is not None):
             return mine[name]
-        weight = self._weights[name]
-        shape = () if of_one else weight.shape
-        value = weight.new_empty(shape, dtype=torch.float32)
-        if name in mine:
-            value.copy_(mine[name])
-        dist.broadcast(value, self.owners[name])
+        if shard is not None:
+            assert isinstance(shard, DTensor)
+            where = shard.device_mesh, shard.placements
+            sizes: dict[str, Any] = {"shape": shard.shape, "stride": shard.stride()}
+            value, shape = (
+                DTensor.from_local(mine[name], *where, **sizes).full_tensor(),
+                shard.shape,
+            )
+        else:
+            weight = self._weights[name]
+            shape = torch.Size() if of_one else weight.shape
+            value = weight.new_empty(shape, dtype=torch.float32)
+            if name in mine:
+                value.copy_(mine[name])
+            dist.broadcast(value, self.owners[name])
         return value.cpu() if self._rank == 0 else value[:0] if shape else value
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """What this process keeps of a tensor of a weight's shape, or of one number."""
+        shard = self._shards.get(name)
+        if shard is None or not whole.ndim:
+            return whole
+        assert isinstance(shard, DTensor)
+        where = shard.device_mesh, shard.placements
+        return distribute_tensor(whole.to(shard.device), *where, src_data_rank=None).to_local()
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters.values() if master.grad is not None]

@@ -55,7 +55,7 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
             )
         _check_taps(shape.target_layer_ids, verifier)
         shape = replace(shape, coupling=None)  # it was fitted to what the drafter said before
-    model = DFlashModel(_with_options(shape, config))
+    model = DFlashModel(with_options(shape, config))
     if model.config.tied_tables:
         tie(model, verifier)
     generator = torch.Generator().manual_seed(config.seed)
@@ -75,7 +75,7 @@ def make_drafter(config: TrainConfig, verifier: Any, tokenizer: Any) -> DFlashMo
     return model
 
 
-def _with_options(shape: DFlashConfig, config: TrainConfig) -> DFlashConfig:
+def with_options(shape: DFlashConfig, config: TrainConfig) -> DFlashConfig:
     """`shape` with what the options add; what a checkpoint has stays.
 
     Raises:

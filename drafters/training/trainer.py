@@ -34,6 +34,7 @@ from drafters.training.loss.losses import ChunkedLoss, LossConfig, default_gamma
 from drafters.training.loss.mask import use_flex
 from drafters.training.loss.objective import Objective
 from drafters.training.loss.packing import Packing
+from drafters.training.loss.sharding import is_sharded, shard
 from drafters.training.optimizer import MasterOptimizer, lr_factor
 from drafters.training.processes import termination
 from drafters.training.provenance import alike
@@ -46,7 +47,7 @@ FREE_TO_CHANGE = {
     "out", "device", "stop_after", "mask_path", "compile", "loss_rows", "log_every", "eval_every",
     "save_every", "attention", "kv_memory", "max_num_seqs", "shard_size", "skip_long", "tolerance",
     "finish_prompts", "epochs", "max_steps", "max_minutes", "prompts", "answers_from",
-    "answer_server", "init", "accumulation",
+    "answer_server", "init", "accumulation", "shard",
 }  # fmt: skip
 """Options that may differ when a run is resumed: they change its speed or its end, not what it
 computes.
@@ -90,6 +91,9 @@ class Trainer:
                 f" {self.world}"
             )
         model.to(target.device)  # the masters take the weights before they are rounded
+        sharded = config.shard and self.world > 1
+        if sharded:
+            shard(model, target.dtype)
         self.optimizer = MasterOptimizer(
             model,
             lr=config.lr,
@@ -98,7 +102,10 @@ class Trainer:
             kind=config.optimizer,
             ema=config.ema,
         )
-        self.model = model.to(target.dtype)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not (sharded and is_sharded(name)) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(target.dtype)
+        self.model = model
         self.flex = use_flex(config.mask_path, target.device)
         gamma = (
             None
@@ -119,7 +126,7 @@ class Trainer:
         self.loss = ChunkedLoss(
             self.objective, rows=config.loss_rows, weights=own, compile=config.compile
         )
-        for layer in model.layers if config.compile else ():
+        for layer in model.layers if config.compile and not sharded else ():
             compile_layer(layer)
         self.step, self.seconds = 0, 0.0  # of the steps of all runs, up to the last line
         self.tau: float | None = None
@@ -349,7 +356,9 @@ class Trainer:
         return slice(start, start + size)
 
     def _batches(self, epoch: int) -> tuple[list[list[int]], Tensor, list[Packing]]:
-        """Of an epoch, on the host and on the device, and how this process packs its shares."""
+        """Returns those of an epoch, on the host and on the device, and how this process packs its
+        shares.
+        """
         config, device = self.config, self.target.device
         seed = hash((config.seed, epoch))
         batches = self.train.epoch(seed, config.batch_size, mixed=config.pack_length > 0)

@@ -6,18 +6,20 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import cycle, product
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from drafters.dflash.model import DFlashModel
-from drafters.training.config import SEVERAL, TrainConfig, build_config
+from drafters.training.config import BENCH_ALONE, SEVERAL, TrainConfig, build_config
 from drafters.training.data.dataset import Answer, AnswerSet
-from drafters.training.shape import make_drafter
+from drafters.training.loss.memory import Memory, memory_of
+from drafters.training.shape import make_drafter, new_config, with_options
 from drafters.training.target import Target
 from drafters.training.trainer import Trainer
 from evals.bench.shapes import config_file
@@ -26,6 +28,7 @@ from specdec.cli.options import say_gpu
 from specdec.device.device import resolve_device, resolve_dtype
 from verifiers.config.shape import expert_counts
 from verifiers.dummy import dummy_verifier, random_model, read_config
+from verifiers.sizes import weight_bytes
 
 PEAKS = {
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312,
@@ -83,13 +86,17 @@ def run(args: argparse.Namespace) -> int:
     if len(args.stages) != 2:
         raise InvalidInputError("train bench takes one shape, such as qwen3-8b, or a config.json")
     given = {name: vars(args).pop(name, None) for name in SEVERAL}
-    shortest = vars(args).pop("shortest", None)
+    shortest, cards = (vars(args).pop(name, None) for name in BENCH_ALONE)
     with TemporaryDirectory() as folder:
         args.out = folder
         config = build_config(vars(args), args.config)
         config = replace(config, epochs=2.0 * STEPS, max_steps=None, max_minutes=None)
         sizes = list(product(*(given[name] or [getattr(config, name)] for name in SEVERAL)))
         configs = [replace(config, batch_size=batch, anchors=anchors) for batch, anchors in sizes]
+        if cards is not None:
+            for line in on_cards(args.stages[1], config, cards):
+                print(line)
+            return 0
         say_gpu(config.device)
         device = resolve_device(config.device)
         peak = None
@@ -102,6 +109,53 @@ def run(args: argparse.Namespace) -> int:
             row = one if isinstance(one, tuple) else one.row(peak)
             print(_line(row, widths), flush=True)
     return 0
+
+
+def on_cards(name: str, config: TrainConfig, cards: int) -> Iterator[str]:
+    """Lines on what each of so many cards would hold in a step, by arithmetic: nothing is made.
+
+    The target is in 16 bits a number, and in 8, as FP8 checkpoints store it; the drafter's weights
+    are whole, and divided (`shard`).
+
+    Raises:
+        InvalidInputError: the batch cannot be split so.
+    """
+    if cards < 1 or config.batch_size % (cards * config.accumulation):
+        raise InvalidInputError(
+            f"cards is {cards}; batch-size ({config.batch_size}) must be a multiple of accumulation"
+            f" ({config.accumulation}) x cards"
+        )
+    shape = read_config(config_file(name))
+    target: Any = SimpleNamespace(
+        config=shape,
+        name=name,
+        num_layers=shape.num_hidden_layers,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        max_model_len=shape.max_position_embeddings,
+        eos_token_ids=(),
+    )
+    drafter = with_options(new_config(config, target, _Spare(shape.vocab_size - 1)), config)
+    yield (
+        f"{name} on {cards} cards, batches of {config.batch_size} sequences of"
+        f" {config.max_length:,} tokens with {config.anchors} anchors in {config.accumulation}"
+        f" forwards; GB of each card:"
+    )
+    parts = [info.name for info in fields(Memory)]
+    titles = "bits", "shard", *parts, "total"
+    widths = [max(len(title), 6) for title in titles]
+    yield _line(titles, widths)
+    for bits, shard in product((16, 8), (False, True)):
+        stored = None if bits == 16 else {"quant_method": "fp8"}
+        memory = memory_of(
+            drafter,
+            replace(config, shard=shard),
+            target_bytes=weight_bytes(shape, stored, torch.bfloat16),
+            length=config.max_length,
+            world=cards,
+        )
+        figures = [f"{size / 1e9:.1f}" for size in (*astuple(memory), memory.total)]
+        yield _line((str(bits), "yes" if shard else "no", *figures), widths)
 
 
 Row = Figures | tuple[str, ...]

@@ -13,6 +13,7 @@ from drafters.dflash.config.checkpoint import tensor_shapes
 from drafters.dflash.config.config import DFlashConfig
 from drafters.dflash.model import DFlashModel
 from drafters.training.config import TrainConfig
+from drafters.training.loss.sharding import is_sharded
 from drafters.training.optimizer import owners_of
 
 LOGIT_BYTES = 16
@@ -25,7 +26,8 @@ class Memory:
 
     Attributes:
         target: its weights.
-        weights: the drafter's, and their gradients.
+        weights: the drafter's, and their gradients; of those that are sharded, two layers' and one
+            layer's gradients, twice, as they are summed.
         optimizer: float32 copies, their gradients, moments and running mean, of this process's
             share.
         activations: what the backward pass needs of the drafter's layers, without compilation.
@@ -72,9 +74,14 @@ def memory_of(
         model = DFlashModel(shape).to(dtype)
     shapes = tensor_shapes(shape)
     sizes = {name: math.prod(sides) for name, sides in shapes.items()}
-    owners, muon = owners_of(sizes, world), config.optimizer == "muon"
+    muon = config.optimizer == "muon"
     copies = {n: 4 - (muon and len(s) == 2) + (config.ema > 0) for n, s in shapes.items()}
-    kept = [sum(copies[n] * sizes[n] for n in sizes if owners[n] == r) for r in range(world)]
+    apart = {n: size for n, size in sizes.items() if config.shard and world > 1 and is_sharded(n)}
+    whole = {n: size for n, size in sizes.items() if n not in apart}
+    owners = owners_of(whole, world)
+    kept = [sum(copies[n] * whole[n] for n in whole if owners[n] == r) for r in range(world)]
+    parts = sum(copies[n] * size for n, size in apart.items()) // world
+    layer = sum(size for n, size in apart.items() if n.startswith("layers.0."))
     sequences = config.batch_size // (config.accumulation * world)
     rows = config.anchors * (shape.max_draft_tokens + (not shape.sample_from_anchor))
     once = saved_bytes(model, partial(_forward, model, length, rows))
@@ -83,8 +90,8 @@ def memory_of(
     logits = most * (shape.draft_vocab_size or shape.vocab_size) * LOGIT_BYTES
     return Memory(
         target=target_bytes,
-        weights=2 * dtype.itemsize * sum(sizes.values()),
-        optimizer=4 * max(kept),
+        weights=2 * dtype.itemsize * sum(whole.values()) + layer * (3 * dtype.itemsize + 4),
+        optimizer=4 * (max(kept) + parts),
         activations=sequences * once,
         logits=logits,
     )

@@ -148,6 +148,25 @@ def test_sequences_of_any_length_share_rows(
     assert "--shortest is for specdec train bench alone" in said
 
 
+def test_what_eight_cards_would_hold_is_said_without_running(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--max-length", "384", "--accumulation", "4", "--loss-rows", "2048", "--anchors", "24"]
+    assert main(["train", "bench", "qwen3.6-27b", "--cards", "8", *flags]) == 0
+    _, titles, *rows = capsys.readouterr().out.splitlines()
+    assert titles.split() == [
+        "bits", "shard", "target", "weights", "optimizer", "activations", "logits", "total",
+    ]  # fmt: skip
+    found = {tuple(row.split()[:2]): [float(x) for x in row.split()[2:]] for row in rows}
+    assert found.keys() == {("16", "no"), ("16", "yes"), ("8", "no"), ("8", "yes")}
+    for figures in found.values():
+        assert sum(figures[:-1]) == pytest.approx(figures[-1], abs=0.3)
+    assert 52 < found["16", "no"][0] < 56 and 27 < found["8", "no"][0] < 31
+    assert found["16", "yes"][-1] < 68 and found["16", "no"][1] > 2 * found["16", "yes"][1]
+    assert main(["train", "bench", "qwen3.6-27b", "--cards", "5"]) == 2
+    assert "cards is 5; batch-size (96) must be a multiple" in capsys.readouterr().err
+
+
 def test_what_cannot_be_measured_is_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

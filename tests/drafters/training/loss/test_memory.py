@@ -83,6 +83,26 @@ def test_a_target_of_27_billion_trains_on_eight_cards_of_80_gb() -> None:
     assert eight.total - eight.optimizer + alone.optimizer > 80e9
 
 
+def test_a_sharded_drafter_leaves_room_beside_a_target_in_16_bits() -> None:
+    """Parts by hand; and what eight cards of 80 GB hold with four forwards a step."""
+    config = TrainConfig(out="x", accumulation=4, loss_rows=2048, shard=True)
+    sizes: dict[str, Any] = {"target_bytes": 54 * 10**9, "length": 384, "world": 8}
+    divided = memory_of(LARGE, config, **sizes)
+    whole = memory_of(LARGE, replace(config, shard=False), **sizes)
+    layer = 2 * 5120 * 5120 + 3 * 5120 * 17_408
+    rest = 5 * (2 * 5120 * 1024 + 2 * 5120 + 2 * 128) + 2 * 5120
+    assert whole.weights == 4 * (5 * layer + 5 * 5120 * 5120 + rest)
+    assert divided.weights == 4 * rest + 10 * layer
+    shared = divided.optimizer - 16 * (5 * layer + 5 * 5120 * 5120) // 8
+    assert 16 * rest / 8 <= shared < 2 * 16 * rest / 8
+    assert (divided.activations, divided.logits) == (whole.activations, whole.logits)
+    assert divided.total < 68e9 < 71e9 < whole.total, "room for the allocator"
+    alone = replace(config, batch_size=12)
+    assert memory_of(LARGE, alone, target_bytes=0, length=384) == memory_of(
+        LARGE, replace(alone, shard=False), target_bytes=0, length=384
+    ), "one process has all"
+
+
 def test_it_is_said_in_a_line() -> None:
     said = str(memory_of(TINY, TrainConfig(out="x"), target_bytes=10**9, length=32))
     assert said.startswith("about 1.") and "target 1.0" in said
