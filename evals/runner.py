@@ -42,6 +42,7 @@ class Decoded:
     stats: AcceptanceStats
     error: str | None = None
     latency: Latency | None = None
+    num_cached_tokens: int = 0  # of the prompt
 
 
 Generate = Callable[[Sequence[list[int]], Sequence[SamplingParams], OnStep | None], list[Decoded]]
@@ -56,6 +57,7 @@ class Answer:
     token_ids: list[int]
     stats: AcceptanceStats
     latency: Latency | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,15 @@ def run_set(
         for index, prompt, result in zip(asked, inputs, results, strict=True):
             if result.error is not None:
                 raise SpecDecError(f"{prompts.name} {prompts.items[index].item_id}: {result.error}")
-            answers.append(Answer(prompt, result.token_ids, result.stats, result.latency))
+            answers.append(
+                Answer(
+                    prompt,
+                    result.token_ids,
+                    result.stats,
+                    result.latency,
+                    result.num_cached_tokens,
+                )
+            )
             text = decoder.tokenizer.decode(result.token_ids, skip_special_tokens=True)
             histories[index].append({"role": "assistant", "content": text})
     return Pass(answers, seconds)
@@ -167,9 +177,26 @@ def _decode(
             handle.cancel()
     results = [handle.result() for handle in handles]
     return [
-        Decoded(result.token_ids, result.stats, result.error, latency)
+        Decoded(result.token_ids, result.stats, result.error, latency, result.num_cached_tokens)
         for result, latency in zip(results, clock.latencies, strict=True)
     ]
+
+
+def behind_hits(decoder: SpecDecoder, concurrency: int) -> Generate:
+    """Decodes so many prompts at a time, each of which the prefix cache has just been given."""
+
+    def generate(
+        inputs: Sequence[list[int]], samplings: Sequence[SamplingParams], on_step: OnStep | None
+    ) -> list[Decoded]:
+        results: list[Decoded] = []
+        for start in range(0, len(inputs), concurrency):
+            prompts = inputs[start : start + concurrency]
+            asked = samplings[start : start + concurrency]
+            _decode(decoder.session, prompts, [replace(one, max_tokens=1) for one in asked], None)
+            results += _decode(decoder.session, prompts, asked, on_step)
+        return results
+
+    return generate
 
 
 class _Clock:

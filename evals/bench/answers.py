@@ -123,6 +123,24 @@ def latency(passes: Sequence[Pass]) -> dict[str, Any] | None:
     }
 
 
+def behind_hits(hits: Sequence[Answer], cold: Sequence[Answer]) -> dict[str, Any]:
+    """Answers to prompts that lay in the prefix cache, beside those to the same prompts that did
+    not.
+    """
+    stats = [one.stats for one in hits]
+    pairs = zip(hits, cold, strict=True)
+    return {
+        "num_prompt_tokens": sum(len(one.prompt_token_ids) for one in hits),
+        "num_cached_tokens": sum(one.num_cached_tokens for one in hits),
+        "tau": pooled(stats).tau,
+        "mean_tau": mean_tau(stats),
+        "by_context": by_context(hits),
+        "differing_answers": [
+            index for index, (one, other) in enumerate(pairs) if one.token_ids != other.token_ids
+        ],
+    }
+
+
 def by_context(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Tau by the tokens that were there before a step, prompt included."""
     return by_length([(one.stats, len(one.prompt_token_ids)) for one in answers], CONTEXT)

@@ -17,7 +17,16 @@ from evals.prompt_sets import PromptSet
 from evals.report.report import new_report
 from evals.report.sides import PLAIN, side_name
 from evals.roofline import bound, measured_bandwidth
-from evals.runner import Decoded, Generate, OnStep, OnTurn, Pass, max_total_tokens, run_set
+from evals.runner import (
+    Decoded,
+    Generate,
+    OnStep,
+    OnTurn,
+    Pass,
+    behind_hits,
+    max_total_tokens,
+    run_set,
+)
 from evals.speed import time_split
 from specdec.base.config import EngineConfig
 from specdec.base.errors import InvalidInputError
@@ -138,17 +147,19 @@ class Bench:
         sampling = config.sampling(temperature)
         where = f"{prompts.name} T={temperature:g} c={concurrency}"
 
-        def run(side: _Side, title: str) -> Pass:
+        def run(side: _Side, title: str, *, hits: bool = False) -> Pass:
             on_turn = self._on_turn(f"{where} {side.title} {title}")
             if not side.peer:
                 side.decoder.engine.reset()  # no pass may copy what one before it wrote
+                # without it every pass does the same work, prefill included
+                side.decoder.engine.scheduler.prefix.enabled = hits
             return run_set(
                 side.decoder,
                 prompts,
                 sampling,
                 raw=config.raw,
                 on_turn=on_turn,
-                generate=side.generate,
+                generate=behind_hits(side.decoder, concurrency) if hits else side.generate,
             )
 
         for side in sides if config.warmup else ():
@@ -165,6 +176,9 @@ class Bench:
         for side in sides:
             if side.peer:
                 continue
+            if config.behind_hits:
+                side.hits = run(side, "behind hits", hits=True)
+                side.decoder.engine.scheduler.prefix.enabled = False
             # Apart from the timed passes, because on an accelerator timing the phases makes the
             # host wait, many times over.
             timer = side.decoder.engine.timer

@@ -127,6 +127,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="untimed passes before them (default %(default)s)",
     )
+    add(
+        "--behind-hits",
+        action="store_true",
+        help="ask every prompt once more from the prefix cache: tau behind hits",
+    )
     add("--peer", nargs="+", default=[], metavar="NAME", help="other systems in the same run:"
                                                               " transformers, transformers-lookup, "
         "llama.cpp[:FILE], vllm[:DRAFTER]")  # fmt: skip
@@ -249,6 +254,8 @@ def _measure(args: argparse.Namespace) -> int:
     if args.html:
         check_plotting()
     config = bench_config(args)
+    if config.behind_hits and args.ray is not None:
+        raise InvalidInputError("--behind-hits asks one engine; leave out --ray")
     cluster_config(args)
     # Only the target is used, so the cache of this decoder is made as small as can be.
     smallest = EngineConfig(max_num_seqs=1, max_model_len=2)
@@ -319,6 +326,7 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         max_model_len=args.max_model_len,
         max_prefill_tokens=args.max_prefill_tokens,
         draft_sampling=args.draft_sampling,
+        behind_hits=args.behind_hits,
     )
 
 

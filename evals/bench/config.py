@@ -54,6 +54,7 @@ class BenchConfig:
         memory_bytes: budget of each side's cache; None takes the device's default.
         max_model_len: most tokens of a conversation; None takes what the target is made for.
         max_prefill_tokens, draft_sampling: see `EngineConfig`.
+        behind_hits: ask every prompt once more, from the prefix cache.
     """
 
     sets: tuple[PromptSet, ...]
@@ -76,6 +77,7 @@ class BenchConfig:
     max_model_len: int | None = None
     max_prefill_tokens: int | None = None
     draft_sampling: DraftSampling = "coupled"
+    behind_hits: bool = False
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -147,15 +149,14 @@ class BenchConfig:
             tree_nodes=kind.tree,
             verify_budget=kind.budget,
             graphs=self.graphs,
-            # Without it every pass does the same work, prefill included.
-            cache=CacheConfig(memory_bytes=self.memory_bytes, prefix_caching=False),
+            cache=CacheConfig(memory_bytes=self.memory_bytes, prefix_caching=self.behind_hits),
         )
 
     @property
     def settings(self) -> dict[str, Any]:
         """What belongs in the report."""
         names = ["max_tokens", "top_k", "top_p", "repeats", "warmup", "seed", "raw", "graphs"]
-        names += ["max_model_len", "max_prefill_tokens", "draft_sampling"]
+        names += ["max_model_len", "max_prefill_tokens", "draft_sampling", "behind_hits"]
         sets = [
             {
                 "name": one.name,

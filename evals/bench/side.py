@@ -24,6 +24,7 @@ class Side:
         k: drafts of its steps.
         peer: the system that decodes in place of ours.
         passes: the timed ones.
+        hits: the pass behind prefix-cache hits, where it was asked for.
         time_split: see `evals.speed.time_split`.
     """
 
@@ -31,6 +32,7 @@ class Side:
     k: int | str = 0
     peer: Peer | None = None
     passes: list[Pass] = field(default_factory=list)
+    hits: Pass | None = None
     time_split: dict[str, float] | None = None
 
     @property
@@ -79,4 +81,5 @@ class Side:
             "latency": answers.latency(self.passes),
             "differing_answers": differing,
             "time_split": self.time_split,
+            "behind_hits": self.hits and answers.behind_hits(self.hits.answers, first),
         }

@@ -36,6 +36,7 @@ def bench_grids(report: Report) -> Iterator[Grid]:
         budget_grid(first, MAX_POSITIONS),
         length_grid(first, "by_context", "tau by the tokens before a step, prompt included"),
         length_grid(first, "by_output", "tau by the output tokens before a step"),
+        hits_grid(first),
         serving_grid(rows),
     ):
         if grid.rows:
@@ -204,6 +205,35 @@ def length_grid(rows: Iterable[Row], field: str, title: str) -> Grid:
         return "" if tau is None else f"{tau:.2f}"
 
     return _columns(title, own, [length_range(one) for _, one in ends], cell)
+
+
+def hits_grid(rows: Iterable[Row]) -> Grid:
+    """Tau behind prefix-cache hits, beside that of the same prompts computed."""
+    own = [row for row in drafting(rows) if row.get("behind_hits")]
+    every = [of for row in own for of in (row["acceptance"], row["behind_hits"])]
+    ends = sorted({one["end"]: one for of in every for one in of["by_context"]}.items())
+
+    def cell(row: Row, place: int) -> str:
+        hits, cold = row["behind_hits"], row["acceptance"]
+        if place == 0:
+            return f"{hits['num_cached_tokens'] / hits['num_prompt_tokens']:.2f}"
+        if place == 1:
+            asked = row["num_answers"]
+            return f"{asked - len(hits['differing_answers'])}/{asked}"
+        if place == 2:
+            return f"{cold['tau']:.2f} {hits['tau']:.2f}"
+        found = [
+            {one["end"]: f"{one['tau']:.2f}" for one in of["by_context"]} for of in (cold, hits)
+        ]
+        end = ends[place - 3][0]
+        return " ".join(of.get(end, "-") for of in found if end in found[0] or end in found[1])
+
+    head = ("from cache", "same output", "all", *(length_range(one) for _, one in ends))
+    grid = _columns(
+        "tau of prompts computed, and of the same from the prefix cache", own, head, cell
+    )
+    note = "all, then by the tokens before a step; from cache: share of the prompts' tokens."
+    return replace(grid, notes=(note,))
 
 
 def length_range(one: Mapping[str, Any]) -> str:
