@@ -5,15 +5,22 @@ tokens are those of plain decoding.
 from typing import Any
 
 import pytest
+import torch
 
+from specdec.base.config import CacheConfig
+from specdec.engine import build
 from specdec.engine.build import budget_reasons, target_tree_reasons
 from specdec.engine.capture.graphs import StepGraphs
+from specdec.engine.engine import SpecEngine
+from specdec.engine.requests.request import Request
+from specdec.kv_cache import StateCache
 from specdec.model.core import Drafter
+from specdec.sampling.params import SamplingParams
 from tests.helpers.guided import SAMPLINGS as GUIDED
 from tests.helpers.guided import GuidedCase
 from tests.helpers.scripted import ScriptedDrafter
 from tests.helpers.scripted_trees import ScriptedTrees
-from tests.helpers.tree_engine import SAMPLINGS, TREES, TreeCase, tokens
+from tests.helpers.tree_engine import MAX_TOKENS, SAMPLINGS, TREES, TreeCase, finish, tokens
 from tests.helpers.trees import random_trees
 from tests.specdec.engine.capture.test_graphs import Recorder, refuse
 from tests.specdec.engine.test_budget import at_random, by_token, reading, ruled
@@ -101,3 +108,59 @@ def test_grammars(sampling: str, rule: str) -> None:
     assert tokens(requests) == tokens(case.plain[sampling])
     assert sum(sum(request.num_accepted) for request in requests) > 20
     assert {shape.budget for shape in engine.timer.steps_by_shape} == {2.5}
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("tree", [False, True])
+def test_requests_that_want_fewer_drafts(tree: bool, every: bool) -> None:
+    """Beside those that want all, and where none does; a request gets no more than it wants."""
+    case = TreeCase()
+    wanted: list[dict[str, Any]] = [{"num_draft_tokens": 2}, {"num_draft_tokens": 0}]
+    wanted += [{"num_draft_tokens": 1}, {"num_draft_tokens": 2}] if every else [{}, {}]
+    if tree:
+        wanted = [{"tree_nodes": 3}, {"num_draft_tokens": 0, "tree_nodes": 3}] * 2
+        wanted[3] = wanted[2] if every else {}
+    drafter: Drafter = ScriptedTrees(case.outputs, TREES)
+    if not tree:
+        drafter = ScriptedDrafter(case.outputs, 6, [{3}, set()])
+    engine = case.engine(drafter, verify_budget=1.5, **({} if tree else {"tree_nodes": None}))
+    requests = [
+        engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=0, **each))
+        for prompt, each in zip(case.prompts, wanted, strict=True)
+    ]
+    assert tokens(finish(engine, *requests)) == tokens(case.plain["greedy"])
+    most = [max(request.num_accepted) for request in requests]
+    assert most[1] == 0 and most[0] <= (3 if tree else 2)
+    assert any(shape.budget for shape in engine.timer.steps_by_shape)
+
+
+def test_preempted_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that begin alike in a cache far too small: states are those of accepted rows."""
+    monkeypatch.setattr(build, "SNAPSHOT_TOKENS", 8)
+    case = TreeCase("qwen3_5")
+    first = max(case.prompts, key=len)
+    prompts = [first, [*first[:-3], 5, 9], [*first[:17], 8], first]
+
+    def decode(engine: SpecEngine) -> list[Request]:
+        sampling = SamplingParams(max_tokens=MAX_TOKENS, seed=0)
+        requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+        return finish(engine, *requests)
+
+    plain = tokens(decode(case.engine(None)))
+    outputs = {tuple(prompt): output for prompt, output in zip(prompts, plain, strict=True)}
+    options: dict[str, Any] = {"tree_nodes": None, "verify_budget": 1.5, "max_num_seqs": 3}
+    drafter = ScriptedDrafter(outputs, 6, [{3}, {1, 4}, set()])
+    engine = case.engine(drafter, **options)
+    states = sum(
+        tensor.nbytes
+        for cache in engine.kv_cache.layers
+        if isinstance(cache, StateCache)
+        for tensor in cache[:2]
+    )
+    per_block = 4 * sum(spec.bytes_per_token(torch.float32) for spec in case.verifier.kv_specs)
+    engine = case.engine(
+        drafter, cache=CacheConfig(memory_bytes=states + 23 * per_block), **options
+    )
+    assert tokens(decode(engine)) == plain
+    assert tokens(decode(engine)) == plain, "from what the first time has left"
+    assert engine.scheduler.num_preemptions > 0 < engine.prefix_counts.found

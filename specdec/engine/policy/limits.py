@@ -82,7 +82,8 @@ class DraftLimits(NamedTuple):
         trees = (
             one for one in shapes if one.is_tree and not one.budget and one.drafts >= self.nodes
         )
-        return min(trees, key=lambda one: one.drafts) if self.nodes < shape.drafts else shape
+        smallest = min(trees, key=lambda one: one.drafts, default=shape)
+        return smallest if self.nodes < shape.drafts else shape
 
 
 def limit(draft: DraftOutput, batch: DecodeBatch) -> None:

@@ -74,7 +74,8 @@ class Planner:
             )
         if batch.plan.limited and requests:
             limits = self.limits.joined(request.sampling for request in requests)
-            launch.block = limits.fit(launch.shape, self.shapes)
+            budget = 0.0 if choice else launch.shape.budget
+            launch.block = limits.fit(launch.shape, self.shapes)._replace(budget=budget)
             if choice and not launch.shape.drafts:
                 choice.put_off()
         shape = launch.shape
