@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ Visibility = Literal["causal", "full", "ancestors"]
 
 BY_NAME = ["it is taken by name alone"]
 """Why `auto` passes over what nobody would miss."""
+
+
+class Scoring(TypedDict, total=False):
+    """How a layer scores keys: `window`, `softcap` and `sinks` as in `AttentionSpec`, or None."""
+
+    scale: Required[float]
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [num_heads]
 
 
 class HeadShape(NamedTuple):
@@ -293,7 +302,6 @@ class AttentionBackend(ABC):
     def plan(self, metadata: AttentionMetadata) -> Any:
         """Work that all layers of one forward share, such as masks and index lists."""
 
-    @abstractmethod
     def run(
         self,
         query: Tensor,  # [num_tokens, num_heads, head_dim]
@@ -301,28 +309,22 @@ class AttentionBackend(ABC):
         value: Tensor,  # [num_tokens, num_kv_heads, head_dim]
         cache: LayerCache,
         plan: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,  # [num_heads]
+        **how: Unpack[Scoring],
     ) -> Tensor:
         """Writes `key` and `value` to the cache, then attends to the cache.
 
         Returns:
             [num_tokens, num_heads, head_dim] in the dtype of `query`.
         """
+        self.write(cache, key, value, plan.slot_mapping)
+        return self.read(query, cache, plan, **how)
 
     def read(
         self,
         query: Tensor,  # [num_tokens, num_heads, head_dim]
         cache: LayerCache,
         plan: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,  # [num_heads]
+        **how: Unpack[Scoring],
     ) -> Tensor:
         """`run` for rows whose keys and values are cached, for a spec that `reads_others`."""
         raise NotImplementedError(f"{self.name} refuses layers that read the cache of others")

@@ -15,7 +15,7 @@ decode on unified_attention, which is slower there than the paged kernels.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -27,7 +27,13 @@ from specdec.attention.aiter.groups import AiterPlan, Group, plan_groups, plan_p
 from specdec.attention.aiter.layout import Layout
 from specdec.attention.aiter.routes import Kernel, Route, choose
 from specdec.attention.aiter.scratch import Scratch
-from specdec.attention.backend import BY_NAME, AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.backend import (
+    BY_NAME,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    Scoring,
+)
 from specdec.attention.check import reasons_against_kernels
 from specdec.attention.triton.fa import TritonFaBackend
 from specdec.base.sizes import power_of_two
@@ -184,18 +190,12 @@ class RocmAiterFaBackend(AttentionBackend):
         value: Tensor,
         cache: LayerCache,
         plan: AiterPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        **how: Unpack[Scoring],
     ) -> Tensor:
         """See `AttentionBackend.run`."""
         key, value = key.contiguous(), value.contiguous()
         self.write(cache, key, value, plan.slot_mapping)
-        return self.attend(
-            query, key, value, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+        return self.attend(query, key, value, cache, plan, **how)
 
     def attend(
         self,
@@ -204,17 +204,10 @@ class RocmAiterFaBackend(AttentionBackend):
         value: Tensor,
         cache: LayerCache,
         plan: AiterPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        **how: Unpack[Scoring],
     ) -> Tensor:
         """Attends to keys and values that are in the cache already."""
-        rows, layer = (
-            Rows(query.contiguous(), key, value),
-            Layer(cache, scale, window, softcap, sinks),
-        )
+        rows, layer = Rows(query.contiguous(), key, value), Layer(cache, **how)
         # which read rows, where decoding reads the cache alone
         if any(group.phase != "decode" for group in plan.groups):
             rows = Rows(rows.query, key.contiguous(), value.contiguous())

@@ -9,7 +9,7 @@ gap: the gather copies the context once per layer, so on an accelerator it is ri
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from specdec.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
+    Scoring,
     TreeRows,
     Visibility,
 )
@@ -215,38 +216,11 @@ class TorchRefBackend(AttentionBackend):
             segments.append(segment)
         return segments
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: LayerCache,
-        plan: TorchRefPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See `AttentionBackend.run`."""
-        self.write(cache, key, value, plan.slot_mapping)
-        return self.read(
-            query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
-
     def read(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        plan: TorchRefPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, query: Tensor, cache: LayerCache, plan: TorchRefPlan, **how: Unpack[Scoring]
     ) -> Tensor:
         """See `AttentionBackend.read`."""
-        attend = partial(self._attend, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        attend = partial(self._attend, **how)
         if len(plan.segments) == 1 and plan.segments[0].rows == slice(None):
             return attend(query, cache, plan.segments[0])
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -270,9 +244,9 @@ class TorchRefBackend(AttentionBackend):
         segment: _Segment,
         *,
         scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of one segment, [rows, num_heads, head_dim] in and out."""
         num_rows, num_heads, head_dim = query.shape
@@ -299,15 +273,8 @@ class TorchRefBackend(AttentionBackend):
                 :, :, : groups * width
             ]
         else:
-            out = _weigh(
-                q,
-                k,
-                v,
-                segment.mask(window, query.dtype, groups),
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            mask = segment.mask(window, query.dtype, groups)
+            out = _weigh(q, k, v, mask, scale, softcap, sinks)
         if width > 1:
             out = out.view(-1, num_kv_heads, groups, width, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(num_rows, num_heads, head_dim)
@@ -344,7 +311,6 @@ def _weigh(
     k: Tensor,
     v: Tensor,
     mask: Tensor,
-    *,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,

@@ -11,13 +11,13 @@ below its bound. Float32 is computed as such, not in the matrix units' short for
 Known gaps: query heads in groups above 128; head sizes above 512.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 import specdec.device.device
-from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from specdec.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, Scoring
 from specdec.attention.check import reasons_against_kernels
 from specdec.attention.triton import context
 from specdec.attention.triton.context import PrefillPlan, plan_rectangles
@@ -119,62 +119,25 @@ class TritonFaBackend(AttentionBackend):
         """The metadata itself, and what of long contexts a library takes."""
         return plan_rectangles(metadata, self.spec.block_size) if self.rectangle else metadata
 
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: LayerCache,
-        plan: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See `AttentionBackend.run`."""
-        self.write(cache, key, value, plan.slot_mapping)
-        return self.read(
-            query, cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
-
     def read(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        plan: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, query: Tensor, cache: LayerCache, plan: AttentionMetadata, **how: Unpack[Scoring]
     ) -> Tensor:
         """See `AttentionBackend.read`."""
         query = query if query.stride(-1) == 1 else query.contiguous()
-        options: dict[str, Any] = {
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "sinks": sinks,
-        }
-        if (
-            self.rectangle is None
-            or not isinstance(plan, PrefillPlan)
-            or window is not None
-            or softcap is not None
-        ):
-            return self._attend(query, cache, plan, **options)
+        simple = how.get("window") is None and how.get("softcap") is None
+        if not (self.rectangle and simple and isinstance(plan, PrefillPlan)):
+            return self._attend(query, cache, plan, **how)
         return context.attend(
             query,
             cache,
             plan,
             self.rectangle,
-            scale=scale,
-            sinks=sinks,
-            go_on=lambda rows, rest, **how: self._prefill.prefill_attention(
-                rows, cache, **_places(rest), **options, **how
+            scale=how["scale"],
+            sinks=how.get("sinks"),
+            go_on=lambda rows, rest, **more: self._prefill.prefill_attention(
+                rows, cache, **_places(rest), **how, **more
             ),
-            plain=lambda rows, rest: self._attend(rows, cache, rest, **options),
+            plain=lambda rows, rest: self._attend(rows, cache, rest, **how),
         )
 
     def _attend(
@@ -183,7 +146,7 @@ class TritonFaBackend(AttentionBackend):
         cache: LayerCache,
         metadata: AttentionMetadata,
         *,
-        window: int | None,
+        window: int | None = None,
         **options: Any,
     ) -> Tensor:
         """Attention through our own kernels alone."""
