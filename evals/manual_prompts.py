@@ -72,9 +72,7 @@ def _editing() -> Iterator[str]:
         source = inspect.getsource(module)
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
         texts = [(node.name, ast.get_source_segment(source, node) or "") for node in functions]
-        for name, text in [(name, text) for name, text in texts if len(text) in _EDITED_LENGTHS][
-            :2
-        ]:
+        for name, text in [(name, one) for name, one in texts if len(one) in _EDITED_LENGTHS][:2]:
             before = f"Original file:\n\n```python\n{text}\n```"
             yield (
                 f"{before}\n\nThe same file, in which the function is called `{name}_new`:\n\n"

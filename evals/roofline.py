@@ -61,9 +61,8 @@ def step_bytes(engine: SpecEngine, *, k: int, num_reqs: int, context: float) -> 
     for spec, window in zip(specs, verifier.windows, strict=True):
         if isinstance(spec, SharedLayerSpec):
             spec = specs[spec.layer]  # read once more
-        cached += spec.bytes_per_token(dtype) * (
-            context if window is None else min(context, window)
-        )
+        seen = context if window is None else min(context, window)
+        cached += spec.bytes_per_token(dtype) * seen
         if isinstance(spec, StateLayerSpec):
             cached += 2 * spec.state_bytes
     if drafter:
@@ -85,9 +84,8 @@ def bound(
         num_reqs: requests at once.
         context: cached tokens per request, on average.
     """
-    moved = step_bytes(
-        engine, k=engine.planner.shapes[-1].drafts, num_reqs=num_reqs, context=context
-    )
+    k = engine.planner.shapes[-1].drafts
+    moved = step_bytes(engine, k=k, num_reqs=num_reqs, context=context)
     return {"bytes_per_step": moved, "tokens_per_second": tau * num_reqs * bandwidth / moved}
 
 

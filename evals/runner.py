@@ -209,9 +209,7 @@ class _Clock:
     def __init__(self, requests: Sequence[Request]) -> None:
         self.latencies: list[Latency | None] = [None] * len(requests)
         # One that decoding for room in the queue has begun with has an unknown start.
-        self._waiting = deque(
-            (i, one) for i, one in enumerate(requests) if one.status is Status.WAITING
-        )
+        self._waiting = deque((i, r) for i, r in enumerate(requests) if r.status is Status.WAITING)
         self._open: list[tuple[int, Request]] = []
         self._started: dict[int, float] = {}
         self._first: dict[int, float] = {}

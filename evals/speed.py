@@ -91,6 +91,5 @@ def time_split(phases: Mapping[str, float], seconds: float) -> dict[str, float]:
         "accept": phases.get("accept", 0.0),
     }
     shares = {part: value / seconds if seconds > 0 else 0.0 for part, value in counted.items()}
-    return shares | {
-        "rest": max(0.0, seconds - sum(counted.values())) / seconds if seconds > 0 else 0.0
-    }
+    rest = max(0.0, seconds - sum(counted.values())) / seconds if seconds > 0 else 0.0
+    return shares | {"rest": rest}

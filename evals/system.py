@@ -147,10 +147,7 @@ class ClusterSystem:
         self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
     ) -> Iterator[Timed]:
         """See `System`; an answer may be an error."""
-        rows = [
-            Row(str(number), *one)
-            for number, one in enumerate(zip(prompts, samplings, strict=True))
-        ]
+        rows = [Row(str(n), *one) for n, one in enumerate(zip(prompts, samplings, strict=True))]
         for answer in self._pool.answers(rows, self._origin):
             yield Timed(int(answer.key), answer.results[0], answer.seconds)
 

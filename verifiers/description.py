@@ -136,6 +136,5 @@ def sigmoid_routing(config: Any) -> Routing:
 def norm_epsilon(config: Any) -> float:
     """Epsilon of a model's norms."""
     names = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
-    return float(
-        next(value for name in names if (value := getattr(config, name, None)) is not None)
-    )
+    values = (getattr(config, name, None) for name in names)
+    return float(next(value for value in values if value is not None))

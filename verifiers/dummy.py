@@ -128,12 +128,8 @@ def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False
             re.sub(r"^model\.", "model.language_model.", name): tensor
             for name, tensor in named.items()
         }
-    seen, files, shard, size = (
-        set[tuple[int, torch.Size]](),
-        dict[str, str](),
-        dict[str, Tensor](),
-        0,
-    )
+    seen, files = set[tuple[int, torch.Size]](), dict[str, str]()
+    shard, size = dict[str, Tensor](), 0
     for number, (name, tensor) in enumerate(named.items(), start=1):
         place = tensor.data_ptr(), tensor.shape
         if place not in seen:  # else it is tied to another one
@@ -144,9 +140,8 @@ def write_weights(model: PreTrainedModel, folder: Path, *, wrapped: bool = False
             write_atomically(folder / file, partial(save_file, shard, metadata={"format": "pt"}))
             files |= dict.fromkeys(shard, file)
             shard, size = {}, 0
-    write_text(
-        folder / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": files})
-    )
+    empty = json.dumps({"metadata": {}, "weight_map": files})
+    write_text(folder / "model.safetensors.index.json", empty)
 
 
 def dummy_verifier(
@@ -244,9 +239,8 @@ def dummy_rank(
         getattr(config, "initializer_range", 0.02),
     )
     for key, shape in shapes.items():
-        whole = torch.full(
-            shape, norm if key.endswith("norm.weight") else 0.0, device=device, dtype=dtype
-        )
+        value = norm if key.endswith("norm.weight") else 0.0
+        whole = torch.full(shape, value, device=device, dtype=dtype)
         if len(shape) > 1:
             whole.normal_(std=spread, generator=generator.manual_seed(seed + crc32(key.encode())))
         tensors[key] = whole if shard is None else shard.part(key, whole)
@@ -299,9 +293,7 @@ def quantized_weights(model: PreTrainedModel, quantize: str) -> Weights:
         numbers = tensor.detach()
         if experts:
             numbers = numbers.mT if description.experts in TRANSPOSED else numbers
-            weights.tensors[name] = PackedWeight.stacked(
-                [WAYS[quantize](expert) for expert in numbers]
-            )
+            weights.tensors[name] = PackedWeight.stacked([WAYS[quantize](one) for one in numbers])
         else:
             weights.tensors[name] = WAYS[quantize](numbers)
         tensor.data = numbers.new_empty(0)

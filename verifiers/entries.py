@@ -60,6 +60,5 @@ def tokens(config: Any, name: str) -> int | None:
 
 def own_entries(config: PreTrainedConfig, layer: int) -> Any:
     """The entries of one decoder layer, where transformers lets layers differ in any."""
-    return (
-        config.per_layer_config[layer] if getattr(config, "per_layer_attributes", None) else config
-    )
+    differ = getattr(config, "per_layer_attributes", None)
+    return config.per_layer_config[layer] if differ else config

@@ -107,9 +107,8 @@ def verifier_for(
         UnsupportedModelError: only our own layers could run it, and its projections are no plain
             ones.
     """
-    ends = eos_token_ids(
-        getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id
-    )
+    stated = getattr(model.generation_config, "eos_token_id", None)
+    ends = eos_token_ids(stated, model.config.eos_token_id)
     description = description_of(model)
     peculiar = peculiarity(model.config)
     if description is not None and (fuse or peculiar or isinstance(backend, MlaBackend)):
@@ -202,9 +201,7 @@ class HFVerifier:
         total = sum(parameter.nbytes for parameter in self.model.parameters()) + sum(
             b.nbytes for b in self.model.buffers()
         )
-        tables = [
-            module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)
-        ]
+        tables = [one.weight for one in self.model.modules() if isinstance(one, nn.Embedding)]
         return total - sum(table.nbytes for table in tables if table is not self._head.weight)
 
     @property
@@ -265,9 +262,8 @@ class HFVerifier:
         for layer in layers:
             if layer not in self._hooked:
                 if layer == -1:
-                    self.layers[0].register_forward_pre_hook(
-                        self._keep_embeddings, with_kwargs=True
-                    )
+                    hooked = self.layers[0]
+                    hooked.register_forward_pre_hook(self._keep_embeddings, with_kwargs=True)
                 else:
                     self.layers[layer].register_forward_hook(partial(self._keep, layer))
                 self._hooked.add(layer)

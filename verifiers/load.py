@@ -243,14 +243,12 @@ def _own(reading: _Reading, fuse: bool) -> Verifier | None:
 
     config = reading.config
     description = describe(config) if reading.shard is None else reading.shard.description
-    if description is None or not (
-        fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)
-    ):
+    ours = fuse or peculiarity(config) or isinstance(reading.backend, MlaBackend)
+    if description is None or not ours:
         return None
     say_text_only(reading.whole)
-    return read(
-        reading.name, "weights", partial(_built, reading, config, description), reading.blame
-    )
+    build = partial(_built, reading, config, description)
+    return read(reading.name, "weights", build, reading.blame)
 
 
 def _built(reading: _Reading, config: Any, description: Description) -> Verifier:

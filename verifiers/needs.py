@@ -116,9 +116,8 @@ def read_needs(
     index = next(filter(None, (json_file(where, file, what="target") for file in INDEXES)), {})
     about, files = index.get("metadata"), index.get("weight_map")
     size = about.get("total_size") if isinstance(about, dict) else None
-    options["total_size"] = (
-        int(size) if isinstance(size, int | float) and 0 < size < 2**63 else None
-    )
+    size = size if isinstance(size, int | float) else 0
+    options["total_size"] = int(size) if 0 < size < 2**63 else None
     options["names"] = tuple(files) if isinstance(files, dict) else ()
     options["gguf"] = None if (whole := gguf_of(where)) is None else GgufFiles(whole)
     needs = needs_of(entries, name=name, device=device, dtype=dtype, gpu_bytes=gpu_bytes, **options)
@@ -149,9 +148,7 @@ def _in_one_line(needs_of: Callable[..., Needs]) -> Callable[..., Needs]:
             check_numbers(entries)
             return needs_of(entries, name=name, **options)
 
-        return read(
-            name, "config", partial(judge, entries), lambda error: blamed(entries, judge, error)
-        )
+        return read(name, "config", partial(judge, entries), lambda e: blamed(entries, judge, e))
 
     return guarded
 
@@ -195,9 +192,8 @@ def needs_of(
         CheckpointError: the entries make no config.
     """
     model_type = entries.get("model_type", "")
-    if not isinstance(model_type, str) or (
-        model_type not in READ_AS and model_type not in CONFIG_MAPPING
-    ):
+    known = isinstance(model_type, str) and (model_type in READ_AS or model_type in CONFIG_MAPPING)
+    if not known:
         unknown = f"transformers {transformers_version} has no model of type {model_type!r}"
         gpus = _gpus(total_size or 0, gpu_bytes)
         missing = unknown, *_too_large(gpus, gpu_bytes, {}, max_gpus)
@@ -230,14 +226,10 @@ def needs_of(
     ranks = {1: weights}
     if own and divides:
         ranks = divisions(text, quantization, weights, device=device, dtype=dtype, packed=packed)
-    fitting = [
-        count for count, size in ranks.items() if count <= max_gpus and size <= ROOM * gpu_bytes
-    ]
+    fitting = [n for n, size in ranks.items() if n <= max_gpus and size <= ROOM * gpu_bytes]
     gpus = fitting[0] if fitting else _gpus(weights, gpu_bytes)
     spec = backend_spec(text, device=device, dtype=dtype, block_size=DEFAULT_BLOCK_SIZE)
-    chosen = next(
-        (backend for backend, against in refusals(spec, auto=True).items() if not against), ""
-    )
+    chosen = next((one for one, against in refusals(spec, auto=True).items() if not against), "")
     against = (
         []
         if chosen

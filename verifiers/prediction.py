@@ -318,9 +318,8 @@ def _read(
             "the checkpoint holds no layers for multi-token prediction; use another drafter"
         )
     of_layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
-    check_shapes(
-        weights, of_layers | {f"{module}.weight": shape for module, shape in extra.items()}
-    )
+    extras = {f"{module}.weight": shape for module, shape in extra.items()}
+    check_shapes(weights, of_layers | extras)
     return Weights(weights)
 
 
@@ -328,9 +327,8 @@ def _backend(verifier: DecoderVerifier, config: Any) -> AttentionBackend | MlaBa
     """The target's kind of attention for these layers: the very one if they are alike."""
     shared = verifier.attention.spec
     same = ("device", "dtype", "block_size", "cache_dtype", "fp8_prefill")
-    spec = backend_spec(
-        config, **{name: getattr(shared, name) for name in same if hasattr(shared, name)}
-    )
+    options = {name: getattr(shared, name) for name in same if hasattr(shared, name)}
+    spec = backend_spec(config, **options)
     if spec == shared:
         return verifier.attention
     kind: Any = type(verifier.attention)

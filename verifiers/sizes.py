@@ -60,10 +60,8 @@ def weight_bytes(
         if form is not None and packed
         else 0
     )
-    return (
-        int(narrow * (form.bits if form else 0) / 8)
-        + (sum(counts.values()) - narrow) * dtype.itemsize
-    )
+    of_packed = int(narrow * (form.bits if form else 0) / 8)
+    return of_packed + (sum(counts.values()) - narrow) * dtype.itemsize
 
 
 def _itemsize(config: PreTrainedConfig, dtype: torch.dtype) -> int:

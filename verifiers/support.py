@@ -102,11 +102,8 @@ def _model_reasons(config: PreTrainedConfig, model_class: Any, described: bool) 
     if config.model_type in PECULIAR:
         yield PECULIAR[config.model_type]
     if model_class is None:
-        remote = (
-            " and code from its repository is never run"
-            if getattr(config, "auto_map", None)
-            else ""
-        )
+        has_code = getattr(config, "auto_map", None)
+        remote = " and code from its repository is never run" if has_code else ""
         yield f"this transformers version has no causal language model of that type{remote}"
         return
     if described:
@@ -155,10 +152,8 @@ def _cache_reasons(config: PreTrainedConfig, described: bool) -> Iterator[str]:
     rank = _value(config, "kv_lora_rank")
     if rank and not family_of(config).latent:
         apart = OTHER_LATENT.get(config.model_type, "is not that of DeepSeek or GLM")
-        yield (
-            f"it has latent attention (kv_lora_rank {rank}) that {apart},"
-            " which is not available yet"
-        )
+        apart = f"that {apart}, which is not available yet"
+        yield f"it has latent attention (kv_lora_rank {rank}) {apart}"
     elif rank:
         yield from _latent_reasons(config)
     shared = _value(config, "num_kv_shared_layers")
@@ -177,10 +172,8 @@ def _latent_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if (_value(config, "indexer_types") or ["full"])[0] == "shared":
         yield "its first layer has no indexer and no layer before it to share one with"
     if describe(config) is None:
-        yield (
-            "our layers, which alone have latent attention,"
-            " lack its activation function or its RoPE"
-        )
+        lacking = "lack its activation function or its RoPE"
+        yield f"our layers, which alone have latent attention, {lacking}"
 
 
 def _weight_reasons(config: PreTrainedConfig) -> Iterator[str]:

@@ -166,9 +166,7 @@ def _task(
     results: Mapping[str, Mapping[str, Any]],
     samples: Mapping[str, list[Sample]],
 ) -> dict[str, Any]:
-    own = {
-        name: [sample for sample in side if sample.task == task] for name, side in samples.items()
-    }
+    own = {name: [one for one in side if one.task == task] for name, side in samples.items()}
     speeds = {name: _speed(side) for name, side in own.items()}
     pairs = list(zip(own["plain"], own["speculative"], strict=True))
     metrics = {name: _metrics(side, task) for name, side in results.items()}

@@ -111,11 +111,7 @@ class Tasks:
                 f"task {name!r} has no single configuration file; --data serves single tasks only"
             )
         override = folder / f"{name}.yaml"
-        content = {
-            "include": str(path),
-            "dataset_name": None,
-            **own,
-        }
+        content = {"include": str(path), "dataset_name": None, **own}
         write_text(override, json.dumps(content))  # JSON is YAML, too
         return str(override)
 

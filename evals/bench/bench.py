@@ -89,9 +89,7 @@ class Bench:
     ) -> None:
         self._base, self._config, self._progress = base, config, progress
         self.drafters: dict[str, Drafter] = {}
-        for name in dict.fromkeys(
-            drafter_name(name, base.verifier.name) for name in config.drafters
-        ):
+        for name in dict.fromkeys(drafter_name(one, base.verifier.name) for one in config.drafters):
             drafter = find_drafter(name)(base.verifier)
             assert drafter is not None, "BenchConfig refuses plain decoding"
             self.drafters[name] = drafter
@@ -202,10 +200,8 @@ class Bench:
         drawn = next((index for index, counts in enumerate(sizes) if counts), None)
         # one tree shows what they are like
         if drawn is not None and concurrency == config.concurrencies[0]:
-            drafter, ((num_nodes, _),) = (
-                self.drafters[sides[drawn].drafter],
-                sizes[drawn].most_common(1),
-            )
+            drafter = self.drafters[sides[drawn].drafter]
+            ((num_nodes, _),) = sizes[drawn].most_common(1)
             rows[drawn]["tree_step"] = tree_step(
                 self._base, drafter, prompts, sampling, num_nodes, raw=config.raw
             )

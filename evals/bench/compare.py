@@ -100,9 +100,8 @@ def compare(
         sampling = replace(sampling, seed=0)
     sides = {"plain": decoder.plain(), "speculative": decoder}
     for side in sides.values():
-        _generate(
-            side, inputs, replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
-        )
+        brief = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
+        _generate(side, inputs, brief)
 
     runs: dict[str, list[list[GenerationResult]]] = {name: [] for name in sides}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -157,9 +156,8 @@ def run(args: argparse.Namespace) -> int:
         return [writer.results[index] for index in range(len(prompts))]
 
     repeats = 1 if args.repeats is None else args.repeats
-    comparison = compare(
-        decoder, inputs, sampling, repeats=repeats, show=show if args.stream else None
-    )
+    shown = show if args.stream else None
+    comparison = compare(decoder, inputs, sampling, repeats=repeats, show=shown)
     if args.json:
         print(json.dumps(_provenance(decoder, args) | comparison.to_dict(), indent=2))
     else:

@@ -73,9 +73,8 @@ class DummyConfig:
             EngineConfig(tree_nodes=nodes)
         for name, least in (("steps", 1), ("repeats", 1), ("warmup", 0)):
             if getattr(self, name) < least:
-                raise InvalidInputError(
-                    f"{name} is {getattr(self, name)}; it must be at least {least}"
-                )
+                value = getattr(self, name)
+                raise InvalidInputError(f"{name} is {value}; it must be at least {least}")
         if others := [name for name in self.peers if name != VllmSteps.name]:
             raise InvalidInputError(
                 f"peer {others[0]!r} has no dummy weights; with --dummy-weights only vllm can be a"
@@ -91,19 +90,13 @@ class DummyConfig:
     def cells(self) -> list[tuple[int, int]]:
         """Length of the prompts and number of requests of every part of the sweep."""
         first, *longer = self.prompt_tokens
-        return [
-            *((first, count) for count in self.concurrencies),
-            *((length, 1) for length in longer),
-        ]
+        return [*((first, n) for n in self.concurrencies), *((length, 1) for length in longer)]
 
     @property
     def shapes(self) -> list[BlockShape]:
         """Shapes of the blocks that steps with drafts verify."""
         chains = [BlockShape(rows - 1) for rows in self.verify_rows if rows > 1]
-        return [
-            *chains,
-            *(BlockShape(nodes, min(nodes, TREE_DEPTH)) for nodes in self.trees if nodes),
-        ]
+        return [*chains, *(BlockShape(n, min(n, TREE_DEPTH)) for n in self.trees if n)]
 
     @property
     def step_rows(self) -> list[int]:
@@ -146,12 +139,8 @@ class DummyBench:
         progress: Progress | None = None,
         per_step: int = 2,
     ) -> None:
-        self._verifier, self._entries, self._config, self._met = (
-            verifier,
-            entries,
-            config,
-            met or {},
-        )
+        self._verifier, self._entries, self._config = verifier, entries, config
+        self._met = met or {}
         self._weights = weights
         self._progress = progress or (lambda title: None)
         self._rooms: dict[tuple[int, int], Room] = {}
@@ -297,9 +286,7 @@ class DummyBench:
         per_token = sum(spec.bytes_per_token(dtype) for spec in verifier.kv_specs)
         max_rows = max(self._config.verify_rows)
         per_request = bytes_per_slot(verifier.kv_specs, max_rows)
-        cache = max(
-            room.num_reqs * (room.max_model_len * per_token + per_request) for room in rooms
-        )
+        cache = max(one.num_reqs * (one.max_model_len * per_token + per_request) for one in rooms)
         return VllmSteps(
             self._entries,
             verifier.device,

@@ -144,9 +144,7 @@ def _measure(
     prefill_steps = -(-sum(map(len, prompts)) // engine.scheduler.max_prefill_tokens)
     most = (prefill_steps + warmup + 2 * steps + 3) * (engine.num_draft_tokens + 1)
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-    handles = [
-        session.submit(prompt, sampling, incremental=False, text=False) for prompt in prompts
-    ]
+    handles = [session.submit(one, sampling, incremental=False, text=False) for one in prompts]
     requests = [handle.request for handle in handles]
     try:
         while any(request.status is not Status.RUNNING for request in requests):

@@ -115,9 +115,8 @@ def differences(one: Report, other: Report) -> list[str]:
         if left != right:
             found.append(f"{package} differs: {left} / {right}")
     if ours["target"] != theirs["target"]:
-        found.append(
-            f"target differs: {_checkpoint(ours['target'])} / {_checkpoint(theirs['target'])}"
-        )
+        checkpoints = _checkpoint(ours["target"]), _checkpoint(theirs["target"])
+        found.append("target differs: " + " / ".join(checkpoints))
     for name in ours["drafters"].keys() & theirs["drafters"].keys():
         if ours["drafters"][name] != theirs["drafters"][name]:
             found.append(f"drafter {name} has other files in the second report")

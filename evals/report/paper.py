@@ -89,9 +89,7 @@ def _sides(table: TaskTable) -> list[Side]:
 def _caption(table: TaskTable, report: Report) -> str:
     origin, settings = report["provenance"], report["settings"]
     sets = {one["name"]: one["num_items"] for one in settings["prompt_sets"]}
-    asked = ", ".join(
-        f"{n} of {name}" for name, n in sets.items() if name in table.name.split(" + ")
-    )
+    asked = ", ".join(f"{n} of {one}" for one, n in sets.items() if one in table.name.split(" + "))
     whole = f"{table.name}, temperature {table.temperature:g}, {table.concurrency} at once"
     whose = " (of single tasks: that of one request)" if table.by_request else ""
     return (

@@ -52,11 +52,8 @@ def checkpoint(name: str) -> dict[str, Any]:
         if (gguf := gguf_file(folder)) is not None:
             files |= {*whole_model(gguf)}
     digests = {path.name: sha256_of(path) for path in sorted(files)}
-    return {
-        "name": name,
-        "revision": None if folder is None else revision_of(folder),
-        "sha256": digests,
-    }
+    revision = None if folder is None else revision_of(folder)
+    return {"name": name, "revision": revision, "sha256": digests}
 
 
 def _drafter_checkpoint(name: str) -> dict[str, Any]:

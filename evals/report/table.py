@@ -18,11 +18,8 @@ MAX_SHOWN = 10
 def format_report(report: Report) -> str:
     """The report as text."""
     head = _head(report)
-    tables = {
-        "specdec-bench": bench_table,
-        "specdec-dummy-bench": dummy_table,
-        "specdec-eval": eval_table,
-    }
+    tables = {"specdec-bench": bench_table, "specdec-dummy-bench": dummy_table}
+    tables["specdec-eval"] = eval_table
     body = tables[report["schema"]](report)
     note = (
         []
@@ -206,13 +203,11 @@ def eval_table(report: Report) -> list[str]:
         if acceptance is not None and acceptance["acceptance_rate"]:
             lines.append("accepted by position: " + _shares(acceptance["acceptance_rate"]))
             if str(report["settings"]["k"]).startswith("auto") and "steps_by_shape" in acceptance:
-                lines.append(
-                    "drafts chosen step by step: " + steps_of_shapes(acceptance["steps_by_shape"])
-                )
+                steps = steps_of_shapes(acceptance["steps_by_shape"])
+                lines.append(f"drafts chosen step by step: {steps}")
             if acceptance.get("share_by_rank"):
-                lines.append(
-                    "accepted drafts of trees by rank: " + _shares(acceptance["share_by_rank"])
-                )
+                shares = _shares(acceptance["share_by_rank"])
+                lines.append(f"accepted drafts of trees by rank: {shares}")
         lines += _judged_differently(task)
         lines += ["", *_differences(task), ""]
     return lines[:-1]

@@ -70,7 +70,7 @@ def busy(message: str, *, close: bool = False) -> RequestError:
     return RequestError(503, message, code="server_busy", close=close)
 
 
-def engine_failed(error: Exception) -> RequestError:
+def engine_failed(error: BaseException) -> RequestError:
     """A defect of ours or the machine's."""
     return RequestError(
         500, " ".join(str(error).split()) or type(error).__name__, code="engine_failed"
@@ -91,6 +91,13 @@ def refused(error: SpecDecError) -> RequestError:
         param=named[1] if named else None,
         code="context_length_exceeded" if isinstance(error, CapacityError) else None,
     )
+
+
+def told(error: BaseException) -> RequestError:
+    """An error that the engine's process told of."""
+    if isinstance(error, CapacityError):
+        return busy(str(error))
+    return refused(error) if isinstance(error, SpecDecError) else engine_failed(error)
 
 
 def malformed(problems: Sequence[Any]) -> RequestError:

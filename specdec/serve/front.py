@@ -17,7 +17,7 @@ from specdec.base.metrics import AcceptanceStats
 from specdec.base.version import __version__
 from specdec.sampling.params import SamplingParams
 from specdec.serve.answers.transport import ClientGone, gone
-from specdec.serve.errors import RequestError, busy, engine_failed, refused
+from specdec.serve.errors import RequestError, busy, engine_failed, told
 from specdec.serve.processes.setup import Setup
 from specdec.serve.state.totals import Totals, sum_of
 from specdec.serve.texts import Texts
@@ -171,10 +171,8 @@ class Front:
         self._waiting.add(waiting)
         try:
             await waiting
-        except CapacityError as error:
-            raise busy(str(error)) from error
-        except RuntimeError as error:
-            raise engine_failed(error) from error
+        except (CapacityError, RuntimeError) as error:
+            raise told(error) from error
         except asyncio.CancelledError:
             waiting.cancel()
             self.check_open()
@@ -192,10 +190,8 @@ class Front:
         self.check_open()
         try:
             await self.engine.update_drafter(name)
-        except CapacityError as error:
-            raise busy(str(error)) from error
-        except RuntimeError as error:
-            raise engine_failed(error) from error
+        except (CapacityError, RuntimeError) as error:
+            raise told(error) from error
 
     def submit(
         self,
@@ -370,11 +366,9 @@ class Outputs(Stream):
 
     def fail(self, error: BaseException) -> None:
         """Ends all because the engine has failed, or refuses one."""
-        if isinstance(error, SpecDecError):
-            self.cut(busy(str(error)) if isinstance(error, CapacityError) else refused(error))
-        else:
+        if not isinstance(error, SpecDecError):
             self._error = error
-            self.cut(engine_failed(Exception(str(error))))
+        self.cut(told(error))
 
     def cut(self, error: Exception) -> None:
         """Ends all, for this reason."""
@@ -438,15 +432,10 @@ class Outputs(Stream):
         request = handle.request
         totals, tokens = self._front.totals, len(request.output_token_ids)
         totals.output_tokens += tokens - self._tokens[index]
-        counts = (
-            request.num_drafted,
-            request.num_accepted,
-            request.num_emitted,
-            request.tree_sizes,
-        )
-        steps, known = len(counts[0]), self._steps[index]
+        steps, known = len(request.num_drafted), self._steps[index]
         if steps > known:
-            totals.add(AcceptanceStats(*(some[known:] for some in counts)))
+            counts = request.num_drafted, request.num_accepted, request.num_emitted
+            totals.add(AcceptanceStats(*(of[known:] for of in (*counts, request.tree_sizes))))
         self._tokens[index], self._steps[index] = tokens, steps
 
     def _end(self, index: int, reason: str) -> None:

@@ -127,10 +127,8 @@ class LayerBuilder:
     def _input_gate(self, weights: Weights) -> InputGate:
         norm = self.norm(weights, "post_per_layer_input_norm")
         assert norm is not None
-        gate, projection = (
-            weights.linear("per_layer_input_gate"),
-            weights.linear("per_layer_projection"),
-        )
+        gate = weights.linear("per_layer_input_gate")
+        projection = weights.linear("per_layer_projection")
         return InputGate(gate, projection, norm, self._description.activation)
 
     def norm(
@@ -141,9 +139,8 @@ class LayerBuilder:
             return None
         weight, kind = weights.tensor(f"{name}.weight"), self._description.norm_kind
         if kind != "early":
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (
-                kind == "zero_centered"
-            )
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            weight = weight.to(wide) + (kind == "zero_centered")
         return Norm(weight if reorder is None else reorder(weight), norm_epsilon(self._config))
 
     def _attention(self, index: int, weights: Weights) -> Attention:
@@ -235,9 +232,8 @@ class LayerBuilder:
         return query_norm, self.norm(weights, "k_norm" if kind and own else None, reorder)
 
     def _unweighted(self, width: int) -> Norm:
-        ones = torch.ones(
-            width, dtype=torch.promote_types(self._dtype, torch.float32), device=self._device
-        )
+        wide = torch.promote_types(self._dtype, torch.float32)
+        ones = torch.ones(width, dtype=wide, device=self._device)
         return Norm(ones, norm_epsilon(self._config))
 
     def _rope(self, parameters: Any, head_dim: int) -> Rope:

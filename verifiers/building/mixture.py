@@ -110,9 +110,8 @@ def _experts(experts: Weights, description: Description) -> Experts:
             if gate_up_bias is None
             else torch.cat([gate_up_bias[:, ::2], gate_up_bias[:, 1::2]], dim=-1)
         )
-    return Experts(
-        gate_up, down, description.activation, gate_up_bias, experts.optional("down_proj_bias")
-    )
+    down_bias = experts.optional("down_proj_bias")
+    return Experts(gate_up, down, description.activation, gate_up_bias, down_bias)
 
 
 def _as_run(weight: Tensor | Quantized) -> Tensor | PackedWeight:

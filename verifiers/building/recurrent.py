@@ -84,9 +84,8 @@ def delta_net(weights: Weights, config: Any) -> LinearAttention:
             heads,
             [sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim],
         )
-        weights.split(
-            "in_proj_qkvz", {"in_proj_qkv": torch.cat([query, key, value]), "in_proj_z": gate}
-        )
+        qkv = torch.cat([query, key, value])
+        weights.split("in_proj_qkvz", {"in_proj_qkv": qkv, "in_proj_z": gate})
         beta, step = _places(heads, [shared, shared])
         weights.split("in_proj_ba", {"in_proj_b": beta, "in_proj_a": step})
     apart = weights.has("q_proj.weight")  # as OLMo has them
@@ -166,9 +165,8 @@ def mamba(weights: Weights, config: Any) -> LinearAttention:
         skip=weights.tensor("D").float(),
     )
     norm = _mamba_norm(weights, config, values // sizes.key_heads)
-    return LinearAttention(
-        weights.linear("in_proj", reorder=(lambda rows: rows[order],)), recurrence, norm
-    )
+    projection = weights.linear("in_proj", reorder=(lambda rows: rows[order],))
+    return LinearAttention(projection, recurrence, norm)
 
 
 def _mamba_norm(weights: Weights, config: Any, width: int) -> GroupNorm | None:

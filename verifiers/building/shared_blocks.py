@@ -38,9 +38,7 @@ class SharedBlocks:
     """
 
     def __init__(self, config: Any, count: int, weights: Weights) -> None:
-        self._layers = [
-            layer for layer in range(config.num_hidden_layers) if attends(config, layer)
-        ]
+        self._layers = [one for one in range(config.num_hidden_layers) if attends(config, one)]
         self._count, self._weights = count, weights
         self._blocks: list[_Block] = []
 

@@ -107,6 +107,5 @@ def _ropes(config: Any) -> Sequence[Mapping[str, Any] | None]:
     ]
     whole = {} if family_of(config).partial_rope else {"partial_rotary_factor": None}
     return [
-        {**rope, **whole} if rope and rope["rope_type"] != "proportional" else rope
-        for rope in ropes
+        {**one, **whole} if one and one["rope_type"] != "proportional" else one for one in ropes
     ]

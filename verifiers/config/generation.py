@@ -144,9 +144,7 @@ def read_generation(
         CheckpointError: a file is damaged, or an entry holds what none can.
     """
     paths = (folder / FILE, folder / CONFIG)
-    file, config = (
-        json_object(path, name, what="target") if path.is_file() else None for path in paths
-    )
+    file, config = (json_object(p, name, what="target") if p.is_file() else None for p in paths)
     return generation_of(
         name, file, config or {}, vocab_size=vocab_size, tokenizer=tokenizer, source=source
     )
@@ -300,9 +298,8 @@ def _effect(where: str, entries: Mapping[str, Any], defaults: SamplingDefaults) 
     lost = [f"{name} {shown(value)}" for name, value in entries.items() if _changes(name, value)]
     parts = [f"{', '.join(holds)} where a request names none, as in generate"] if holds else []
     reader = "llama.cpp" if OF_GGUF.keys() & entries.keys() else "generate"
-    parts += (
-        [f"{reader} would apply {', '.join(lost)}, which specdec does not have"] if lost else []
-    )
+    if lost:
+        parts.append(f"{reader} would apply {', '.join(lost)}, which specdec does not have")
     if parts:
         yield f"{where}: {'; '.join(parts)}; generation_config 'none' leaves it aside"
 

@@ -38,10 +38,8 @@ def config_of(facts: Facts) -> Entries:
         )
     entries = {entry: value for key, entry in COMMON.items() if (value := facts(key)) is not None}
     layers = facts.need("block_count") - facts("nextn_predict_layers", 0)
-    entries |= {
-        "num_hidden_layers": layers,
-        "vocab_size": facts.files.shape("token_embd.weight")[0],
-    }
+    vocab_size = facts.files.shape("token_embd.weight")[0]
+    entries |= {"num_hidden_layers": layers, "vocab_size": vocab_size}
     entries["tie_word_embeddings"] = not facts.has("output.weight")
     entries["head_dim"] = _head_dim(facts)
     entries["rope_parameters"] = rope(facts)

@@ -184,9 +184,7 @@ def layer_caches(config: PreTrainedConfig) -> list[list[int]]:
         attends(config, layer) + is_recurrent(config, layer)
         for layer in range(config.num_hidden_layers)
     ]
-    return [
-        list(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True)
-    ]
+    return [list(range(end - n, end)) for n, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def layer_kinds(config: PreTrainedConfig, backend: AttentionBackend | MlaBackend) -> list[int]:
@@ -243,9 +241,7 @@ def context_limits(config: PreTrainedConfig, *, own: bool) -> ContextLimits:
             extended = max(extended, int(factor * stated))
     # Transformers' modules without RoPE have a table of positions, and "dynamic" is kept from
     # stretching in them.
-    if not own and not (
-        kinds and all(rope.get("rope_type") in STATIC_ROPE_TYPES for rope in kinds)
-    ):
+    if not own and not (kinds and all(one.get("rope_type") in STATIC_ROPE_TYPES for one in kinds)):
         return ContextLimits(stated, stated, stated)
     if max(usual, extended) >= 2**31:
         raise CheckpointError(

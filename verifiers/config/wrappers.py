@@ -106,10 +106,7 @@ def _with_types(entries: Mapping[str, Any]) -> dict[str, Any]:
 def _settled(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The entries without those of `OURS`, at any depth."""
     kept = {name: value for name, value in entries.items() if name not in OURS}
-    return {
-        name: _settled(value) if isinstance(value, Mapping) else value
-        for name, value in kept.items()
-    }
+    return {key: _settled(one) if isinstance(one, Mapping) else one for key, one in kept.items()}
 
 
 def is_composite(config: PreTrainedConfig) -> bool:
@@ -219,9 +216,8 @@ def load_text(
     }
     with _without_reports():
         if (own := text_class(text)) is not None:
-            model, report = own.from_pretrained(
-                path, config=text, key_mapping=dict(TEXT_PART), **options
-            )
+            options["key_mapping"] = dict(TEXT_PART)
+            model, report = own.from_pretrained(path, config=text, **options)
             return model, sorted(report["missing_keys"])
         composite, report = AutoModelForImageTextToText.from_pretrained(
             path, config=config, trust_remote_code=False, **options

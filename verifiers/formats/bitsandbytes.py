@@ -107,10 +107,8 @@ class _State(NamedTuple):
         try:
             entries: dict[str, Any] = json.loads(bytes(stored.flatten().tolist()))
             shape = torch.Size(entries["shape"])
-            block, nested_block = (
-                int(entries["blocksize"]),
-                int(entries.get("nested_blocksize", 256)),
-            )
+            block = int(entries["blocksize"])
+            nested_block = int(entries.get("nested_blocksize", 256))
             if len(shape) != 2 or min(*shape, block, nested_block) <= 0:
                 raise ValueError(f"{entries} has no sizes of a matrix")
             return _State(shape, block, nested_block, float(entries.get("nested_offset", 0)))

@@ -35,9 +35,8 @@ class Mxfp4(Format):
         return ".experts." not in f".{module}."
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> PackedWeight:
-        return float4(
-            module, parts["weight_blocks"].flatten(-2), parts["weight_scales"], MX_GROUP, dtype
-        )
+        blocks = parts["weight_blocks"].flatten(-2)
+        return float4(module, blocks, parts["weight_scales"], MX_GROUP, dtype)
 
 
 def float4(

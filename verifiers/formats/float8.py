@@ -59,9 +59,8 @@ def floats(
     if "weight_scale_2" in parts:
         return nvfp4(module, weight, scale, parts["weight_scale_2"], dtype)
     if "weight_global_scale" in parts:
-        return nvfp4(
-            module, weight, scale, 1 / as_number(parts["weight_global_scale"]).float(), dtype
-        )
+        factor = 1 / as_number(parts["weight_global_scale"]).float()
+        return nvfp4(module, weight, scale, factor, dtype)
     return float4(module, weight, scale, MX_GROUP, dtype)
 
 

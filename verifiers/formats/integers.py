@@ -120,12 +120,10 @@ def integers(
     middle, halved = 2 ** (bits - 1), bits <= 4
     out_features, in_features = codes.shape[0], codes.shape[1] * (2 if halved else 1)
     group = min(group, in_features)
-    sorted_by_size = (
-        groups is not None and bool((groups >= 0).all()) and not _in_order(groups, group)
-    )
-    wanted = (
-        (scale.shape[0], scale.shape[1] * group) if sorted_by_size else (out_features, in_features)
-    )
+    in_range = groups is not None and bool((groups >= 0).all())
+    sorted_by_size = in_range and groups is not None and not _in_order(groups, group)
+    rows = scale.shape[0], scale.shape[1] * group
+    wanted = rows if sorted_by_size else (out_features, in_features)
     scale = per_output(scale, module, wanted, (1 if scale.numel() > 1 else out_features, group))
     zero, offset = None, 0 if halved else middle  # bytes are signed, so that theirs is none
     if zeros is not None:

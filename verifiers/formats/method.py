@@ -85,9 +85,8 @@ def method_of(quantization: Settings) -> str:
     if stated is None:
         if quantization.keys() & {"load_in_4bit", "load_in_8bit"}:
             return "bitsandbytes"
-        is_modelopt = (
-            "quant_algo" in quantization or "quantization" in quantization
-        ) and "modelopt"
+        named = "quant_algo" in quantization or "quantization" in quantization
+        is_modelopt = named and "modelopt"
         return is_modelopt or (
             "mlx"
             if {"bits", "group_size"} <= quantization.keys()

@@ -56,9 +56,7 @@ def names(settings: Settings, *keys: str) -> list[str]:
         stated = settings.get(key)
         if stated is None:
             continue
-        if not isinstance(stated, list | tuple) or not all(
-            isinstance(name, str) for name in stated
-        ):
+        if not isinstance(stated, list | tuple) or not all(isinstance(one, str) for one in stated):
             wrong(key, stated, "a list of names")
         found += stated
     return found

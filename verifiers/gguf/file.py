@@ -372,6 +372,4 @@ class Facts:
 
     def layers_with(self, name: str) -> list[int]:
         """Layers that have a tensor of that name, such as "ffn_gate_exps.weight"."""
-        return [
-            layer for layer in range(self.layers) if f"blk.{layer}.{name}" in self.files.entries
-        ]
+        return [n for n in range(self.layers) if f"blk.{n}.{name}" in self.files.entries]

@@ -108,9 +108,8 @@ def read_named(
     """
     quantization = quantization_of(path, config)
     form = format_of(quantization) if quantization else None
-    return _Reader(
-        TensorFiles(path), config, name, form, device, dtype, as_stored, shard
-    ).read_all()
+    files = TensorFiles(path)
+    return _Reader(files, config, name, form, device, dtype, as_stored, shard).read_all()
 
 
 class _Reader:
@@ -256,9 +255,7 @@ class _Reader:
             plain = self._part(name, sources["weight"])
             check_floats({module: plain})
             return self._number(name, plain)
-        parts = {
-            part: self._files.read(source).to(self._device) for part, source in sources.items()
-        }
+        parts = {part: self._files.read(one).to(self._device) for part, one in sources.items()}
         assert self._format is not None
         source = next(iter(sources.values())).rpartition(".")[0]
         if self._format.lists_as_plain(source):

@@ -67,9 +67,7 @@ def check_shapes(
             f"it lacks {len(missing)} tensors, the first being {missing[0]!r}; fetch the whole"
             f" checkpoint again"
         )
-    check_floats(
-        {name: weight for name, weight in weights.items() if name in shapes or name == HEAD}
-    )
+    check_floats({key: weight for key, weight in weights.items() if key in shapes or key == HEAD})
     for name, shape in shapes.items():
         weight = weights.get(name)
         if weight is None or tuple(weight.shape) == tuple(shape):

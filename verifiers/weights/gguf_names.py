@@ -158,10 +158,7 @@ class Recipes:
         if self.has(f"{block}.attn_kv_b.weight"):
             return None
         sources = (f"{block}.attn_k_b.weight", f"{block}.attn_v_b.weight")
-        return Recipe(
-            sources,
-            change=_keys_and_values,
-        )
+        return Recipe(sources, change=_keys_and_values)
 
     def shared_gate(self, name: str, found: re.Match[str]) -> Recipe:
         """The gate of shared experts, which is a vector in the file."""
@@ -215,10 +212,8 @@ class Recipes:
         if not self._gguf.groups_values:
             return None
         part = found["part"]
-        rows = {
-            "qkv": self._values_behind_keys(),
-            "z": self._values(self._config.linear_value_head_dim),
-        }
+        value_dim = self._config.linear_value_head_dim
+        rows = {"qkv": self._values_behind_keys(), "z": self._values(value_dim)}
         return Recipe((self.source(name),), rows=rows.get(part, self._values(1)))
 
     def linear_output(self, name: str, found: re.Match[str]) -> Recipe | None:

@@ -102,9 +102,8 @@ class Shard:
             return whole if rule is None else self._plain_part(name, rule, whole)
         axis = len(shape) + rule.axis
         parts = [files.read(source, axis, piece) for piece in self._slices(name, rule, shape[axis])]
-        return self._padded(
-            rule, parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis), shape[axis]
-        )
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+        return self._padded(rule, whole, shape[axis])
 
     def part(self, name: str, whole: Stored) -> Stored:
         """This rank's part of a tensor that is there; a copy.
@@ -175,9 +174,8 @@ class Shard:
         """Slices of an axis of that size that this rank has, in order."""
         if rule.kind == "tokens":
             each = -(-size // self.group.size)
-            return [
-                range(min(self.group.rank * each, size), min((self.group.rank + 1) * each, size))
-            ]
+            ends = [min(rank * each, size) for rank in (self.group.rank, self.group.rank + 1)]
+            return [range(*ends)]
         slices, start, unit = [], 0, sum(rule.parts)
         for part in rule.parts:
             length = size * part // unit

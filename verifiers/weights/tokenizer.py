@@ -56,9 +56,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of the target `name`, with its files' folder; errors as `load_tokenizer`."""
     if name == EMBEDDED:
-        return read(
-            name, "tokenizer", partial(PreTrainedTokenizerFast.from_pretrained, str(folder))
-        )
+        load = partial(PreTrainedTokenizerFast.from_pretrained, str(folder))
+        return read(name, "tokenizer", load)
     tokenizer = read(name, "tokenizer", partial(_read, folder, name))
     of_processor = folder / "chat_template.json"  # which transformers leaves to processors
     if not tokenizer.chat_template and of_processor.is_file():
@@ -70,9 +69,8 @@ def tokenizer_in(folder: Path, name: str) -> PreTrainedTokenizerBase:
 def _read(folder: Path, name: str) -> PreTrainedTokenizerBase:
     from verifiers.config.wrappers import read_config
 
-    stated = (
-        json_object(folder / STATED, name, what="target") if (folder / STATED).is_file() else {}
-    )
+    path = folder / STATED
+    stated = json_object(path, name, what="target") if path.is_file() else {}
     tokenizer: PreTrainedTokenizerBase
     if not (folder / WHOLE).is_file():
         if reason := _reason([path.name for path in folder.iterdir()], stated, folder):
@@ -115,11 +113,9 @@ def _reason(files: list[str], stated: Mapping[str, Any], folder: Path | None) ->
         and _holds_ranks(folder / "tokenizer.model")
     ):
         ranks.append("tokenizer.model")
-    return (
-        f"is {ranks[0]} of tiktoken alone, which does not say where text is split"
-        if ranks
-        else None
-    )
+    if not ranks:
+        return None
+    return f"is {ranks[0]} of tiktoken alone, which does not say where text is split"
 
 
 def _foreign_class(stated: Mapping[str, Any]) -> str | None:
@@ -127,11 +123,8 @@ def _foreign_class(stated: Mapping[str, Any]) -> str | None:
     named = stated.get("tokenizer_class")
     if not isinstance(named, str) or not named:
         codes = stated.get("auto_map")
-        return (
-            "a class of its own"
-            if isinstance(codes, Mapping) and "AutoTokenizer" in codes
-            else None
-        )
+        own = isinstance(codes, Mapping) and "AutoTokenizer" in codes
+        return "a class of its own" if own else None
     plain = named.removesuffix("Fast")
     return (
         None

@@ -1,6 +1,7 @@
 """Which of our Triton kernels compute layers, and self-checks of those around attention."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from specdec.device.deviation import Deviation, deviation, mismatches, normal, w
 from specdec.device.self_check import Ways
 from specdec.kernels.kernel import FLOATS, HALF, OURS, TORCH, Kernel
 from specdec.kv_cache import KVLayerSpec
+from specdec.layers.ops.activation import activate
 from specdec.layers.ops.grouped_convolution import Side
 from specdec.layers.ops.grouped_convolution import mix_rows as plainly_mix_rows
 
@@ -37,7 +39,7 @@ def norms(device: torch.device, dtype: torch.dtype) -> Ways:
     joined = torch.randn(8, 2 * 12288, device=device, dtype=dtype)
     return {
         OURS: lambda: (add_rms_norm(x, residual, weight, EPSILON), gated(joined, "silu")),
-        TORCH: lambda: (_norm(x + residual, weight), _swiglu(joined)),
+        TORCH: lambda: (_norm(x + residual, weight), activate(joined, "silu")),
     }
 
 
@@ -54,7 +56,7 @@ def check_few_rows(device: torch.device, dtype: torch.dtype) -> Deviation:
         got = few_rows(x.to(device), weight.to(device), activation=activation, may_split=may_split)
         assert got is not None, "the kernel takes this shape"
         exact = x.double() @ weight.double().T
-        exact = _swiglu(exact) if gated else exact
+        exact = activate(exact, activation) if activation else exact
         return deviation((got.sum(0) if got.ndim == 3 else got).to(dtype), exact.to(dtype), exact)
 
     cases = ((1, 64, False, True), (5, 64, False, False), (33, 960, True, False))
@@ -129,7 +131,7 @@ def _swiglu_deviation(device: torch.device, dtype: torch.dtype) -> Deviation:
     from specdec.layers.ops.triton_activation import gated
 
     joined = (3 * normal(5, 2 * 1536)).to(dtype)
-    return _deviation(gated(joined.to(device), "silu"), _swiglu, joined)
+    return _deviation(gated(joined.to(device), "silu"), partial(activate, kind="silu"), joined)
 
 
 def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
@@ -170,11 +172,6 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     """Computed in float32 at least, rounded, then weighted, as transformers does."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).to(x.dtype)
-
-
-def _swiglu(joined: Tensor) -> Tensor:
-    gate, up = joined.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def _rotated(rows: Tensor, cos: Tensor, sin: Tensor, norm: Tensor) -> Tensor:

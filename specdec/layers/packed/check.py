@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.device.deviation import Deviation, deviation, normal, worst
@@ -11,6 +10,7 @@ from specdec.kernels.kernel import HALF, Kernel
 from specdec.layers.experts.experts import apply_experts
 from specdec.layers.experts.router import route
 from specdec.layers.experts.routing import Experts, Routing
+from specdec.layers.ops.activation import activate
 from specdec.layers.packed.cpu import multiplies_in
 from specdec.layers.packed.gguf import BLOCK_SHAPES, GgufWeight
 from specdec.layers.packed.weight import Code, PackedWeight
@@ -101,7 +101,8 @@ def _product_deviations(
             assert split is not None and gated is not None, "the kernel takes this shape"
             whole = (split.sum(0) if split.ndim == 3 else split).to(dtype)
             yield deviation(whole, plain, exact)
-            yield deviation(gated, _swiglu(exact).to(dtype), _swiglu(exact))
+            opened = activate(exact, "silu")
+            yield deviation(gated, opened.to(dtype), opened)
 
 
 def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Deviation]:
@@ -154,8 +155,3 @@ def random_blocks(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Gguf
     for place, start in enumerate(block.floats):
         raw[..., start : start + 2] = scales[..., place, None].half().view(torch.uint8)
     return GgufWeight.from_blocks(raw.flatten(1), kind, dtype)
-
-
-def _swiglu(joined: Tensor) -> Tensor:
-    gate, up = joined.chunk(2, dim=-1)
-    return F.silu(gate) * up

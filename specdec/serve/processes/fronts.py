@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from specdec.base.errors import CapacityError, InvalidInputError, SpecDecError
+from specdec.base.errors import InvalidInputError, SpecDecError
 from specdec.base.files import user_path
 from specdec.serve.config import ServeConfig
 from specdec.serve.processes.setup import Setup
@@ -54,8 +54,7 @@ def updates_of(decoder: SpecDecoder, config: ServeConfig) -> Callable[[str], Non
             decoder.update_drafter(path)
         except SpecDecError as error:
             line = str(error).replace(str(path), name).replace(str(folder), "")
-            kind = CapacityError if isinstance(error, CapacityError) else InvalidInputError
-            raise kind(line) from error
+            raise type(error)(line) from error
 
     return update
 

@@ -56,10 +56,8 @@ class CompressedTensors(Format):
     required = (("weight", "weight_packed"), ("weight_scale",))
 
     def __init__(self, quantization: Settings) -> None:
-        parts = (
-            section(quantization, "sparsity_config"),
-            section(quantization, "transform_config"),
-        )
+        keys = ("sparsity_config", "transform_config")
+        parts = [section(quantization, key) for key in keys]
         if any(map(_active, parts)) or quantization.get("format") == "marlin-24":
             raise CheckpointError(
                 "its weights are sparse or rotated, which is not read; take a checkpoint without"
@@ -75,9 +73,7 @@ class CompressedTensors(Format):
             Listed(names(quantization, "ignore")),
             any(one.bits not in ALIGNED for one in schemes),
         )
-        groups = [
-            size for one in schemes for size in (one.group, one.block and one.block[1]) if size
-        ]
+        groups = [n for one in schemes for n in (one.group, one.block and one.block[1]) if n]
         super().__init__(
             memory_bits(first.bits, first.group),
             plain,

@@ -69,14 +69,11 @@ class Quark(Format):
             (scheme for name, scheme in types.items() if name.endswith("Linear")), everywhere
         )
         self._layers = list(_schemes(quantization, "layer_quant_config"))
-        schemes = [
-            scheme for scheme in (self._common, *dict(self._layers).values()) if scheme is not None
-        ]
+        schemes = [one for one in (self._common, *dict(self._layers).values()) if one is not None]
         groups = [scheme.block[1] for scheme in schemes if scheme.block]
         plain = Listed(names(quantization, "exclude"))
-        super().__init__(
-            schemes[0].bits if schemes else 8.0, plain, group=max(groups, default=None)
-        )
+        bits = schemes[0].bits if schemes else 8.0
+        super().__init__(bits, plain, group=max(groups, default=None))
 
     def read(self, module: str, parts: Parts, dtype: torch.dtype) -> Stored:
         weight, scheme = parts["weight"], self._scheme(module)
@@ -127,9 +124,8 @@ def _check_rotation(algorithms: object) -> None:
             continue
         if not isinstance(algorithm, Mapping):
             wrong("algo_config", algorithm, "a list of objects")
-        rotates = (
-            algorithm.get("name") in ("rotation", "quarot") and algorithm.get("r4") is not False
-        )
+        named = algorithm.get("name") in ("rotation", "quarot")
+        rotates = named and algorithm.get("r4") is not False
         if rotates or any(
             algorithm.get(key) for key in ("r4", "online_r1_rotation", "online_config")
         ):
