@@ -120,9 +120,8 @@ class TreeRows(NamedTuple):
         if window is None or window >= width:
             return self
         bits = torch.arange(width - 1, device=self.ancestors.device)
-        return self._replace(
-            ancestors=(self.seen(width, window)[:, :, 1:] << bits).sum(-1).flatten()
-        )
+        seen = self.seen(width, window)[:, :, 1:]
+        return self._replace(ancestors=(seen << bits).sum(-1).flatten())
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +192,8 @@ class AttentionMetadata:
         num_reqs = len(seq_lens)
         num_tokens = num_reqs * width
         if starts is None:
-            starts = torch.arange(
-                0, num_tokens + 1, width, dtype=torch.int32, device=seq_lens.device
-            )
+            device = seq_lens.device
+            starts = torch.arange(0, num_tokens + 1, width, dtype=torch.int32, device=device)
         return cls(
             query_start_loc=starts,
             seq_lens=seq_lens,

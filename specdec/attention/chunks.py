@@ -35,9 +35,8 @@ def in_chunks(metadata: AttentionMetadata, chunk: int, block_size: int) -> Atten
         owners, positions = owners_of(metadata)
         table = _table(metadata.block_table, owners, positions // chunk * blocks, blocks)
         lengths = (positions % chunk + 1).int()
-        return AttentionMetadata.uniform(
-            1, lengths, table, metadata.slot_mapping, max_seq_len=chunk
-        )
+        slots = metadata.slot_mapping
+        return AttentionMetadata.uniform(1, lengths, table, slots, max_seq_len=chunk)
     pieces = []
     for request, (query_len, end) in enumerate(
         zip(metadata.query_lens, metadata.seq_lens_host, strict=True)

@@ -110,9 +110,8 @@ class Latents:
         known = self.requests.phase.known
         prompts = known and attention.prefill_dtype.itemsize == 1
         # within prompts, single rows decode
-        queries = attention.query_dtype.itemsize == 1 and (
-            not known or 1 in self.requests.phase.widths
-        )
+        met = not known or 1 in self.requests.phase.widths
+        queries = attention.query_dtype.itemsize == 1 and met
         here = replace(plain, device=cpu, dtype=torch.float64)
         backends = TorchRefMlaBackend(plain), TorchRefMlaBackend(here)
         like, _ = self.run(backends[0], selected, rounds_rows=prompts, rounds_queries=queries)

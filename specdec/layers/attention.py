@@ -90,9 +90,8 @@ class HeadAttention:
             rotated, value = qkv.tensor_split(
                 [(spec.num_heads + spec.num_kv_heads) * spec.head_dim], dim=1
             )
-            value = F.pad(
-                value.unflatten(1, (spec.num_kv_heads, -1)), (0, spec.head_dim - self.value_dim)
-            )
+            value = value.unflatten(1, (spec.num_kv_heads, -1))
+            value = F.pad(value, (0, spec.head_dim - self.value_dim))
             qkv = torch.cat([rotated, value.flatten(1)], dim=1)
         if self.wide_norms is not None:
             widths = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]

@@ -198,9 +198,8 @@ class Decoder:
                         layer.output, attended, residual, join, second
                     )
             if layer.mlp is not None:
-                normed, residual = layer.mlp(
-                    ops, normed, residual, self._mlp_joins[index], following
-                )
+                join = self._mlp_joins[index]
+                normed, residual = layer.mlp(ops, normed, residual, join, following)
             if layer.input_gate is not None and inputs is not None:
                 normed, residual = layer.input_gate(
                     ops, residual, inputs[:, index], self._gate_joins[index], following

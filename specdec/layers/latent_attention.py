@@ -111,17 +111,15 @@ class LatentAttention:
         spec = backend.spec
         latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
         product = ops.project(self.down, hidden)
-        first, latent = product.split_with_sizes(
-            [product.shape[1] - latent_width, latent_width], dim=1
-        )
+        widths = [product.shape[1] - latent_width, latent_width]
+        first, latent = product.split_with_sizes(widths, dim=1)
         compressed_query = first if self.query is None else ops.norm(first, self.query[0])
         query = first if self.query is None else ops.project(self.query[1], compressed_query)
         angles = None if self.rope is None else rows.angles[self.rope]
         if angles is not None and angles.factors is not None:
             query.mul_(angles.factors)
-        compressed, key_rope = latent.split_with_sizes(
-            [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=1
-        )
+        widths = [spec.kv_lora_rank, spec.qk_rope_head_dim]
+        compressed, key_rope = latent.split_with_sizes(widths, dim=1)
         heads = query.unflatten(-1, (spec.num_heads, -1))
         query_nope, query_rope = heads.split_with_sizes(
             [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=2
@@ -152,9 +150,7 @@ def split_up(weight: Tensor, spec: MlaSpec) -> UpProjection:
 def latent_scale(rope: Mapping[str, Any], head_dim: int) -> float:
     """Factor of scores, with YaRN's squared amplitude where RoPE states `mscale_all_dim`."""
     mscale = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
-    amplitude = (
-        1 + 0.1 * mscale * math.log(rope["factor"]) if mscale and rope["factor"] > 1 else 1.0
-    )
+    amplitude = 1 + 0.1 * mscale * math.log(max(1.0, rope["factor"])) if mscale else 1.0
     return float(head_dim**-0.5 * amplitude**2)
 
 

@@ -33,9 +33,8 @@ class LayerInputs:
     def __call__(self, ops: Ops, token_ids: Tensor, embeddings: Tensor) -> Tensor:
         """[T, layers, P] from ids int64 [T] and their embeddings [T, H] for the first layer."""
         width = len(self.norm.weight)
-        projected = (ops.project(self.projection, embeddings) * self.projection_scale).view(
-            -1, width
-        )
+        projected = ops.project(self.projection, embeddings) * self.projection_scale
+        projected = projected.view(-1, width)
         normed = ops.norm(projected, self.norm).view(len(token_ids), -1, width)
         return (normed + F.embedding(token_ids, self.table).view_as(normed) * self.scale) * 0.5**0.5
 

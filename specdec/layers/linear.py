@@ -125,12 +125,10 @@ class BlockedLinear(Linear):
 
     def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise.default(
-                x, self._blocks, self.bias, "none", [], ""
-            )
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x, residual, self._blocks, self.bias, "add"
-        )
+            multiply = torch.ops.mkldnn._linear_pointwise.default
+            return multiply(x, self._blocks, self.bias, "none", [], "")
+        multiply = torch.ops.mkldnn._linear_pointwise.binary
+        return multiply(x, residual, self._blocks, self.bias, "add")
 
 
 def can_block(weight: Tensor) -> bool:

@@ -85,9 +85,8 @@ class ConvolvedMLP(FeedForward):
     ) -> tuple[Tensor, Tensor]:
         dynamic = ops.project(self.convolution.projection, hidden)
         product = self.mlp.product(ops, ops.mix_rows(hidden, dynamic, self.convolution, 0))
-        return ops.add(
-            ops.mix_rows(product, dynamic, self.convolution, 1), residual, join, prefetch
-        )
+        mixed = ops.mix_rows(product, dynamic, self.convolution, 1)
+        return ops.add(mixed, residual, join, prefetch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

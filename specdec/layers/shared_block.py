@@ -44,10 +44,8 @@ class AdaptedLinear(Linear):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         few = self.down(x).split_with_sizes([one.in_features for one in self.up], dim=-1)
-        added = torch.cat(
-            [one(part.contiguous()) for one, part in zip(self.up, few, strict=True)], dim=-1
-        )
-        return self.base(x, residual) + added
+        added = [one(part.contiguous()) for one, part in zip(self.up, few, strict=True)]
+        return self.base(x, residual) + torch.cat(added, dim=-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -187,15 +187,11 @@ def few_rows(
     rows, inputs = x.shape
     gated = activation is not None
     width = len(weight) // 2 if gated else len(weight)
-    if (
-        rows > MAX_ROWS
-        or x.dtype not in (torch.bfloat16, torch.float16)
-        or not weight.is_contiguous()
-    ):
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if rows > MAX_ROWS or not half or not weight.is_contiguous():
         return None
-    plan = divide(
-        width, inputs, gated=gated, may_split=may_split, processors=num_processors(x.device)
-    )
+    options = {"may_split": may_split, "processors": num_processors(x.device)}
+    plan = divide(width, inputs, gated=gated, **options)
     if plan is None:
         return None
     if plan.splits > 1:

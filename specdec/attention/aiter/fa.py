@@ -93,13 +93,11 @@ class RocmAiterFaBackend(AttentionBackend):
         )
         version = aiter.known_numbers(aiter.installed_version() or "")
         if version and cls.layout == "shuffle" and version < aiter.SHUFFLE_VERSION:
-            reasons.append(
-                f"the shuffled layout needs amd-aiter {aiter.dotted(aiter.SHUFFLE_VERSION)}"
-            )
+            since = aiter.dotted(aiter.SHUFFLE_VERSION)
+            reasons.append(f"the shuffled layout needs amd-aiter {since}")
         if version and spec.non_causal and version < aiter.NON_CAUSAL_VERSION:
-            reasons.append(
-                f"non-causal blocks need amd-aiter {aiter.dotted(aiter.NON_CAUSAL_VERSION)}"
-            )
+            since = aiter.dotted(aiter.NON_CAUSAL_VERSION)
+            reasons.append(f"non-causal blocks need amd-aiter {since}")
         if version and spec.kv_dtype == torch.float16 and version < aiter.FLOAT16_VERSION:
             reasons.append(
                 f"a float16 cache needs amd-aiter {aiter.dotted(aiter.FLOAT16_VERSION)}; bfloat16"
@@ -170,11 +168,8 @@ class RocmAiterFaBackend(AttentionBackend):
         self._write: Callable[..., None]
         if self.tier == "triton":
             self._setup = Setup(spec, self.layout, aiter_triton_only.load(), scratch, own)
-            self._routes, self._plan, self._write = (
-                fa_routes.TRITON_ONLY,
-                plan_packed,
-                fa_triton.write,
-            )
+            self._routes, self._plan = fa_routes.TRITON_ONLY, plan_packed
+            self._write = fa_triton.write
         else:
             self._setup = Setup(spec, self.layout, aiter.load(AiterFa), scratch, own)
             self._routes, self._plan, self._write = fa_routes.FULL, plan_groups, fa_compiled.write
@@ -258,11 +253,8 @@ def _own_kernels(spec: AttentionSpec) -> AttentionBackend | None:
 def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout) -> list[str]:
     """What of the model's shape the kernels do not have."""
     reasons = []
-    fp8 = (
-        specdec.device.device.float8_dtype(spec.device)
-        if architecture in FP8_ARCHITECTURES
-        else None
-    )
+    has_fp8 = architecture in FP8_ARCHITECTURES
+    fp8 = specdec.device.device.float8_dtype(spec.device) if has_fp8 else None
     if spec.dtype not in DTYPES:
         reasons.append(f"dtype {spec.dtype} (the kernels take bfloat16 and float16)")
     if spec.kv_dtype not in (spec.dtype, fp8):
@@ -278,9 +270,8 @@ def _shape_reasons(spec: AttentionSpec, architecture: str | None, layout: Layout
             f" take {RocmAiterFaBackend.name})"
         )
     if spec.num_heads % spec.num_kv_heads:
-        reasons.append(
-            f"{spec.num_heads} query heads do not share {spec.num_kv_heads} key heads evenly"
-        )
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        reasons.append(f"{heads} query heads do not share {kv_heads} key heads evenly")
     if spec.reads_others:
         reasons.append("layers that read the cache of other layers")
     if spec.non_causal and spec.sinks:

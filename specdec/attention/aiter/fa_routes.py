@@ -69,10 +69,8 @@ after it nobody has shown that one load may reach further.
 
 
 def _paged_kernels_lack(spec: AttentionSpec) -> bool:
-    return (
-        spec.head_dim not in PAGED_HEAD_DIMS
-        or spec.num_heads // spec.num_kv_heads > PAGED_MAX_GROUP
-    )
+    group = spec.num_heads // spec.num_kv_heads
+    return spec.head_dim not in PAGED_HEAD_DIMS or group > PAGED_MAX_GROUP
 
 
 def _fits_assembly(spec: AttentionSpec, layer: Layer) -> bool:

@@ -112,9 +112,8 @@ class Group:
             first = (self.seq_lens - window).clamp(min=0) // size
             width = min(self.block_table.shape[1], blocks_for(window + size - 1, size))
             columns = first[:, None] + torch.arange(width, device=first.device)
-            table = self.block_table.gather(
-                1, columns.clamp(max=self.block_table.shape[1] - 1).long()
-            )
+            columns = columns.clamp(max=self.block_table.shape[1] - 1)
+            table = self.block_table.gather(1, columns.long())
             most = min(self.max_seq_len, window + size - 1, width * size)
             self._trimmed[window] = Trimmed(table, (self.seq_lens - first * size).int(), most)
         return self._trimmed[window]
@@ -146,9 +145,7 @@ class Group:
         """Positions `[start, end)` of every request."""
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         requests = torch.repeat_interleave(torch.arange(self.num_reqs), torch.tensor(lengths))
-        positions = torch.cat(
-            [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-        )
+        positions = torch.cat([*map(torch.arange, starts, ends)])
         device = self.block_table.device
         requests, positions = (
             requests.to(device, non_blocking=True),
@@ -158,9 +155,8 @@ class Group:
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(
             device, non_blocking=True
         )
-        return Context(
-            blocks * self.block_size + positions % self.block_size, cu_seqlens, max(lengths)
-        )
+        slots = blocks * self.block_size + positions % self.block_size
+        return Context(slots, cu_seqlens, max(lengths))
 
 
 @dataclass(slots=True)
@@ -203,9 +199,8 @@ def plan_groups(metadata: AttentionMetadata, block_size: int) -> AiterPlan:
     if metadata.query_lens is None or metadata.seq_lens_host is None:
         return AiterPlan([_whole(metadata, "decode", block_size)], metadata.slot_mapping)
     members: dict[Phase, list[int]] = {}
-    for i, (count, length) in enumerate(
-        zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
-    ):
+    lengths = zip(metadata.query_lens, metadata.seq_lens_host, strict=True)
+    for i, (count, length) in enumerate(lengths):
         members.setdefault(
             "decode" if count == 1 else "prefill" if count == length else "extend", []
         ).append(i)
@@ -255,11 +250,8 @@ def _group(metadata: AttentionMetadata, phase: Phase, members: list[int], block_
     query_lens = [metadata.query_lens[i] for i in members]
     seq_lens_host = [metadata.seq_lens_host[i] for i in members]
     rows: slice | Tensor = slice(None)
-    starts, seq_lens, block_table = (
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.block_table,
-    )
+    starts, seq_lens = metadata.query_start_loc, metadata.seq_lens
+    block_table = metadata.block_table
     if len(members) < metadata.num_reqs:
         device = seq_lens.device
         firsts = [0, *accumulate(metadata.query_lens)]

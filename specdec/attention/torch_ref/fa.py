@@ -62,12 +62,10 @@ class _Segment:
         if window not in self.masks:
             device = self.seq_lens.device
             keys = torch.arange(self.num_keys, device=device)
-            queries = (self.seq_lens - self.widths + torch.arange(self.width, device=device))[
-                :, :, None
-            ]
-            seen = (
-                keys <= queries if self.visibility == "causal" else keys < self.seq_lens[:, :, None]
-            )
+            queries = self.seq_lens - self.widths + torch.arange(self.width, device=device)
+            queries = queries[:, :, None]
+            causal = self.visibility == "causal"
+            seen = keys <= queries if causal else keys < self.seq_lens[:, :, None]
             if self.tree is not None:
                 seen = self._of_tree(self.tree, keys, window)
             elif window is not None:
@@ -198,9 +196,8 @@ class TorchRefBackend(AttentionBackend):
             width = max(query_lens[i] for i in members)
             widths = torch.tensor([query_lens[i] for i in members], device=device)
             requests = torch.tensor(members, device=device)
-            segment = self._segment(
-                metadata, requests, widths, width, max(seq_lens[i] for i in members)
-            )
+            num_keys = max(seq_lens[i] for i in members)
+            segment = self._segment(metadata, requests, widths, width, num_keys)
             if len(members) == 1:
                 segment.rows = slice(starts[members[0]], starts[members[0] + 1])
             else:

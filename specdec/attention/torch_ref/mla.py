@@ -93,21 +93,16 @@ class TorchRefMlaBackend(SparseMlaBackend):
                 scores = (weights[:, :, None] @ scores)[:, :, 0].masked_fill(~seen, -torch.inf)
                 best = scores.topk(topk, dim=-1)
                 chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
-            _put(
-                selected[:, : chosen.shape[-1]],
-                segment.rows,
-                segment.kept,
-                chosen.flatten(0, 1).int(),
-            )
+            place = selected[:, : chosen.shape[-1]]
+            _put(place, segment.rows, segment.kept, chosen.flatten(0, 1).int())
         return selected
 
     def write(
         self, cache: LatentCache, compressed: Tensor, key_rope: Tensor, slot_mapping: Tensor
     ) -> None:
         """See `MlaBackend.write`."""
-        cache.latent.flatten(0, 1).index_copy_(
-            0, slot_mapping, torch.cat([compressed, key_rope], dim=-1)
-        )
+        latent = torch.cat([compressed, key_rope], dim=-1)
+        cache.latent.flatten(0, 1).index_copy_(0, slot_mapping, latent)
 
     def run(
         self,
@@ -133,9 +128,8 @@ class TorchRefMlaBackend(SparseMlaBackend):
             scores = scores + segment.mask(None, query.dtype, 1)
             if selected is not None:
                 chosen = _membership(selected[segment.rows], segment.num_keys)
-                scores = scores.masked_fill(
-                    ~chosen.unflatten(0, (-1, 1, segment.width)), -torch.inf
-                )
+                chosen = chosen.unflatten(0, (-1, 1, segment.width))
+                scores = scores.masked_fill(~chosen, -torch.inf)
             weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
             out = (weights.flatten(1, 2) @ keys[..., :rank]).unflatten(1, q.shape[1:3])
             _put(attended, segment.rows, segment.kept, out.transpose(1, 2).flatten(0, 1))

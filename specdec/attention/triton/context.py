@@ -91,15 +91,11 @@ def plan_rectangles(metadata: AttentionMetadata, block_size: int) -> AttentionMe
     ):
         return metadata
     lengths = enumerate(zip(metadata.query_lens, metadata.seq_lens_host, strict=True))
-    parts = [
-        part for request, (num_rows, end) in lengths for part in _parts(request, num_rows, end)
-    ]
+    parts = [one for request, (num_rows, end) in lengths for one in _parts(request, num_rows, end)]
     if not any(part.is_piece for part in parts):
         return metadata
     cuts = [i for i in range(1, len(parts)) if parts[i].is_piece or parts[i - 1].is_piece]
-    groups = [
-        parts[first:last] for first, last in zip([0, *cuts], [*cuts, len(parts)], strict=True)
-    ]
+    groups = [parts[a:b] for a, b in zip([0, *cuts], [*cuts, len(parts)], strict=True)]
     counts = [[0, *accumulate(part.num_rows for part in group)] for group in groups]
     of_parts = [part.end for part in parts] + [part.request for part in parts]
     values = torch.tensor(
@@ -174,18 +170,15 @@ def attend(
                 run.request,
                 (side.index_select(0, blocks).flatten(0, 1) for side in cache),
             )
-        earlier = (
-            rectangle(rows, key[before], value[before], scale, False) if run.num_keys else None
-        )
+        before_own = key[before], value[before]
+        earlier = rectangle(rows, *before_own, scale, False) if run.num_keys else None
         if run.square:
             own = slice(run.num_keys, run.num_gathered)
-            merge_two(
-                earlier, rectangle(rows, key[own], value[own], scale, True), sinks, output[run.rows]
-            )
+            later = rectangle(rows, key[own], value[own], scale, True)
+            merge_two(earlier, later, sinks, output[run.rows])
         elif earlier is not None:
-            go_on(
-                rows, run.metadata, earlier=Earlier(*earlier, run.num_keys), output=output[run.rows]
-            )
+            known = Earlier(*earlier, run.num_keys)
+            go_on(rows, run.metadata, earlier=known, output=output[run.rows])
     return output
 
 

@@ -224,9 +224,8 @@ class TritonFaBackend(AttentionBackend):
         )
         keys = metadata.max_seq_len
         if window is not None:
-            keys = min(
-                keys, metadata.max_query_len + (2 if metadata.visibility == "full" else 1) * window
-            )
+            seen = 2 if metadata.visibility == "full" else 1
+            keys = min(keys, metadata.max_query_len + seen * window)
         most = max(1, min(wanted, keys // MIN_SPLIT_KEYS, MAX_SPLITS))
         return 1 << (most.bit_length() - 1)
 

@@ -154,7 +154,6 @@ def _written_out(
     )
     scores = q @ k.transpose(1, 2) * scale
     if causal:
-        scores = scores.masked_fill(
-            torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf
-        )
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)

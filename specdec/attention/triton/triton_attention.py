@@ -302,12 +302,10 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = cache.key.shape[1:3]
     group = num_heads // num_kv_heads
-    tile = tile or tile_for(
-        group, max_query_len, head_dim, query.dtype, shared_memory(query.device)
-    )
-    assert (
-        cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
-    )
+    memory = shared_memory(query.device)
+    tile = tile or tile_for(group, max_query_len, head_dim, query.dtype, memory)
+    assert cache.key.stride() == cache.value.stride()
+    assert cache.key.stride(-1) == query.stride(-1) == 1
     assert splits & (splits - 1) == 0 and tile.block_m >= group
     assert tree is None or causal
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -316,9 +314,8 @@ def paged_attention(
         parts = torch.empty(
             num_tokens, num_heads, splits, head_dim, dtype=torch.float32, device=query.device
         )
-        log_sums = torch.empty(
-            num_tokens, num_heads, splits, dtype=torch.float32, device=query.device
-        )
+        shape = num_tokens, num_heads, splits
+        log_sums = torch.empty(shape, dtype=torch.float32, device=query.device)
     num_tiles = -(-max_query_len // (tile.block_m // group))
     with on_device(query):
         _attention_kernel[(len(seq_lens) * num_tiles, num_kv_heads, splits)](

@@ -235,9 +235,8 @@ def prefill_tile(
         num_stages(loaded, memory - queries, most=2),
     )
     num_warps = 8 if block_m > 64 or block_m * block_d > MAX_PER_WARPS else 4
-    return Tile(
-        block_m, block_n, num_warps=num_warps, num_stages=1 if torch.version.hip else stages
-    )
+    stages = 1 if torch.version.hip else stages
+    return Tile(block_m, block_n, num_warps=num_warps, num_stages=stages)
 
 
 def prefill_attention(
@@ -279,9 +278,8 @@ def prefill_attention(
     block_size, num_kv_heads = cache.key.shape[1:3]
     group = num_heads // num_kv_heads
     tile = tile or prefill_tile(group, head_dim, query.dtype, shared_memory(query.device))
-    assert (
-        cache.key.stride() == cache.value.stride() and cache.key.stride(-1) == query.stride(-1) == 1
-    )
+    assert cache.key.stride() == cache.value.stride()
+    assert cache.key.stride(-1) == query.stride(-1) == 1
     assert scale > 0 and tile.block_m >= group
     assert earlier is None or (
         window is None and earlier.output.is_contiguous() and earlier.num_keys % tile.block_n == 0

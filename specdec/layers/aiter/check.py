@@ -58,14 +58,12 @@ def unsupported_reasons(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Why AITER's layers cannot run on `device` in type `dtype`; empty when they can."""
     architecture = specdec.device.device.rocm_architecture(device)
     if architecture not in fa.CDNA:
-        return [
-            f"{architecture or device} (AITER's compiled kernels are for {' and '.join(fa.CDNA)})"
-        ]
+        compiled = f"AITER's compiled kernels are for {' and '.join(fa.CDNA)}"
+        return [f"{architecture or device} ({compiled})"]
     if fa.tier_of(device) != "full":
         return ["AITER_TRITON_ONLY=1 leaves out AITER's compiled kernels"]
-    reasons = (
-        [] if dtype in fa.DTYPES else [f"dtype {dtype} (the kernels take bfloat16 and float16)"]
-    )
+    takes = f"dtype {dtype} (the kernels take bfloat16 and float16)"
+    reasons = [] if dtype in fa.DTYPES else [takes]
     return reasons + aiter.unavailable_reasons(AiterLayers)
 
 
@@ -97,16 +95,14 @@ def _norm_deviations(
     kernels: AiterLayers, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Deviation]:
     for width in (576, 4096):
-        x, residual, weight = (
-            normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,))
-        )
+        shapes = (5, width), (6, width), (width,)
+        x, residual, weight = (normal(*shape).to(dtype) for shape in shapes)
         residual = residual[:5]  # of another shape, so that it is not x again
         norm, wide = Norm(weight, EPSILON), Norm(weight.double(), EPSILON)
         normed = kernels.norm(x.to(device), weight.to(device), EPSILON)
         yield deviation(normed, rms_norm(x, norm), rms_norm(x.double(), wide))
-        normed, added = kernels.add_norm(
-            x.to(device), residual.to(device), weight.to(device), EPSILON
-        )
+        there = x.to(device), residual.to(device), weight.to(device)
+        normed, added = kernels.add_norm(*there, EPSILON)
         total = x.double() + residual.double()
         yield deviation(added, x + residual, total)
         yield deviation(normed, rms_norm(x + residual, norm), rms_norm(total, wide))

@@ -75,11 +75,8 @@ class AiterOps(TritonOps):
 
     def activate(self, joined: Tensor, activation: str) -> Tensor:
         width = joined.shape[1] // (1 if activation in PLAIN else 2)
-        if (
-            not self._aiter.has_activation(activation)
-            or width % VECTOR
-            or not joined.is_contiguous()
-        ):
+        fits = self._aiter.has_activation(activation) and not width % VECTOR
+        if not (fits and joined.is_contiguous()):
             keep_ours(
                 f"the activation {activation} of {width}",
                 f"AITER has silu and gelu_tanh, of multiples of {VECTOR}",
@@ -90,9 +87,8 @@ class AiterOps(TritonOps):
     def attend(self, qkv: Tensor, inputs: AttentionInputs) -> Tensor:
         backend, heads, angles, cache, plan, _ = inputs
         if angles is None or (reason := _against_rope(backend, qkv, heads, cache)):
-            keep_ours(
-                "the cache write", "queries and keys are not rotated" if angles is None else reason
-            )
+            reason = "queries and keys are not rotated" if angles is None else reason
+            keep_ours("the cache write", reason)
             return super().attend(qkv, inputs)
         assert isinstance(backend, RocmAiterFaBackend)
         spec = backend.spec

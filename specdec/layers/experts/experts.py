@@ -39,9 +39,8 @@ def apply_experts(x: Tensor, weights: Tensor, ids: Tensor, layer: Experts) -> Te
         0, dtype=torch.int32
     )
     gate_up = _product(x[order // ids.shape[1]], layer.gate_up, layer.gate_up_bias, expert_of, ends)
-    product = _product(
-        activate(gate_up, layer.activation), layer.down, layer.down_bias, expert_of, ends
-    )
+    gate_up = activate(gate_up, layer.activation)
+    product = _product(gate_up, layer.down, layer.down_bias, expert_of, ends)
     outputs = torch.empty_like(product).index_copy_(0, order, product).view(*ids.shape, -1)
     total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, weights.dtype))
     for output, weight in zip(outputs.unbind(1), weights.unbind(1), strict=True):
@@ -80,9 +79,8 @@ def _product(
         out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     else:
         slices = rows.tensor_split(ends.tolist()[:-1])
-        out = torch.cat(
-            [F.linear(piece, expert) for piece, expert in zip(slices, weight, strict=True)]
-        )
+        products = (F.linear(*pair) for pair in zip(slices, weight, strict=True))
+        out = torch.cat([*products])
     return out if bias is None else out + bias[expert_of]
 
 
@@ -113,10 +111,8 @@ KERNEL = Kernel("experts", check_experts, dtypes=FLOATS, ways=steps)
 def _routing_deviations(device: torch.device) -> Iterator[Deviation]:
     from specdec.layers.experts import triton_router  # it imports Triton
 
-    for routing in (
-        Routing(60, 4),
-        Routing(64, 6, "sigmoid", biased=True, num_groups=4, topk_groups=2),
-    ):
+    grouped = Routing(64, 6, "sigmoid", biased=True, num_groups=4, topk_groups=2)
+    for routing in (Routing(60, 4), grouped):
         numbers = normal(10, routing.num_experts)
         logits, bias = numbers[:9], numbers[9] / 8 if routing.biased else None
         weights, ids = triton_router.route(

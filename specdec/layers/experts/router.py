@@ -80,13 +80,11 @@ def aiter_reasons(routing: Routing, device: torch.device) -> list[str]:
             f" {', '.join(map(str, AITER_GROUPS))})"
         )
     if routing.biased != (routing.scores == "sigmoid"):
-        reasons.append(
-            f"{routing.scores} scores {'with a' if routing.biased else 'without a'} bias"
-        )
+        bias = "with a" if routing.biased else "without a"
+        reasons.append(f"{routing.scores} scores {bias} bias")
     if routing.biased and not routing.renormalized:
-        reasons.append(
-            "weights that are not normalized (the kernel for many tokens always does that)"
-        )
+        normalizes = "the kernel for many tokens always does that"
+        reasons.append(f"weights that are not normalized ({normalizes})")
     return reasons
 
 
@@ -162,9 +160,8 @@ def route_with_aiter(
         weights *= routing.scaling
     # Experts are looked up with 64 bits, and what a kernel says of a row of NaN must be one of
     # them.
-    return weights, torch.remainder(
-        ids, routing.num_experts, out=torch.empty_like(ids, dtype=torch.int64)
-    )
+    own = torch.empty_like(ids, dtype=torch.int64)
+    return weights, torch.remainder(ids, routing.num_experts, out=own)
 
 
 def check_router(device: torch.device, dtype: torch.dtype) -> Deviation:
@@ -186,9 +183,8 @@ def check_router(device: torch.device, dtype: torch.dtype) -> Deviation:
         there = None if bias is None else bias.to(device)
         got = all_weights(route_with_aiter(kernels, logits.to(device), routing, there), routing)
         right = all_weights(route(logits, routing, bias), routing)
-        return Deviation(
-            float((got - right).norm()), torch.finfo(torch.float16).eps * float(right.norm())
-        )
+        bound = torch.finfo(torch.float16).eps * float(right.norm())
+        return Deviation(float((got - right).norm()), bound)
 
     return worst(map(found, CHECKED))
 

@@ -49,9 +49,8 @@ class Routing:
     def __post_init__(self) -> None:
         groups, size = self.num_groups, self.num_experts // max(self.num_groups, 1)
         if groups < 1 or self.num_experts % groups:
-            raise InvalidInputError(
-                f"{self.num_experts} experts do not divide into {groups} groups"
-            )
+            count = self.num_experts
+            raise InvalidInputError(f"{count} experts do not divide into {groups} groups")
         if not 1 <= self.topk_groups <= groups:
             raise InvalidInputError(
                 f"{self.topk_groups} of {groups} groups of experts cannot be chosen; take 1 to"

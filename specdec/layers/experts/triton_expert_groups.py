@@ -128,13 +128,8 @@ def group_by_expert(ids: Tensor, num_experts: int, block_rows: int) -> Groups:
     bins = triton.next_power_of_2(num_experts)
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     groups = Groups(counts.new_empty(num_blocks, block_rows), counts.new_empty(num_blocks))
-    sizes = {
-        "BINS": bins,
-        "CHUNK": chunk,
-        "TILE": TILE,
-        "num_warps": 4,
-        **overlap_options(ids.device),
-    }
+    sizes = {"BINS": bins, "CHUNK": chunk, "TILE": TILE, "num_warps": 4}
+    sizes |= overlap_options(ids.device)
     with on_device(ids):
         _count_kernel[(chunks,)](ids, counts, num_pairs, **sizes)
         _place_kernel[(num_experts, triton.cdiv(chunks, together))](

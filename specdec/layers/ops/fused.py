@@ -110,9 +110,8 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     from specdec.kernels.triton_norm import add_rms_norm, rms_norm
 
     for width in (576, 4096):
-        x, residual, weight = (
-            normal(*shape).to(dtype) for shape in ((5, width), (6, width), (width,))
-        )
+        shapes = (5, width), (6, width), (width,)
+        x, residual, weight = (normal(*shape).to(dtype) for shape in shapes)
         residual = residual[:5]  # of another shape, so that it is not x again
         gain, stream = weight.to(device), residual.to(device)
         yield _deviation(rms_norm(x.to(device), gain, EPSILON), _norm, x, weight)
@@ -121,9 +120,8 @@ def _norm_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
         yield _deviation(normed, _norm, x + residual, weight)
     parts = normal(3, 5, width)
     normed, added = add_rms_norm(parts.to(device), stream, gain, EPSILON)
-    yield deviation(
-        added, parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double()
-    )
+    plain, exact = parts.sum(0).to(dtype) + residual, parts.double().sum(0) + residual.double()
+    yield deviation(added, plain, exact)
     yield _deviation(normed, _norm, added.cpu(), weight)
 
 
@@ -148,9 +146,8 @@ def _rope_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Devia
     cache = KVLayerSpec(kv_heads, dim).allocate(2, 16, dtype, device)
     query, key, value = rows.to(device).split([heads, kv_heads, kv_heads], dim=1)
     names = ("cos", "sin", "query_norm", "key_norm")
-    options = {
-        name: tensor.to(device) for name, tensor in zip(names, (cos, sin, norm, norm), strict=True)
-    }
+    tables = zip(names, (cos, sin, norm, norm), strict=True)
+    options = {name: table.to(device) for name, table in tables}
     stored = rope_store(query, key, value, cache, slots.to(device), epsilon=EPSILON, **options)
     rotated, new_key, new_value = rotated_rows(query, key, value, epsilon=EPSILON, **options)
     keys, values = (side.cpu().flatten(0, 1)[slots] for side in cache)

@@ -84,11 +84,8 @@ class TritonOps(TorchOps):
         self._suited: dict[int, bool] = {}
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        return (
-            embed(token_ids, table, scale)
-            if self._embeds
-            else super().embed(token_ids, table, scale)
-        )
+        look_up = embed if self._embeds else super().embed
+        return look_up(token_ids, table, scale)
 
     def norm(self, x: Tensor, norm: Norm, prefetch: Linear | None = None) -> Tensor:
         return rms_norm(x, norm.weight, norm.epsilon, prefetch=_hint(prefetch, x))
@@ -180,9 +177,8 @@ class TritonOps(TorchOps):
 
     def experts(self, experts: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if id(experts) not in self._suited:
-            self._suited[id(experts)] = self._mixes and not unsupported_reasons(
-                experts, ids.shape[1]
-            )
+            suited = self._mixes and not unsupported_reasons(experts, ids.shape[1])
+            self._suited[id(experts)] = suited
         if self._suited[id(experts)]:
             return mix(x, weights, ids.int(), experts)
         return super().experts(experts, x, weights, ids.long())
@@ -195,9 +191,8 @@ class TritonOps(TorchOps):
             return backend.read(rotated, cache, plan, **heads.attention_options).flatten(1)
         query, key = qkv.split_with_sizes([spec.num_heads, qkv.shape[1] - spec.num_heads], dim=1)
         key, value = key[:, : spec.num_kv_heads], key[:, -spec.num_kv_heads :]
-        rotation = _rotation(angles, heads.query_norm, heads.key_norm) | {
-            "prefetch": _hint(prefetch, qkv)
-        }
+        rotation = _rotation(angles, heads.query_norm, heads.key_norm)
+        rotation["prefetch"] = _hint(prefetch, qkv)
         if heads.value_norm is not None:
             rotation["value_norm"] = heads.value_norm.weight
         if isinstance(backend, TritonFaBackend):  # whose cache is ours to write

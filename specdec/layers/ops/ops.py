@@ -56,12 +56,8 @@ class Heads(NamedTuple):
     @property
     def attention_options(self) -> dict[str, Any]:
         """What `AttentionBackend.run` is told of this layer."""
-        return {
-            "scale": self.scale,
-            "window": self.window,
-            "softcap": self.softcap,
-            "sinks": self.sinks,
-        }
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return {**options, "sinks": self.sinks}
 
 
 class AttentionInputs(NamedTuple):
@@ -255,9 +251,8 @@ class TorchOps(Ops):
         rotated, value = qkv[:, : num_heads + stored], qkv[:, -num_kv_heads:]
         if heads.query_norm is not None and heads.key_norm is not None:
             query, key = rotated.split_with_sizes([num_heads, stored], dim=1)
-            rotated = torch.cat(
-                [rms_norm(query, heads.query_norm), rms_norm(key, heads.key_norm)], dim=1
-            )
+            normed = rms_norm(query, heads.query_norm), rms_norm(key, heads.key_norm)
+            rotated = torch.cat(normed, dim=1)
         elif heads.query_norm is not None:
             rotated = rms_norm(rotated, heads.query_norm)
         if angles is not None:

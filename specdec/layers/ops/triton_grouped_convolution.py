@@ -63,9 +63,8 @@ def mix_rows(x: Tensor, dynamic: Tensor, base: Tensor, width: int, side: int) ->
         [T, H].
     """
     (rows, hidden), taps = x.shape, base.shape[1]
-    assert (
-        x.is_contiguous() and dynamic.is_contiguous() and base.is_contiguous() and rows % width == 0
-    )
+    dense = x.is_contiguous() and dynamic.is_contiguous() and base.is_contiguous()
+    assert dense and rows % width == 0
     output = torch.empty_like(x)
     block = min(CHANNELS_PER_PROGRAM, triton.next_power_of_2(hidden))
     with on_device(x):

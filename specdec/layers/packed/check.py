@@ -109,15 +109,13 @@ def _expert_deviations(device: torch.device, dtype: torch.dtype) -> Iterator[Dev
     from specdec.layers.experts import triton_experts  # it imports Triton
 
     for code in _OF_EXPERTS:
-        layer = Experts(
-            _weight(code, (4, 192, 128), dtype), _weight(code, (4, 128, 96), dtype), "silu"
-        )
+        gate_up, down = (_weight(code, shape, dtype) for shape in ((4, 192, 128), (4, 128, 96)))
+        layer = Experts(gate_up, down, "silu")
         there = layer.to(device)
         for rows in (1, triton_experts.FEW_ROWS + 6):
             x, (weights, ids) = normal(rows, 128).to(dtype), route(normal(rows, 4), Routing(4, 2))
-            got = triton_experts.experts(
-                x.to(device), weights.to(device), ids.int().to(device), there
-            )
+            chosen = weights.to(device), ids.int().to(device)
+            got = triton_experts.experts(x.to(device), *chosen, there)
             got = got.sum(0).to(dtype) if got.ndim == 3 else got
             exact = apply_experts(x.double(), weights, ids, layer.to(torch.float64))
             yield deviation(got, apply_experts(x, weights, ids, layer), exact)

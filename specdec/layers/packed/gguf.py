@@ -148,9 +148,8 @@ class GgufWeight:
         """
         if kind not in BLOCK_SHAPES:
             known = ", ".join(GGUF_TYPES)
-            raise ValueError(
-                f"{kind} is not multiplied as it is stored; the types that are: {known}"
-            )
+            multiplied = "is not multiplied as it is stored; the types that are"
+            raise ValueError(f"{kind} {multiplied}: {known}")
         size = BLOCK_SHAPES[kind].size
         if raw.dtype != torch.uint8 or raw.shape[-1] % size:
             row = f"{raw.shape[-1]} {raw.dtype}"
@@ -338,9 +337,8 @@ def _widened(parts: Sequence[_Numbers]) -> list[_Numbers]:
         codes, times = codes if code == "int8" else codes.to(torch.uint8), part.group // group
         scale = scale.repeat_interleave(times, dim=-1)
         least = minimum.repeat_interleave(times, dim=-1) if minima else None
-        widened.append(
-            _Numbers(codes, scale, group, code, middle, least, outer if nested else None)
-        )
+        outer = outer if nested else None
+        widened.append(_Numbers(codes, scale, group, code, middle, least, outer))
     return widened
 
 

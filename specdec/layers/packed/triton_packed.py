@@ -310,9 +310,8 @@ def launch_of(
         padded = min(padded, ROWS_AT_ONCE if tile.lanes > 1 else MAX_ROWS)
         span = span_of(weight)
         depth = max(span, depth // span * span)
-        loaded = tile.lanes * (
-            (1 + gated) * columns * depth // (1 + weight.halves) + padded * depth * 2
-        )
+        codes = (1 + gated) * columns * depth // (1 + weight.halves)
+        loaded = tile.lanes * (codes + padded * depth * 2)
         stages = num_stages(loaded, memory, most=1 if torch.version.hip else tile.stages)
     return {
         "WIDTH": weight.out_features // (1 + gated),

@@ -75,9 +75,8 @@ class PackedWeight:
                 f" {list(self.codes.shape[:-1])}"
             )
         if self.zero is not None and self.zero.shape != self.scale.shape:
-            raise ValueError(
-                f"zeros are {list(self.zero.shape)} for scales {list(self.scale.shape)}"
-            )
+            shapes = list(self.zero.shape), list(self.scale.shape)
+            raise ValueError(f"zeros are {shapes[0]} for scales {shapes[1]}")
 
     @property
     def halves(self) -> bool:
@@ -170,9 +169,8 @@ class PackedWeight:
             .view(self.codes.dtype)
         )
         padding = self.padding if last else 0
-        return replace(
-            self, codes=own, scale=self.scale[..., groups].clone(), zero=zero, padding=padding
-        )
+        scale = self.scale[..., groups].clone()
+        return replace(self, codes=own, scale=scale, zero=zero, padding=padding)
 
     def divides(self, start: int) -> bool:
         """Whether a part may begin or end at an input: between bytes, and whole groups."""

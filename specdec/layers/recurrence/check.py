@@ -64,9 +64,8 @@ def _recurrence_deviations(device: torch.device, dtype: torch.dtype) -> Iterator
                     got = out[i * count : (i + 1) * count]
                     yield deviation(got, plain[0][done:], exact[0][done:])
                     if rows.final:
-                        yield deviation(
-                            caches[0].state[2 - i].to(dtype), plain[1].to(dtype), exact[1]
-                        )
+                        got = caches[0].state[2 - i].to(dtype)
+                        yield deviation(got, plain[1].to(dtype), exact[1])
                 done += accepted
 
 
@@ -104,9 +103,8 @@ def _doubled(one: Recurrence) -> Recurrence:
 
 def _cache(one: Recurrence, dtype: torch.dtype, device: torch.device) -> StateCache:
     """Three slots that hold what is no number."""
-    state = torch.full(
-        (3, one.num_value_heads, one.key_dim, one.value_dim), float("nan"), device=device
-    )
+    shape = 3, one.num_value_heads, one.key_dim, one.value_dim
+    state = torch.full(shape, float("nan"), device=device)
     inputs = torch.full(
         (3, one.taps - 1 + 2 * MAX_ROWS, one.width), float("nan"), dtype=dtype, device=device
     )
@@ -135,9 +133,7 @@ def _serially(one: Recurrence, x: Tensor) -> tuple[Tensor, Tensor]:
         for part in (active[:, :keys], active[:, keys : 2 * keys])
     )
     if one.rule == "delta":
-        query, key = (
-            part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key)
-        )
+        query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
         query = query * one.key_dim**-0.5
     query, key = (
         part.repeat_interleave(one.num_value_heads // one.num_key_heads, dim=1)
@@ -173,9 +169,8 @@ def _convolution_deviations(device: torch.device, dtype: torch.dtype) -> Iterato
     kernel, bias = (normal(width, taps) / 2).to(dtype), normal(width, 1)[:, 0].to(dtype)
     for prompt in (5, FEW_ROWS + 6):
         inputs = [normal(prompt + 7 + i, 3 * width)[: prompt + 7].to(dtype) for i in range(2)]
-        ring = torch.full(
-            (3, taps - 1 + 2 * MAX_ROWS, width), float("nan"), dtype=dtype, device=device
-        )
+        shape = 3, taps - 1 + 2 * MAX_ROWS, width
+        ring = torch.full(shape, float("nan"), dtype=dtype, device=device)
         cache = StateCache(
             torch.empty(3, 0, device=device), ring, torch.zeros(3, dtype=torch.int64, device=device)
         )

@@ -191,9 +191,8 @@ def recur(x: Tensor, recurrence: Recurrence, cache: StateCache, rows: RecurrentR
 def packed_rows(out: Tensor, rows: RecurrentRows, pending: Tensor, count: int) -> Tensor:
     """One line per request [num_reqs, rows, ...] as packed rows, without pending ones."""
     owners = torch.repeat_interleave(rows.first_rows.diff().long(), output_size=count)
-    places = (
-        pending[owners] + torch.arange(count, device=out.device) - rows.first_rows.long()[owners]
-    )
+    packed = torch.arange(count, device=out.device)
+    places = pending[owners] + packed - rows.first_rows.long()[owners]
     return out[owners, places]
 
 
@@ -229,9 +228,7 @@ def _inputs(window: Tensor, recurrence: Recurrence, live: Tensor) -> _Taken:
     query, key, value = (part.float() for part in active.split_with_sizes(widths, dim=-1))
     query, key = (part.unflatten(-1, (one.num_key_heads, one.key_dim)) for part in (query, key))
     if one.rule == "delta":
-        query, key = (
-            part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key)
-        )
+        query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
         query = query * one.key_dim**-0.5
     gates = window[:, taps - 1 :, one.channels :]
     a = gates[
@@ -276,9 +273,7 @@ def _in_chunks(state: Tensor, taken: _Taken, rule: str) -> tuple[Tensor, Tensor]
     """
     outputs, size = [], CHUNK if taken.decay.shape[-1] == 1 else KEY_CHUNK
     for start in range(0, taken.key.shape[1], size):
-        query, key, value, decay, beta = (
-            part[:, start : start + size].transpose(1, 2) for part in taken
-        )
+        query, key, value, decay, beta = (x[:, start : start + size].transpose(1, 2) for x in taken)
         # [num_reqs, heads, rows, 1 or K], the logarithm from the chunk's beginning
         total = decay.cumsum(-2)
         v_new = value

@@ -202,11 +202,8 @@ def solve(
         the model's type. The chunks of request r begin at
         `(first_rows[r] + r * max_pending) // 64 + 2 * r`.
     """
-    channels, delta, shape = (
-        prepared.channels,
-        layer.rule == "delta",
-        squares(prepared, layer, rows),
-    )
+    channels, delta = prepared.channels, layer.rule == "delta"
+    shape = squares(prepared, layer, rows)
     systems = torch.empty(shape, dtype=torch.float32, device=channels.device) if delta else None
     scores = torch.empty(shape, dtype=channels.dtype, device=channels.device)
     with on_device(channels):

@@ -173,12 +173,10 @@ class Rope:
                     parameters["rope_theta"], parameters["factor"], max_position_embeddings, rotated
                 )
             return cls(frequencies, amplitude, rotated, temperature=temperature, growth=growth)
-        long_frequencies, _ = _frequencies(
-            parameters, rotated, max_position_embeddings, is_long=True
-        )
-        return cls(
-            frequencies, amplitude, rotated, F.pad(long_frequencies, (0, still)), temperature
-        )
+        sizes = rotated, max_position_embeddings
+        long_frequencies, _ = _frequencies(parameters, *sizes, is_long=True)
+        long_frequencies = F.pad(long_frequencies, (0, still))
+        return cls(frequencies, amplitude, rotated, long_frequencies, temperature)
 
     def frequencies_of(self, position_ids: Tensor, rope_lens: Tensor) -> Tensor:
         """float32 [..., head_dim / 2] for rows with these positions and
@@ -195,12 +193,10 @@ class Rope:
 
     def to(self, device: torch.device) -> "Rope":
         """This rope on another device."""
-        amplitude = (
-            self.amplitude.to(device) if isinstance(self.amplitude, Tensor) else self.amplitude
-        )
-        long_frequencies = (
-            None if self.long_frequencies is None else self.long_frequencies.to(device)
-        )
+        amplitude = self.amplitude
+        amplitude = amplitude.to(device) if isinstance(amplitude, Tensor) else amplitude
+        long_frequencies = self.long_frequencies
+        long_frequencies = None if long_frequencies is None else long_frequencies.to(device)
         return replace(
             self,
             frequencies=self.frequencies.to(device),
@@ -239,9 +235,8 @@ class Angles:
         factors = (
             None if rope.temperature is None else rope.temperature.factors(position_ids, dtype)
         )
-        return cls(
-            *half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude), factors
-        )
+        angles = half_angles(position_ids, frequencies, dtype, amplitude=rope.amplitude)
+        return cls(*angles, factors)
 
     @cached_property
     def doubled(self) -> tuple[Tensor, Tensor]:
@@ -338,9 +333,8 @@ def check_angles(device: torch.device) -> Deviation:
         # What is rounded to float32 is the angle, which no kernel knows better.
         exact = (position_ids[..., None] * frequencies).double()
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            ours = triton_angles.angles(
-                position_ids.to(device), frequencies.to(device), dtype, amplitude
-            )
+            there = position_ids.to(device), frequencies.to(device)
+            ours = triton_angles.angles(*there, dtype, amplitude)
             plain = _half_angles(position_ids, frequencies, dtype, amplitude)
             right = exact.cos() * amplitude, exact.sin() * amplitude
             found += [deviation(*sides) for sides in zip(ours, plain, right, strict=True)]

@@ -98,9 +98,8 @@ class AiterIndexerKernels:
             # The kernel leaves out keys past the row; as each layer leaves out the same, the first
             # fill serves all.
             columns = -(-metadata.max_seq_len // SCORE_COLUMNS) * SCORE_COLUMNS
-            plan.scores = torch.full(
-                (metadata.num_tokens, columns), -torch.inf, device=query.device
-            )
+            shape = metadata.num_tokens, columns
+            plan.scores = torch.full(shape, -torch.inf, device=query.device)
         selected = self._room(metadata.num_tokens, query.device)
         step = max(1, MAX_SCORE_BYTES // (width * plan.scores.shape[1] * plan.scores.itemsize))
         for begin in range(0, metadata.num_reqs, step):

@@ -66,9 +66,8 @@ class Fp8Prefill:
     def plan(self, group: Group) -> Fp8PrefillPlan:
         """Schedules whole prompts from their lengths on the host; reads nothing of the device."""
         buffers = self._buffers_for(group.num_reqs, group.max_query_len)
-        lists = schedule(
-            group.query_lens, self.num_heads, num_units=buffers["work_indptr"].numel() - 1
-        )
+        num_units = buffers["work_indptr"].numel() - 1
+        lists = schedule(group.query_lens, self.num_heads, num_units=num_units)
         work = {}
         for part in fields(Schedule):
             staged = torch.from_numpy(getattr(lists, part.name))
@@ -106,9 +105,8 @@ class Fp8Prefill:
         (query, query_scale), (key, key_scale), (value, value_scale) = (
             quantized(pad_heads(tensor, num_heads), DTYPE) for tensor in (query, key, value)
         )
-        output = torch.empty(
-            len(query), num_heads, VALUE_DIM, dtype=self.spec.dtype, device=query.device
-        )
+        shape = len(query), num_heads, VALUE_DIM
+        output = torch.empty(shape, dtype=self.spec.dtype, device=query.device)
         partial, partial_lse = self._partials(plan.num_partial_tiles)
         self.ops.mla_prefill_ps_asm_fwd(
             Q=query,

@@ -134,10 +134,8 @@ class RocmAiterMlaSparseBackend(SparseMlaBackend):
         entries = plan.entries()
         # What AITER would fill in itself; left out, some versions drop the plan for one of their
         # own.
-        num_kv_splits = entries.work["work_indptr"].numel() - 1
-        return self._kernels.attend(
-            rows, up, cache, entries, scale=scale, num_kv_splits=num_kv_splits
-        )
+        splits = entries.work["work_indptr"].numel() - 1
+        return self._kernels.attend(rows, up, cache, entries, scale=scale, num_kv_splits=splits)
 
 
 def _index_reasons(indexer: IndexerSpec) -> list[str]:

@@ -126,9 +126,8 @@ class SparseBuffers:
         # Zeros, since a captured graph may read up to the largest extent it was made for.
         self.request_ids = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
         self.qo_indptr = torch.arange(self.capacity + 1, dtype=torch.int32, device=self.device)
-        self.kv_indices = torch.zeros(
-            self.capacity * self.topk + 1, dtype=torch.int32, device=self.device
-        )
+        size = self.capacity * self.topk + 1
+        self.kv_indices = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.last_page_lens = torch.ones(self.capacity, dtype=torch.int32, device=self.device)
 
     def entries(self, count: int, plan: WorkPlan) -> Entries:
@@ -225,9 +224,8 @@ class SparsePlanner:
         ):
             return None
         if count not in self._steady_plans and not capturing:
-            plan = WorkPlan(
-                self._zeros(count + 1), self.kernels.work(count, 1, is_sparse=True), full=True
-            )
+            work = self.kernels.work(count, 1, is_sparse=True)
+            plan = WorkPlan(self._zeros(count + 1), work, full=True)
             torch.arange(0, (count + 1) * self.topk, self.topk, out=plan.kv_indptr)
             self.kernels.divide(buffers.entries(count, plan))
             self._steady_plans[count] = plan
@@ -282,10 +280,8 @@ def _index_chunks(metadata: AttentionMetadata, device: torch.device) -> list[Ind
     while begin < metadata.num_reqs:
         end, rows, keys = begin, 0, 0
         while end < metadata.num_reqs:
-            more_rows, more_keys = (
-                rows + metadata.query_lens[end],
-                keys + metadata.seq_lens_host[end],
-            )
+            more_rows = rows + metadata.query_lens[end]
+            more_keys = keys + metadata.seq_lens_host[end]
             if end > begin and more_rows * more_keys > MAX_SCORES:
                 break
             end, rows, keys = end + 1, more_rows, more_keys
